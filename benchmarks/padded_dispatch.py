@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning.comm.dispatch_backend import DispatchPlan, ExchangeBackend, Trip
-from moe_lightning.comm.dispatcher import DISPATCH_BACKENDS
+from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS
+from moe_lightning.dispatch.transports import DispatchPlan, ExchangeBackend, Trip
 from moe_lightning.parallel.exchange import exchange_rows
 
 PADDED = "padded"

@@ -11,8 +11,8 @@ import numpy as np
 from benchmarks.balance_trace import reference_costs
 from benchmarks.paper_table import PaperTable, Row, Sources
 from moe_lightning.algorithms.balancing import STRATEGIES, evaluate, plan_shadows
-from moe_lightning.algorithms.placement import uniform_placement
-from moe_lightning.algorithms.shadow_plan import QuotaRule
+from moe_lightning.dispatch.placement import uniform_placement
+from moe_lightning.dispatch.shadow_plan import QuotaRule
 from moe_lightning.plots import bar_chart
 from moe_lightning.simulate.hardware import Hardware, preset
 from moe_lightning.simulate.policy import policy

@@ -14,10 +14,10 @@ from moe_lightning.algorithms.allocation import affordable_replicas, allocate_re
 from moe_lightning.algorithms.checkpoint_size import gpt_moe_tensors, parameter_count
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.migration import align_placements, held_states, plan_migration
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.recovery_probability import block_recovery, recovery_probabilities
 from moe_lightning.algorithms.replica_placement import NODE_RULES
 from moe_lightning.arrays import IntArray
+from moe_lightning.dispatch.placement import Placement
 from moe_lightning.plots import line_chart
 from moe_lightning.simulate.hardware import preset
 from moe_lightning.simulate.policy import policy

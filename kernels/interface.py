@@ -231,7 +231,7 @@ class ActivationKernels(Protocol):
 
 
 class Sharing(NamedTuple):
-    """Rule by which the holders of an expert share its tokens, see `algorithms.quota.settled_quota`.
+    """Rule by which the holders of an expert share its tokens, see `dispatch.quota.settled_quota`.
 
     Attributes:
         rounds: of multiplicative weights; 0 splits evenly over replicas.

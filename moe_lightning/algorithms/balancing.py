@@ -18,19 +18,18 @@ import numpy as np
 
 from moe_lightning.algorithms.allocation import AllocationPolicy, affordable_replicas, bounded_loads
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.dispatch import padded_rows
 from moe_lightning.algorithms.metrics import balance_ratio, imbalance
 from moe_lightning.algorithms.migration import MappingMethod, align_placements
 from moe_lightning.algorithms.packing import longest_time
 from moe_lightning.algorithms.performance_model import ONE_COPY, BlockCosts, predict_block, total_copies, total_volumes
-from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES, NodeRule, placed_by
-from moe_lightning.algorithms.quota import balanced_quota, equal_quota
-from moe_lightning.algorithms.shadow_plan import ShadowPlan, shadow_quota
 from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.algorithms.shadows import fastermoe_best_shadows, fastermoe_shadows, no_shadows, top_shadows
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.config import validated
+from moe_lightning.dispatch.placement import Placement, uniform_placement
+from moe_lightning.dispatch.quota import balanced_quota, equal_quota, padded_rows
+from moe_lightning.dispatch.shadow_plan import ShadowPlan, shadow_quota
 from moe_lightning.errors import ConfigurationError
 
 

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from moe_lightning.algorithms.speeds import Pace
 from moe_lightning.arrays import IntArray, Pairs
+from moe_lightning.dispatch.quota import Pace
 from moe_lightning.errors import ConfigurationError
 
 
@@ -21,7 +21,7 @@ class Cluster:
         node_of: node of each rank, [N]; nodes are numbered 0..max without gaps, and may have different numbers of
             ranks.
         slots_per_rank: resident experts that every rank has room for.
-        speeds: of each rank, [N], see `algorithms.speeds`; None: all are equally fast.
+        speeds: of each rank, [N], see `dispatch.quota`; None: all are equally fast.
 
     Raises:
         ConfigurationError: no ranks, a gap in the node numbers, fewer than one slot, or speeds of other ranks.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_lightning.algorithms.speeds import Pace
 from moe_lightning.arrays import IntArray
+from moe_lightning.dispatch.quota import Pace
 
 
 def imbalance(rows: IntArray, speeds: IntArray | None = None) -> float:

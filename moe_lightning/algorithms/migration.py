@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from moe_lightning.algorithms.assignment import greedy_assignment, optimal_assignment
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.arrays import BoolArray, IntArray
+from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 
 MappingMethod = Literal["optimal", "greedy", "none"]

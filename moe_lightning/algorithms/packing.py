@@ -24,11 +24,11 @@ import numpy as np
 
 from moe_lightning.algorithms.allocation import affordable_replicas, allocate_replicas
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.placement import Placement
-from moe_lightning.algorithms.quota import balanced_split
 from moe_lightning.algorithms.replica_placement import ONE_TOKEN, deal_to_ranks, spread
 from moe_lightning.algorithms.slot_table import SlotTable
 from moe_lightning.arrays import IntArray, Pairs
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.quota import balanced_split
 
 _BALANCED = 1.01
 

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moe_lightning.algorithms.speeds import speeds_in_proportion
 from moe_lightning.arrays import BoolArray, FloatArray, IntArray, Pairs
 from moe_lightning.config import validated
+from moe_lightning.dispatch.quota import speeds_in_proportion
 from moe_lightning.errors import ConfigurationError
 
 ONE_COPY = 1 << 32
@@ -74,7 +74,7 @@ class BlockCosts:
 
     @property
     def speeds(self) -> IntArray | None:
-        """int64 [N]: how fast ranks are in experts, see `algorithms.speeds`; None where all are alike."""
+        """int64 [N]: how fast ranks are in experts, see `dispatch.quota`; None where all are alike."""
         return speeds_in_proportion(self.rows_per_s) if isinstance(self.rows_per_s, np.ndarray) else None
 
     def at(self, speeds: IntArray | None) -> BlockCosts:

@@ -14,9 +14,9 @@ import numpy as np
 from moe_lightning.algorithms.allocation import AllocationPolicy, allocate_replicas
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.packing import packed_placement
-from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.replica_placement import NODE_RULES, deal_to_ranks
 from moe_lightning.arrays import IntArray
+from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.registry import Registry
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_lightning.algorithms.speeds import ONE_SPEED
 from moe_lightning.arrays import IntArray
+from moe_lightning.dispatch.quota import ONE_SPEED
 
 _MEMORY = 64
 """Steps that a mean remembers."""

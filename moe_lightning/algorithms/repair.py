@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_lightning.algorithms.allocation import nodes_for_each
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.repair_table import RepairTable
 from moe_lightning.arrays import BoolArray, IntArray, Pairs
+from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 
 

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.recovery_probability import fatal_counts, fatal_sets, supports
-from moe_lightning.algorithms.speeds import Pace
 from moe_lightning.arrays import IntArray, Pairs
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.quota import Pace
 from moe_lightning.errors import ConfigurationError
 
 MAX_SEARCH_NODES = 12

@@ -26,13 +26,12 @@ from moe_lightning.algorithms.performance_model import (
     sending_s,
     total_copies,
 )
-from moe_lightning.algorithms.placement import Placement
-from moe_lightning.algorithms.quota import balanced_split
-from moe_lightning.algorithms.shadow_plan import ShadowPlan, choose_homes
 from moe_lightning.algorithms.shadow_totals import CopyTotals
 from moe_lightning.algorithms.shadows import plan_volumes
-from moe_lightning.algorithms.speeds import Pace
 from moe_lightning.arrays import BoolArray, IntArray
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.quota import Pace, balanced_split
+from moe_lightning.dispatch.shadow_plan import ShadowPlan, choose_homes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

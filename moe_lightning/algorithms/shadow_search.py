@@ -14,11 +14,11 @@ from dataclasses import replace
 import numpy as np
 
 from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadow_moves import GreedyMoves, Layer
-from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.algorithms.shadows import no_shadows
 from moe_lightning.arrays import IntArray
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError
 
 _MAX_VALUES = 16

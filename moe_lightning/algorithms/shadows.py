@@ -12,10 +12,10 @@ from __future__ import annotations
 import numpy as np
 
 from moe_lightning.algorithms.performance_model import BlockCosts, BlockTimes, pair_volumes, predict_block, total_copies
-from moe_lightning.algorithms.placement import Placement
-from moe_lightning.algorithms.quota import balanced_quota, balanced_split
-from moe_lightning.algorithms.shadow_plan import ShadowPlan, choose_homes
 from moe_lightning.arrays import FloatArray, IntArray, Pairs
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.quota import balanced_quota, balanced_split
+from moe_lightning.dispatch.shadow_plan import ShadowPlan, choose_homes
 
 
 def predict_plan(

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from lightning.pytorch.utilities import rank_zero_info
 
 from moe_lightning.algorithms.metrics import balance_ratio, imbalance
-from moe_lightning.algorithms.placement import uniform_placement
-from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.callbacks.balance_planner import BalancePlanner
 from moe_lightning.callbacks.telemetry import Metric
-from moe_lightning.comm.shadow_exchange import StepVisits
+from moe_lightning.dispatch.placement import uniform_placement
+from moe_lightning.dispatch.quota import balanced_quota
+from moe_lightning.dispatch.shadow_exchange import StepVisits
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.strategies.placed_experts import MigrationReport
 

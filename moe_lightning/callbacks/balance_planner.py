@@ -25,15 +25,14 @@ from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.forecast import ReplanRule
 from moe_lightning.algorithms.overlap import Timeline, predict_timeline, split_transfer
 from moe_lightning.algorithms.performance_model import BlockCosts, pair_volumes, predict_block
-from moe_lightning.algorithms.placement import Placement
-from moe_lightning.algorithms.quota import balanced_split
-from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.algorithms.shadows import no_shadows, predict_plan
-from moe_lightning.algorithms.speeds import uneven
 from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks.layer_planner import Decision, LayerPlanner
 from moe_lightning.callbacks.planning_threads import PlanningThreads
 from moe_lightning.config import validated
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.quota import balanced_split, uneven
+from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError
 
 FIRST_REBALANCE = 8

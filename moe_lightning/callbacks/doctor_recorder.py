@@ -32,12 +32,12 @@ from moe_lightning.callbacks.doctor_digests import (
     tensors_in,
 )
 from moe_lightning.data.step_sampler import StepSlice
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.modules.absent_block import AbsentBlock
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
-from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.row_blocks import blocks_of, cut_of, local
 from moe_lightning.state.table import State
 from moe_lightning.strategies.stage_cut import StageCut

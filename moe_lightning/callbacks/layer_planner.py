@@ -14,11 +14,11 @@ import numpy as np
 from moe_lightning.algorithms.balancing import SHADOW_POLICIES
 from moe_lightning.algorithms.forecast import LoadForecast, ReplanRule
 from moe_lightning.algorithms.performance_model import BlockCosts, BlockTimes
-from moe_lightning.algorithms.placement import Placement
-from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.algorithms.shadows import no_shadows, predict_plan
 from moe_lightning.arrays import IntArray
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.shadow_plan import ShadowPlan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

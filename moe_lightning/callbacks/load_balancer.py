@@ -21,7 +21,6 @@ from typing_extensions import override
 from moe_lightning import seams
 from moe_lightning.algorithms.allocation import AllocationPolicy
 from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks.balance_metrics import layer_metrics, movement_metrics, tell_errors
 from moe_lightning.callbacks.balance_planner import BalancePlanner, BalancePolicy
@@ -31,8 +30,9 @@ from moe_lightning.callbacks.own_layers import OwnLayers, together
 from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.callbacks.speed_follower import SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
-from moe_lightning.comm.shadow_exchange import StepVisits
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.shadow_exchange import StepVisits
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json

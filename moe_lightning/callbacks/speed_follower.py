@@ -17,12 +17,12 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from moe_lightning import seams
 from moe_lightning.algorithms.rates import AgreedSpeeds, RateMeter, Reading, heard, told
-from moe_lightning.algorithms.speeds import ONE_SPEED, given_speeds, shares
 from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.callbacks.telemetry import Metric
 from moe_lightning.config import validated
 from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.dispatch.quota import ONE_SPEED, given_speeds, shares
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy

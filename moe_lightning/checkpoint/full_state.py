@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning.checkpoint.plain_values import load_plain, load_trusted
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import CheckpointError, MissingCheckpointError
 from moe_lightning.parallel.collectives import collect_on_root
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
-from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.host_updates import loading
 from moe_lightning.state.row_blocks import (
     cut_of,

@@ -27,13 +27,13 @@ from typing_extensions import override
 
 from moe_lightning.algorithms.balancing import Strategy
 from moe_lightning.algorithms.metrics import balance_ratio, imbalance
-from moe_lightning.algorithms.placement import uniform_placement
-from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.arguments import Count, option
 from moe_lightning.arrays import FloatArray
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.cli.capacity import check_processes
 from moe_lightning.cli.measurement import synchronize
+from moe_lightning.dispatch.placement import uniform_placement
+from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 from moe_lightning.elastic.lifeline import leave
 from moe_lightning.elastic.work import work

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.migration import Transfer
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PendingExchange
-from moe_lightning.state.expert_stacks import ExpertStack
 
 
 def next_slots(slots: Sequence[int], experts: Collection[int]) -> tuple[int, ...]:

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from moe_lightning.algorithms.speeds import shares, uneven
 from moe_lightning.arrays import IntArray, cut
 from moe_lightning.config import PositiveInt, validated
+from moe_lightning.dispatch.quota import shares, uneven
 from moe_lightning.errors import ConfigurationError
 
 
@@ -357,8 +357,8 @@ class StepSampler(Sampler[list[int]]):
         rank, and the samples of a step stay what they are.
 
         Args:
-            speeds: int64 [world_size], see `algorithms.speeds`; None: as evenly as whole samples allow.
-            most: samples of a rank in a micro-batch, see `algorithms.speeds.shares`.
+            speeds: int64 [world_size], see `dispatch.quota`; None: as evenly as whole samples allow.
+            most: samples of a rank in a micro-batch, see `dispatch.quota.shares`.
         """
         self._speeds, self._most, self._cuts = uneven(speeds), most, {}
         self.moves += 1

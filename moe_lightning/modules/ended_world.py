@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import Experts
 

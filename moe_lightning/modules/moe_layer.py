@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.comm.dispatcher import Dispatched, Dispatcher
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, build_config, validated
+from moe_lightning.dispatch.dispatcher import Dispatched, Dispatcher
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.ended_world import EndedWorld
 from moe_lightning.modules.experts import VACANT, Activation, Experts

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
-from moe_lightning.comm.dispatch_backend import ExchangeBackend, Trip
-from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.dispatch.dispatcher import Dispatcher
+from moe_lightning.dispatch.transports import ExchangeBackend, Trip
 from moe_lightning.modules.expert_limits import drop_overflow
 from moe_lightning.modules.losses import load_balancing_loss, router_z_loss
 from moe_lightning.modules.moe_layer import MoELayer

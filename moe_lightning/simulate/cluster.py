@@ -29,10 +29,10 @@ from moe_lightning.algorithms.inventory import (
 )
 from moe_lightning.algorithms.ledger import Ledger, Source, worst_case_plt
 from moe_lightning.algorithms.migration import align_placements, held_states, plan_migration
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.recovery_planner import Origin, RecoveryPlan
 from moe_lightning.algorithms.selection import Selection, full_selection, persist_selection, sequential_selection
 from moe_lightning.arrays import BoolArray, IntArray
+from moe_lightning.dispatch.placement import Placement
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.mesh import NOTHING, Part, is_whole, missing, parts_of_ranks
 from moe_lightning.simulate.policy import Policy

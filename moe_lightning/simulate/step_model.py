@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from moe_lightning.algorithms.balancing import BalanceReport, evaluate, plan_placement, plan_shadows
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement import Placement, uniform_placement
-from moe_lightning.algorithms.speeds import shares, speeds_in_proportion
+from moe_lightning.dispatch.placement import Placement, uniform_placement
+from moe_lightning.dispatch.quota import shares, speeds_in_proportion
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import (

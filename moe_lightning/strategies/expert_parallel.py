@@ -18,15 +18,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.algorithms.placement import Placement
-from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.files import SUFFIX
 from moe_lightning.checkpoint.full_state import hyper_parameters_with_objects
 from moe_lightning.checkpoint.storages import place_of
-from moe_lightning.comm.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
 from moe_lightning.data.accumulation import follow_schedule
+from moe_lightning.dispatch.dispatcher import PlanPlace, QuotaPolicy
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.kernels import BackendName
 from moe_lightning.modules.experts import deferred_experts
@@ -78,8 +78,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         slots: expert rows that every rank keeps for each layer, room for the replicas of later placements; vacant ones
             cost memory only. None: as many as the first placement needs.
         quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
-        dispatch: how tokens travel: "exchange" (uneven all-to-all), or a name of `comm.dispatcher.DISPATCH_BACKENDS`.
-        plan: where it is planned who computes which tokens: "host", or "device", see `comm.device_plan`.
+        dispatch: how tokens travel: "exchange" (uneven all-to-all), or a name of `dispatch.dispatcher.DISPATCH_BACKENDS`.
+        plan: where it is planned who computes which tokens: "host", or "device", see `dispatch.transports`.
         kernels: their implementation in this process, see `kernels.set_backend`. None: as that says.
         dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
             each), "fsdp" (all in rows over the ranks), "hsdp" (the same in several copies), or a name of

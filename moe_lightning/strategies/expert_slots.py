@@ -7,12 +7,12 @@ from collections.abc import Container, Sequence
 import torch
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.placement import Placement
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.replicas import stacked_states
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import VACANT
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.parallel.context import World, broadcast_
-from moe_lightning.state.expert_stacks import stacked_states
 
 
 def in_slots(placement: Placement, rank: int, slots: int | None) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.mesh import TensorCut
-from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.row_blocks import cut_of, local
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.modules.ended_world import EndedWorld
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_
-from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stage_state import StageState
 

@@ -12,20 +12,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.migration import Transfer, held_states, plan_migration
-from moe_lightning.algorithms.placement import Placement, dispatch_groups
-from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.arrays import BoolArray, IntArray
-from moe_lightning.comm.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
-from moe_lightning.comm.replica_check import Difference, differing_replicas
-from moe_lightning.comm.replica_sum import ReplicaSum
-from moe_lightning.comm.shadow_exchange import LayerVisits, StepVisits
+from moe_lightning.dispatch.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
+from moe_lightning.dispatch.placement import Placement, dispatch_groups
+from moe_lightning.dispatch.replicas import Difference, ExpertStack, ReplicaSum, differing_replicas
+from moe_lightning.dispatch.shadow_exchange import LayerVisits, StepVisits
+from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
 from moe_lightning.modules.experts import VACANT
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
 from moe_lightning.parallel.context import World
-from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.strategies.expert_slots import grow, in_slots, new_slots, take_rank_0_experts
 
 logger = logging.getLogger(__name__)
@@ -55,8 +53,8 @@ class PlacedExperts:
         world: the ranks.
         ep_size: ranks of a dispatch group; None: all.
         quota: how replicas share tokens.
-        dispatch: how tokens travel: a name in `comm.dispatcher.DISPATCH_BACKENDS`.
-        plan_on: "host" or "device", see `comm.dispatcher.Dispatcher`.
+        dispatch: how tokens travel: a name in `dispatch.dispatcher.DISPATCH_BACKENDS`.
+        plan_on: "host" or "device", see `dispatch.dispatcher.Dispatcher`.
         slots: expert rows that every rank keeps for each layer, so that later placements have room; None: as many as
             the first placement needs.
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from moe_lightning.algorithms.placement import Placement, parse_placements, uniform_placement
-from moe_lightning.comm.dispatcher import DISPATCH_BACKENDS, PlanPlace, QuotaPolicy
+from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS, PlanPlace, QuotaPolicy
+from moe_lightning.dispatch.placement import Placement, parse_placements, uniform_placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import MOST_BYTES, check_regular, read_text
 from moe_lightning.kernels import BackendName, set_backend

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.migration import held_states, plan_migration
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.repair import repair_stages
 from moe_lightning.arrays import BoolArray
 from moe_lightning.checkpoint.live_state import share_optimizers
+from moe_lightning.dispatch.placement import Placement
 from moe_lightning.kernels import pack, packed_bytes, unpack
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, agree

@@ -14,14 +14,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.checkpoint.full_state import full_model_state
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
 from moe_lightning.parallel.context import Mesh, World, all_reduce_, broadcast_
 from moe_lightning.parallel.mesh import stage_ranks
-from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.row_blocks import cuts_of, whole_shape
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.stage_cut import StageCut

@@ -8,8 +8,8 @@ import lightning.pytorch as pl
 import numpy as np
 
 from moe_lightning import ExpertParallelStrategy
-from moe_lightning.algorithms.placement import Placement
-from moe_lightning.algorithms.shadow_plan import ShadowPlan
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from tests.distributed import training
 
 NUM_EXPERTS = 6

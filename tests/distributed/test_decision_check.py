@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lightning.algorithms.placement import Placement, uniform_placement
-from moe_lightning.algorithms.shadow_plan import ShadowPlan
-from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.dispatch.dispatcher import Dispatcher
+from moe_lightning.dispatch.placement import Placement, uniform_placement
+from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel import collectives
 from moe_lightning.parallel.collectives import check_versions, fingerprint, require_agreement

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.padded_dispatch import PADDED
-from moe_lightning.algorithms.placement import Placement, uniform_placement
-from moe_lightning.algorithms.shadow_plan import ShadowPlan
-from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.dispatch.dispatcher import Dispatcher
+from moe_lightning.dispatch.placement import Placement, uniform_placement
+from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.parallel.context import World

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_lightning.algorithms.placement import Placement, dispatch_groups, uniform_placement
-from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.dispatch.dispatcher import Dispatcher
+from moe_lightning.dispatch.placement import Placement, dispatch_groups, uniform_placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect, run_ranks

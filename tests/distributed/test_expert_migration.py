@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moe_lightning.algorithms.migration import held_states, plan_migration
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.strategies.expert_slots import grow
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from tests.distributed.balanced_training import random_placement, train

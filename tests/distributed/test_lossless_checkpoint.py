@@ -21,7 +21,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.agent_control import agent_alive, request_stop
 from moe_lightning.checkpoint.loader import Checkpoint
@@ -29,6 +28,7 @@ from moe_lightning.checkpoint.mending import find_usable
 from moe_lightning.checkpoint.recovery_sources import arenas_name
 from moe_lightning.checkpoint.snapshot_index import digest_of
 from moe_lightning.checkpoint.store import run_of
+from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.agents import agent_ahead

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_lightning.algorithms.placement import uniform_placement
-from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.dispatch.dispatcher import Dispatcher
+from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import RouterConfig
 from moe_lightning.parallel.collectives import all_gather_json

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig, PartialExpertsCheckpoint
-from moe_lightning.algorithms.placement import Placement
+from moe_lightning.dispatch.placement import Placement
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from moe_lightning import ExpertParallelStrategy
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.callbacks import speed_follower
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.speed_follower import SpeedFollower, SpeedPolicy
+from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import NUM_EXPERTS, random_placement
 from tests.distributed.harness import run_ranks

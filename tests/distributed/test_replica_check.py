@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
-from moe_lightning.comm.replica_check import Difference, differing_replicas
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.replicas import Difference, ExpertStack, differing_replicas
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
-from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
 from tests.chaos.elastic_worker import state_digests
 from tests.distributed.harness import connect, run_ranks

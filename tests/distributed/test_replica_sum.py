@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.placement import Placement
-from moe_lightning.comm import replica_sum
-from moe_lightning.comm.replica_sum import ReplicaSum
+from moe_lightning.dispatch import replicas
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.replicas import ExpertStack, ReplicaSum
 from moe_lightning.parallel.context import World
-from moe_lightning.state.expert_stacks import ExpertStack
 from tests.distributed.harness import connect, run_ranks
 from tests.parameters import slow
 
@@ -59,7 +58,7 @@ def stacks(layers: Layers, seed: int, rank: int, silent: set[tuple[int, int]]) -
 
 def sum_gradients(rank: int, world_size: int, seeds: range, little_bytes: int) -> list[list[dict[int, Tensor]]]:
     world = connect()
-    replica_sum._LITTLE_BYTES = little_bytes  # type: ignore[attr-defined]
+    replicas._LITTLE_BYTES = little_bytes  # type: ignore[attr-defined]
     results: list[list[dict[int, Tensor]]] = []
     for seed in seeds:
         layers = random_layers(seed, world_size)

@@ -13,10 +13,10 @@ import torch.utils.checkpoint
 from torch.utils.data import DataLoader
 
 from benchmarks.padded_dispatch import PADDED
-from moe_lightning.algorithms.placement import Placement, uniform_placement
-from moe_lightning.algorithms.shadow_plan import ShadowPlan, shadow_quota
-from moe_lightning.comm.dispatcher import Dispatcher
-from moe_lightning.comm.shadow_exchange import LayerVisits, StepVisits
+from moe_lightning.dispatch.dispatcher import Dispatcher
+from moe_lightning.dispatch.placement import Placement, uniform_placement
+from moe_lightning.dispatch.shadow_exchange import LayerVisits, StepVisits
+from moe_lightning.dispatch.shadow_plan import ShadowPlan, shadow_quota
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import Moving, random_placement, random_shadows, train
 from tests.distributed.harness import connect, run_ranks

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_lightning.algorithms.placement import uniform_placement
-from moe_lightning.comm import symmetric
-from moe_lightning.comm.dispatcher import DISPATCH_BACKENDS, Dispatcher
+from moe_lightning.dispatch import transports
+from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS, Dispatcher
+from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect, run_ranks
@@ -49,9 +49,9 @@ class FakeMemory:
 
 def as_on_a_device(patch: pytest.MonkeyPatch) -> None:
     fake = FakeMemory()
-    patch.setattr(symmetric, "refusal", lambda world: None)
-    patch.setattr(symmetric, "_library", lambda: fake)
-    patch.setattr(symmetric, "_all_to_all", fake.all_to_all)
+    patch.setattr(transports, "refusal", lambda world: None)
+    patch.setattr(transports, "_library", lambda: fake)
+    patch.setattr(transports, "_all_to_all", fake.all_to_all)
     patch.setattr(torch.accelerator, "synchronize", lambda device: None)
 
 
@@ -130,10 +130,10 @@ def test_where_it_cannot_run_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         Dispatcher(*place, backend="symmetric")
     cuda = World.offline(0, 40, torch.device("cuda"))
     with pytest.raises(ConfigurationError, match="at most 32 ranks, but 40 are running"):
-        symmetric.SymmetricBackend(cuda)
+        transports.SymmetricBackend(cuda)
     few = World(rank=0, size=2, device=cuda.device, is_cut=lambda: False)
     with pytest.raises(ConfigurationError, match="which elastic runs must not"):
-        symmetric.SymmetricBackend(few)
-    monkeypatch.setattr(symmetric, "_library", lambda: SimpleNamespace(is_nvshmem_available=lambda: False))
+        transports.SymmetricBackend(few)
+    monkeypatch.setattr(transports, "_library", lambda: SimpleNamespace(is_nvshmem_available=lambda: False))
     with pytest.raises(ConfigurationError, match="needs a torch with NVSHMEM, but 2"):
-        symmetric.SymmetricBackend(World.offline(0, 2, cuda.device))
+        transports.SymmetricBackend(World.offline(0, 2, cuda.device))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_lightning import kernels as ops
-from moe_lightning.algorithms.placement import uniform_placement
-from moe_lightning.comm.dispatcher import Dispatcher, PlanPlace
+from moe_lightning.dispatch.dispatcher import Dispatcher, PlanPlace
+from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect

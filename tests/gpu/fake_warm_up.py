@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from moe_lightning import kernels as ops
-from moe_lightning.algorithms.placement import uniform_placement
-from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.dispatch.dispatcher import Dispatcher
+from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.stream import StreamDropout
 from moe_lightning.modules.warm_up import warm_up

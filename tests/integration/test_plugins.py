@@ -105,7 +105,7 @@ def test_rules_plan(installed: Mapping[str, dict[str, str]], capsys: pytest.Capt
 
 WRONG = """
 import numpy as np
-from moe_lightning.algorithms.placement import Placement
+from moe_lightning.dispatch.placement import Placement
 
 def crowded(load, cluster, min_replicas):
     return Placement(replicas=np.ones((len(load), cluster.num_ranks), dtype=int))

@@ -8,10 +8,10 @@ import numpy as np
 
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.performance_model import ONE_COPY, BlockCosts, TransferMethod, predict_block
-from moe_lightning.algorithms.placement import Placement
-from moe_lightning.algorithms.quota import balanced_quota
-from moe_lightning.algorithms.shadow_plan import ShadowPlan, choose_homes, shadow_quota
 from moe_lightning.algorithms.shadows import no_shadows
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.quota import balanced_quota
+from moe_lightning.dispatch.shadow_plan import ShadowPlan, choose_homes, shadow_quota
 
 
 def searched_shadows(

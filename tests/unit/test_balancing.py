@@ -19,7 +19,7 @@ from moe_lightning.algorithms.metrics import balance_ratio, imbalance
 from moe_lightning.algorithms.migration import held_states, plan_migration
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
-from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
 
 COSTS = BlockCosts(row_bytes=64, weight_bytes=2e4, gradient_bytes=2e4, bytes_per_s=1e8, rows_per_s=1e6)

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.dispatch import DispatchPlan, padded_rows, plan_dispatch
-from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.dispatch.quota import DispatchPlan, balanced_quota, padded_rows, plan_dispatch
 
 
 @st.composite

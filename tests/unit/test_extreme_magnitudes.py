@@ -12,18 +12,16 @@ from hypothesis import strategies as st
 from moe_lightning.algorithms.allocation import allocate_replicas, bounded_loads
 from moe_lightning.algorithms.balancing import PlacementPolicy, plan_placement, replan_placement
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.dispatch import plan_dispatch
 from moe_lightning.algorithms.forecast import LoadForecast
 from moe_lightning.algorithms.packing import longest_time
 from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
-from moe_lightning.algorithms.quota import balanced_quota, equal_quota
 from moe_lightning.algorithms.rates import AgreedSpeeds, RateMeter, Reading, heard, told
 from moe_lightning.algorithms.replica_placement import deal_to_ranks
 from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.algorithms.shadows import no_shadows, predict_plan
-from moe_lightning.algorithms.speeds import ONE_SPEED, Pace, shares
+from moe_lightning.dispatch.placement import uniform_placement
+from moe_lightning.dispatch.quota import ONE_SPEED, Pace, balanced_quota, equal_quota, plan_dispatch, shares
 
 MOST_TOKENS = (1 << 31) - 1
 """Of an expert in one step."""

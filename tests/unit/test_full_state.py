@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.checkpoint.full_state import (
     full_model_state,
     full_optimizer_state,
     load_local_optimizer_state,
     local_model_state,
 )
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import CheckpointError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Part
-from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.table import State
 
 TABLE = Placement(replicas=np.array([[1, 0, 1], [0, 2, 0], [1, 1, 1], [0, 0, 1]]))

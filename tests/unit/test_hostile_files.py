@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from moe_lightning import files
-from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.checkpoint.files import write_file
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST
@@ -30,6 +29,7 @@ from moe_lightning.data.images_sources import ImageFiles
 from moe_lightning.data.instructions import InstructionData
 from moe_lightning.data.sources import TextSpan
 from moe_lightning.data.text import TextData
+from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.huggingface.loading import read_config
 from moe_lightning.modules import routing_trace

@@ -16,12 +16,12 @@ from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.metrics import imbalance
 from moe_lightning.algorithms.packing import packed_placement
 from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
-from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.callbacks.balance_planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
 from moe_lightning.callbacks.balanced_ranks import balanced_ranks, min_replicas
 from moe_lightning.callbacks.load_balancer import LoadBalancer
+from moe_lightning.dispatch.placement import uniform_placement
+from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
 
 EXPERTS, RANKS, LAYERS = 8, 4, 2

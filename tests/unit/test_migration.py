@@ -18,7 +18,7 @@ from moe_lightning.algorithms.migration import (
     held_states,
     plan_migration,
 )
-from moe_lightning.algorithms.placement import Placement, uniform_placement
+from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.errors import ConfigurationError
 
 

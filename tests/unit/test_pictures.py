@@ -9,9 +9,9 @@ import pytest
 
 from moe_lightning.algorithms.overlap import Timeline, predict_timeline
 from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.algorithms.shadows import predict_plan, top_shadows
 from moe_lightning.cli import pictures
+from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.routing_trace import read_loads
 from moe_lightning.plots import heat_map, svg, time_line

@@ -10,13 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.placement import (
-    Placement,
-    dispatch_groups,
-    parse_placements,
-    uniform_placement,
-)
 from moe_lightning.arrays import Pairs, cut
+from moe_lightning.dispatch.placement import Placement, dispatch_groups, parse_placements, uniform_placement
 from moe_lightning.errors import ConfigurationError
 
 

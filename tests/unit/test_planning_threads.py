@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.forecast import ReplanRule
 from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement import uniform_placement
-from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.callbacks import layer_planner
 from moe_lightning.callbacks.balance_planner import BalancePlanner, BalancePolicy
 from moe_lightning.callbacks.layer_planner import LayerPlanner
 from moe_lightning.callbacks.planning_threads import PlanningThreads
+from moe_lightning.dispatch.placement import uniform_placement
+from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError
 
 EXPERTS, RANKS, LAYERS = 8, 4, 5

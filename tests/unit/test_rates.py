@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.algorithms.rates import AgreedSpeeds, RateMeter, Reading, heard, told
-from moe_lightning.algorithms.speeds import ONE_SPEED, shares
+from moe_lightning.dispatch.quota import ONE_SPEED, shares
 
 EVERY = 8
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from moe_lightning.algorithms.inventory import HeldExpert, SnapshotKind
 from moe_lightning.algorithms.migration import plan_migration
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout, no_protection
 from moe_lightning.algorithms.recovery_planner import (
     Origin,
@@ -29,6 +28,7 @@ from moe_lightning.algorithms.recovery_planner import (
 from moe_lightning.algorithms.recovery_probability import recovery_probabilities
 from moe_lightning.algorithms.replica_placement import mro_plus
 from moe_lightning.arrays import IntArray
+from moe_lightning.dispatch.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True)

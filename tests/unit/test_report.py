@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from moe_lightning import MoELayer
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.callbacks.placement_table import PlacementTable
 from moe_lightning.callbacks.recovery_table import COLUMNS
 from moe_lightning.cli import report
 from moe_lightning.cli.bench import main
 from moe_lightning.cli.report_sections import read_placements
+from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from tests.unit.test_plot import recovery, write_metrics
 

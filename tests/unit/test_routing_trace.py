@@ -19,13 +19,13 @@ from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.metrics import balance_ratio, imbalance
 from moe_lightning.algorithms.migration import MappingMethod, align_placements, held_states, plan_migration
 from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement import Placement, uniform_placement
-from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.algorithms.recovery_probability import recovery_probabilities
 from moe_lightning.algorithms.replica_placement import NODE_RULES, mro_plus
-from moe_lightning.algorithms.shadow_plan import ShadowPlan, shadow_quota
 from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.algorithms.shadows import fastermoe_shadows, no_shadows, predict_plan
+from moe_lightning.dispatch.placement import Placement, uniform_placement
+from moe_lightning.dispatch.quota import balanced_quota
+from moe_lightning.dispatch.shadow_plan import ShadowPlan, shadow_quota
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.routing import RoutingTrace, load_trace
 from tests.options import options_of

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from moe_lightning.algorithms.performance_model import BlockCosts, TransferMethod
-from moe_lightning.algorithms.placement import Placement, uniform_placement
-from moe_lightning.algorithms.shadow_plan import ShadowPlan, choose_homes, shadow_quota
 from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.algorithms.shadows import (
     fastermoe_best_shadows,
@@ -24,6 +22,8 @@ from moe_lightning.algorithms.shadows import (
     predict_plan,
     top_shadows,
 )
+from moe_lightning.dispatch.placement import Placement, uniform_placement
+from moe_lightning.dispatch.shadow_plan import ShadowPlan, choose_homes, shadow_quota
 from moe_lightning.errors import ConfigurationError
 from tests.unit.planning_references import searched_shadows
 

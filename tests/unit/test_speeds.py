@@ -11,7 +11,7 @@ from moe_lightning.algorithms.balancing import PlacementPolicy, plan_placement
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.packing import longest_time, packed_placement
 from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
-from moe_lightning.algorithms.speeds import ONE_SPEED, SPEED_RANGE, Pace, given_speeds, shares
+from moe_lightning.dispatch.quota import ONE_SPEED, SPEED_RANGE, Pace, given_speeds, shares
 from moe_lightning.errors import ConfigurationError
 
 

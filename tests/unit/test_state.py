@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.checkpoint.manifest import check_coverage
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.pieces import Block, Location, Piece, StatePiece, describe
 from moe_lightning.state.table import State
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.least_time import least_time
 from benchmarks.uneven_trace import listed_speeds, speeds_argument
-from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.cli import bench
+from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
 from tests.unit.test_quota import TRACE
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from moe_lightning import kernels as ops
-from moe_lightning.algorithms import quota
-from moe_lightning.algorithms.dispatch import plan_dispatch
-from moe_lightning.algorithms.quota_flow import with_slack
 from moe_lightning.arrays import IntArray
+from moe_lightning.dispatch import quota
+from moe_lightning.dispatch.quota import plan_dispatch, with_slack
 from moe_lightning.errors import ConfigurationError
 
 EVEN = ops.Sharing(rounds=0, patience=0, slack=1, one=1)

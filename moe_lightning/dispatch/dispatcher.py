@@ -16,15 +16,18 @@ import torch
 from torch import Tensor
 
 from moe_lightning import kernels as ops
-from moe_lightning.algorithms.dispatch import plan_dispatch
-from moe_lightning.algorithms.placement import Placement, uniform_placement
-from moe_lightning.algorithms.quota import balanced_quota, equal_quota
-from moe_lightning.algorithms.shadow_plan import ShadowPlan
-from moe_lightning.algorithms.speeds import uneven
 from moe_lightning.arrays import IntArray
-from moe_lightning.comm.device_plan import DevicePlanner
-from moe_lightning.comm.dispatch_backend import BackendFactory, DispatchBackend, DispatchPlan, ExchangeBackend
-from moe_lightning.comm.symmetric import SymmetricBackend
+from moe_lightning.dispatch.placement import Placement, uniform_placement
+from moe_lightning.dispatch.quota import balanced_quota, equal_quota, plan_dispatch, uneven
+from moe_lightning.dispatch.shadow_plan import ShadowPlan
+from moe_lightning.dispatch.transports import (
+    BackendFactory,
+    DevicePlanner,
+    DispatchBackend,
+    DispatchPlan,
+    ExchangeBackend,
+    SymmetricBackend,
+)
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import upload
 from moe_lightning.parallel.collectives import fingerprint, require_agreement
@@ -75,7 +78,7 @@ class Dispatcher:
         slot_experts: this rank's slots in their order, -1 where vacant; None: its experts, ascending.
         layer: ordinal of the MoE layer, for messages.
         backend: carries the rows: a name in `DISPATCH_BACKENDS`.
-        plan_on: "host", which waits for the counts of every micro-batch, or "device", see `comm.device_plan`.
+        plan_on: "host", which waits for the counts of every micro-batch, or "device", see `dispatch.transports`.
 
     Attributes:
         last_rank_loads: int64 [N], rows that each rank computed in the last planned micro-batch; None for a world of
@@ -174,7 +177,7 @@ class Dispatcher:
 
     @property
     def speeds(self) -> IntArray | None:
-        """int64 [N]: of the ranks, see `algorithms.speeds`; None: all are equally fast."""
+        """int64 [N]: of the ranks, see `dispatch.quota`; None: all are equally fast."""
         return self._speeds
 
     @speeds.setter

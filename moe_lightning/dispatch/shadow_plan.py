@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from moe_lightning.algorithms.placement import Placement
-from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.arrays import BoolArray, IntArray
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
 
 QuotaRule = Literal["local", "balanced"]

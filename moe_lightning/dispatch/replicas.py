@@ -1,4 +1,8 @@
-"""Sums the gradients of an expert's replicas over the ranks that hold it, so that all replicas stay bit-identical
+"""Replicas of experts: their stacked parameters, the sum of their gradients, and the comparison of their bits.
+
+Who holds which expert: the stacked parameters of a MoE layer, the slots of this rank and the placement over all.
+
+Sums the gradients of an expert's replicas over the ranks that hold it, so that all replicas stay bit-identical
 (law L3).
 
 The flat gradient of an expert with m holders is cut into m pieces. One exchange brings all copies of piece j to
@@ -6,22 +10,93 @@ holder j, which adds them in rank order; a second exchange hands the sum to the 
 bandwidth-optimal reduce-scatter and all-gather, done for all experts of all layers in two collectives and without a
 process group per expert. Where two ranks hold an expert, sending whole copies both ways moves as many bytes in one
 exchange, so where that holds for all, or little is sent at all, each holder adds the copies itself.
+
+Compares the replicas of experts over the ranks that hold them: one sum of bits for each, one collective for all.
+
+Shapes: S slots of this rank, E experts of a layer, T experts of all layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from moe_lightning import kernels as ops
 from moe_lightning.arrays import cut
+from moe_lightning.dispatch.placement import Placement
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.exchange import PendingExchange
-from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.parallel.exchange import PendingExchange, all_gather_counts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertStack:
+    """The experts of one MoE layer as a rank holds them: row s of every tensor belongs to the expert in slot s.
+
+    Attributes:
+        parameters: [S, ...] by name, in an order that all ranks share.
+        slot_experts: expert of each slot, -1 where it is vacant.
+        placement: of the layer, over all ranks.
+        rank: this one.
+        base: the parameters that are frozen beside adapters: placements move them, checkpoints leave them out.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    slot_experts: tuple[int, ...]
+    placement: Placement
+    rank: int
+    base: frozenset[str] = frozenset()
+
+    @property
+    def saved(self) -> dict[str, nn.Parameter]:
+        """The parameters that checkpoints hold."""
+        return {name: parameter for name, parameter in self.parameters.items() if name not in self.base}
+
+    @property
+    def num_experts(self) -> int:
+        """E of the layer."""
+        return self.placement.num_experts
+
+    def held(self) -> Iterator[tuple[int, int]]:
+        """(slot, expert) pairs of the slots that are not vacant."""
+        return ((slot, expert) for slot, expert in enumerate(self.slot_experts) if expert >= 0)
+
+    def owned(self) -> Iterator[tuple[int, int]]:
+        """(slot, expert) pairs for which this rank speaks: it is the lowest holder."""
+        owners = self.placement.owners()
+        return ((slot, expert) for slot, expert in self.held() if owners[expert] == self.rank)
+
+    def tensors(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+        """The parameters, each with the optimizer states that have a row for each of its slots."""
+        return [
+            tensor
+            for parameter in self.parameters.values()
+            for tensor in (parameter.data, *(t for *_, t in stacked_states(parameter, optimizers)))
+        ]
+
+    def is_full(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has a row for every expert; rows of factored optimizer states have shapes of their own."""
+        return tensor.shape[:1] == (self.num_experts,)
+
+    def select(self, tensor_EX: Tensor) -> Tensor:
+        """The rows of this rank's slots from a full stack; zeros for vacant ones."""
+        rows = tensor_EX[list(self.slot_experts)]
+        rows[[slot for slot, expert in enumerate(self.slot_experts) if expert < 0]] = 0
+        return rows
+
+
+def stacked_states(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str, Tensor]]:
+    """(optimizer, name, state) of the optimizer states with a row for each slot, in an order that all ranks share."""
+    for optimizer in optimizers:
+        for name, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, torch.Tensor) and value.shape[:1] == parameter.shape[:1]:
+                yield optimizer, name, value
+
 
 _LITTLE_BYTES = 16 << 10
 """What a rank may send more to save an exchange."""
@@ -162,3 +237,75 @@ def _starts(sizes: Sequence[int]) -> list[int]:
     for size in sizes[:-1]:
         starts.append(starts[-1] + size)
     return starts
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ABSENT = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Replicas of an expert that are not alike.
+
+    Attributes:
+        layer, expert: which one.
+        groups: the ranks that hold it, those with equal rows together.
+    """
+
+    layer: int
+    expert: int
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def healthy(self) -> tuple[int, ...]:
+        """The ranks whose rows are taken for whole: more than any other number of equal ones; none where no two are
+        equal, or as many are equal otherwise.
+        """
+        *others, most = sorted(self.groups, key=len)
+        return most if len(most) > max(len(group) for group in others) else ()
+
+
+@torch.no_grad()
+def differing_replicas(stacks: Sequence[ExpertStack], world: World) -> list[Difference]:
+    """The experts whose replicas differ in a bit, in order, the same on every rank; collective.
+
+    Two differences that cancel in the sum of all bits of an expert would go unseen until the next step.
+    """
+    sums_T = _sums(stacks, world.device)
+    bounds_2T = torch.stack([sums_T, torch.where(sums_T == _ABSENT, _ABSENT, ~sums_T)])  # least, and not of greatest
+    dist.all_reduce(bounds_2T, op=dist.ReduceOp.MIN, group=world.dense)
+    bounds_2T = world.read(bounds_2T)
+    differs_T = bounds_2T[0] != ~bounds_2T[1]
+    differs_T &= bounds_2T[0] != _ABSENT
+    if not differs_T.any():
+        return []
+    places = [(index, expert) for index, stack in enumerate(stacks) for expert in range(stack.num_experts)]
+    found = torch.nonzero(differs_T).flatten()
+    told_NF = all_gather_counts(sums_T[found.to(sums_T.device)], world)
+    return [
+        Difference(layer=places[place][0], expert=places[place][1], groups=_groups(told_NF[:, column].tolist()))
+        for column, place in enumerate(found.tolist())
+    ]
+
+
+def _sums(stacks: Sequence[ExpertStack], device: torch.device) -> Tensor:
+    """int64 [T]: a sum over the bits of each expert's rows, `_ABSENT` where this rank does not hold it."""
+    tables = []
+    for stack in stacks:
+        sums_S = torch.zeros(len(stack.slot_experts), dtype=torch.int64, device=device)
+        for number, parameter in enumerate(stack.parameters.values()):
+            rows = parameter.detach().contiguous().view(_BITS[parameter.element_size()]).flatten(1)
+            sums_S += (2 * number + 1) * rows.sum(dim=1, dtype=torch.int64)
+        table_E = torch.full((stack.num_experts,), _ABSENT, dtype=torch.int64, device=device)
+        held = list(stack.held())
+        table_E[[expert for _, expert in held]] = sums_S[[slot for slot, _ in held]]
+        tables.append(table_E)
+    return torch.cat(tables)
+
+
+def _groups(sums: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    ranks: dict[int, list[int]] = {}
+    for rank, value in enumerate(sums):
+        if value != _ABSENT:
+            ranks.setdefault(value, []).append(rank)
+    return tuple(tuple(group) for group in ranks.values())

@@ -1,0 +1,675 @@
+"""Quotas: how many tokens of each expert every holder computes, and which rank sends them.
+
+How fast ranks are, in integers that all ranks know, and what loads and shares follow from them.
+
+A speed is a fixed-point number with the unit `ONE_SPEED`; only ratios matter. A rank's *time* is its load at the speed
+of the fastest rank: with equal speeds times are loads, and everything here gives the integers of ranks that nobody has
+timed.
+
+Shapes: N ranks.
+
+The last step of a quota: whole tokens move from crowded ranks to roomy ones, through the experts that they share.
+
+Which tokens of an expert its holders compute is a transportation problem, and a split is best when no path of shared
+experts leads from the busiest rank to one with less work. Tokens are pushed along shortest paths, all paths of one
+length together (Dinic), until every rank is within 0.8 percent of a lower bound of the busiest. Where no path is left,
+the ranks that can be reached share tokens that nobody else holds: their mean is a better bound of every split, and the
+search goes on from there. The busiest rank is the one that takes longest: limits are times, and a rank's limit in
+tokens follows its speed. Integers throughout, so every rank finds the same split.
+
+How many tokens of each expert every holder computes: balanced over ranks, in integers, the same on every rank.
+
+An equal split per replica balances each expert for itself; ranks that hold two hot experts stay overloaded. Here the
+holders of an expert share its tokens in proportion to a weight per rank, and the weights fall on overloaded ranks and
+rise on idle ones (multiplicative weights); the best split met is then finished token by token (`quota_flow`), for
+weights converge slowly where a few ranks hold what nobody else does. Where ranks differ in speed, what is balanced is
+their time. The search runs on the list of (expert, rank)
+pairs, not on the dense table, and in fixed-point integers, so that every rank of a heterogeneous cluster finds the same
+numbers.
+
+Who sends which tokens to whom, so that every rank computes its exact quota and as few tokens as possible travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lightning.arrays import IntArray, Pairs
+from moe_lightning.errors import ConfigurationError
+
+ONE_SPEED = 1 << 12
+"""Fixed-point unit of a speed."""
+
+SPEED_RANGE = 64
+"""The fastest rank counts as at most so many times as fast as the slowest: one beyond that is ill, not slow."""
+
+_TIME_BITS = 24
+"""Of fractions of the time of a unit."""
+
+
+def given_speeds(speeds: Sequence[float] | IntArray, num_ranks: int, name: str = "speeds") -> IntArray:
+    """int64 [N] from relative speeds that somebody gives, the fastest ONE_SPEED.
+
+    Args:
+        speeds: [N], positive; any unit.
+        num_ranks: N.
+        name: what to call them in a message.
+
+    Raises:
+        ConfigurationError: another number of them, or one that is not positive and finite.
+    """
+    if len(speeds) != num_ranks or not num_ranks:
+        raise ConfigurationError(f"{name} lists {len(speeds)} speeds for {num_ranks} ranks: give one for each")
+    for rank, speed in enumerate(speeds):
+        if not (math.isfinite(speed) and speed > 0):
+            raise ConfigurationError(
+                f"{name} gives rank {rank} the speed {speed}: use positive numbers, such as 0.5 for half of the others'"
+            )
+    rates = np.array(speeds, dtype=np.float64)
+    return _in_range(np.rint(ONE_SPEED * (rates / rates.max())).astype(np.int64))
+
+
+def speeds_in_proportion(rates: NDArray[np.float64]) -> IntArray | None:
+    """int64 [N] from positive rates float64 [N], such as rows in a second; None where they are all the same."""
+    return uneven(_in_range(np.rint(ONE_SPEED * (rates / rates.max())).astype(np.int64)))
+
+
+def _in_range(speeds: IntArray) -> IntArray:
+    return np.maximum(speeds, -(-int(speeds.max()) // SPEED_RANGE))
+
+
+def uneven(speeds: IntArray | None) -> IntArray | None:
+    """The speeds, or None where they are all the same."""
+    return None if speeds is None or (speeds == speeds[0]).all() else speeds
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pace:
+    """Times of loads, and loads of times; loads are below 2^46, so that their products with speeds fit into int64.
+
+    Attributes:
+        speeds: int64 [N]; all 1 where ranks are equally fast.
+        is_even: whether they are.
+    """
+
+    speeds: IntArray
+    is_even: bool
+
+    @classmethod
+    def of(cls, speeds: IntArray | None, num_ranks: int) -> Pace:
+        """Of int64 [N] speeds, each from 1 to 2^16; None: all the same.
+
+        Raises:
+            ConfigurationError: speeds of another number of ranks, or outside of that range.
+        """
+        if speeds is None:
+            return cls(speeds=np.ones(num_ranks, dtype=np.int64), is_even=True)
+        if len(speeds) != num_ranks or speeds.dtype.kind != "i" or speeds.min() < 1 or speeds.max() > 1 << 16:
+            raise ConfigurationError(
+                f"speeds {speeds.tolist()} do not fit {num_ranks} ranks: give an integer from 1 to 65536 for each"
+            )
+        if uneven(speeds) is None:
+            return cls.of(None, num_ranks)
+        return cls(speeds=speeds.astype(np.int64), is_even=False)
+
+    @cached_property
+    def fastest(self) -> int:
+        """The speed in which times are told."""
+        return int(self.speeds.max())
+
+    @cached_property
+    def total(self) -> int:
+        """Of all ranks together."""
+        return int(self.speeds.sum())
+
+    def times(self, load: IntArray) -> IntArray:
+        """int64 [..., N] of loads int64 [..., N], rounded up."""
+        return load if self.is_even else -(-load * self.fastest // self.speeds)
+
+    def time(self, rank: int, load: int) -> int:
+        """Of one rank."""
+        return -(-load * self.fastest // int(self.speeds[rank]))
+
+    def loads(self, time: int) -> list[int]:
+        """[N]: the most that each rank can carry in a time."""
+        return [time] * len(self.speeds) if self.is_even else (time * self.speeds // self.fastest).tolist()
+
+    def least_time(self, load: int, ranks: Sequence[int] | None = None) -> int:
+        """In which some ranks, or all, can carry a load that may be shared out among them in whole tokens."""
+        if self.is_even:
+            return -(-load // (len(self.speeds) if ranks is None else len(ranks)))
+        speeds = self.speeds if ranks is None else self.speeds[list(ranks)]
+        total = int(speeds.sum())
+        low, high = -(-load * self.fastest // total), -(-(load + len(speeds)) * self.fastest // total)
+        while low < high:
+            middle = (low + high) // 2
+            if int((middle * speeds // self.fastest).sum()) < load:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+def shares(total: int, speeds: IntArray, most: int | None = None) -> IntArray:
+    """int64 [N]: a whole number of units for each rank, so that the longest time is as short as it can be.
+
+    Args:
+        total: units to share out.
+        speeds: int64 [N].
+        most: units of a rank; an even share is allowed in any case. None: twice that. Where there are enough, every
+            rank gets one.
+    """
+    num_ranks = len(speeds)
+    least, even = min(1, total // num_ranks), -(-total // num_ranks)
+    most = 2 * even if most is None else max(most, even)
+
+    low, high = 0, -(-(total << _TIME_BITS) // int(speeds.min()))
+    fits = high * int(speeds.max()) < 1 << 63
+    rates = speeds if fits else speeds.astype(np.object_)  # Python's integers
+
+    def within(time: int) -> IntArray:
+        units: IntArray = np.clip(time * rates >> _TIME_BITS, least, most)
+        return units
+
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if int(within(middle).sum()) >= total else (middle + 1, high)
+    units = within(low)
+    for rank in np.argsort((units << _TIME_BITS) // rates, kind="stable")[::-1]:  # who is last gets one less
+        if int(units.sum()) > total and units[rank] > least:
+            units[rank] -= 1
+    assert int(units.sum()) == total
+    return units.astype(np.int64, copy=False)
+
+
+SLACK = 128
+"""1 over the part of a bound within which moving single tokens does not pay."""
+
+_SINGLE_VISITS, _JOINT_VISITS = 1 << 13, 1 << 15
+"""Pairs that the search may look at from single ranks, one or two milliseconds, and then from all together."""
+
+Step = tuple[int, int]
+"""The pair that gives tokens of an expert, and the pair of the same expert that takes them."""
+
+
+def with_slack(bound: int) -> int:
+    """The time at which moving single tokens stops to pay: 1/128 above a bound."""
+    return bound + bound // SLACK
+
+
+def relieve(
+    tokens: IntArray, load: IntArray, bound: int, pace: Pace, *, experts: IntArray, ranks: IntArray, demand: IntArray
+) -> IntArray:
+    """Move tokens between the holders of each expert until the busiest rank takes as short as it can.
+
+    Args:
+        tokens: int64 [pairs], a split; pairs of an expert and a rank, in expert-major order.
+        load: int64 [N], tokens of each rank.
+        bound: a time below which no split brings the busiest rank.
+        pace: of the ranks.
+        experts: int64 [pairs], from 0 without gaps.
+        ranks: int64 [pairs].
+        demand: int64 [pairs], tokens of the pair's expert: order of the search, so that experts' numbers do not matter.
+    """
+    if int(pace.times(load).max()) <= with_slack(bound):
+        return tokens
+    flow = _Flow(
+        tokens=tokens.tolist(),
+        load=load.tolist(),
+        experts=experts.tolist(),
+        ranks=ranks.tolist(),
+        starts=np.searchsorted(experts, np.arange(experts[-1] + 2)).tolist(),
+        by_rank=(order := np.lexsort((demand, ranks))).tolist(),
+        rank_starts=np.searchsorted(ranks[order], np.arange(len(load) + 1)).tolist(),
+        visits_left=_SINGLE_VISITS,
+    )
+    singly = True
+    while (longest := int(pace.times(np.array(flow.load)).max())) > with_slack(bound) + (
+        0 if singly else bound // SLACK
+    ):
+        if flow.visits_left <= 0:
+            if not singly:
+                break
+            singly, flow.visits_left = False, _JOINT_VISITS
+        if singly:
+            stuck = flow.relieve_each(pace.loads(with_slack(bound)))
+        else:
+            stuck = flow.relieve_all(pace.loads(max(with_slack(bound), (longest + bound) // 2)))
+        if stuck:
+            bound = max(bound, pace.least_time(sum(flow.load[rank] for rank in stuck), stuck))
+    return np.array(flow.tokens, dtype=np.int64)
+
+
+@dataclass(kw_only=True)
+class _Flow:
+    """A split as lists, which short searches read faster than arrays.
+
+    Attributes:
+        tokens, experts, ranks: of each pair.
+        load: tokens of each rank.
+        starts: the first pair of each expert.
+        by_rank, rank_starts: pairs by rank, and where each rank's begin.
+        visits_left: pairs that may still be looked at.
+    """
+
+    tokens: list[int]
+    load: list[int]
+    experts: list[int]
+    ranks: list[int]
+    starts: list[int]
+    by_rank: list[int]
+    rank_starts: list[int]
+    visits_left: int
+
+    def relieve_each(self, limits: list[int]) -> list[int]:
+        """Push tokens away from every rank above its limit, one after the other; the ranks that share them where no
+        more can go."""
+        for rank in self._crowded(limits):
+            while self.load[rank] > limits[rank] and self.visits_left > 0:
+                path, reached = self._path(rank, limits)
+                if not path:
+                    return reached
+                self._push(path, limits)
+        return []
+
+    def relieve_all(self, limits: list[int]) -> list[int]:
+        """Push tokens away from all ranks above their limits; the ranks that share them where no more can go."""
+        while self.visits_left > 0 and (crowded := self._crowded(limits)):
+            depths = self._depths(crowded, limits)
+            for rank in crowded:
+                if depths[rank] < 0:
+                    return self._path(rank, limits)[1]
+            self._push_all(crowded, depths, limits)
+        return []
+
+    def _crowded(self, limits: list[int]) -> list[int]:
+        """Ranks above its limit, the busiest first."""
+        crowded = [rank for rank, load in enumerate(self.load) if load > limits[rank]]
+        return sorted(crowded, key=lambda rank: limits[rank] - self.load[rank])
+
+    def _path(self, source: int, limits: list[int]) -> tuple[list[Step], list[int]]:
+        """The shortest path to a rank below its limit; empty where there is none. And the ranks that were reached."""
+        step_to: dict[int, Step | None] = {source: None}
+        used: set[int] = set()
+        queue = [source]
+        for rank in queue:  # grows while it is walked
+            first, last = self.rank_starts[rank : rank + 2]
+            self.visits_left -= last - first
+            for giver in self.by_rank[first:last]:
+                expert = self.experts[giver]
+                if not self.tokens[giver] or expert in used:
+                    continue
+                used.add(expert)
+                first, last = self.starts[expert : expert + 2]
+                self.visits_left -= last - first
+                for taker in range(first, last):
+                    other = self.ranks[taker]
+                    if other in step_to:
+                        continue
+                    step_to[other] = giver, taker
+                    if self.load[other] < limits[other]:
+                        return self._back_to_source(other, step_to), queue
+                    queue.append(other)
+        return [], queue
+
+    def _back_to_source(self, target: int, step_to: dict[int, Step | None]) -> list[Step]:
+        path = []
+        while (step := step_to[target]) is not None:
+            path.append(step)
+            target = self.ranks[step[0]]
+        return path[::-1]
+
+    def _depths(self, crowded: list[int], limits: list[int]) -> list[int]:
+        """Of each rank, the length of the shortest path to a rank below its limit; -1 where there is none, or where it
+        is longer than that of any crowded rank."""
+        depths = [0 if load < limit else -1 for load, limit in zip(self.load, limits, strict=True)]
+        queue = [rank for rank, depth in enumerate(depths) if not depth]
+        waiting, used = set(crowded), [False] * (len(self.starts) - 1)
+        for rank in queue:  # grows while it is walked
+            first, last = self.rank_starts[rank : rank + 2]
+            self.visits_left -= last - first
+            for taker in self.by_rank[first:last]:
+                expert = self.experts[taker]
+                if used[expert]:
+                    continue
+                used[expert] = True
+                first, last = self.starts[expert : expert + 2]
+                self.visits_left -= last - first
+                for giver in range(first, last):
+                    other = self.ranks[giver]
+                    if depths[other] < 0 and self.tokens[giver]:
+                        depths[other] = depths[rank] + 1
+                        queue.append(other)
+                        waiting.discard(other)
+            if not waiting:
+                break
+        return depths
+
+    def _push_all(self, crowded: list[int], depths: list[int], limits: list[int]) -> None:
+        """Push tokens along paths on which every step is one nearer to a roomy rank, until none is left."""
+        steps: dict[int, Iterator[Step]] = {}
+        current: dict[int, Step | None] = {}
+        for source in crowded:
+            path: list[Step] = []
+            rank = source
+            while self.load[source] > limits[source] and self.visits_left > 0:
+                if self.load[rank] < limits[rank]:
+                    self._push(path, limits)
+                    path, rank = [], source
+                    continue
+                if rank not in steps:
+                    steps[rank] = self._steps(rank, depths)
+                    current[rank] = next(steps[rank], None)
+                step = current[rank]
+                while step is not None and (not self.tokens[step[0]] or self._is_dead(step[1], depths, limits)):
+                    current[rank] = step = next(steps[rank], None)
+                if step is not None:
+                    path.append(step)
+                    rank = self.ranks[step[1]]
+                    continue
+                depths[rank] = -1
+                if not path:
+                    break
+                rank = self.ranks[path.pop()[0]]
+
+    def _is_dead(self, taker: int, depths: list[int], limits: list[int]) -> bool:
+        """Whether no path leads on from a pair's rank."""
+        rank = self.ranks[taker]
+        return depths[rank] < 0 or (not depths[rank] and self.load[rank] >= limits[rank])
+
+    def _steps(self, rank: int, depths: list[int]) -> Iterator[Step]:
+        """The steps from a rank to those that are one nearer to a roomy rank."""
+        nearer = depths[rank] - 1
+        for giver in self.by_rank[self.rank_starts[rank] : self.rank_starts[rank + 1]]:
+            if self.tokens[giver]:
+                first, last = self.starts[self.experts[giver] : self.experts[giver] + 2]
+                self.visits_left -= last - first
+                for taker in range(first, last):
+                    if depths[self.ranks[taker]] == nearer:
+                        yield giver, taker
+
+    def _push(self, path: list[Step], limits: list[int]) -> None:
+        """Move what the path allows."""
+        source, target = self.ranks[path[0][0]], self.ranks[path[-1][1]]
+        room = min(self.load[source] - limits[source], limits[target] - self.load[target])
+        moved = min(room, *(self.tokens[giver] for giver, _ in path))
+        for giver, taker in path:
+            self.tokens[giver] -= moved
+            self.tokens[taker] += moved
+        self.load[source] -= moved
+        self.load[target] += moved
+
+
+_ONE = 1 << 20
+"""Fixed-point unit of the weights."""
+
+_ROUNDS = 48
+_GOOD_ENOUGH = 1.002
+
+_PATIENCE = 12
+"""Rounds without a gain after which the weights have done what they can."""
+
+_FEW_PAIRS, _LITTLE_PATIENCE = 1024, 4
+"""Where pairs are few, finishing token by token is faster than more rounds."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Demand:
+    """What the holders of experts share, by pairs of an expert and a rank; all int64 [P] unless said otherwise.
+
+    Attributes:
+        pairs: who holds what.
+        demand: tokens of the pair's expert.
+        starts: [experts with a holder], the first pair of each.
+        segment: which of these experts the pair belongs to.
+    """
+
+    pairs: Pairs
+    demand: IntArray
+    starts: IntArray
+    segment: IntArray
+
+    @property
+    def shares(self) -> IntArray:
+        """Replicas of the pair."""
+        return self.pairs.replicas
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether any expert has several holders."""
+        return len(self.starts) < len(self.pairs.experts) and self.pairs.shape[1] > 1
+
+    def split(self, pull: IntArray) -> IntArray:
+        """Tokens of each pair in proportion to its pull, by cumulative rounding: pair j gets
+        floor(t * cum[j+1] / sum) - floor(t * cum[j] / sum), so that the pairs of an expert sum exactly."""
+        upto = np.cumsum(pull)
+        base = (upto - pull)[self.starts]
+        norm = np.maximum(np.add.reduceat(pull, self.starts), 1)[self.segment]
+        upto -= base[self.segment]
+        bound = self.demand * upto // norm
+        before = np.concatenate(([0], bound[:-1]))
+        before[self.starts] = 0
+        return bound - before
+
+
+def equal_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
+    """Split each expert's tokens evenly over its replicas (Lazarus 4.2; ours in integers).
+
+    Args:
+        tokens: int64 [E], tokens of each expert over the whole dispatch group.
+        replicas: int64 [E, N].
+
+    Returns:
+        int64 [E, N] with row sums `tokens`; entries differ from tokens * share by less than one.
+
+    Raises:
+        ConfigurationError: an expert has tokens but no replica.
+    """
+    pairs = Pairs.of_table(replicas)
+    demand = _demand(tokens, pairs)
+    return pairs.dense(demand.split(demand.shares))
+
+
+def balanced_quota(tokens: IntArray, replicas: IntArray, speeds: IntArray | None = None) -> IntArray:
+    """Split each expert's tokens over its holders so that the longest time of a rank is as short as possible.
+
+    Args:
+        tokens: int64 [E], tokens of each expert over the whole dispatch group, each below 2^31.
+        replicas: int64 [E, N].
+        speeds: int64 [N], tokens of a rank in a time, see `dispatch.quota`; None: all ranks are equally fast.
+
+    Returns:
+        int64 [E, N] with row sums `tokens` and zeros where `replicas` is zero. The longest time is at most 0.8 percent
+        longer than it must be, 1.6 percent where hundreds of ranks are links of long chains; on clusters of thousands,
+        where proving that may take longer than the tokens are worth, it is merely never longer than that of
+        `equal_quota`, or of a split in proportion to speed where speeds differ.
+
+    Raises:
+        ConfigurationError: an expert has tokens but no replica, or speeds of other ranks.
+    """
+    pairs = Pairs.of_table(replicas)
+    return pairs.dense(balanced_split(tokens, pairs, speeds))
+
+
+def settled_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
+    """`balanced_quota` for equally fast ranks without its search token by token, whose length nobody knows: where
+    the weights have not come within 0.8 percent of the bound, they go on instead, for 48 rounds.
+
+    Args:
+        tokens: int64 [E], as for `balanced_quota`.
+        replicas: int64 [E, N].
+
+    Returns:
+        int64 [E, N]: those of `balanced_quota` wherever that has nothing to search for.
+
+    Raises:
+        ConfigurationError: an expert has tokens but no replica.
+    """
+    pairs = Pairs.of_table(replicas)
+    demand = _demand(tokens, pairs)
+    if not demand.has_choice:
+        return pairs.dense(demand.demand)
+    return pairs.dense(_weighted_split(demand, Pace.of(None, pairs.shape[1]), tokens, is_last=True)[0])
+
+
+def sharing_rounds(num_pairs: int) -> tuple[int, int, int, int]:
+    """What `settled_quota` does with so many pairs of an expert and a rank: (rounds, rounds of patience, 1 over the
+    part of the bound that is good enough, unit of the weights).
+    """
+    return _ROUNDS, _patience(num_pairs), SLACK, _ONE
+
+
+def _patience(num_pairs: int) -> int:
+    return _LITTLE_PATIENCE if num_pairs <= _FEW_PAIRS else _PATIENCE
+
+
+def balanced_split(tokens: IntArray, pairs: Pairs, speeds: IntArray | None = None) -> IntArray:
+    """int64 [P]: `balanced_quota` of holders that are given as pairs; the same arguments, limits and errors."""
+    demand = _demand(tokens, pairs)
+    pace = Pace.of(speeds, pairs.shape[1])
+    if not demand.has_choice:
+        return demand.demand
+    best, load, bound = _weighted_split(demand, pace, tokens, is_last=False)
+    return relieve(best, load, bound, pace, experts=demand.segment, ranks=pairs.ranks, demand=demand.demand)
+
+
+def _weighted_split(demand: _Demand, pace: Pace, tokens: IntArray, *, is_last: bool) -> tuple[IntArray, IntArray, int]:
+    """Tokens of each pair by the best weights, of each rank, and a time that no split can beat.
+
+    Args:
+        is_last: nothing will be moved after this.
+    """
+    pairs = demand.pairs
+    mean = max(1, pace.least_time(int(tokens.sum())))
+    together = np.add.reduceat(pace.speeds[pairs.ranks], demand.starts)
+    bound = max(mean, int((-(-demand.demand[demand.starts] * pace.fastest // together)).max()))
+    enough = with_slack(bound) if is_last else np.iinfo(np.int64).max
+    pull, first_pull, first_time = _balancing_pull(demand, pace, mean, bound, enough)
+    best = demand.split(pull)
+    load = pairs.on_ranks(best)
+    if int(pace.times(load).max()) > first_time:
+        first = demand.split(first_pull)
+        load_then = pairs.on_ranks(first)
+        if pace.times(load_then).max() < pace.times(load).max():
+            best, load = first, load_then
+    return best, load, bound
+
+
+def _balancing_pull(demand: _Demand, pace: Pace, mean: int, bound: int, enough: int) -> tuple[IntArray, IntArray, int]:
+    """weight of the rank * shares of the pair, for the best weights found and for those of speed alone, and a time that
+    the latter's longest does not fall short of.
+
+    Args:
+        demand: what is to be split.
+        pace: of the ranks.
+        mean: time of a rank, at least 1.
+        bound: a time that no split can beat.
+        enough: patience ends only below this time.
+    """
+    pairs, starts = demand.pairs, demand.starts
+    # Products of a weight with an expert's tokens, summed over its holders, and with a time must stay inside int64.
+    largest = max(mean, int((np.add.reduceat(pairs.replicas, starts) * demand.demand[starts]).max()))
+    one = max(1, min(_ONE, (1 << 62) // largest))
+    weights = np.maximum(one * pace.speeds // pace.fastest, 1)
+    patience = _patience(len(pairs.experts))
+    best_pull, best_time, best_round = pairs.replicas, np.iinfo(np.int64).max, 0
+    first_pull, first_time = best_pull, 0
+    for index in range(_ROUNDS):
+        pull = weights[pairs.ranks] * pairs.replicas
+        norm = np.add.reduceat(pull, starts)
+        times = pace.times(pairs.on_ranks(demand.demand * pull // norm[demand.segment]))
+        longest = int(times.max())
+        if not index:
+            first_pull, first_time = pull, longest  # rounded down
+        if longest < best_time:
+            best_pull, best_time, best_round = pull, longest, index
+        if longest <= bound * _GOOD_ENOUGH or (index - best_round >= patience and best_time <= enough):
+            break
+        weights = weights * mean // np.maximum(times, max(1, mean // 64))
+        weights = np.maximum(weights * one // max(1, int(weights.max())), 1)
+    return best_pull, first_pull, first_time
+
+
+def _demand(tokens: IntArray, pairs: Pairs) -> _Demand:
+    if len(tokens) != pairs.shape[0]:
+        raise ConfigurationError(f"{len(tokens)} token counts do not fit a placement of {pairs.shape[0]} experts")
+    held = pairs.num_holders > 0
+    homeless = (tokens > 0) & ~held
+    if homeless.any():
+        expert = int(homeless.argmax())
+        raise ConfigurationError(f"expert {expert} has {tokens[expert]} tokens but no replica: place it on a rank")
+    return _Demand(
+        pairs=pairs,
+        demand=tokens[pairs.experts],
+        starts=pairs.starts[:-1][held],
+        segment=pairs.experts if held.all() else (np.cumsum(held) - 1)[pairs.experts],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchPlan:
+    """One rank's row and column of the dispatch tensor D[e, i, j] (tokens of expert e that rank i sends to rank j).
+
+    Attributes:
+        send: int64 [E, N], send[e, j] = D[e, rank, j]; row sums are this rank's tokens of each expert.
+        recv: int64 [E, N], recv[e, i] = D[e, i, rank]; row sums are this rank's quota.
+    """
+
+    send: IntArray
+    recv: IntArray
+
+
+def plan_dispatch(tokens: IntArray, quota: IntArray, rank: int) -> DispatchPlan:
+    """Interval plan: tokens stay where they are up to the quota, then surplus intervals meet residual intervals.
+
+    Order the surplus of all ranks on a line and the residual quota of all ranks on another: rank i sends to rank j what
+    its interval and j's interval share (Lazarus Alg. 1 with its denominator corrected, in integers). The volume is the
+    smallest possible. O(E * N), no communication.
+
+    Args:
+        tokens: int64 [E, N], tokens of expert e on rank n before dispatch.
+        quota: int64 [E, N], tokens of expert e that rank n shall compute; row sums equal those of `tokens`.
+        rank: whose row and column to return.
+    """
+    # An expert has few holders: only the pairs with a quota and the rows of this rank's experts are touched.
+    num_ranks = tokens.shape[1]
+    pairs = np.flatnonzero(quota != 0)
+    experts, ranks = np.divmod(pairs, num_ranks)
+    quotas = quota.reshape(-1)[pairs]
+    local = np.minimum(tokens[experts, ranks], quotas)
+    send, recv = (np.zeros(tokens.shape, dtype=np.int64) for _ in range(2))  # unlike zeros_like, touches no page yet
+
+    residual = quotas - local
+    total = np.cumsum(residual)
+    starts = np.searchsorted(experts, np.arange(len(tokens)))
+    residual_end = total - np.concatenate(([0], total))[starts][experts]
+    mine = tokens[:, rank].copy()
+    here = ranks == rank
+    mine[experts[here]] -= local[here]
+    kept_upto = np.bincount(experts, weights=np.where(ranks <= rank, local, 0), minlength=len(tokens)).astype(np.int64)
+    mine_end = tokens[:, : rank + 1].sum(axis=1) - kept_upto
+    send[experts, ranks] = _overlap(mine_end[experts], mine[experts], residual_end, residual)
+    send[experts[here], rank] = local[here]
+
+    held = experts[here]
+    surplus = tokens[held] - np.minimum(tokens[held], quota[held])
+    recv[held] = _overlap(residual_end[here, None], residual[here, None], np.cumsum(surplus, axis=1), surplus)
+    recv[held, rank] = local[here]
+    return DispatchPlan(send=send, recv=recv)
+
+
+def _overlap(end: IntArray, length: IntArray, other_end: IntArray, other_length: IntArray) -> IntArray:
+    """Length of what the intervals [end - length, end) and [other_end - other_length, other_end) share."""
+    shared: IntArray = np.minimum(end, other_end) - np.maximum(end - length, other_end - other_length)
+    return np.maximum(shared, 0, out=shared)
+
+
+def padded_rows(tokens: IntArray) -> int:
+    """Rows that a rank sends when each (expert, rank) buffer is padded to the fullest (DeepSpeed-MoE without drops)."""
+    return int(tokens.max()) * int(tokens.shape[0])

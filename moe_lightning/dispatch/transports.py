@@ -1,0 +1,618 @@
+"""Transports of dispatched rows: all-to-all, fixed blocks planned on the device, symmetric memory.
+
+Dispatch without a word from the device: who computes what is planned there, and rows lie in blocks of one size.
+
+A block has room for all rows that a rank can send to another, so that none is ever lost: a token chooses an expert
+once, so these are at most its tokens times the choices, or the experts that the other holds, whichever are fewer.
+
+Shapes: T tokens and K choices of this rank, E experts, N ranks, C slots of this rank, M = N * block rows.
+
+How rows travel to experts and back, once it is planned who computes what: the protocol, and the uneven all-to-all.
+
+Shapes: T tokens and K choices of this rank, E experts, N ranks, C experts that this rank computes (its slots, then its
+shadows), M rows, D model width.
+
+Rows through symmetric memory: every rank reads what is meant for it out of the others' buffers, and how many rows
+travel is said on the device alone. It has not run on a GPU; a fake of torch's operation stands in for it in tests.
+
+Buffers are as large on every rank. Torch's operation begins when all ranks have come to it, and ends on each by itself:
+a peer may still be reading this rank's last rows. So two sets of buffers take turns, and a set is written again only
+after the exchange in between, to which all came.
+
+Shapes: M rows, D model width, N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typing_extensions import override
+
+from moe_lightning import kernels as ops
+from moe_lightning.arrays import IntArray
+from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.quota import sharing_rounds
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.kernels.buffers import upload
+from moe_lightning.parallel.collectives import require_agreement
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import Carry, Meanwhile, all_gather_counts, all_gather_flat, exchange_rows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DevicePlan:
+    """Who computes which rows of one micro-batch of one layer; all tensors lie where the tokens are.
+
+    Attributes:
+        send_EN: int64, rows of each expert that this rank sends to each rank, itself included.
+        recv_EN: int64, rows of each expert that it receives from each.
+        slots_C: int64, the expert of each of this rank's slots, E where it is vacant.
+        block: rows that a rank may send to another.
+    """
+
+    send_EN: Tensor
+    recv_EN: Tensor
+    slots_C: Tensor
+    block: int
+
+    @property
+    def num_rows(self) -> int:
+        """Room for what this rank receives, and for what it sends."""
+        return self.block * self.send_EN.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """How the rows of a dispatch lie in their blocks.
+
+    Attributes:
+        order_M: int64, flat assignment of each row to be sent; of room that is left over, any.
+        inverse_TK: int64, row of each assignment, -1 where dropped.
+        slot_order_M, slot_inverse_M: index that sorts the received rows by slot, what is no row last, and its inverse.
+        tokens_C: int64, rows of each slot.
+        send_N, recv_N: int64, rows to and from each rank.
+    """
+
+    order_M: Tensor
+    inverse_TK: Tensor
+    slot_order_M: Tensor
+    slot_inverse_M: Tensor
+    tokens_C: Tensor
+    send_N: Tensor
+    recv_N: Tensor
+
+
+def lay_out(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> Layout:
+    """Where rows lie when they are sent and when they have arrived; nothing is read on the host.
+
+    Args:
+        expert_ids_TK: -1 where dropped; T is at least 1.
+        plan: of the same micro-batch.
+        is_packed: the rows of all ranks follow each other; else every rank's begin a block.
+    """
+    num_experts = len(plan.send_EN)
+    behind_TK = expert_ids_TK.remainder(num_experts + 1)  # what is dropped, -1, sorts behind the last expert
+    by_expert = ops.sort_by_expert(behind_TK, num_experts + 1, may_drop=False)
+    runs = ops.plan_runs(plan.send_EN, plan.recv_EN, plan.slots_C, plan.block, is_packed=is_packed)
+    num_kept = runs.send_starts[num_experts]  # behind all that is sent lies what fills the first block
+    order_M, inverse_A = ops.fill_blocks(by_expert.order_M, runs.send_starts, runs.send_ends, num_kept, plan.num_rows)
+    slot_order_M, slot_inverse_M = ops.reorder_chunks(runs.recv_starts, runs.recv_ends, plan.num_rows)
+    return Layout(
+        order_M=order_M,
+        inverse_TK=inverse_A.view(expert_ids_TK.shape),
+        slot_order_M=slot_order_M,
+        slot_inverse_M=slot_inverse_M,
+        tokens_C=runs.tokens_C,
+        send_N=runs.send_N,
+        recv_N=runs.recv_N,
+    )
+
+
+class DevicePlanner:
+    """Plans one layer's dispatch on the device of its counts.
+
+    The host waits once, in the first micro-batch of training and the first of evaluation: for the most tokens that any
+    rank has. That this rank plans by the placement of all others is read when it has arrived, a micro-batch later.
+
+    Args:
+        placement: replicas [E, N].
+        world: the ranks.
+        is_balanced: whether quotas are balanced over ranks, or equal for each replica.
+        slot_experts: this rank's slots, -1 where vacant.
+        fingerprint: of what it plans by.
+        what: that describes, for messages.
+
+    Raises:
+        ConfigurationError: a world that may be cut, whose aborted counts nobody would notice.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        world: World,
+        *,
+        is_balanced: bool,
+        slot_experts: Sequence[int],
+        fingerprint: int,
+        what: str,
+    ) -> None:
+        if world.may_be_cut:
+            raise ConfigurationError(
+                "plan='device' reads nothing before it is used, so a world that loses a rank would compute with what "
+                "is left of its counts: use plan='host' in elastic runs"
+            )
+        self._world = world
+        self._what = what
+        num_experts = placement.num_experts
+        self._most_held = int((placement.replicas > 0).sum(axis=0).max())
+        self._tables = [
+            torch.from_numpy(placement.replicas.copy()),
+            torch.tensor([expert if expert >= 0 else num_experts for expert in slot_experts], dtype=torch.int64),
+            torch.tensor([fingerprint]),
+        ]
+        self._rules = ops.Sharing(*sharing_rounds(len(placement.pairs.ranks)))
+        if not is_balanced:
+            self._rules = self._rules._replace(rounds=0)
+        self._most_tokens: dict[bool, int] = {}
+        self._told: tuple[Tensor, Any] | None = None
+
+    def gather_counts(self, counts_E: Tensor) -> Tensor:
+        """All ranks' assignments per expert, int64 [N, E], where they were counted.
+
+        Raises:
+            ConfigurationError: in an earlier micro-batch some rank planned otherwise than others.
+        """
+        device = counts_E.device
+        self._check_last()
+        if self._tables[0].device != device:
+            self._tables = [upload(table, device) for table in self._tables]
+        gathered = counts_E.new_empty(self._world.size * (counts_E.numel() + 1))
+        with self._world.exchanges.exchange(device):
+            all_gather_flat(gathered, torch.cat([counts_E, self._tables[2]]), group=self._world.compute)
+        gathered_NE1 = gathered.view(self._world.size, -1)
+        self._told = read_later(gathered_NE1[:, -1])
+        return gathered_NE1[:, :-1]
+
+    def plan(self, counts_NE: Tensor, num_tokens: int, top_k: int, *, is_training: bool) -> DevicePlan:
+        """Where every assignment goes.
+
+        Args:
+            counts_NE: from `gather_counts`.
+            num_tokens: T of this rank.
+            top_k: K.
+            is_training: whether this is no evaluation.
+
+        Raises:
+            ConfigurationError: more tokens than any rank had at first.
+        """
+        most = self._most_tokens.get(is_training)
+        if most is None:
+            told = all_gather_counts(torch.tensor([num_tokens], device=counts_NE.device), self._world)
+            most = self._most_tokens[is_training] = max(1, int(told.max()))
+        if num_tokens > most:
+            raise ConfigurationError(
+                f"plan='device' has made room for the {most} tokens that a rank had at first, but this batch has "
+                f"{num_tokens}: use batches of one size, or plan='host'"
+            )
+        block = most * min(top_k, self._most_held)
+        if block * self._world.size == most * top_k:
+            block += 1  # more room than assignments: then everybody knows that some of it may be left over
+        replicas_EN, slots_C, _ = self._tables
+        send_EN, recv_EN = ops.plan_rows(counts_NE.t(), replicas_EN, self._world.rank, self._rules)
+        return DevicePlan(
+            send_EN=send_EN,
+            recv_EN=recv_EN,
+            slots_C=slots_C,
+            block=block,
+        )
+
+    def _check_last(self) -> None:
+        """Compare the ranks' fingerprints of the last micro-batch, if they are here."""
+        if self._told is None:
+            return
+        told, arrived = self._told
+        if arrived is None or arrived.query():
+            self._told = None
+            require_agreement(told.tolist(), self._what)
+
+
+def read_later(words_N: Tensor) -> tuple[Tensor, Any]:
+    """A copy on the host that nobody waits for, and the event of its arrival; None: it is there."""
+    if words_N.device.type == "cpu":
+        return torch.empty(words_N.shape, dtype=words_N.dtype).copy_(words_N, non_blocking=True), None
+    host = torch.empty(words_N.shape, dtype=words_N.dtype, pin_memory=True).copy_(words_N, non_blocking=True)
+    event = torch.Event(device=words_N.device)
+    event.record(torch.accelerator.current_stream(words_N.device))
+    return host, event
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DispatchPlan:
+    """Who computes which rows of one micro-batch of one layer, alike on all ranks.
+
+    Attributes:
+        tokens_EN: int64, assignments of every rank to every expert.
+        send_EN: int64, rows of each expert that this rank sends to each rank, itself included.
+        recv_EN: int64, rows of each expert that it receives from each.
+        experts_C: the expert of each of this rank's slots, -1 where it is vacant, and of each of its shadows.
+        num_experts_N: int64, experts that each rank computes, shadows included.
+        loads_N: int64, rows that each rank computes.
+    """
+
+    tokens_EN: IntArray
+    send_EN: IntArray
+    recv_EN: IntArray
+    experts_C: tuple[int, ...]
+    num_experts_N: IntArray
+    loads_N: IntArray
+
+
+class DispatchBackend(Protocol):
+    """Carries rows; one is made for every layer whenever its experts have moved. `ExchangeBackend` has all of it: one
+    that carries rows otherwise overrides `exchange`.
+
+    Attributes:
+        sent_rows, sent_bytes: that left this rank in the last dispatch.
+    """
+
+    sent_rows: int
+    sent_bytes: int
+
+    def dispatch(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, plan: Any, meanwhile: Meanwhile
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Bring the tokens of all ranks to the ranks that compute them; collective, differentiable.
+
+        Args:
+            x_TD: this rank's tokens.
+            expert_ids_TK: their choices, -1 where dropped.
+            plan: who computes what: a `DispatchPlan`; a `DevicePlan` where the backend says `takes_device_plans`.
+            meanwhile: to be called while the rows travel.
+
+        Returns:
+            The rows [M, D] in the order of slots and shadows (those of a `DevicePlan` end with some that nobody
+            counts); how many belong to each, int64 [C], where x_TD is; and a
+            handle for `combine`.
+        """
+
+    def combine(self, rows_MD: Tensor, handle: Any, weights_TK: Tensor) -> Tensor:
+        """Bring the results back: of each token the weighted sum over its choices, [T, D]; collective, differentiable.
+
+        Dropped choices count nothing.
+        """
+
+
+class BackendFactory(Protocol):
+    """Makes a layer's `DispatchBackend`."""
+
+    def __call__(self, world: World, /) -> DispatchBackend:
+        """For these ranks; `world.compute` is the group to communicate in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How the rows of a dispatch lie.
+
+    Attributes:
+        plan: of the dispatch.
+        order_M: int64, flat assignment (t * K + k) of each row in the order of sending: by target rank, then expert.
+        inverse_TK: int64, row of each assignment, -1 where dropped.
+        send_rows, recv_rows: rows to and from each rank; of a `DevicePlan` their blocks, or, packed, tensors.
+        slot_order_M: index that sorts the received rows by slot, shadows last, and its inverse.
+    """
+
+    plan: DispatchPlan | DevicePlan
+    order_M: Tensor
+    inverse_TK: Tensor
+    send_rows: Sequence[int] | Tensor
+    recv_rows: Sequence[int] | Tensor
+    slot_order_M: Tensor
+    slot_inverse_M: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trip:
+    """One way of the rows of a dispatch.
+
+    Attributes:
+        send, recv: rows for and from each rank; of a `DevicePlan` their blocks, or, packed, tensors.
+        plan: of the dispatch.
+        is_return: back to the ranks whose tokens they are.
+        meanwhile: to be called while the rows travel.
+    """
+
+    send: Sequence[int] | Tensor
+    recv: Sequence[int] | Tensor
+    plan: DispatchPlan | DevicePlan
+    is_return: bool = False
+    meanwhile: Meanwhile = None
+
+
+class ExchangeBackend:
+    """One uneven all-to-all there and one back.
+
+    Args:
+        world: the ranks.
+
+    Attributes:
+        takes_device_plans: whether `dispatch` takes a `DevicePlan`, too.
+        is_packed: whether its rows of all ranks follow each other under such a plan, and how many they are stands in
+            tensors; else they travel in blocks of one size.
+    """
+
+    takes_device_plans = True
+    is_packed = False
+
+    def __init__(self, world: World, /) -> None:
+        self.world = world
+        self.sent_rows = self.sent_bytes = 0
+
+    def dispatch(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, plan: DispatchPlan | DevicePlan, meanwhile: Meanwhile
+    ) -> tuple[Tensor, Tensor, Route]:
+        """See `DispatchBackend`."""
+        if isinstance(plan, DispatchPlan):
+            route, tokens_C = _route(expert_ids_TK, plan)
+        else:
+            if not len(x_TD):  # a row that nobody takes: blocks are filled with rows that there are
+                x_TD, expert_ids_TK = F.pad(x_TD, (0, 0, 0, 1)), F.pad(expert_ids_TK, (0, 0, 0, 1), value=-1)
+            route, tokens_C = _device_route(expert_ids_TK, plan, is_packed=self.is_packed)
+        rows_MD = ops.permute(x_TD, route.order_M, route.inverse_TK, may_pad=isinstance(plan, DevicePlan))
+        if not isinstance(route.send_rows, Tensor):
+            self.sent_rows = sum(route.send_rows) - route.send_rows[self.world.rank]
+        self.sent_bytes = self.sent_rows * rows_MD.shape[-1] * rows_MD.element_size()
+        trip = Trip(send=route.send_rows, recv=route.recv_rows, plan=plan, meanwhile=meanwhile)
+        rows_MD = self.exchange(rows_MD, trip)
+        return ops.gather_rows(rows_MD, route.slot_order_M, route.slot_inverse_M), tokens_C, route
+
+    def combine(self, rows_MD: Tensor, handle: Route, weights_TK: Tensor) -> Tensor:
+        """See `DispatchBackend`."""
+        rows_MD = ops.gather_rows(rows_MD, handle.slot_inverse_M, handle.slot_order_M)
+        trip = Trip(send=handle.recv_rows, recv=handle.send_rows, plan=handle.plan, is_return=True)
+        rows_MD = self.exchange(rows_MD, trip)
+        if isinstance(handle.plan, DispatchPlan):
+            return ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK)
+        num_tokens = len(weights_TK)
+        weights_TK = weights_TK if num_tokens else F.pad(weights_TK, (0, 0, 0, 1))
+        out_TD = ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK, may_pad=True)
+        return out_TD if num_tokens else out_TD[:0]
+
+    def exchange(self, rows_MD: Tensor, trip: Trip) -> Tensor:
+        """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; differentiable."""
+        return exchange_rows(rows_MD, trip.send, trip.recv, self.world, trip.meanwhile)
+
+
+def _route(expert_ids_TK: Tensor, plan: DispatchPlan) -> tuple[Route, Tensor]:
+    """Small tables are made on the host and go up in one copy; what is as long as the rows is made on the device."""
+    num_experts, own = len(plan.send_EN), int(plan.send_EN.sum())
+    by_expert = ops.sort_by_expert(expert_ids_TK, num_experts, num_rows=own)
+    tokens_C, here = _by_slot(plan.recv_EN, plan.experts_C)
+    there = _chunks(plan.send_EN.T.ravel(), _starts(plan.send_EN).T.ravel())
+    tables = np.concatenate([tokens_C, *there, *here])
+    sizes = [len(tokens_C), *map(len, there), *map(len, here)]
+    uploaded = upload(torch.from_numpy(tables), expert_ids_TK.device)
+    tokens, old_send, new_send, old_recv, new_recv = torch.split(uploaded, sizes)
+    by_target_M, row_M = ops.reorder_chunks(old_send, new_send, own)
+    slot_order_M, slot_inverse_M = ops.reorder_chunks(old_recv, new_recv, int(plan.recv_EN.sum()))
+    inverse_TK = by_expert.inverse_TK
+    if own == inverse_TK.numel():
+        inverse_TK = row_M[inverse_TK]
+    elif own:
+        inverse_TK = row_M[inverse_TK.clamp_min(0)].masked_fill(inverse_TK < 0, -1)
+    route = Route(
+        plan=plan,
+        order_M=by_expert.order_M[by_target_M],
+        inverse_TK=inverse_TK,
+        send_rows=plan.send_EN.sum(axis=0).tolist(),
+        recv_rows=plan.recv_EN.sum(axis=0).tolist(),
+        slot_order_M=slot_order_M,
+        slot_inverse_M=slot_inverse_M,
+    )
+    return route, tokens
+
+
+def _device_route(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> tuple[Route, Tensor]:
+    layout = lay_out(expert_ids_TK, plan, is_packed=is_packed)
+    blocks = [plan.block] * plan.send_EN.shape[1]
+    route = Route(
+        plan=plan,
+        order_M=layout.order_M,
+        inverse_TK=layout.inverse_TK,
+        send_rows=layout.send_N if is_packed else blocks,
+        recv_rows=layout.recv_N if is_packed else blocks,
+        slot_order_M=layout.slot_order_M,
+        slot_inverse_M=layout.slot_inverse_M,
+    )
+    return route, layout.tokens_C
+
+
+def _by_slot(recv_EN: IntArray, experts_C: Sequence[int]) -> tuple[IntArray, tuple[IntArray, IntArray]]:
+    """Rows of each slot, int64 [C], and the chunks that sort the received rows by slot, see `_chunks`.
+
+    Rows arrive by source and, of one source, by ascending expert; slots may hold experts in any order, or none.
+
+    Args:
+        recv_EN: rows of each expert from each rank.
+        experts_C: the expert of each slot, -1 where vacant.
+    """
+    held = [expert for expert in experts_C if expert >= 0]
+    arrived = np.zeros_like(recv_EN)
+    arrived[held] = recv_EN[held]
+    starts_EN = _starts(np.ascontiguousarray(arrived.T)).T
+    tokens_C = np.array([arrived[expert].sum() if expert >= 0 else 0 for expert in experts_C], dtype=np.int64)
+    return tokens_C, _chunks(arrived[held].ravel(), starts_EN[held].ravel())
+
+
+def _starts(sizes: IntArray) -> IntArray:
+    """Where each chunk begins, chunks row by row."""
+    return (sizes.ravel().cumsum() - sizes.ravel()).reshape(sizes.shape)
+
+
+def _chunks(sizes: IntArray, starts: IntArray) -> tuple[IntArray, IntArray]:
+    """What `kernels.reorder_chunks` takes: where the chunks begin, and where they end in the order given."""
+    return starts.astype(np.int64), sizes.cumsum().astype(np.int64)
+
+
+_MOST_RANKS = 32
+"""Of torch's operation: the ranks of a warp's sum."""
+
+
+class SymmetricBackend(ExchangeBackend):
+    """An `ExchangeBackend` whose rows go through symmetric memory; the results are the same.
+
+    Raises:
+        ConfigurationError: ranks that are not on CUDA, too many, or may be cut; a torch without NVSHMEM.
+    """
+
+    is_packed = True
+
+    def __init__(self, world: World, /) -> None:
+        super().__init__(world)
+        sentence = refusal(world)
+        if sentence is not None:
+            raise ConfigurationError(f"{sentence}: use dispatch='exchange'")
+
+    @override
+    def exchange(self, rows_MD: Tensor, trip: Trip) -> Tensor:
+        """In buffers that hold the fullest rank's rows, sent or computed; of a `DevicePlan`, all its blocks."""
+        if isinstance(trip.plan, DevicePlan):
+            moved: Carry = partial(_carry_all, capacity=trip.plan.num_rows)
+        else:
+            most = max(int(trip.plan.tokens_EN.sum(axis=0).max()), int(trip.plan.loads_N.max()))
+            moved = partial(_carry_some, capacity=most)
+        return exchange_rows(rows_MD, trip.send, trip.recv, self.world, trip.meanwhile, moved)
+
+
+def _carry_some(
+    rows_MD: Tensor, send: Sequence[int], recv: Sequence[int], world: World, meanwhile: Meanwhile, *, capacity: int
+) -> Tensor:
+    splits_N = upload(torch.tensor(send), rows_MD.device)
+    return carry(rows_MD, splits_N, world, meanwhile, capacity=capacity)[: sum(recv)]
+
+
+def _carry_all(
+    rows_MD: Tensor, send_N: Tensor, recv_N: Tensor, world: World, meanwhile: Meanwhile, *, capacity: int
+) -> Tensor:
+    return carry(rows_MD, send_N, world, meanwhile, capacity=capacity)
+
+
+def carry(rows_MD: Tensor, splits_N: Tensor, world: World, meanwhile: Meanwhile, *, capacity: int) -> Tensor:
+    """Send consecutive blocks of rows to ranks 0..N-1; collective, and nothing is read on the host.
+
+    Args:
+        rows_MD: at most `capacity` rows; those behind the blocks stay here.
+        splits_N: int64 on the device, rows for each rank.
+        capacity: at least the rows that any rank sends, and receives; the same on every rank.
+
+    Returns:
+        [capacity, D]: what arrived, in rank order, and anything behind it.
+    """
+    assert world.compute is not None
+    room = _rooms.get(world.compute)
+    if room is None:
+        room = _rooms[world.compute] = _Room(world)
+    buffers = room.next(capacity * rows_MD.shape[1] * rows_MD.element_size())
+    sent, received = (buffer_as(flat, capacity, rows_MD) for flat in (buffers.sent, buffers.received))
+    with world.exchanges.exchange(rows_MD.device):
+        sent[: len(rows_MD)].copy_(rows_MD)
+        buffers.splits_N.copy_(splits_N)
+        _all_to_all(sent, received, buffers.splits_N, buffers.out_2N, world.compute.group_name, 1)
+        if meanwhile is not None:
+            meanwhile()
+    return received.clone()
+
+
+def buffer_as(flat: Tensor, num_rows: int, like_MD: Tensor) -> Tensor:
+    """[num_rows, D] at the head of a buffer of bytes."""
+    num_bytes = num_rows * like_MD.shape[1] * like_MD.element_size()
+    return flat[:num_bytes].view(like_MD.dtype).view(num_rows, like_MD.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Buffers:
+    """Symmetric memory of one exchange.
+
+    Attributes:
+        sent, received: bytes.
+        splits_N: int64, rows for each rank.
+        out_2N: int64 [2, N], rows from each, and where they begin.
+    """
+
+    sent: Tensor
+    received: Tensor
+    splits_N: Tensor
+    out_2N: Tensor
+
+
+class _Room:
+    """Two sets of buffers for the exchanges of one group, made anew, by all ranks alike, when they become too small."""
+
+    def __init__(self, world: World) -> None:
+        self._device, self._size = world.device, world.size
+        assert world.compute is not None
+        self._group_name = world.compute.group_name
+        self._sets: list[_Buffers] = []
+
+    def next(self, num_bytes: int) -> _Buffers:
+        """The set that no peer reads any more; collective where it is too small."""
+        if not self._sets or self._sets[0].sent.numel() < num_bytes:
+            if self._sets:
+                torch.accelerator.synchronize(self._device)  # peers may be reading
+            self._sets = [self._made(num_bytes + num_bytes // 4) for _ in range(2)]
+        self._sets.reverse()
+        return self._sets[0]
+
+    def _made(self, num_bytes: int) -> _Buffers:
+        num_bytes = -(-num_bytes // 256) * 256
+        made = _Buffers(
+            sent=self._empty(num_bytes, dtype=torch.uint8),
+            received=self._empty(num_bytes, dtype=torch.uint8),
+            splits_N=self._empty(self._size, dtype=torch.int64),
+            out_2N=self._empty(2, self._size, dtype=torch.int64),
+        )
+        for tensor in vars(made).values():
+            _library().rendezvous(tensor, self._group_name)
+        return made
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        made: Tensor = _library().empty(*shape, dtype=dtype, device=self._device)
+        return made
+
+
+_rooms: WeakKeyDictionary[ProcessGroup, _Room] = WeakKeyDictionary()
+
+
+def _library() -> Any:
+    import torch.distributed._symmetric_memory as library
+
+    return library
+
+
+def _all_to_all(sent: Tensor, received: Tensor, splits_N: Tensor, out_2N: Tensor, group: str, align: int) -> None:
+    """Torch's operation, with one block of rows for each rank."""
+    torch.ops.symm_mem.all_to_all_vdev_2d(sent, received, splits_N, out_2N, group, align)
+
+
+def refusal(world: World) -> str | None:
+    """Why rows cannot go this way here, as a sentence; chooses NVSHMEM where they can."""
+    if world.device.type != "cuda":
+        return f"dispatch='symmetric' needs ranks on CUDA devices, but this one is on {world.device}"
+    if world.size > _MOST_RANKS:
+        return f"dispatch='symmetric' serves at most {_MOST_RANKS} ranks, but {world.size} are running"
+    if world.may_be_cut:
+        return "dispatch='symmetric' waits on the device for ranks that may have died, which elastic runs must not"
+    library = _library()
+    if not hasattr(torch.ops.symm_mem, "all_to_all_vdev_2d") or not library.is_nvshmem_available():
+        return f"dispatch='symmetric' needs a torch with NVSHMEM, but {torch.__version__} has none here"
+    if library.get_backend(world.device) != "NVSHMEM":
+        library.set_backend("NVSHMEM")
+    return None
