@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.padded_dispatch import PADDED
-from moe_lightning.algorithms.balancing import STRATEGIES, Strategy
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
 from moe_lightning.arrays import FloatArray
+from moe_lightning.balancing.rules import STRATEGIES, Strategy
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.cli.measurement import goal, machine, medians_of
 from moe_lightning.cli.short_training import (
@@ -38,7 +38,7 @@ Medians = Mapping[tuple[str, str], Mapping[str, float]]
 """(skew, strategy) -> name of a figure -> its median over rounds."""
 
 CONTENDERS: dict[str, Strategy | None] = {**STRATEGIES, "ours": None}
-"""What is compared: the strategies of `algorithms.balancing`, and LoadBalancer as it comes."""
+"""What is compared: the strategies of `balancing.rules`, and LoadBalancer as it comes."""
 
 _RANKS = 2
 _UNIFORM = "uniform"

@@ -10,17 +10,10 @@ from functools import partial
 import numpy as np
 
 from benchmarks.uneven_trace import Speeds, format_speeds, judge_speeds
-from moe_lightning.algorithms.balancing import (
-    STRATEGIES,
-    PlacementPolicy,
-    Strategy,
-    evaluate,
-    plan_placement,
-    plan_shadows,
-)
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.arguments import Count, InputFile, option
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.cost_model import BlockCosts
+from moe_lightning.balancing.rules import STRATEGIES, PlacementPolicy, Strategy, evaluate, plan_placement, plan_shadows
 from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.routing import RoutingTrace, load_trace

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.balance_trace import reference_costs
 from benchmarks.paper_table import PaperTable, Row, Sources
-from moe_lightning.algorithms.balancing import STRATEGIES, evaluate, plan_shadows
+from moe_lightning.balancing.rules import STRATEGIES, evaluate, plan_shadows
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.dispatch.shadow_plan import QuotaRule
 from moe_lightning.plots import bar_chart

@@ -19,18 +19,17 @@ from itertools import chain
 
 import numpy as np
 
-from moe_lightning.algorithms.balancing import replan_placement
-from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.inventory import HeldExpert, RankInventory, SnapshotInventory, SnapshotKind
-from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.recovery_planner import plan_recovery
-from moe_lightning.algorithms.recovery_probability import sampled_recovery
-from moe_lightning.algorithms.repair import repair_placements
-from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.arguments import Count, option
 from moe_lightning.arrays import BoolArray, IntArray
-from moe_lightning.callbacks.balance_planner import BalancePolicy, block_with_sums_s
-from moe_lightning.callbacks.planning_threads import PlanningThreads
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.cost_model import BlockCosts
+from moe_lightning.balancing.planner import BalancePolicy, PlanningThreads, block_with_sums_s
+from moe_lightning.balancing.repair import repair_placements
+from moe_lightning.balancing.replica_placement import sampled_recovery
+from moe_lightning.balancing.rules import replan_placement
+from moe_lightning.balancing.shadow_search import search_shadows
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError

@@ -10,9 +10,9 @@ from typing import Annotated
 import numpy as np
 
 from benchmarks.least_time import least_time
-from moe_lightning.algorithms.balancing import PlacementPolicy, plan_placement
-from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.arrays import IntArray
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.rules import PlacementPolicy, plan_placement
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import balanced_quota, given_speeds
 from moe_lightning.errors import ConfigurationError

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lightning.algorithms.overlap import Timeline
+from moe_lightning.balancing.cost_model import Timeline
 from moe_lightning.errors import ConfigurationError
 
 if TYPE_CHECKING:

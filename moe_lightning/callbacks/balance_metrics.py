@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from moe_lightning.algorithms.metrics import balance_ratio, imbalance
-from moe_lightning.callbacks.balance_planner import BalancePlanner
+from moe_lightning.balancing.cluster import balance_ratio, imbalance
+from moe_lightning.balancing.planner import BalancePlanner
 from moe_lightning.callbacks.telemetry import Metric
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy

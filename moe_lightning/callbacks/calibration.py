@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moe_lightning.algorithms.performance_model import BlockCosts, Line, fit_line, mean_relative_error
+from moe_lightning.balancing.cost_model import BlockCosts, Line, fit_line, mean_relative_error
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object

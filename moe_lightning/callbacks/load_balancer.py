@@ -19,11 +19,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.algorithms.allocation import AllocationPolicy
-from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.arrays import IntArray
+from moe_lightning.balancing.allocation import AllocationPolicy
+from moe_lightning.balancing.cost_model import BlockCosts
+from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy
 from moe_lightning.callbacks.balance_metrics import layer_metrics, movement_metrics, tell_errors
-from moe_lightning.callbacks.balance_planner import BalancePlanner, BalancePolicy
 from moe_lightning.callbacks.balanced_ranks import balanced_ranks, min_replicas
 from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate
 from moe_lightning.callbacks.own_layers import OwnLayers, together

@@ -16,8 +16,8 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
 from moe_lightning import seams
-from moe_lightning.algorithms.rates import AgreedSpeeds, RateMeter, Reading, heard, told
 from moe_lightning.arrays import IntArray
+from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading, heard, told
 from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.callbacks.telemetry import Metric
 from moe_lightning.config import validated

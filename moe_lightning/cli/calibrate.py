@@ -25,8 +25,8 @@ import torch
 from annotated_types import Interval
 from numpy.typing import NDArray
 
-from moe_lightning.algorithms.balancing import STRATEGIES
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
+from moe_lightning.balancing.rules import STRATEGIES
 from moe_lightning.callbacks.calibration import measure_exchange, measure_experts
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.cli.capacity import check_processes

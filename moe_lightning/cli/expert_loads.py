@@ -20,11 +20,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from moe_lightning.algorithms.allocation import allocate_replicas
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.metrics import imbalance
-from moe_lightning.algorithms.replica_placement import deal_to_ranks
 from moe_lightning.arrays import IntArray
+from moe_lightning.balancing.allocation import allocate_replicas
+from moe_lightning.balancing.cluster import Cluster, imbalance
+from moe_lightning.balancing.replica_placement import deal_to_ranks
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.routing_trace import read_loads, read_routing_trace
 

@@ -25,10 +25,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from moe_lightning.algorithms.balancing import Strategy
-from moe_lightning.algorithms.metrics import balance_ratio, imbalance
 from moe_lightning.arguments import Count, option
 from moe_lightning.arrays import FloatArray
+from moe_lightning.balancing.cluster import balance_ratio, imbalance
+from moe_lightning.balancing.rules import Strategy
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.cli.capacity import check_processes
 from moe_lightning.cli.measurement import synchronize
@@ -255,7 +255,7 @@ def train(
 
 
 def balancer_of(ways: Strategy) -> LoadBalancer:
-    """Return the callback that balances as a strategy of `algorithms.balancing` says."""
+    """Return the callback that balances as a strategy of `balancing.rules` says."""
     return LoadBalancer(
         rebalance_every=0 if ways.placement.rule == "plain" else 200,
         placement=ways.placement.rule,

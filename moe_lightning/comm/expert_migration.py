@@ -1,7 +1,7 @@
 """Moves experts with all their state between ranks: one exchange for each dtype, at a step boundary.
 
 Slots are fixed rows. An expert that stays on a rank keeps its slot, so only rows that change hands are touched and
-neither parameters nor optimizers are rebuilt. What to move is a plan of `algorithms.migration`.
+neither parameters nor optimizers are rebuilt. What to move is a plan of `balancing.migration`.
 
 Shapes: S slots of this rank.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.migration import Transfer
+from moe_lightning.balancing.migration import Transfer
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PendingExchange

@@ -18,7 +18,6 @@ from functools import partial
 
 import numpy as np
 
-from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.dynamic_k_rule import DynamicK
 from moe_lightning.algorithms.inventory import (
     HeldExpert,
@@ -28,10 +27,11 @@ from moe_lightning.algorithms.inventory import (
     StorageInventory,
 )
 from moe_lightning.algorithms.ledger import Ledger, Source, worst_case_plt
-from moe_lightning.algorithms.migration import align_placements, held_states, plan_migration
 from moe_lightning.algorithms.recovery_planner import Origin, RecoveryPlan
 from moe_lightning.algorithms.selection import Selection, full_selection, persist_selection, sequential_selection
 from moe_lightning.arrays import BoolArray, IntArray
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.migration import align_placements, held_states, plan_migration
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.mesh import NOTHING, Part, is_whole, missing, parts_of_ranks

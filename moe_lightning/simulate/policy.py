@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from moe_lightning.algorithms.balancing import STRATEGIES, Strategy
-from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
 from moe_lightning.algorithms.protection import PROTECTIONS, Parities, ProtectionLayout, protected_by
 from moe_lightning.algorithms.selection import parse_scopes
+from moe_lightning.balancing.rules import PLACEMENT_RULES, STRATEGIES, Strategy
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_variant, validated
 from moe_lightning.errors import ConfigurationError
 
@@ -32,9 +31,9 @@ class Policy:
     Attributes:
         layout: "replicated": experts in slots under any placement, all nodes train; "groups": expert-parallel groups
             that each hold every expert once, whole groups only.
-        strategy: placement, shadows and quotas: a name in `algorithms.balancing.STRATEGIES`.
+        strategy: placement, shadows and quotas: a name in `balancing.rules.STRATEGIES`.
         placement: the rule that places experts, instead of the strategy's: a name in
-            `algorithms.placement_rules.PLACEMENT_RULES`; None: the strategy's.
+            `balancing.rules.PLACEMENT_RULES`; None: the strategy's.
         by_speed: whether tokens, samples and placements follow the ranks' speeds.
         slots: resident experts of a rank; None: as many as the layout needs, for two replicas of each expert.
         min_replicas: distinct nodes of each expert, where slots allow.

@@ -15,9 +15,9 @@ from math import lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lightning.algorithms.balancing import BalanceReport, evaluate, plan_placement, plan_shadows
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.performance_model import BlockCosts
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.cost_model import BlockCosts
+from moe_lightning.balancing.rules import BalanceReport, evaluate, plan_placement, plan_shadows
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import shares, speeds_in_proportion
 from moe_lightning.errors import ConfigurationError

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.algorithms.inventory import RankInventory
 from moe_lightning.algorithms.recovery_planner import RecoveryPlan
-from moe_lightning.algorithms.repair import Repair, repair_placements, repair_stages
+from moe_lightning.balancing.repair import Repair, repair_placements, repair_stages
 from moe_lightning.checkpoint.live_state import broadcast_dense, share_optimizers
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.memory_recovery import fetch

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from moe_lightning import seams
 from moe_lightning.algorithms.inventory import RankInventory
 from moe_lightning.algorithms.recovery_planner import RecoveryPlan, without_snapshots
-from moe_lightning.algorithms.repair import Repair
+from moe_lightning.balancing.repair import Repair
 from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.data.accumulation import leave_schedule

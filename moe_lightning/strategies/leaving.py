@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
-from moe_lightning.algorithms.repair import repair_placements
+from moe_lightning.balancing.repair import repair_placements
 from moe_lightning.comm.building import meet
 from moe_lightning.elastic.failure import Preempted
 from moe_lightning.elastic.membership import Membership

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.migration import Transfer, held_states, plan_migration
 from moe_lightning.arrays import BoolArray, IntArray
+from moe_lightning.balancing.migration import Transfer, held_states, plan_migration
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
 from moe_lightning.dispatch.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement, dispatch_groups

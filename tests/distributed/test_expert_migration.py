@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moe_lightning.algorithms.migration import held_states, plan_migration
+from moe_lightning.balancing.migration import held_states, plan_migration
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack

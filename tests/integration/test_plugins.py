@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from moe_lightning import FaultRecovery, LoadBalancer, MoELayer, PartialExpertsCheckpoint, RouterConfig
-from moe_lightning.algorithms.balancing import PlacementPolicy
-from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.protection import PROTECTIONS, protected_by
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.rules import PlacementPolicy
 from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.cli import sim

@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_lightning.algorithms.balancing import (
+from moe_lightning.balancing.cluster import Cluster, balance_ratio, imbalance
+from moe_lightning.balancing.cost_model import BlockCosts
+from moe_lightning.balancing.migration import held_states, plan_migration
+from moe_lightning.balancing.rules import (
+    PLACEMENT_RULES,
     SHADOW_POLICIES,
     STRATEGIES,
     PlacementPolicy,
@@ -14,11 +18,6 @@ from moe_lightning.algorithms.balancing import (
     plan_shadows,
     replan_placement,
 )
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.metrics import balance_ratio, imbalance
-from moe_lightning.algorithms.migration import held_states, plan_migration
-from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import balance
-from moe_lightning.algorithms.metrics import imbalance
+from moe_lightning.balancing.cluster import imbalance
 from moe_lightning.cli.short_training import most_skewed
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import ConfigurationError

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from moe_lightning.algorithms.performance_model import BlockCosts
+from moe_lightning.balancing.cost_model import BlockCosts
 
 
 def test_costs_travel_as_json() -> None:

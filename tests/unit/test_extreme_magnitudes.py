@@ -9,17 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.allocation import allocate_replicas, bounded_loads
-from moe_lightning.algorithms.balancing import PlacementPolicy, plan_placement, replan_placement
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.forecast import LoadForecast
-from moe_lightning.algorithms.packing import longest_time
-from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
-from moe_lightning.algorithms.rates import AgreedSpeeds, RateMeter, Reading, heard, told
-from moe_lightning.algorithms.replica_placement import deal_to_ranks
-from moe_lightning.algorithms.shadow_search import search_shadows
-from moe_lightning.algorithms.shadows import no_shadows, predict_plan
+from moe_lightning.balancing.allocation import allocate_replicas, bounded_loads
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.cost_model import BlockCosts
+from moe_lightning.balancing.forecast import AgreedSpeeds, LoadForecast, RateMeter, Reading, heard, told
+from moe_lightning.balancing.packing import longest_time
+from moe_lightning.balancing.replica_placement import deal_to_ranks
+from moe_lightning.balancing.rules import PLACEMENT_RULES, PlacementPolicy, plan_placement, replan_placement
+from moe_lightning.balancing.shadow_search import no_shadows, predict_plan, search_shadows
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.dispatch.quota import ONE_SPEED, Pace, balanced_quota, equal_quota, plan_dispatch, shares
 

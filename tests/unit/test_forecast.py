@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.forecast import LoadForecast, ReplanRule
+from moe_lightning.balancing.forecast import LoadForecast, ReplanRule
 from moe_lightning.errors import ConfigurationError
 
 

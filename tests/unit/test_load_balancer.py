@@ -11,13 +11,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.balancing import SHADOW_POLICIES
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.metrics import imbalance
-from moe_lightning.algorithms.packing import packed_placement
-from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
-from moe_lightning.callbacks.balance_planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
+from moe_lightning.balancing.cluster import Cluster, imbalance
+from moe_lightning.balancing.cost_model import BlockCosts
+from moe_lightning.balancing.packing import packed_placement
+from moe_lightning.balancing.planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
+from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES
 from moe_lightning.callbacks.balanced_ranks import balanced_ranks, min_replicas
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.dispatch.placement import uniform_placement

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moe_lightning.algorithms.assignment import greedy_assignment, optimal_assignment
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.migration import (
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.migration import (
     Transfer,
     align_placements,
+    greedy_assignment,
     held_states,
+    optimal_assignment,
     plan_migration,
 )
 from moe_lightning.dispatch.placement import Placement, uniform_placement

@@ -9,15 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.overlap import (
+from moe_lightning.balancing.cost_model import (
+    BlockCosts,
+    BlockTimes,
     Kind,
     Stage,
     backward_schedule,
     forward_schedule,
+    predict_block,
     predict_timeline,
     split_transfer,
 )
-from moe_lightning.algorithms.performance_model import BlockCosts, BlockTimes, predict_block
 
 FORWARD_TRANS = {Kind.TRANS_WHOLE, Kind.TRANS_UNDER_EXPERTS, Kind.TRANS_UNDER_DENSE}
 BACKWARD_AGG = {Kind.AGG_WHOLE, Kind.AGG_UNDER_EXPERTS, Kind.AGG_UNDER_DENSE}

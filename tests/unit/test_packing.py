@@ -11,11 +11,11 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms import packing, slot_table
-from moe_lightning.algorithms.allocation import affordable_replicas
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.packing import packed_placement
-from moe_lightning.algorithms.slot_table import SlotTable
+from moe_lightning.balancing import packing
+from moe_lightning.balancing import packing as slot_table
+from moe_lightning.balancing.allocation import affordable_replicas
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.packing import SlotTable, packed_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
 from tests.unit.planning_references import missing_nodes

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.performance_model import (
+from moe_lightning.balancing.cost_model import (
     ONE_COPY,
     BlockCosts,
     fit_line,

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_lightning.algorithms.overlap import Timeline, predict_timeline
-from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.shadows import predict_plan, top_shadows
+from moe_lightning.balancing.cost_model import BlockCosts, Timeline, predict_timeline
+from moe_lightning.balancing.shadow_search import predict_plan, top_shadows
 from moe_lightning.cli import pictures
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import ConfigurationError

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.balance_trace import judged_samples, load_trace
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.packing import packed_placement
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.packing import packed_placement
 from moe_lightning.dispatch.quota import balanced_quota
 
 TRACES = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))

@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.forecast import ReplanRule
-from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.callbacks import layer_planner
-from moe_lightning.callbacks.balance_planner import BalancePlanner, BalancePolicy
-from moe_lightning.callbacks.layer_planner import LayerPlanner
-from moe_lightning.callbacks.planning_threads import PlanningThreads
+from moe_lightning.balancing import planner as layer_planner
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.cost_model import BlockCosts
+from moe_lightning.balancing.forecast import ReplanRule
+from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy, LayerPlanner, PlanningThreads
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError

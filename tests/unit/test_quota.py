@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.packing import packed_placement
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.packing import packed_placement
 from moe_lightning.dispatch.quota import balanced_quota, equal_quota
 from moe_lightning.errors import ConfigurationError
 from tests.unit.flows import max_flow

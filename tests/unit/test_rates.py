@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.rates import AgreedSpeeds, RateMeter, Reading, heard, told
+from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading, heard, told
 from moe_lightning.dispatch.quota import ONE_SPEED, shares
 
 EVERY = 8

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.algorithms.inventory import HeldExpert, SnapshotKind
-from moe_lightning.algorithms.migration import plan_migration
 from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout, no_protection
 from moe_lightning.algorithms.recovery_planner import (
     Origin,
@@ -25,9 +24,9 @@ from moe_lightning.algorithms.recovery_planner import (
     plan_recovery,
     without_snapshots,
 )
-from moe_lightning.algorithms.recovery_probability import recovery_probabilities
-from moe_lightning.algorithms.replica_placement import mro_plus
 from moe_lightning.arrays import IntArray
+from moe_lightning.balancing.migration import plan_migration
+from moe_lightning.balancing.replica_placement import mro_plus, recovery_probabilities
 from moe_lightning.dispatch.placement import Placement
 
 

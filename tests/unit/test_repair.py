@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.packing import packed_placement
-from moe_lightning.algorithms.repair import repair_placements, repair_stages
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.packing import packed_placement
+from moe_lightning.balancing.repair import repair_placements, repair_stages
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import ConfigurationError
 from tests.unit.flows import max_flow

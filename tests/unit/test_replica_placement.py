@@ -13,25 +13,23 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.allocation import allocate_replicas
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.recovery_probability import (
-    block_recovery,
-    fatal_counts,
-    fatal_sets,
-    recovery_probabilities,
-    sampled_recovery,
-    supports,
-)
-from moe_lightning.algorithms.replica_placement import (
+from moe_lightning.balancing.allocation import allocate_replicas
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.replica_placement import (
     NODE_RULES,
+    block_recovery,
     compact,
     deal_to_ranks,
+    fatal_counts,
+    fatal_sets,
     is_truncated,
     mro,
     mro_blocks,
     mro_plus,
+    recovery_probabilities,
+    sampled_recovery,
     spread,
+    supports,
 )
 from moe_lightning.errors import ConfigurationError
 from tests.unit.planning_references import dealt_one_by_one, spread_one_by_one

@@ -13,16 +13,13 @@ import numpy as np
 import pytest
 
 from benchmarks import balance_trace
-from moe_lightning.algorithms.allocation import allocate_replicas
-from moe_lightning.algorithms.balancing import SHADOW_POLICIES, PlacementPolicy, plan_placement, replan_placement
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.metrics import balance_ratio, imbalance
-from moe_lightning.algorithms.migration import MappingMethod, align_placements, held_states, plan_migration
-from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.recovery_probability import recovery_probabilities
-from moe_lightning.algorithms.replica_placement import NODE_RULES, mro_plus
-from moe_lightning.algorithms.shadow_search import search_shadows
-from moe_lightning.algorithms.shadows import fastermoe_shadows, no_shadows, predict_plan
+from moe_lightning.balancing.allocation import allocate_replicas
+from moe_lightning.balancing.cluster import Cluster, balance_ratio, imbalance
+from moe_lightning.balancing.cost_model import BlockCosts
+from moe_lightning.balancing.migration import MappingMethod, align_placements, held_states, plan_migration
+from moe_lightning.balancing.replica_placement import NODE_RULES, mro_plus, recovery_probabilities
+from moe_lightning.balancing.rules import SHADOW_POLICIES, PlacementPolicy, plan_placement, replan_placement
+from moe_lightning.balancing.shadow_search import fastermoe_shadows, no_shadows, predict_plan, search_shadows
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.dispatch.shadow_plan import ShadowPlan, shadow_quota

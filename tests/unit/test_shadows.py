@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moe_lightning.algorithms.performance_model import BlockCosts, TransferMethod
-from moe_lightning.algorithms.shadow_search import search_shadows
-from moe_lightning.algorithms.shadows import (
+from moe_lightning.balancing.cost_model import BlockCosts, TransferMethod
+from moe_lightning.balancing.shadow_search import (
     fastermoe_best_shadows,
     fastermoe_shadows,
     no_shadows,
     predict_plan,
+    search_shadows,
     top_shadows,
 )
 from moe_lightning.dispatch.placement import Placement, uniform_placement

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.balancing import evaluate, plan_placement, plan_shadows
-from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.rules import evaluate, plan_placement, plan_shadows
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import (

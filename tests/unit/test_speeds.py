@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.balancing import PlacementPolicy, plan_placement
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.packing import longest_time, packed_placement
-from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.packing import longest_time, packed_placement
+from moe_lightning.balancing.rules import PLACEMENT_RULES, PlacementPolicy, plan_placement
 from moe_lightning.dispatch.quota import ONE_SPEED, SPEED_RANGE, Pace, given_speeds, shares
 from moe_lightning.errors import ConfigurationError
 

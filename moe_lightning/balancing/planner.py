@@ -1,4 +1,15 @@
-"""What the load balancer decides: a state machine of counts and costs that all ranks share, so all decide alike.
+"""Planner of the load balancer: state machines of counts and costs, equal on every rank.
+
+Threads that plan beside the training, and what they promise: results do not depend on which thread ran when.
+
+Every chain is a sequence of tasks that run one after the other, in the order in which they were given, so that a state
+machine behind a chain goes through the same states as if it were called directly.
+
+What one layer's shadows are in the next step: a state machine of the layer's counts, the same on every rank.
+
+Shapes: E experts, N ranks.
+
+What the load balancer decides: a state machine of counts and costs that all ranks share, so all decide alike.
 
 Slow scale: placements, from the loads of the last steps, first after a few steps and then less and less often until
 `rebalance_every`. Fast scale: shadows, from the forecast of the next step, searched again when the kept plan is due.
@@ -12,28 +23,196 @@ Shapes: L layers, E experts, N ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
-from moe_lightning.algorithms.allocation import AllocationPolicy, bounded_loads
-from moe_lightning.algorithms.balancing import SHADOW_POLICIES, Candidate, PlacementPolicy, replan_placement
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.forecast import ReplanRule
-from moe_lightning.algorithms.overlap import Timeline, predict_timeline, split_transfer
-from moe_lightning.algorithms.performance_model import BlockCosts, pair_volumes, predict_block
-from moe_lightning.algorithms.shadows import no_shadows, predict_plan
 from moe_lightning.arrays import IntArray
-from moe_lightning.callbacks.layer_planner import Decision, LayerPlanner
-from moe_lightning.callbacks.planning_threads import PlanningThreads
+from moe_lightning.balancing.allocation import AllocationPolicy, bounded_loads
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.cost_model import (
+    BlockCosts,
+    BlockTimes,
+    Timeline,
+    pair_volumes,
+    predict_block,
+    predict_timeline,
+    split_transfer,
+)
+from moe_lightning.balancing.forecast import LoadForecast, ReplanRule
+from moe_lightning.balancing.rules import SHADOW_POLICIES, Candidate, PlacementPolicy, replan_placement
+from moe_lightning.balancing.shadow_search import no_shadows, predict_plan, search_shadows
 from moe_lightning.config import validated
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import balanced_split, uneven
 from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+
+_WORKERS = 1
+"""A search is thousands of short numpy calls: two threads hand the interpreter to and fro between them, and 61 layers
+on 1,024 ranks then take 2.8 s instead of 1.5 s; on 4,096 ranks they gain nothing."""
+
+
+class PlanningThreads:
+    """A thread for the layers, one after the other, and one for what combines them.
+
+    Args:
+        timeout_s: longest wait for a result.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(_WORKERS, "moe-plan-layer")
+        self._combining = ThreadPoolExecutor(1, "moe-plan")
+
+    def chain(self) -> Chain:
+        """A new sequence of tasks."""
+        return Chain(self._pool)
+
+    def combine(self, task: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> Future[_T]:
+        """Run a task that may wait for chains and call `map`."""
+        return self._combining.submit(task, *arguments, **options)
+
+    def map(self, function: Callable[[int], _T], items: Iterable[int], /) -> Iterator[_T]:
+        """Like the built-in, in the layers' thread; not to be called from a chain."""
+        return self._pool.map(function, items)
+
+    def result(self, future: Future[_T]) -> _T:
+        """The result of a task, waited for.
+
+        Raises:
+            ConfigurationError: it took longer than the timeout.
+        """
+        try:
+            return future.result(self._timeout_s)
+        except TimeoutError as error:
+            raise ConfigurationError(
+                f"planning has not ended within {self._timeout_s:g} s: raise the strategy's timeout_s, or plan less "
+                "with shadows=none or a larger rebalance_every"
+            ) from error
+
+    def close(self) -> None:
+        """Let running tasks end unheard, and drop the others."""
+        for executor in (self._combining, self._pool):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+
+class Chain:
+    """Tasks that run one after the other on a pool."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._last: Future[Any] | None = None
+
+    def then(self, task: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> Future[_T]:
+        """Run a task after those before it; where one of them failed, it fails alike."""
+        before = self._last
+
+        def run() -> _T:
+            if before is not None:
+                before.result()  # started earlier on the same pool, so it ends without this worker
+            return task(*arguments, **options)
+
+        future = self._pool.submit(run)
+        self._last = future
+        return future
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decision:
+    """What was decided after one observation.
+
+    Attributes:
+        plan: the layer's shadows; None where none are planned.
+        trans_s: predicted seconds of its Trans.
+        forecast_error: part of the assignments that the forecast had elsewhere; None before the first forecast.
+    """
+
+    plan: ShadowPlan | None
+    trans_s: float
+    forecast_error: float | None
+
+
+class LayerPlanner:
+    """Forecasts a layer's tokens and plans its shadows.
+
+    Args:
+        shadows: policy of `balancing.rules`.
+        alpha: the search stops when loads differ by less than alpha times their mean.
+        decay: of the forecast.
+        rule: when to search, made anew for a new placement.
+        placement: the layer's.
+    """
+
+    def __init__(
+        self, *, shadows: str, alpha: float, decay: float, rule: Callable[[], ReplanRule], placement: Placement
+    ) -> None:
+        self._shadows, self._alpha = shadows, alpha
+        self._new_rule, self._rule = rule, rule()
+        self._placement = placement
+        self._plan: ShadowPlan | None = None
+        self._trans_s = 0.0
+        self.forecast = LoadForecast(decay)
+        self.load = np.zeros(placement.num_experts, dtype=np.int64)
+
+    def observe(self, counts_EN: Sequence[IntArray], costs: BlockCosts) -> Decision:
+        """Take in the assignments of a step's micro-batches, int64 [E, N] each, and plan the next step's shadows."""
+        tokens = np.ascontiguousarray(counts_EN[0] if len(counts_EN) == 1 else np.sum(counts_EN, axis=0))
+        forecast, error = self.forecast.predict(), None
+        if forecast is not None and forecast.shape == tokens.shape:
+            error = float(np.abs(forecast - tokens).sum()) / max(1, 2 * int(tokens.sum()))
+        self.forecast.observe(tokens)
+        self.load += tokens.sum(axis=1)
+        if self._shadows != "none":
+            self._replan(costs)
+        return Decision(plan=self._plan, trans_s=self._trans_s, forecast_error=error)
+
+    def _replan(self, costs: BlockCosts) -> None:
+        tokens, placement = self.forecast.predict(), self._placement
+        assert tokens is not None
+
+        def predict(plan: ShadowPlan) -> BlockTimes:
+            return predict_plan(tokens, placement, plan, costs)
+
+        if self._shadows != "search":
+            self._plan = SHADOW_POLICIES[self._shadows](tokens, placement, costs)
+            self._trans_s = float(predict(self._plan).trans_s)
+        elif self._plan is None or self._rule.due():
+            fresh = search_shadows(tokens, placement, costs, alpha=self._alpha)
+            kept = no_shadows(tokens, placement) if self._plan is None else self._plan
+            kept_s, fresh_s = predict(kept), predict(fresh)
+            replaces = self._rule.judge(float(kept_s.total_s), float(fresh_s.total_s))
+            self._plan = fresh if replaces else kept
+            self._trans_s = float((fresh_s if replaces else kept_s).trans_s)
+
+    def move(self, placement: Placement) -> None:
+        """The layer's experts have moved: its shadows must be planned anew."""
+        self._placement, self._plan, self._rule = placement, None, self._new_rule()
+
+    def take_load(self, fade: int) -> tuple[IntArray, IntArray | None]:
+        """The tokens of each expert so far int64 [E] and the forecast int64 [E, N]; loads then count 1 / fade."""
+        load = self.load.copy()
+        self.load //= fade
+        return load, self.forecast.predict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: the load and the forecast's average."""
+        average = self.forecast.state_dict()["average"]
+        return {"load": self.load.tolist(), "average": None if average is None else average.tolist()}
+
+    def load_state(self, load: IntArray, average: list[list[int]] | None) -> None:
+        """Continue from a state; the average only if it is of as many experts and ranks."""
+        self.load = load.copy()
+        known = None if average is None else np.array(average, dtype=np.int64)
+        fits = known is not None and known.shape == self._placement.pairs.shape
+        self.forecast.load_state_dict({"average": known if fits else None})
+
 
 FIRST_REBALANCE = 8
 """Steps before the first new placement; the interval then doubles, since routing drifts most at the start."""
@@ -56,13 +235,13 @@ class BalancePolicy:
 
     Attributes:
         rebalance_every: steps between two placements once training has settled; 0: never.
-        placement: rule of `algorithms.balancing`: "packed", "mro+", "mro", "spread", "compact" or "plain"; or "auto":
+        placement: rule of `balancing.rules`: "packed", "mro+", "mro", "spread", "compact" or "plain"; or "auto":
             for each layer what the performance model likes best of packed and spread, with few and with all slots,
             the sums of replica gradients counted in.
         allocation: replica counts for the rules that need them: "waterfill" or "eq1".
         min_replicas: distinct nodes that hold each expert, where slots allow.
         tolerance: relief of the busiest rank that is not worth moving experts.
-        shadows: policy of `algorithms.balancing`: "search", "fastermoe", "top2", "top3" or "none".
+        shadows: policy of `balancing.rules`: "search", "fastermoe", "top2", "top3" or "none".
         alpha: the search stops when loads differ by less than alpha times their mean.
         replan_threshold: a kept shadow plan is replaced when it is slower than a fresh one by more than this.
         max_replan_interval: most steps between two searches.

@@ -1,4 +1,10 @@
-"""One door to placement and shadows, for us and for everything that we compare with.
+"""Placement rules by name, and the comparison of placements and shadow plans under one cost model.
+
+The rules that place one layer's experts by their loads, by name.
+
+Shapes: E experts, N ranks.
+
+One door to placement and shadows, for us and for everything that we compare with.
 
 Slow scale: `plan_placement`, every few hundred steps or when the world changes. Fast scale: `plan_shadows`, every step
 or when it pays. `STRATEGIES` names combinations of both, the baselines of the papers among them; `evaluate` judges one
@@ -16,21 +22,112 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moe_lightning.algorithms.allocation import AllocationPolicy, affordable_replicas, bounded_loads
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.metrics import balance_ratio, imbalance
-from moe_lightning.algorithms.migration import MappingMethod, align_placements
-from moe_lightning.algorithms.packing import longest_time
-from moe_lightning.algorithms.performance_model import ONE_COPY, BlockCosts, predict_block, total_copies, total_volumes
-from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES, NodeRule, placed_by
-from moe_lightning.algorithms.shadow_search import search_shadows
-from moe_lightning.algorithms.shadows import fastermoe_best_shadows, fastermoe_shadows, no_shadows, top_shadows
 from moe_lightning.arrays import BoolArray, IntArray
+from moe_lightning.balancing.allocation import AllocationPolicy, affordable_replicas, allocate_replicas, bounded_loads
+from moe_lightning.balancing.cluster import Cluster, balance_ratio, imbalance
+from moe_lightning.balancing.cost_model import ONE_COPY, BlockCosts, predict_block, total_copies, total_volumes
+from moe_lightning.balancing.migration import MappingMethod, align_placements
+from moe_lightning.balancing.packing import longest_time, packed_placement
+from moe_lightning.balancing.replica_placement import NODE_RULES, deal_to_ranks
+from moe_lightning.balancing.shadow_search import (
+    fastermoe_best_shadows,
+    fastermoe_shadows,
+    no_shadows,
+    search_shadows,
+    top_shadows,
+)
 from moe_lightning.config import validated
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota, equal_quota, padded_rows
 from moe_lightning.dispatch.shadow_plan import ShadowPlan, shadow_quota
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.registry import Registry
+
+
+class PlacementRule(Protocol):
+    """Places a layer's experts. Every rank calls it for itself, so it must return the same on all of them: integers
+    decide, not floating-point sums, random numbers or the time."""
+
+    def __call__(self, load: IntArray, cluster: Cluster, min_replicas: int, /) -> Placement:
+        """Replicas of every expert.
+
+        Args:
+            load: int64 [E], tokens of each expert; all zeros means unknown.
+            cluster: ranks, nodes, slots, speeds; no rank may hold more experts than it has slots.
+            min_replicas: distinct nodes for each expert, where slots allow.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRule:
+    """A `PlacementRule` in three steps: replicas are counted, placed on nodes, and dealt to the nodes' ranks.
+
+    Attributes:
+        table: from replicas int64 [E] and the slots of each node int64 [M] to a table int64 [E, M].
+        allocation: how replicas are counted.
+    """
+
+    table: Callable[[IntArray, IntArray], IntArray]
+    allocation: AllocationPolicy = "waterfill"
+
+    def __call__(self, load: IntArray, cluster: Cluster, min_replicas: int, /) -> Placement:
+        replicas = allocate_replicas(
+            load,
+            slots=cluster.num_slots,
+            num_nodes=cluster.num_nodes,
+            min_replicas=min_replicas,
+            policy=self.allocation,
+        )
+        return deal_to_ranks(self.table(replicas, cluster.node_slots()), cluster, load)
+
+
+def plain_placement(load: IntArray, cluster: Cluster, min_replicas: int, /) -> Placement:
+    """Every expert once, whatever its load.
+
+    Raises:
+        ConfigurationError: fewer slots than experts.
+    """
+    if cluster.num_slots < len(load):
+        raise ConfigurationError(f"{cluster.num_slots} slots cannot hold {len(load)} experts: add ranks or slots")
+    return uniform_placement(len(load), cluster.num_ranks)
+
+
+PLACEMENT_RULES: Registry[PlacementRule] = Registry(
+    "placement",
+    PlacementRule,
+    {
+        "packed": packed_placement,
+        **{name: NodeRule(table=table) for name, table in NODE_RULES.items()},
+        "plain": plain_placement,
+    },
+)
+
+
+def placed_by(rule: PlacementRule, load: IntArray, cluster: Cluster, min_replicas: int) -> Placement:
+    """A layer's placement by a rule.
+
+    Raises:
+        ConfigurationError: the rule returns something else, or a placement that does not fit the cluster.
+    """
+    placement = rule(load, cluster, min_replicas)
+    shape = (len(load), cluster.num_ranks)
+    if not isinstance(placement, Placement) or placement.pairs.shape != shape:
+        found = placement.pairs.shape if isinstance(placement, Placement) else f"a {type(placement).__name__}"
+        raise ConfigurationError(
+            f"the placement rule {_name(rule)} returned {found} where a Placement of {shape} (experts, ranks) is due: "
+            "return Placement(replicas=table)"
+        )
+    held = np.bincount(placement.pairs.ranks, minlength=cluster.num_ranks)
+    if held.max() > cluster.slots_per_rank:
+        raise ConfigurationError(
+            f"the placement rule {_name(rule)} put {held.max()} experts on rank {held.argmax()}, which has "
+            f"{cluster.slots_per_rank} slots: place fewer there"
+        )
+    return placement
+
+
+def _name(rule: object) -> str:
+    return str(getattr(rule, "__qualname__", type(rule).__qualname__))
 
 
 @validated

@@ -1,4 +1,18 @@
-"""The moves of the greedy search for shadows, for all numbers n of skipped ranks at once.
+"""Greedy search for shadow experts.
+
+Shadows: experts whose weights visit other ranks for one step and are computed where their tokens are.
+
+A plan says which experts are copied to which ranks; how tokens then divide is a quota like any other. This file has the
+plan, its quotas, its predicted time and the policies to compare with; `shadow_search` has the search.
+Source: Pro-Prophet IV.
+
+Shapes: E experts, N ranks.
+
+What copies of experts add up to on every rank while a search moves one expert after the other.
+
+Shapes: R searches side by side, N ranks.
+
+The moves of the greedy search for shadows, for all numbers n of skipped ranks at once.
 
 A move copies an expert to all ranks that lack it but the n with fewest of its tokens. It changes the rank totals that
 the performance model needs by an amount that does not depend on the moves before it, so a move costs a few operations
@@ -6,18 +20,30 @@ on [B, N], and nothing is tabulated for experts that never move.
 
 Shapes: B values of n, R of them that are still searched, E experts, N ranks, H holders of an expert, S most experts on
 a rank, P pairs of an expert and a rank that holds it.
+
+The greedy search for shadows: relieve the busiest rank of its heaviest expert, keep what is predicted fastest.
+
+Pro-Prophet's Alg. 1 with its gaps filled: several experts per rank, replicas, and the number n of ranks that get no
+shadow of a moved expert, which the paper leaves to the user, is searched too. `shadow_moves` makes the moves of all n
+side by side.
+
+Shapes: B values of n searched at once, E experts, N ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from moe_lightning.algorithms.performance_model import (
+from moe_lightning.arrays import BoolArray, FloatArray, IntArray, Pairs
+from moe_lightning.balancing.cost_model import (
+    ONE_COPY,
     BlockCosts,
     BlockTimes,
+    TransferMethod,
     even_forward_s,
     least_s,
     pair_volumes,
@@ -26,12 +52,145 @@ from moe_lightning.algorithms.performance_model import (
     sending_s,
     total_copies,
 )
-from moe_lightning.algorithms.shadow_totals import CopyTotals
-from moe_lightning.algorithms.shadows import plan_volumes
-from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.dispatch.placement import Placement
-from moe_lightning.dispatch.quota import Pace, balanced_split
+from moe_lightning.dispatch.quota import Pace, balanced_quota, balanced_split
 from moe_lightning.dispatch.shadow_plan import ShadowPlan, choose_homes
+from moe_lightning.errors import ConfigurationError
+
+
+def predict_plan(
+    tokens: IntArray, placement: Placement, plan: ShadowPlan, costs: BlockCosts, scheduled: bool = True
+) -> BlockTimes:
+    """Predicted seconds of a block under a plan, for tokens int64 [E, N]."""
+    plan.check(placement)
+    volumes = plan_volumes(tokens, placement.pairs, plan, tokens.sum(axis=1), tokens.sum(axis=0), costs.speeds)
+    return predict_block(volumes, total_copies(plan.shadows, plan.homes, costs.transfer), costs, scheduled)
+
+
+def plan_volumes(
+    tokens: IntArray,
+    residents: Pairs,
+    plan: ShadowPlan,
+    load: IntArray,
+    own: IntArray,
+    speeds: IntArray | None = None,
+) -> IntArray:
+    """int64 [4, N]: `total_volumes` of `shadow_quota`, without tables of all experts and ranks.
+
+    Args:
+        tokens: int64 [E, N].
+        residents: of a placement that the plan was made for.
+        plan: shadows.
+        load: int64 [E], tokens of each expert.
+        own: int64 [N], tokens of each rank.
+        speeds: int64 [N], of the ranks; None: all alike.
+    """
+    if plan.quota_rule == "balanced" and plan.num_copies:
+        holders = residents.joined(plan.shadows)
+        return pair_volumes(tokens, holders, balanced_split(load, holders, speeds), own)
+    moved = np.flatnonzero(plan.shadows.any(axis=1))
+    kept = tokens[moved]
+    kept *= plan.shadows[moved]
+    rest = load.copy()
+    rest[moved] -= kept.sum(axis=1)
+    volumes = pair_volumes(tokens, residents, balanced_split(rest, residents, speeds), own)
+    at_home = kept.sum(axis=0)
+    volumes[0] += at_home
+    volumes[1] -= at_home
+    volumes[3] += np.count_nonzero(kept, axis=0)
+    return volumes
+
+
+def no_shadows(tokens: IntArray, placement: Placement) -> ShadowPlan:
+    """Only residents compute."""
+    return ShadowPlan(
+        shadows=np.zeros(placement.pairs.shape, dtype=np.bool_), homes=choose_homes(placement, tokens.sum(axis=1))
+    )
+
+
+def top_shadows(tokens: IntArray, placement: Placement, count: int) -> ShadowPlan:
+    """The `count` experts with most tokens, everywhere: the top-2 and top-3 policies that Pro-Prophet compares with."""
+    shadows = np.zeros(placement.pairs.shape, dtype=np.bool_)
+    shadows[np.argsort(-tokens.sum(axis=1), kind="stable")[:count]] = True
+    shadows[placement.pairs.experts, placement.pairs.ranks] = False
+    return ShadowPlan(shadows=shadows, homes=choose_homes(placement, tokens.sum(axis=1)))
+
+
+def fastermoe_shadows(tokens: IntArray, placement: Placement, costs: BlockCosts) -> ShadowPlan:
+    """FasterMoE's rule as published (Alg. 1): the hottest experts everywhere, one more while the estimate falls."""
+    estimate_s = _fastermoe_estimates(tokens, placement, costs)
+    rises = np.flatnonzero(np.diff(estimate_s) >= 0)
+    return top_shadows(tokens, placement, int(rises[0]) if rises.size else len(estimate_s) - 1)
+
+
+def fastermoe_best_shadows(tokens: IntArray, placement: Placement, costs: BlockCosts) -> ShadowPlan:
+    """FasterMoE's estimate without its early end: the hottest k experts everywhere, for the best of all k.
+
+    With one expert per rank the rows that are left fall with every k, and a rise is final; with several experts or
+    replicas on a rank the next expert may relieve another rank than the busiest one, and the rule above stops there.
+    """
+    return top_shadows(tokens, placement, int(np.argmin(_fastermoe_estimates(tokens, placement, costs))))
+
+
+def _fastermoe_estimates(tokens: IntArray, placement: Placement, costs: BlockCosts) -> FloatArray:
+    """float64 [E + 1]: seconds with k = 0, 1, ... shadowed experts.
+
+    The estimate is (3 compute + 4 transfer) * rows + k * copy, where rows are what the busiest rank computes of experts
+    without shadows: shadowed rows and gradients are not counted. Measured constants take the place of its defaults.
+    """
+    order = np.argsort(-tokens.sum(axis=1), kind="stable")
+    base = balanced_quota(tokens.sum(axis=1), placement.replicas)[order]
+    left = base.sum(axis=0) - np.concatenate([np.zeros((1, base.shape[1]), dtype=np.int64), np.cumsum(base, axis=0)])
+    bytes_per_s, rows_per_s = float(np.min(costs.bytes_per_s)), float(np.min(costs.rows_per_s))
+    per_row_s = (1 + costs.backward_ratio) / rows_per_s + 4 * costs.row_bytes / bytes_per_s
+    copies_s = np.arange(len(left)) * costs.weight_bytes / bytes_per_s
+    return np.asarray(per_row_s * left.max(axis=1) + copies_s, dtype=np.float64)
+
+
+class CopyTotals:
+    """`total_copies` of the experts moved so far, in units of 1 / ONE_COPY.
+
+    Args:
+        num_searches: R at the start.
+        num_ranks: N.
+        transfer: see `TransferMethod`.
+    """
+
+    def __init__(self, num_searches: int, num_ranks: int, transfer: TransferMethod) -> None:
+        self._transfer = transfer
+        self._from_home = np.zeros((num_searches, num_ranks), dtype=np.int64)
+        self._to_shadows = np.zeros((2 if transfer == "scatter" else 1, num_searches, num_ranks), dtype=np.int64)
+
+    @property
+    def phases(self) -> Sequence[Sequence[IntArray]]:
+        """For each phase of Trans, int64 [R, N]: what ranks send and receive; one table where that is the same."""
+        if self._transfer == "average":
+            return ((self._from_home,),)
+        sent, received = self._from_home, self._to_shadows[0]
+        return ((sent, received), (self._to_shadows[1],)) if self._transfer == "scatter" else ((sent, received),)
+
+    def keep(self, goes_on: BoolArray) -> None:
+        """Forget the searches where bool [R] is false."""
+        self._from_home, self._to_shadows = self._from_home[goes_on], self._to_shadows[:, goes_on]
+
+    def add(self, shadows: IntArray, homes: IntArray, count: IntArray) -> None:
+        """Count one more expert in each search.
+
+        Args:
+            shadows: int64 [R, N], 1 where it goes.
+            homes: int64 [R], the rank that sends it.
+            count: int64 [R], how many shadows it gets, at least 1.
+        """
+        searches = np.arange(len(homes))
+        if self._transfer == "average":
+            self._from_home += (ONE_COPY * (count + 1) // shadows.shape[1])[:, None]
+        elif self._transfer == "direct":
+            self._from_home[searches, homes] += ONE_COPY * count
+            self._to_shadows += shadows * ONE_COPY
+        else:
+            piece = ONE_COPY // count
+            self._from_home[searches, homes] += ONE_COPY
+            self._to_shadows += np.stack([piece, ONE_COPY - piece])[:, :, None] * shadows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -272,3 +431,72 @@ class GreedyMoves:
         phases = self._copies.phases
         exchanged = (self._sent, self._received)
         return predict_totals(self._computed, self._touched, exchanged, phases, self._costs, self._scheduled)
+
+
+_MAX_VALUES = 16
+
+
+def search_shadows(
+    tokens: IntArray,
+    placement: Placement,
+    costs: BlockCosts,
+    *,
+    skipped_ranks: int | None = None,
+    alpha: float = 0.1,
+    scheduled: bool = True,
+) -> ShadowPlan:
+    """The plan with the least predicted time among those that the greedy search visits; no shadows where none helps.
+
+    Args:
+        tokens: int64 [E, N], expected assignments of the next step.
+        placement: residents.
+        costs: constants of the performance model.
+        skipped_ranks: n, how many non-holders with fewest tokens for a moved expert get no shadow of it; None tries
+            them all (at most 16 values, evenly spread, on large clusters).
+        alpha: balanced enough when the ranks' loads differ by less than alpha times their mean. The paper leaves
+            it open; a large value stops before the model's best plan, 0 costs a little more time to plan.
+        scheduled: whether Trans and Agg will run under computations.
+
+    Raises:
+        ConfigurationError: tokens of another shape than the placement, or a negative alpha or skipped_ranks.
+    """
+    _check(tokens, placement, skipped_ranks, alpha)
+    if placement.num_ranks == 1 or not tokens.any():
+        return no_shadows(tokens, placement)
+    layer = Layer(tokens=tokens, placement=placement, speeds=costs.speeds)
+    moves = GreedyMoves(layer, costs, _values(placement.num_ranks, skipped_ranks), scheduled)
+    moves.make(alpha)
+    chosen = int(np.argmin(moves.best_s))
+    nothing = ShadowPlan(shadows=np.zeros(tokens.shape, dtype=np.bool_), homes=layer.homes)
+    plans = [nothing, replace(nothing, shadows=moves.shadows(chosen))]
+    seconds = [float(moves.unmoved_s), layer.predict_s(plans[1], costs, scheduled)]
+    # Balanced quotas cost more to find, so only two plans are tried with them: the best and the one with most shadows.
+    widest = int(np.argmax(moves.num_copies))
+    for index in dict.fromkeys((chosen, widest)):
+        plan = replace(nothing, shadows=moves.shadows(index), quota_rule="balanced")
+        if layer.least_s(plan, costs, scheduled) < min(seconds):
+            plans.append(plan)
+            seconds.append(layer.predict_s(plan, costs, scheduled))
+    return plans[int(np.argmin(seconds))]
+
+
+def _values(num_ranks: int, skipped_ranks: int | None) -> IntArray:
+    """int64 [B]: the n to try."""
+    if skipped_ranks is not None:
+        return np.array([skipped_ranks])
+    if num_ranks - 1 <= _MAX_VALUES:
+        return np.arange(num_ranks - 1)
+    return np.unique(np.linspace(0, num_ranks - 2, _MAX_VALUES).astype(np.int64))
+
+
+def _check(tokens: IntArray, placement: Placement, skipped_ranks: int | None, alpha: float) -> None:
+    if tokens.shape != placement.pairs.shape:
+        raise ConfigurationError(
+            f"tokens {tokens.shape} do not fit a placement of {placement.pairs.shape} (experts, ranks)"
+        )
+    if alpha < 0:
+        raise ConfigurationError(f"alpha={alpha} can never be met: use 0 or more")
+    if skipped_ranks is not None and skipped_ranks < 0:
+        raise ConfigurationError(
+            f"skipped_ranks={skipped_ranks} is no number of ranks: use 0 or more, or None to search it"
+        )
