@@ -20,9 +20,9 @@ from moe_lightning.cli.short_training import StepClock, quiet_trainer
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import SparseArchitecture
 from moe_lightning.models.huggingface.loading import new_model, recompute_activations, transformers
-from moe_lightning.modules.adapters import AdapterConfig
-from moe_lightning.modules.experts import experts_are_deferred
-from moe_lightning.modules.losses import mean_over_targets
+from moe_lightning.moe.adapters import AdapterConfig
+from moe_lightning.moe.experts import experts_are_deferred
+from moe_lightning.moe.losses import mean_over_targets
 from moe_lightning.strategies import ExpertParallelStrategy
 
 _LR = 1e-3

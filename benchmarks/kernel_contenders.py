@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.race import reason
 from moe_lightning import kernels as ops
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.layer import MoELayer
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [T, D], expert ids [T, K], weights [T, K]) -> y [T, D]."""

@@ -17,9 +17,9 @@ from moe_lightning.arguments import Count, InputFile, option
 from moe_lightning.cli.measurement import interleaved_medians, machine
 from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.forced_routing import ForcedRouting
-from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.forced_routing import ForcedRouting
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.router import RouterConfig
 from moe_lightning.text_table import table
 
 

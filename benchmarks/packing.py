@@ -23,7 +23,7 @@ from moe_lightning.cli.measurement import interleaved_medians, machine
 from moe_lightning.cli.short_training import ModelOptions, gpt
 from moe_lightning.data.instructions import InstructionData
 from moe_lightning.models.gpt_module import GPTModule
-from moe_lightning.modules.losses import auxiliary_loss
+from moe_lightning.moe.losses import auxiliary_loss
 from moe_lightning.text_table import table
 
 _MEDIAN, _SIGMA, _SHARE_OF_ANSWER = 85, 0.75, 0.55

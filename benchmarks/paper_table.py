@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.simulate.failures import read_trace
 
 if TYPE_CHECKING:

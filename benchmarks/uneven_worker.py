@@ -17,7 +17,7 @@ from typing_extensions import override
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.cli.short_training import ModelOptions, gpt, quiet_trainer, random_text
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.router import RouterConfig
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.strategies import ExpertParallelStrategy
 

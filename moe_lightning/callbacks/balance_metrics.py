@@ -13,7 +13,7 @@ from moe_lightning.callbacks.telemetry import Metric
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.dispatch.shadow_exchange import StepVisits
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.strategies.placed_experts import MigrationReport
 
 _TOLERATED_ERROR = 0.1

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_lightning.balancing.cost_model import BlockCosts, Line, fit_line, mean_relative_error
-from moe_lightning.modules.experts import Experts
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.experts import Experts
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PendingExchange, all_gather_counts, exchange_rows

@@ -21,7 +21,7 @@ from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.checkpoint.settings import CheckpointSettings
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.moe.layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
 

@@ -22,8 +22,8 @@ from typing_extensions import override
 from moe_lightning import seams
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.modules.stream import StreamDropout
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.strategies.stage_cut import is_gated
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]

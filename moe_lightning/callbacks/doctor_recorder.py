@@ -33,9 +33,9 @@ from moe_lightning.callbacks.doctor_digests import (
 )
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.dispatch.replicas import ExpertStack
-from moe_lightning.modules.absent_block import AbsentBlock
-from moe_lightning.modules.experts import Experts
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.experts import Experts
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.losses import AbsentBlock
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.state.row_blocks import blocks_of, cut_of, local

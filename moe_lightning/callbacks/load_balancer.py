@@ -34,7 +34,7 @@ from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, valid
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.shadow_exchange import StepVisits
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import any_says
 from moe_lightning.plots import svg, time_line

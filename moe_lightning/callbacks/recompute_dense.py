@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from moe_lightning.callbacks.compile_dense import CompileDense, dense_parts
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.recomputation import remembering
+from moe_lightning.moe.randomness import remembering
 
 
 class RecomputeDense(Callback):

@@ -18,8 +18,8 @@ from typing_extensions import override
 from moe_lightning import seams
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import MoELayer, moe_layers
-from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.moe.forced_routing import read_routing_trace
+from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.strategies.stage_state import StageState, stages_of
 
 

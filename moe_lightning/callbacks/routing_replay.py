@@ -15,10 +15,18 @@ from typing_extensions import override
 from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.router import Router
-from moe_lightning.modules.routing_files import Piece, read_samples, write_piece
-from moe_lightning.modules.routing_replay import Choices, check_expert_ids, choosing, forced, routers_of
-from moe_lightning.modules.stream import SampleStream
+from moe_lightning.moe.randomness import SampleStream
+from moe_lightning.moe.replayed_routing import (
+    Choices,
+    Piece,
+    check_expert_ids,
+    choosing,
+    forced,
+    read_samples,
+    routers_of,
+    write_piece,
+)
+from moe_lightning.moe.router import Router
 from moe_lightning.strategies.stage_state import StageState, stages_of
 
 
@@ -27,7 +35,7 @@ class RoutingReplay(Callback):
     """Records or replays the routing of a training, token by token; evaluation routes by itself.
 
     Args:
-        path: folder of `modules.routing_files`; of several machines, one that all of them see.
+        path: folder of `moe.replayed_routing`; of several machines, one that all of them see.
         mode: "record" writes what the routers choose, each rank its samples; "replay" forces what was written, on any
             number of ranks, with gradients through the weights.
 

@@ -31,7 +31,7 @@ from moe_lightning.callbacks.wandb_logger import log_histograms
 from moe_lightning.config import validated
 from moe_lightning.models.gpt_module import SupervisedModule
 from moe_lightning.models.size import model_size
-from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.context import ExchangeClock
 
 Reduction = Literal["same", "sum", "mean", "max"]

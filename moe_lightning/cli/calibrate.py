@@ -40,7 +40,7 @@ from moe_lightning.cli.short_training import (
     train,
     write_trace,
 )
-from moe_lightning.modules.experts import Experts
+from moe_lightning.moe.experts import Experts
 from moe_lightning.parallel.context import World
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.hardware import Hardware, save_hardware

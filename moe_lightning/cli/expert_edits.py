@@ -132,7 +132,7 @@ def edit_checkpoint(
 
 def _layers(module: GPTModule) -> list[str]:
     """Names of the MoE layers."""
-    from moe_lightning.modules.moe_layer import MoELayer
+    from moe_lightning.moe.layer import MoELayer
 
     return [name for name, found in module.named_modules() if isinstance(found, MoELayer)]
 

@@ -25,7 +25,7 @@ from moe_lightning.balancing.allocation import allocate_replicas
 from moe_lightning.balancing.cluster import Cluster, imbalance
 from moe_lightning.balancing.replica_placement import deal_to_ranks
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.routing_trace import read_loads, read_routing_trace
+from moe_lightning.moe.forced_routing import read_loads, read_routing_trace
 
 Engine = Literal["sglang", "sglang-counts", "vllm", "vllm-ascend"]
 ENGINES: tuple[str, ...] = get_args(Engine)

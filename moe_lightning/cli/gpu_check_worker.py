@@ -18,9 +18,9 @@ from torch import Tensor
 
 from moe_lightning import kernels as ops
 from moe_lightning.comm.reconnection import exchanged_after_abort
-from moe_lightning.modules.losses import load_balancing_loss
-from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.modules.router import Router, RouterConfig
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.losses import load_balancing_loss
+from moe_lightning.moe.router import Router, RouterConfig
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest error relative to the largest value."""

@@ -123,8 +123,8 @@ class _Adapted:
     def __init__(self, source: _Source, config: HuggingFaceConfig, architecture: Architecture, *, alone: bool) -> None:
         from moe_lightning.models.huggingface.loading import build_skeleton, load_model
         from moe_lightning.models.huggingface.weights import WeightsFolder
-        from moe_lightning.modules.adapters import adapt_dense
-        from moe_lightning.modules.experts import deferred_experts
+        from moe_lightning.moe.adapters import adapt_dense
+        from moe_lightning.moe.experts import deferred_experts
 
         assert config.adapter is not None
         self._source, self._config, self._architecture = source, config.adapter, architecture

@@ -13,8 +13,8 @@ from hydra.core.config_store import ConfigStore
 
 from moe_lightning.config import TARGET
 from moe_lightning.models.gpt_config import GPTConfig
-from moe_lightning.modules.options import pretrained_options
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.options import pretrained_options
+from moe_lightning.moe.router import RouterConfig
 
 
 def node_of(config: Any) -> dict[str, Any]:

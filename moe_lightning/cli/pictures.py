@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_lightning.arguments import InputFile, OutputFolder, option
-from moe_lightning.modules.routing_trace import read_loads
+from moe_lightning.moe.forced_routing import read_loads
 from moe_lightning.plots import heat_map, svg
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from moe_lightning.arguments import OutputFolder, option
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.routing_trace import read_loads
+from moe_lightning.moe.forced_routing import read_loads
 from moe_lightning.plots import bar_chart, heat_map, line_chart, phase_lines, svg
 from moe_lightning.strategies.recovery_report import PHASES
 

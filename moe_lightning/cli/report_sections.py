@@ -18,7 +18,7 @@ from moe_lightning.cli.plot import Metrics, balance_pictures, checkpoint_picture
 from moe_lightning.cli.report_html import Section, figure, folded, listing, missing, paragraph, table
 from moe_lightning.cli.run_directory import checkpoints as checkpoints_in
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.modules.routing_trace import read_loads
+from moe_lightning.moe.forced_routing import read_loads
 from moe_lightning.plots import grid, heat_map, line_chart, phase_lines, svg
 
 _LOSS = re.compile(r"(.*[/_])?loss(_step|_epoch)?")

@@ -19,7 +19,7 @@ from moe_lightning.cli.instantiation import located
 from moe_lightning.config import TARGET, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import open_text
-from moe_lightning.modules.options import is_resumable
+from moe_lightning.moe.options import is_resumable
 
 _UNCHANGEABLE = ("model", "data.tokenizer", "data._target_", "optimizer._target_", "module._target_")
 _ON_REQUEST = ("optimizer", "data", "seed")

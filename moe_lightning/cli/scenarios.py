@@ -25,7 +25,7 @@ def _workload(config: Mapping[str, Any]) -> Workload:
     from moe_lightning.cli.capacity import check_model
     from moe_lightning.models.gpt_config import GPTConfig
     from moe_lightning.models.size import least_gpt_parameters
-    from moe_lightning.modules.router import RouterConfig
+    from moe_lightning.moe.router import RouterConfig
 
     model = _arguments(config["model"], GPTConfig, "model")
     if model["vocab_size"] == "auto":

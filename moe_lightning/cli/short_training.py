@@ -40,8 +40,8 @@ from moe_lightning.elastic.work import work
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
-from moe_lightning.modules.forced_routing import ForcedRouting
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.forced_routing import ForcedRouting
+from moe_lightning.moe.router import RouterConfig
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.simulate.routing import load_trace
 from moe_lightning.strategies import ExpertParallelStrategy

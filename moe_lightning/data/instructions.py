@@ -32,7 +32,7 @@ from moe_lightning.data.step_data import StepDataModule
 from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, tokenizer_key
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_written, decoded, open_regular, read_bytes
-from moe_lightning.modules.losses import IGNORED_TARGET
+from moe_lightning.moe.losses import IGNORED_TARGET
 
 _SAMPLE = 256
 """Conversations whose windows are looked at before training."""

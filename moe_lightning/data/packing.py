@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.losses import IGNORED_TARGET
+from moe_lightning.moe.losses import IGNORED_TARGET
 
 IntArray = NDArray[np.int64]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from moe_lightning.models.optimizers import GroupOptimizer
-from moe_lightning.modules.experts import Experts
+from moe_lightning.moe.experts import Experts
 
 
 class Adafactor(GroupOptimizer):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_config import GPTConfig
-from moe_lightning.modules.feed_forward import FeedForward
-from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.modules.stream import SampleStream, StreamDropout, attach_stream
+from moe_lightning.moe.experts import FeedForward
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.randomness import SampleStream, StreamDropout, attach_stream
 from moe_lightning.parallel.sequence import ContextParallel
 from moe_lightning.parallel.tensor import Columns, Embedding, Gathered, Head, Parted, Plan, Rows, Style
 

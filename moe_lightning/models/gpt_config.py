@@ -9,9 +9,9 @@ from annotated_types import Interval
 
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, Probability, build_config, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.experts import Activation
-from moe_lightning.modules.options import option
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.experts import Activation
+from moe_lightning.moe.options import option
+from moe_lightning.moe.router import RouterConfig
 
 
 @validated

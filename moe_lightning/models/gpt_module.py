@@ -23,7 +23,7 @@ from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.muon import Muon, muon_groups
 from moe_lightning.models.optimizers import parameter_groups
 from moe_lightning.models.size import ModelSize, model_size
-from moe_lightning.modules.losses import auxiliary_loss, global_mean, mean_over_targets, num_targets
+from moe_lightning.moe.losses import auxiliary_loss, global_mean, mean_over_targets, num_targets
 from moe_lightning.parallel.sequence import ContextParallel
 from moe_lightning.parallel.tensor import parted_logits
 

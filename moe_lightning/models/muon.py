@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 from typing_extensions import override
 
 from moe_lightning.models.optimizers import GroupOptimizer, vectors_of
-from moe_lightning.modules.experts import Experts
+from moe_lightning.moe.experts import Experts
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: steepest at zero."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning.modules.experts import Experts
+from moe_lightning.moe.experts import Experts
 
 
 class GroupOptimizer(Optimizer):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from moe_lightning.models.gpt_config import GPTConfig
-from moe_lightning.modules.experts import Experts
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.experts import Experts
+from moe_lightning.moe.layer import MoELayer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.router import RouterConfig
 
 
 @validated

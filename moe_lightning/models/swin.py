@@ -32,9 +32,9 @@ from moe_lightning.models.huggingface.loading import (
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.sparse_layers import SparseLayers
 from moe_lightning.models.upcycling import UpcycledArchitecture, UpcyclingConfig
-from moe_lightning.modules.losses import mean_over_targets
-from moe_lightning.modules.options import option
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.losses import mean_over_targets
+from moe_lightning.moe.options import option
+from moe_lightning.moe.router import RouterConfig
 
 _MODEL_TYPE = "swinv2"
 _HEAD = "classifier."

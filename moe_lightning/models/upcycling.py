@@ -21,10 +21,10 @@ from moe_lightning.models.huggingface.families import FAMILIES, OUR_ROUTER, Fami
 from moe_lightning.models.huggingface.layouts import GatedFeedForward, PlainFeedForward
 from moe_lightning.models.huggingface.loading import config_from
 from moe_lightning.models.sparse_layers import SparseLayers
-from moe_lightning.modules.experts import Activation
-from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.modules.router import RouterConfig
-from moe_lightning.modules.stream import StreamDropout
+from moe_lightning.moe.experts import Activation
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.randomness import StreamDropout
+from moe_lightning.moe.router import RouterConfig
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from moe_lightning import kernels as ops
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.transports import ExchangeBackend, Trip
-from moe_lightning.modules.expert_limits import drop_overflow
-from moe_lightning.modules.losses import load_balancing_loss, router_z_loss
-from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.modules.router import Router
-from moe_lightning.modules.stream import StreamDropout
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.losses import load_balancing_loss, router_z_loss
+from moe_lightning.moe.randomness import StreamDropout
+from moe_lightning.moe.router import Router, drop_overflow
 
 ROWS_PER_SLOT = (16, 128)
 """Few and many: kernels have tiles of their own for each, see `kernels.triton.tiles`."""

@@ -12,7 +12,7 @@ from annotated_types import Interval
 from moe_lightning.arrays import IntArray
 from moe_lightning.config import require, shown
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.moe.forced_routing import read_routing_trace
 
 RoutingKind = Literal["uniform", "zipf", "trace"]
 Exponent = Annotated[float, Interval(ge=0, le=100)]

@@ -125,7 +125,7 @@ def gpt_workload(
 
     from moe_lightning.models.gpt import GPT
     from moe_lightning.models.gpt_config import GPTConfig
-    from moe_lightning.modules.moe_layer import moe_layers
+    from moe_lightning.moe.layer import moe_layers
 
     assert isinstance(config, GPTConfig)
     if not config.num_experts:

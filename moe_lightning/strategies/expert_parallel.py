@@ -29,9 +29,9 @@ from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.kernels import BackendName
-from moe_lightning.modules.experts import deferred_experts
-from moe_lightning.modules.moe_layer import whole_state_dict
-from moe_lightning.modules.stream import attach_stream
+from moe_lightning.moe.experts import deferred_experts
+from moe_lightning.moe.layer import whole_state_dict
+from moe_lightning.moe.randomness import attach_stream
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import chosen_axes
 from moe_lightning.parallel.pipeline import ScheduleName, check_for_pipeline, chosen_micro_batches
@@ -103,7 +103,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     Attributes:
         worlds, elastic, collectives_timeout, may_change: see WorldDDPStrategy.
         state, steps: what this rank holds of the run; batches, losses and gradients.
-        weigh, scale_sum: see `moe_lightning.modules.losses.global_mean` and `global_sum`.
+        weigh, scale_sum: see `moe_lightning.moe.losses.global_mean` and `global_sum`.
         checkpoints, placing: saves and restores; where experts are put first.
 
     Raises:

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import stacked_states
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.experts import VACANT
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.experts import VACANT
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World, broadcast_
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning.dispatch.replicas import ExpertStack
-from moe_lightning.modules.ended_world import EndedWorld
+from moe_lightning.moe.layer import EndedWorld
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.strategies.placed_experts import PlacedExperts

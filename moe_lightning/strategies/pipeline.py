@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from moe_lightning import seams
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import LayerStatistics, MoELayer
+from moe_lightning.moe.layer import LayerStatistics, MoELayer
 from moe_lightning.parallel.collectives import broadcast_object
 from moe_lightning.parallel.context import Mesh, World, all_reduce_, broadcast_
 from moe_lightning.parallel.fsdp import GatheringStep, gathered, is_sharded

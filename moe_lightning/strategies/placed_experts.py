@@ -20,8 +20,8 @@ from moe_lightning.dispatch.replicas import Difference, ExpertStack, ReplicaSum,
 from moe_lightning.dispatch.shadow_exchange import LayerVisits, StepVisits
 from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
-from moe_lightning.modules.experts import VACANT
-from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+from moe_lightning.moe.experts import VACANT
+from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies.expert_slots import grow, in_slots, new_slots, take_rank_0_experts

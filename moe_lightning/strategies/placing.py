@@ -17,7 +17,7 @@ from moe_lightning.dispatch.placement import Placement, parse_placements, unifor
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import MOST_BYTES, check_regular, read_text
 from moe_lightning.kernels import BackendName, set_backend
-from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stage_state import StageState

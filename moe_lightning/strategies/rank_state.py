@@ -18,8 +18,8 @@ from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.checkpoint.window_replay import WindowReplay, replay_of
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.modules.router import Router
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.router import Router
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.pipeline import check_for_recovery

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from moe_lightning import seams
 from moe_lightning.arrays import cut
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.absent_block import AbsentBlock
-from moe_lightning.modules.experts import Experts
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.experts import Experts
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.losses import AbsentBlock
 from moe_lightning.state.row_blocks import whole_shape
 from moe_lightning.strategies.stage_blocks import blocks_of
 

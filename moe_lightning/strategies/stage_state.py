@@ -18,7 +18,7 @@ from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
 from moe_lightning.parallel.context import Mesh, World, all_reduce_, broadcast_
 from moe_lightning.parallel.mesh import stage_ranks

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moe_lightning import seams
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.losses import IGNORED_TARGET
+from moe_lightning.moe.losses import IGNORED_TARGET
 from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.state.row_blocks import local
 

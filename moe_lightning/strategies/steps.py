@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.stream import SampleStream
+from moe_lightning.moe.randomness import SampleStream
 from moe_lightning.parallel.mesh import Axis
 from moe_lightning.state.row_blocks import local
 from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
@@ -161,11 +161,11 @@ class Steps:
     # ------------------------------------------------------------------ losses
 
     def weigh(self, loss: Tensor, weight: Tensor | float) -> Tensor:
-        """See `moe_lightning.modules.losses.global_mean`; collective."""
+        """See `moe_lightning.moe.losses.global_mean`; collective."""
         return self._weights.weigh(loss, weight, self.batch, self._worlds.mesh.world)
 
     def scale_sum(self, loss: Tensor) -> Tensor:
-        """See `moe_lightning.modules.losses.global_sum`."""
+        """See `moe_lightning.moe.losses.global_sum`."""
         copies = 1 if self.batch is None else self._worlds.mesh.shape.tp  # ranks that have summed the same
         return self._weights.scale_sum(loss, self.batch, self._worlds.mesh.world) / copies
 

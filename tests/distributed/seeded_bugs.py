@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.moe.layer import moe_layers
 
 REPLICATED = {"copies": 2}
 STAGED = {"strategy": {"mesh": {"pp": 2}}, "model": {"tie_embeddings": False}}

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.modules.adapters import add_adapters
+from moe_lightning.moe.adapters import add_adapters
 from tests.distributed import balanced_training
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.same_training import assert_same_training

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_lightning.callbacks import calibration
 from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate, measure_exchange
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.layer import MoELayer
 from tests.distributed.harness import connect, run_ranks
 
 

@@ -19,7 +19,7 @@ from moe_lightning import ContextParallel, MoELayer, auxiliary_loss
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.stream import StreamDropout
+from moe_lightning.moe.randomness import StreamDropout
 from tests.distributed.harness import run_ranks
 from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import TOLERANCE, assert_same_training

@@ -14,7 +14,7 @@ from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.test_dispatch import D_MODEL, random_case

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import uniform_placement
-from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.router import RouterConfig
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import Mesh, World, all_reduce_, broadcast_
 from moe_lightning.parallel.mesh import MeshShape

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.data.instructions import InstructionData
-from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.moe.layer import moe_layers
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
 from tests.parameters import slow

@@ -26,7 +26,7 @@ from moe_lightning.checkpoint.recovery_sources import arenas_name
 from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.moe.layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.agents import agent_ahead
 from tests.distributed.harness import RankFailure, run_ranks

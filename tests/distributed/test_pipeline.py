@@ -22,7 +22,7 @@ from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsChe
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.stream import StreamDropout
+from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.parallel import exchange
 from tests.distributed.harness import run_ranks
 from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write

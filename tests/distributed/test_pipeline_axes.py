@@ -18,8 +18,8 @@ from moe_lightning import ContextParallel, RoutingReplay
 from moe_lightning.callbacks.compile_dense import CompileDense
 from moe_lightning.callbacks.recompute_dense import RecomputeDense
 from moe_lightning.callbacks.routing_recorder import RoutingRecorder
-from moe_lightning.modules.routing_files import Piece, read_samples, write_piece
-from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.moe.forced_routing import read_routing_trace
+from moe_lightning.moe.replayed_routing import Piece, read_samples, write_piece
 from tests.distributed.harness import run_ranks
 from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import TOLERANCE, assert_same_training

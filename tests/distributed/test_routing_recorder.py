@@ -11,7 +11,7 @@ import pytest
 
 from moe_lightning.callbacks.routing_recorder import RoutingRecorder
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.forced_routing import ForcedRouting, Popularity
+from moe_lightning.moe.forced_routing import ForcedRouting, Popularity
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import train
 

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig, RoutingReplay
-from moe_lightning.modules.routing_files import Piece, read_samples
+from moe_lightning.moe.replayed_routing import Piece, read_samples
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
-from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.moe.layer import moe_layers
 
 
 class RandomTokens(Dataset[tuple[Tensor, Tensor]]):

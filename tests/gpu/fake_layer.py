@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_lightning import kernels as ops
 from moe_lightning.dispatch.dispatcher import Dispatcher, PlanPlace
 from moe_lightning.dispatch.placement import uniform_placement
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect
 from tests.gpu.answers import answer

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from moe_lightning import kernels as ops
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.strategies import step_weights, world_ddp
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
 from tests.gpu.answers import answer

@@ -16,9 +16,9 @@ from torch import nn
 from moe_lightning import kernels as ops
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import uniform_placement
-from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.modules.stream import StreamDropout
 from moe_lightning.modules.warm_up import warm_up
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect
 from tests.gpu.answers import answer

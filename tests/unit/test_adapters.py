@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_config import GPTConfig
-from moe_lightning.modules.adapters import AdapterConfig, add_adapters
-from moe_lightning.modules.experts import Experts
-from moe_lightning.modules.quantized import dequantise, quantise, quantised_grouped_mm
+from moe_lightning.moe.adapters import AdapterConfig, add_adapters
+from moe_lightning.moe.experts import Experts, dequantise, quantise, quantised_grouped_mm
 from tests.distributed.training import TINY
 
 

@@ -18,7 +18,7 @@ from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule,
 from moe_lightning.callbacks import telemetry
 from moe_lightning.callbacks.telemetry import Metric, Telemetry, imbalance, layer_metrics, reduced
 from moe_lightning.models.size import model_size
-from moe_lightning.modules.moe_layer import LayerStatistics
+from moe_lightning.moe.layer import LayerStatistics
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, RandomTokens, make_trainer
 

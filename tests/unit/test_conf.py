@@ -15,8 +15,8 @@ from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.instantiation import check_arguments, located
 from moe_lightning.cli.model_bases import node_of
 from moe_lightning.models.gpt_config import GPTConfig
-from moe_lightning.modules.options import pretrained_options
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.options import pretrained_options
+from moe_lightning.moe.router import RouterConfig
 from tests.documented import PLUGINS
 from tests.unit.gpt_size import count_parameters
 

@@ -10,8 +10,8 @@ from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.gpt_module import OptimizerConfig
-from moe_lightning.modules.forced_routing import ForcedRouting
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.forced_routing import ForcedRouting
+from moe_lightning.moe.router import RouterConfig
 
 
 def test_instances_mappings_and_nothing() -> None:

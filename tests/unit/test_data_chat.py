@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from moe_lightning import ConfigurationError
 from moe_lightning.data.chat import MarkedTurns, chat_format
 from moe_lightning.data.instructions import InstructionData
-from moe_lightning.modules.losses import IGNORED_TARGET
+from moe_lightning.moe.losses import IGNORED_TARGET
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from moe_lightning import ConfigurationError
 from moe_lightning.data.instructions import InstructionData, conversation
-from moe_lightning.modules.losses import IGNORED_TARGET
+from moe_lightning.moe.losses import IGNORED_TARGET
 
 CHAT = {
     "messages": [

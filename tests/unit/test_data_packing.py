@@ -20,8 +20,8 @@ from moe_lightning.data.instructions import InstructionData
 from moe_lightning.data.packing import Packed, first_fit
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.data.text import TextData
-from moe_lightning.modules.losses import IGNORED_TARGET, auxiliary_loss, mean_over_targets, num_targets
-from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.moe.layer import moe_layers
+from moe_lightning.moe.losses import IGNORED_TARGET, auxiliary_loss, mean_over_targets, num_targets
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=60)
 TINY: dict[str, Any] = {

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.forced_routing import ForcedRouting, Popularity
+from moe_lightning.moe.forced_routing import ForcedRouting, Popularity
 
 
 @settings(deadline=None, max_examples=50)

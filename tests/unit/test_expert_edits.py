@@ -20,7 +20,7 @@ from moe_lightning.cli import expert_edits
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.expert_edits import edit_file, parse_edits
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.router import Router, RouterConfig
+from moe_lightning.moe.router import Router, RouterConfig
 from tests.distributed.training import TINY, RandomTokens, quiet
 
 E = TINY["num_experts"]

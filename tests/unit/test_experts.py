@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.experts import Experts, deferred_experts
+from moe_lightning.moe.experts import Experts, deferred_experts
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.forced_routing import ForcedRouting, Popularity, sample_experts
-from moe_lightning.modules.router import Router, RouterConfig
-from moe_lightning.modules.stream import SampleStream, attach_stream
+from moe_lightning.moe.forced_routing import ForcedRouting, Popularity, sample_experts
+from moe_lightning.moe.randomness import SampleStream, attach_stream
+from moe_lightning.moe.router import Router, RouterConfig
 
 TRACES = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
 TRACE = TRACES / "routing_trace_gpt_32e.npz"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, Attention, Rotary
 from moe_lightning.models.gpt_config import GPTConfig
-from moe_lightning.modules.feed_forward import FeedForward
-from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+from moe_lightning.moe.experts import FeedForward
+from moe_lightning.moe.layer import MoELayer, moe_layers
 from tests.unit.gpt_size import count_parameters
 
 TINY: dict[str, Any] = {

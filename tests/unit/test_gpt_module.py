@@ -13,7 +13,7 @@ import torch
 
 from moe_lightning import ConfigurationError, GPTConfig, GPTModule, OptimizerConfig
 from moe_lightning.models.optimizers import parameter_groups
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.router import RouterConfig
 
 TINY: dict[str, Any] = {
     "vocab_size": 40,

@@ -32,8 +32,8 @@ from moe_lightning.data.text import TextData
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.huggingface.loading import read_config
-from moe_lightning.modules import routing_trace
-from moe_lightning.modules.routing_trace import read_loads, read_routing_trace
+from moe_lightning.moe import forced_routing
+from moe_lightning.moe.forced_routing import read_loads, read_routing_trace
 from moe_lightning.simulate.failures import read_trace
 from moe_lightning.simulate.hardware import load_hardware
 from moe_lightning.strategies.placing import _read_table
@@ -237,7 +237,7 @@ def test_a_trace_that_unpacks_to_more_than_is_read(tmp_path: Path, monkeypatch: 
     path = tmp_path / "trace.npz"
     np.savez_compressed(path, counts=np.ones((1000, 2, 2, 100), dtype=np.int64), iteration=np.arange(1000))
     read_routing_trace(path)
-    monkeypatch.setattr(routing_trace, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(forced_routing, "MOST_BYTES", 1 << 20)
     with pytest.raises(ConfigurationError, match=r"it unpacks to 3,208,\d+ bytes, and at most 1,048,576 are read"):
         read_routing_trace(path)
 

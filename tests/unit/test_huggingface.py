@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lightning import CheckpointError, ConfigurationError
-from moe_lightning.modules.losses import mean_over_targets
+from moe_lightning.moe.losses import mean_over_targets
 from tests.huggingface_models import (
     SPARSE,
     files_equal,
@@ -127,7 +127,7 @@ def test_a_checkpoint_in_several_files(tmp_path: Path) -> None:
 def test_experts_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Building the model reads no expert; placing one reads its rows and no other's."""
     from moe_lightning.models.huggingface.weights import WeightsFolder
-    from moe_lightning.modules.experts import VACANT, deferred_experts
+    from moe_lightning.moe.experts import VACANT, deferred_experts
 
     make_checkpoint("olmoe", tmp_path)
     seen: list[str] = []

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe_lightning.modules.losses import (
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.losses import (
     auxiliary_loss,
     balance_in_few_launches,
     global_mean,
@@ -19,7 +20,6 @@ from moe_lightning.modules.losses import (
     num_targets,
     router_z_loss,
 )
-from moe_lightning.modules.moe_layer import MoELayer
 
 
 def test_load_balancing_formula() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import MoELayer, moe_layers
-from moe_lightning.modules.stream import StreamDropout
+from moe_lightning.moe.layer import MoELayer, moe_layers
+from moe_lightning.moe.randomness import StreamDropout
 
 D_MODEL = 8
 

@@ -12,7 +12,7 @@ from moe_lightning.balancing.shadow_search import predict_plan, top_shadows
 from moe_lightning.cli import pictures
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.routing_trace import read_loads
+from moe_lightning.moe.forced_routing import read_loads
 from moe_lightning.plots import heat_map, svg, time_line
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.expert_limits import drop_overflow
-from moe_lightning.modules.router import Router, RouterConfig, Routing
-from moe_lightning.modules.stream import SampleStream, attach_stream
+from moe_lightning.moe.randomness import SampleStream, attach_stream
+from moe_lightning.moe.router import Router, RouterConfig, Routing, drop_overflow
 
 D_MODEL = 8
 

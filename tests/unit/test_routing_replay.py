@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning import GPT, ConfigurationError, GPTConfig, MoELayer, record_routing, replay_routing
-from moe_lightning.modules.routing_files import Piece, read_samples, write_piece
+from moe_lightning.moe.replayed_routing import Piece, read_samples, write_piece
 
 EXPERTS, K = 6, 2
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.forced_routing import ForcedRouting, Popularity
-from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.moe.forced_routing import ForcedRouting, Popularity, read_routing_trace
 from moe_lightning.simulate.routing import load_trace, make_routing
 
 COUNTS = np.arange(2 * 3 * 2 * 4).reshape(2, 3, 2, 4)

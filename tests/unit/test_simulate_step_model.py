@@ -9,7 +9,7 @@ import pytest
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_config import GPTConfig
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.router import RouterConfig
 from moe_lightning.simulate import step_model
 from moe_lightning.simulate.checkpoint_cost import bottleneck_bytes, save_cost
 from moe_lightning.simulate.hardware import Hardware

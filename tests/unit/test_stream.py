@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.stream import NoiseSource, SampleStream, StreamDropout, attach_stream
+from moe_lightning.moe.randomness import NoiseSource, SampleStream, StreamDropout, attach_stream
 
 CPU = torch.device("cpu")
 

@@ -23,8 +23,8 @@ from moe_lightning.models.huggingface.blocks import DroppingLayerNorm
 from moe_lightning.models.huggingface.loading import build_skeleton
 from moe_lightning.models.optimizers import parameter_groups
 from moe_lightning.models.swin import SwinConfig, SwinModule, top_k_accuracy
-from moe_lightning.modules.moe_layer import moe_layers
-from moe_lightning.modules.stream import SampleStream, attach_stream
+from moe_lightning.moe.layer import moe_layers
+from moe_lightning.moe.randomness import SampleStream, attach_stream
 from tests.huggingface_models import inputs_for, logits_of, make_checkpoint, transformers
 from tests.unit.test_conf import composed_model
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from moe_lightning import ConfigurationError
 from moe_lightning.models.upcycling import UpcyclingConfig
-from moe_lightning.modules.moe_layer import moe_layers
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.layer import moe_layers
+from moe_lightning.moe.router import RouterConfig
 from tests.huggingface_models import DENSE, inputs_for, logits_of, make_checkpoint, reloaded
 from tests.unit.test_huggingface import TOLERANCE, assert_same_logits, edited, fit, load, save
 

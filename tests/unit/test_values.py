@@ -24,7 +24,7 @@ from moe_lightning.config import (
     validated,
 )
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.router import RouterConfig
 
 if TYPE_CHECKING:
     from decimal import Decimal

@@ -19,8 +19,8 @@ from torch import Tensor
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.export import Export, existing
 from moe_lightning.models.huggingface.families import MODEL_BLOCK, OUR_ROUTER
-from moe_lightning.modules.adapters import AdapterConfig
-from moe_lightning.modules.quantized import dequantise
+from moe_lightning.moe.adapters import AdapterConfig
+from moe_lightning.moe.experts import dequantise
 
 _DENSE = ".adapter.lora_"
 _PREFIX = "base_model.model."

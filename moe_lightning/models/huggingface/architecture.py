@@ -13,9 +13,9 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.blocks import SparseBlock
 from moe_lightning.models.huggingface.families import FAMILIES, MODEL_BLOCK, Family
 from moe_lightning.models.huggingface.weights import WeightsFolder
-from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.modules.options import pretrained_options
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.options import pretrained_options
+from moe_lightning.moe.router import RouterConfig
 
 
 class ExpertReader(Protocol):

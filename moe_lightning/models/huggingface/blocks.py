@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.modules.stream import NoiseSource, SampleStream
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.randomness import NoiseSource, SampleStream
 
 IS_TOKEN = "is_token"
 """Keyword of the model's forward pass, bool [B, L]: False where an input is padding that no expert gets."""

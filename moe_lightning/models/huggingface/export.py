@@ -20,7 +20,7 @@ from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.families import SELECTION_BIAS, Family
 from moe_lightning.models.huggingface.loading import dense_tensors, transformers
 from moe_lightning.models.huggingface.weights import dtype_named, write_weights
-from moe_lightning.modules.adapters import is_adapter
+from moe_lightning.moe.adapters import is_adapter
 
 _COMPANIONS = (
     "tokenizer.json",

@@ -24,10 +24,9 @@ from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.attention import keep_context
 from moe_lightning.models.huggingface.blocks import IS_TOKEN, SparseBlock, keep_padding_from_experts
 from moe_lightning.models.huggingface.weights import WeightsFolder
-from moe_lightning.modules.adapters import AdapterConfig, adapt_dense, adapt_experts
-from moe_lightning.modules.experts import Experts, deferred_experts, experts_are_deferred
-from moe_lightning.modules.recomputation import remembering
-from moe_lightning.modules.stream import SampleStream, attach_stream
+from moe_lightning.moe.adapters import AdapterConfig, adapt_dense, adapt_experts
+from moe_lightning.moe.experts import Experts, deferred_experts, experts_are_deferred
+from moe_lightning.moe.randomness import SampleStream, attach_stream, remembering
 
 _DERIVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
 """Tensors of older checkpoints that models compute themselves today."""

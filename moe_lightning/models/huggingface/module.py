@@ -23,9 +23,9 @@ from moe_lightning.models.huggingface.loading import config_from, load_model, re
 from moe_lightning.models.huggingface.tensor_plan import plan_of
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
-from moe_lightning.modules.adapters import AdapterConfig
-from moe_lightning.modules.options import option, options_of
-from moe_lightning.modules.router import RouterConfig
+from moe_lightning.moe.adapters import AdapterConfig
+from moe_lightning.moe.options import option, options_of
+from moe_lightning.moe.router import RouterConfig
 from moe_lightning.parallel.sequence import ContextParallel
 from moe_lightning.parallel.tensor import Plan
 

@@ -7,7 +7,7 @@ from moe_lightning import ExpertParallelStrategy
 from moe_lightning import kernels as ops
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import backends, torch_grouped
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
 from tests.unit.kernels.kernel_cases import DEVICE, close, equals_reference, randn
 

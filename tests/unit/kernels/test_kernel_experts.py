@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_lightning import kernels as ops
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.moe.layer import MoELayer
 from tests.unit.kernels.kernel_cases import (
     DEVICE,
     DTYPES,

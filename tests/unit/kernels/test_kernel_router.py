@@ -6,8 +6,8 @@ from torch import Tensor
 
 from moe_lightning import kernels as ops
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.losses import load_balancing_loss
-from moe_lightning.modules.router import Router, RouterConfig
+from moe_lightning.moe.losses import load_balancing_loss
+from moe_lightning.moe.router import Router, RouterConfig
 from tests.unit.kernels.kernel_cases import DEVICE, INTERPRETED, randn
 
 pytestmark = pytest.mark.skipif(not INTERPRETED and DEVICE.type == "cpu", reason="only Triton has a body for it")

@@ -1,14 +1,20 @@
-"""Randomness that depends on where a sample lies in the global stream, not on which rank computes it (law L1).
+"""Random numbers keyed by the position of a sample in the global stream.
+
+Randomness that depends on where a sample lies in the global stream, not on which rank computes it (law L1).
 
 Noise of routers, jitter and dropout are functions of (seed, step, layer tag, global row): slicing the batch over more
 ranks or micro-batches changes none of them. The numbers come from a counter-based hash (splitmix64's finaliser), so no
 generator state exists to be saved.
+
+What modules read beside their inputs, for a backward pass that computes them again when other batches have come.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum, auto
 from typing import Any
 
@@ -145,3 +151,32 @@ def attach_stream(model: nn.Module, stream: SampleStream) -> None:
             module.stream = stream  # type: ignore[assignment]
             module.tag = seen[type(module)]  # type: ignore[assignment]
             seen[type(module)] += 1
+
+
+Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+
+
+def remembering(modules: Iterable[nn.Module], *attributes: str) -> Contexts:
+    """What torch's checkpoint asks for as `context_fn`: contexts of the first pass, which begins now, and of its
+    repetition, where the modules find their keyed noise and these attributes as they are now.
+    """
+    kept: dict[int, tuple[object, dict[str, Any]]] = {}
+    for module in modules:
+        own = vars(module)
+        if isinstance(stream := own.get("stream"), SampleStream):
+            kept[id(stream)] = stream, dict(vars(stream))
+        if found := {name: own[name] for name in attributes if name in own}:
+            kept[id(module)] = module, found
+    return nullcontext(), _as_before(list(kept.values()))
+
+
+@contextmanager
+def _as_before(kept: list[tuple[object, dict[str, Any]]]) -> Generator[None, None, None]:
+    now = [(thing, {name: vars(thing)[name] for name in before}) for thing, before in kept]
+    for thing, before in kept:
+        vars(thing).update(before)
+    try:
+        yield
+    finally:
+        for thing, after in now:
+            vars(thing).update(after)

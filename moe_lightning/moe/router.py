@@ -1,4 +1,10 @@
-"""Routers: which K experts a token goes to and with what weight.
+"""Routers: the K experts of each token and their weights, capacities and groups.
+
+Limits of what tokens choose: the capacity of experts, and the groups of them that a token may use.
+
+Shapes: T tokens of this rank, K choices, E experts, G groups of experts.
+
+Routers: which K experts a token goes to and with what weight.
 
 Shapes: T tokens of this rank, K choices, E experts, D model width, G groups of experts.
 """
@@ -18,11 +24,37 @@ from torch import Tensor, nn
 from moe_lightning import kernels as ops
 from moe_lightning.config import Coefficient, PositiveInt, Probability, build_config, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.expert_limits import drop_overflow, limit_to_best_groups
-from moe_lightning.modules.forced_routing import ForcedRouting, Popularity, sample_experts
-from moe_lightning.modules.options import effects, option
-from moe_lightning.modules.stream import NoiseSource, SampleStream
+from moe_lightning.moe.forced_routing import ForcedRouting, Popularity, sample_experts
+from moe_lightning.moe.options import effects, option
+from moe_lightning.moe.randomness import NoiseSource, SampleStream
 from moe_lightning.registry import Registry
+
+
+def drop_overflow(
+    expert_ids_TK: Tensor, weights_TK: Tensor, limit: int, num_experts: int, policy: Literal["probability", "position"]
+) -> Tensor:
+    """Replace by -1 what exceeds an expert's limit: its smallest weights, or its last tokens.
+
+    Returns:
+        int64 [T, K]; each expert keeps min(limit, its assignments).
+    """
+    ids_M = expert_ids_TK.flatten()
+    if policy == "probability":
+        by_weight_M = torch.argsort(weights_TK.flatten(), descending=True, stable=True)
+        rank_M = torch.empty_like(ids_M)
+        rank_M[by_weight_M] = ops.sort_by_expert(ids_M[by_weight_M, None], num_experts).rank_in_expert_TK[:, 0]
+    else:
+        rank_M = ops.sort_by_expert(ids_M[:, None], num_experts).rank_in_expert_TK[:, 0]
+    return torch.where(rank_M < limit, ids_M, -1).view_as(expert_ids_TK)
+
+
+def limit_to_best_groups(selection_TE: Tensor, num_groups: int, top_groups: int) -> Tensor:
+    """Minus infinity outside each token's best groups."""
+    grouped_TGE = selection_TE.view(selection_TE.shape[0], num_groups, -1)
+    group_scores_TG = grouped_TGE.topk(min(2, grouped_TGE.shape[-1]), dim=-1).values.sum(dim=-1)
+    best_TG = ops.top_k_routing(group_scores_TG, top_groups)[1]
+    allowed_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(-1, best_TG, True)
+    return grouped_TGE.masked_fill(~allowed_TG.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 @validated
@@ -193,8 +225,8 @@ class Router(nn.Module):
         selection_bias: keep the bias that only the choice of experts sees (DeepSeek-V3) even where nothing updates it.
 
     Attributes:
-        chooser: answers for `choose` while it is set, see `modules.routing_replay`.
-        adapter: what is added to the logits, float32 [T, D] -> [T, E], see `modules.adapters`; None: nothing.
+        chooser: answers for `choose` while it is set, see `moe.replayed_routing`.
+        adapter: what is added to the logits, float32 [T, D] -> [T, E], see `moe.adapters`; None: nothing.
     """
 
     expert_bias_E: Tensor

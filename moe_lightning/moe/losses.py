@@ -1,4 +1,8 @@
-"""Auxiliary losses of routing, and what makes means and sums over parts of a batch those over the global batch.
+"""Auxiliary losses of routing, and means over the global batch.
+
+What stands in a model for a block that other ranks compute, in another stage of a pipeline.
+
+Auxiliary losses of routing, and what makes means and sums over parts of a batch those over the global batch.
 
 The mean of an auxiliary loss is per token, so that weighing ranks by samples gives the mean over the global batch.
 """
@@ -14,8 +18,23 @@ from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
 from moe_lightning.kernels.buffers import upload
-from moe_lightning.modules.absent_block import AbsentBlock
 from moe_lightning.parallel.tensor import TensorRanks
+
+
+class AbsentBlock(nn.Module):
+    """Hands its first argument on.
+
+    Attributes:
+        auxiliary_loss: of the layers of the stages before, where this is the last block before the last stage.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auxiliary_loss: Tensor | None = None
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x
+
 
 IGNORED_TARGET = -100
 """A target that is not to be predicted, such as one of a prompt or of padding."""
@@ -93,7 +112,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     Returns:
         A scalar; zero where no layer has such a loss.
     """
-    from moe_lightning.modules.moe_layer import MoELayer
+    from moe_lightning.moe.layer import MoELayer
 
     layers = [m for m in model.modules() if isinstance(m, MoELayer | AbsentBlock)]
     losses = [layer.auxiliary_loss for layer in layers if layer.auxiliary_loss is not None]
