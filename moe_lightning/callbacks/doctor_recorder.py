@@ -38,8 +38,8 @@ from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import AbsentBlock
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
-from moe_lightning.state.row_blocks import blocks_of, cut_of, local
 from moe_lightning.state.table import State
+from moe_lightning.state.tensors import blocks_of, cut_of, local
 from moe_lightning.strategies.stage_cut import StageCut
 
 Note = list[Any]

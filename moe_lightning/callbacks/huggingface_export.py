@@ -22,7 +22,7 @@ from moe_lightning.models.huggingface.adapters import (
 from moe_lightning.models.huggingface.export import Export, check_target, copy_companions, plan_export
 from moe_lightning.models.huggingface.module import HuggingFaceModule
 from moe_lightning.moe.experts import Experts
-from moe_lightning.state.row_blocks import cuts_of
+from moe_lightning.state.tensors import cuts_of
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.stage_state import stages_of
 

@@ -21,15 +21,8 @@ from moe_lightning.errors import CheckpointError, MissingCheckpointError
 from moe_lightning.parallel.collectives import collect_on_root
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
-from moe_lightning.state.host_updates import loading
-from moe_lightning.state.row_blocks import (
-    cut_of,
-    joined,
-    local,
-    part_of_whole,
-    rows_like,
-)
 from moe_lightning.state.table import State
+from moe_lightning.state.tensors import cut_of, joined, loading, local, part_of_whole, rows_like
 
 _NO_CUTS: Mapping[str, TensorCut] = {}
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_lightning.state.host_updates import page_locked
+from moe_lightning.state.tensors import page_locked
 
 CHUNK_BYTES = 8 << 20
 

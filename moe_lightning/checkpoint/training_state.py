@@ -21,9 +21,9 @@ from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.state.frozen_base import is_digest, require_same_base
 from moe_lightning.state.pieces import Block, StatePiece
 from moe_lightning.state.table import State
+from moe_lightning.state.tensors import is_digest, require_same_base
 
 Writers = Mapping[tuple[int, int], int]
 """(layer, expert) -> the rank that writes it."""

@@ -18,7 +18,7 @@ from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.config import build_config
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.state.frozen_base import BASE_DIGEST, require_same_base
+from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
 
 if TYPE_CHECKING:
     from moe_lightning.models.huggingface.architecture import Architecture

@@ -20,7 +20,7 @@ from moe_lightning.config import PositiveInt, build_config, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.router import Router
-from moe_lightning.state.frozen_base import BASE_DIGEST, digest_of
+from moe_lightning.state.tensors import BASE_DIGEST, digest_of
 
 Target = Literal["experts", "attention", "dense", "router"]
 

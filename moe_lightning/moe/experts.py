@@ -35,7 +35,7 @@ from moe_lightning import kernels as ops
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.kernels.interface import ExpertSort, is_gated
-from moe_lightning.state.frozen_base import BASE_DIGEST, digest_of
+from moe_lightning.state.tensors import BASE_DIGEST, digest_of
 
 BLOCK = 64
 """Numbers that share a scale."""

@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.mesh import RowCut, TensorCut
-from moe_lightning.state.frozen_base import frozen_base
 from moe_lightning.state.pieces import DTYPES, WEIGHTS, Shapes, StatePiece, dtype_name, is_expert_key, parse_expert_key
-from moe_lightning.state.row_blocks import blocks_of, cut_of, is_cut, local, whole_shape
+from moe_lightning.state.tensors import blocks_of, cut_of, frozen_base, is_cut, local, whole_shape
 
 Groups = Sequence[Sequence[nn.Parameter]]
 """The parameters of an optimizer's param_groups before any sharding."""

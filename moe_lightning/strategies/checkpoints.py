@@ -31,7 +31,7 @@ from moe_lightning.checkpoint.store import has_manifest
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World
-from moe_lightning.state.row_blocks import cuts_of
+from moe_lightning.state.tensors import cuts_of
 from moe_lightning.strategies.random_state import random_state
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import LOADERS_KEY, is_in_step, loader_states, states_of_stateful

@@ -31,8 +31,8 @@ from moe_lightning.parallel.fsdp import (
     undo_shard,
 )
 from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
-from moe_lightning.state.row_blocks import cuts_of, is_cut, local, mark, whole_shape
 from moe_lightning.state.table import State
+from moe_lightning.state.tensors import cuts_of, is_cut, local, mark, whole_shape
 from moe_lightning.strategies.module_checks import identical_buffers
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.row_moves import RowMoves, Rows, held_rows

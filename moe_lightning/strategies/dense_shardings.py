@@ -18,7 +18,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.parallel.mesh import Groups, hybrid_shard_size, shard_groups
 from moe_lightning.registry import Registry
-from moe_lightning.state.row_blocks import is_cut
+from moe_lightning.state.tensors import is_cut
 
 
 class DenseSharding(Protocol):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state.row_blocks import cut_of, is_cut, local, swap_parameters
+from moe_lightning.state.tensors import cut_of, is_cut, local, swap_parameters
 
 _STEPS = 6
 _FIRST_WEIGHTS = 1e-3

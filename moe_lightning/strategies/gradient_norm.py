@@ -15,7 +15,7 @@ from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.mesh import TensorCut
-from moe_lightning.state.row_blocks import cut_of, local
+from moe_lightning.state.tensors import cut_of, local
 
 
 @torch.no_grad()

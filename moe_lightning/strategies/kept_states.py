@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_lightning.checkpoint.optimizer_shards import States
 from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
-from moe_lightning.state.row_blocks import joined, part_of_whole
+from moe_lightning.state.tensors import joined, part_of_whole
 
 _OF = ": "  # no parameter has it in its name
 

@@ -17,8 +17,7 @@ from torch import nn
 from moe_lightning import seams
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import moe_layers
-from moe_lightning.state.frozen_base import frozen_base
-from moe_lightning.state.row_blocks import cuts_of
+from moe_lightning.state.tensors import cuts_of, frozen_base
 
 
 def check_module(

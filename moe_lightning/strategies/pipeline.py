@@ -23,7 +23,7 @@ from moe_lightning.parallel.collectives import broadcast_object
 from moe_lightning.parallel.context import Mesh, World, all_reduce_, broadcast_
 from moe_lightning.parallel.fsdp import GatheringStep, gathered, is_sharded
 from moe_lightning.parallel.pipeline import STAGES_PER_RANK, Pipe, ScheduleName
-from moe_lightning.state.row_blocks import is_cut
+from moe_lightning.state.tensors import is_cut
 from moe_lightning.strategies.batch_pieces import batch_pieces, joined
 from moe_lightning.strategies.random_state import kept_generators
 from moe_lightning.strategies.stage_cut import Left, StageCut

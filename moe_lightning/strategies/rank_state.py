@@ -23,8 +23,7 @@ from moe_lightning.moe.router import Router
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.pipeline import check_for_recovery
-from moe_lightning.state.host_updates import Updates
-from moe_lightning.state.row_blocks import cuts_of, local, swap_parameters
+from moe_lightning.state.tensors import Updates, cuts_of, local, swap_parameters
 from moe_lightning.strategies.dense_parts import DenseParts
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.expert_updates import require_host_updates, require_updates_by_expert

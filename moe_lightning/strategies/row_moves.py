@@ -11,8 +11,8 @@ from moe_lightning.kernels import pack, packed_bytes, unpack
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
 from moe_lightning.parallel.mesh import Part, TensorCut
-from moe_lightning.state.row_blocks import blocks_of, local
 from moe_lightning.state.table import State
+from moe_lightning.state.tensors import blocks_of, local
 
 Rows = Mapping[str, Tensor]
 """Key of a piece -> the part that this rank will hold, on the host."""

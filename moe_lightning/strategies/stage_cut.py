@@ -22,7 +22,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import AbsentBlock
-from moe_lightning.state.row_blocks import whole_shape
+from moe_lightning.state.tensors import whole_shape
 from moe_lightning.strategies.stage_blocks import blocks_of
 
 

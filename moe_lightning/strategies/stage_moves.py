@@ -26,8 +26,8 @@ from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, agree
 from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
 from moe_lightning.parallel.mesh import Part, stage_ranks
-from moe_lightning.state.row_blocks import cut_of, mark
 from moe_lightning.state.table import State
+from moe_lightning.state.tensors import cut_of, mark
 from moe_lightning.strategies.dense_parts import DenseParts
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.row_moves import Rows

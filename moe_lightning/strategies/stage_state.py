@@ -22,7 +22,7 @@ from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
 from moe_lightning.parallel.context import Mesh, World, all_reduce_, broadcast_
 from moe_lightning.parallel.mesh import stage_ranks
-from moe_lightning.state.row_blocks import cuts_of, whole_shape
+from moe_lightning.state.tensors import cuts_of, whole_shape
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.stage_cut import StageCut
 from moe_lightning.strategies.worlds import Worlds

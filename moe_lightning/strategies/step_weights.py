@@ -16,7 +16,7 @@ from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.losses import IGNORED_TARGET
 from moe_lightning.parallel.context import World, all_reduce_
-from moe_lightning.state.row_blocks import local
+from moe_lightning.state.tensors import local
 
 _WATCHED_STEPS = 100
 """Batches that are searched for ignored targets, before the module is taken to have none."""

@@ -16,7 +16,7 @@ from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.randomness import SampleStream
 from moe_lightning.parallel.mesh import Axis
-from moe_lightning.state.row_blocks import local
+from moe_lightning.state.tensors import local
 from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.sequence_parts import SequenceParts

@@ -23,7 +23,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.parallel.mesh import MeshShape, TensorCut
 from moe_lightning.parallel.tensor import Embedding, Parted, PartedForward, Shares, Style, TensorRanks, undo_parts
-from moe_lightning.state.row_blocks import cut_of, local, mark, part_of_whole
+from moe_lightning.state.tensors import cut_of, local, mark, part_of_whole
 from moe_lightning.strategies.module_checks import cut_parameters
 from moe_lightning.strategies.stage_cut import StageCut
 

@@ -29,7 +29,7 @@ from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsChe
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.parallel import exchange, sequence
-from moe_lightning.state.row_blocks import is_cut, local
+from moe_lightning.state.tensors import is_cut, local
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport

@@ -22,7 +22,7 @@ from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel import fsdp
-from moe_lightning.state.row_blocks import is_cut, local
+from moe_lightning.state.tensors import is_cut, local
 from moe_lightning.strategies import expert_parallel
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.row_moves import held_rows

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state import host_updates
+from moe_lightning.state import tensors
 from moe_lightning.strategies.expert_updates import require_host_updates
 from tests.distributed.same_training import on_one_world
 from tests.distributed.training import train
@@ -29,8 +29,8 @@ class Pretended(pl.Callback):
         self.copies = 0
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        host_updates.lies_on_a_device = lambda parameter: True
-        host_updates.page_locked = lambda shape, dtype: torch.empty(*shape, dtype=dtype)
+        tensors.lies_on_a_device = lambda parameter: True
+        tensors.page_locked = lambda shape, dtype: torch.empty(*shape, dtype=dtype)
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.copies = len(trainer.strategy.state.updates._copies)  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.mesh import MeshShape
 from moe_lightning.parallel.tensor import Columns, Gathered, Parted, PartedForward, Plan, Rows, TensorRanks
-from moe_lightning.state.row_blocks import cut_of
+from moe_lightning.state.tensors import cut_of
 from moe_lightning.strategies import expert_parallel
 from moe_lightning.strategies.tensor_parts import check_parts
 from tests.distributed.harness import run_ranks

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import kernels as ops
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
-from moe_lightning.state import host_updates
+from moe_lightning.state import tensors
 from moe_lightning.strategies import world_ddp
 from tests.distributed.training import RandomTokens, Recorder, make_trainer
 from tests.gpu.answers import answer
@@ -66,13 +66,13 @@ def run(rank: int, ranks: int, dense: str, folder: str) -> dict[str, Any]:
     for room in launching_modules():
         room.launch = fake.launch  # type: ignore[assignment]
     world_ddp.DistributedDataParallel = SummedGradients  # type: ignore[assignment, misc]
-    lock = host_updates.page_locked
+    lock = tensors.page_locked
 
     def counted(shape: Any, dtype: torch.dtype) -> Tensor:
         locked.append(lock(shape, dtype).nbytes)
         return lock(shape, dtype)
 
-    host_updates.page_locked = counted
+    tensors.page_locked = counted
     plain, offloaded = {"dense": dense}, {"dense": dense, "offload_optimizer": True}
     with fake, ops.backend("triton"):
         there, here = States(), States()

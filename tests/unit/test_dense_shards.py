@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
-from moe_lightning.state.row_blocks import blocks_of, joined, part_of_whole
+from moe_lightning.state.tensors import blocks_of, joined, part_of_whole
 from moe_lightning.strategies.dense_shardings import cut_groups
 
 CUTS = [

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from moe_lightning.state import host_updates
-from moe_lightning.state.host_updates import Updates
+from moe_lightning.state import tensors
+from moe_lightning.state.tensors import Updates
 
 
 def test_sparse_gradients_of_embeddings_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_updates, "lies_on_a_device", lambda parameter: True)
-    monkeypatch.setattr(host_updates, "page_locked", lambda shape, dtype: torch.empty(*shape, dtype=dtype))
+    monkeypatch.setattr(tensors, "lies_on_a_device", lambda parameter: True)
+    monkeypatch.setattr(tensors, "page_locked", lambda shape, dtype: torch.empty(*shape, dtype=dtype))
     found = []
     for on_host in (False, True):
         torch.manual_seed(0)
