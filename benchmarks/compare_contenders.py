@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
-from moe_lightning.checkpoint.arena_location import arena_path
-from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.checkpoint.arena import arena_path
+from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.strategies import ExpertParallelStrategy
 
 TIMEOUT = timedelta(seconds=120)

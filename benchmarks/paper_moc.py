@@ -8,22 +8,25 @@ from statistics import fmean
 
 from benchmarks.paper_pec import layer_modules
 from benchmarks.paper_table import PaperTable, Row, Sources
-from moe_lightning.algorithms.checkpoint_size import (
+from moe_lightning.checkpoint.selection import (
+    SCOPE_PRESETS,
+    DynamicK,
+    expected_plt,
+    expected_plt_two_level,
+    full_selection,
+    sequential_selection,
+)
+from moe_lightning.checkpoint.sharding import (
     FULL_SCOPE_ACCOUNTING,
     MIXED_PRECISION_BYTES,
     MOC_ACCOUNTING,
     Accounting,
-    checkpoint_size,
-    gpt_moe_tensors,
-    parameter_count,
-)
-from moe_lightning.algorithms.dynamic_k_rule import DynamicK
-from moe_lightning.algorithms.ledger import expected_plt, expected_plt_two_level
-from moe_lightning.algorithms.selection import SCOPE_PRESETS, full_selection, sequential_selection
-from moe_lightning.algorithms.sharding import (
     Module,
     baseline_rank_bytes,
+    checkpoint_size,
     equal_expert_writers,
+    gpt_moe_tensors,
+    parameter_count,
     shard_checkpoint,
 )
 from moe_lightning.plots import bar_chart, line_chart

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from functools import partial
 
 from benchmarks.paper_table import PaperTable, Row, Sources
-from moe_lightning.algorithms.checkpoint_size import (
+from moe_lightning.checkpoint.selection import sequential_selection
+from moe_lightning.checkpoint.sharding import (
     PEC_ACCOUNTING,
+    Module,
     TensorSpec,
     checkpoint_size,
+    equal_expert_writers,
     gpt_moe_tensors,
     parameter_count,
+    shard_checkpoint,
 )
-from moe_lightning.algorithms.selection import sequential_selection
-from moe_lightning.algorithms.sharding import Module, equal_expert_writers, shard_checkpoint
 from moe_lightning.plots import bar_chart
 
 _WIDTH, _LAYERS, _EXPERTS = 768, 12, 8

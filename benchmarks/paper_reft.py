@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks.paper_table import PaperTable, Row, Sources
-from moe_lightning.algorithms.protection import arc_layout
 from moe_lightning.algorithms.survival import protected_survival, time_to, unprotected_survival
+from moe_lightning.checkpoint.protection import arc_layout
 from moe_lightning.plots import line_chart
 
 _DEVICES, _GROUP = 3072, 6

@@ -19,8 +19,6 @@ from itertools import chain
 
 import numpy as np
 
-from moe_lightning.algorithms.inventory import HeldExpert, RankInventory, SnapshotInventory, SnapshotKind
-from moe_lightning.algorithms.recovery_planner import plan_recovery
 from moe_lightning.arguments import Count, option
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.balancing.cluster import Cluster
@@ -30,6 +28,13 @@ from moe_lightning.balancing.repair import repair_placements
 from moe_lightning.balancing.replica_placement import sampled_recovery
 from moe_lightning.balancing.rules import replan_placement
 from moe_lightning.balancing.shadow_search import search_shadows
+from moe_lightning.checkpoint.recovery_plan import (
+    HeldExpert,
+    RankInventory,
+    SnapshotInventory,
+    SnapshotKind,
+    plan_recovery,
+)
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError

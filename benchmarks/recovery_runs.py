@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery_worker import STOP, Task
-from moe_lightning.checkpoint.recovery_sources import RecoverySources
+from moe_lightning.checkpoint.repair import RecoverySources
 from moe_lightning.cli.short_training import MODULE, failing_as_mistakes
 from moe_lightning.elastic.elastic_launcher import ElasticLauncher
 from moe_lightning.elastic.launcher import LocalLauncher

@@ -16,7 +16,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from moe_lightning.checkpoint.agent_control import LOCK
-from moe_lightning.checkpoint.arena_location import MEMORY, NAMED
+from moe_lightning.checkpoint.arena import MEMORY, NAMED
 
 _OWNER = "MOE_LIGHTNING_TESTS_OF"
 _LISTENS = "0A"

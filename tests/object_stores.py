@@ -17,7 +17,7 @@ import fsspec
 import pytest
 import s3fs
 
-from moe_lightning.checkpoint import fsspec_storage
+from moe_lightning.checkpoint.storage.interface import objects
 from tests.forks import FORKS, PATIENCE_S
 
 BUCKET = "bucket"
@@ -163,7 +163,7 @@ def faulty_s3(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
         "AWS_MAX_ATTEMPTS": "1",  # its pauses are long
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(fsspec_storage, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 0.01)
     forget_stores()
     try:
         store = fsspec.filesystem("s3", use_listings_cache=False)
@@ -180,5 +180,5 @@ def faulty_s3(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 
 def forget_stores() -> None:
     """The next one has the environment of that moment."""
-    fsspec_storage._store.cache_clear()
+    objects._store.cache_clear()
     s3fs.S3FileSystem.clear_instance_cache()

@@ -10,15 +10,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.ledger import worst_case_plt
-from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks.dynamic_k import DynamicK
-from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
-from moe_lightning.checkpoint.plan import Order
-from moe_lightning.checkpoint.reader import CheckpointSource
+from moe_lightning.checkpoint.loader import CheckpointSource
+from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings, Order
+from moe_lightning.checkpoint.selection import parse_scopes, worst_case_plt
 from moe_lightning.checkpoint.session import CheckpointSession
-from moe_lightning.checkpoint.settings import CheckpointSettings
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import moe_layers

@@ -7,9 +7,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
 from moe_lightning.checkpoint.agent_control import warnings_of
-from moe_lightning.checkpoint.copy_windows import Window
 from moe_lightning.checkpoint.session import CheckpointSession
-from moe_lightning.checkpoint.storages import place_of
+from moe_lightning.checkpoint.snapshotter import Window
+from moe_lightning.checkpoint.storage.registry import place_of
 
 
 def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float) -> None:

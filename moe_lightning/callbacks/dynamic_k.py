@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from moe_lightning.algorithms.dynamic_k_rule import DynamicK as DynamicKRule
+from moe_lightning.checkpoint.selection import DynamicK as DynamicKRule
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 

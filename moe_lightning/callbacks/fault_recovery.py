@@ -15,10 +15,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.algorithms.protection import PROTECTIONS, ProtectionLayout, choose_protection, protected_by
 from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.recovery_table import log_table
+from moe_lightning.checkpoint.protection import PROTECTIONS, ProtectionLayout, choose_protection, protected_by
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
@@ -44,7 +44,7 @@ class FaultRecovery(Callback, RecoveryListener):
         min_replicas: nodes that hold each expert where slots allow; any smaller number of them may be lost at once
             without a snapshot. Unless the strategy names copies or a placement, it starts with so many.
         protection: how snapshots of a PartialExpertsCheckpoint outlive their node: "arc" (copies), "aec" (parities),
-            "none", another name in `algorithms.protection.PROTECTIONS`, or "auto": none where every expert is on more
+            "none", another name in `checkpoint.protection.PROTECTIONS`, or "auto": none where every expert is on more
             than `failures` nodes, else the cheapest that survives so many lost nodes.
         failures: nodes that may be lost at once without falling back to storage.
         optimizer_replay: under the strategy's dense="zero1", let every rank repeat the AdamW updates of the next rank's

@@ -17,21 +17,18 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.callbacks import checkpoint_budget as budget
 from moe_lightning.callbacks.checkpoint_metrics import log_checkpoint, log_committed
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.own_strategy import own_strategy
-from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
-from moe_lightning.checkpoint.copy_windows import CopyWindows
-from moe_lightning.checkpoint.fence import enter_world, next_world
-from moe_lightning.checkpoint.plan import Order
-from moe_lightning.checkpoint.recovery_sources import RecoverySources, fallback_room
+from moe_lightning.checkpoint.directory import checkpoints, enter_world, next_world, run_of
+from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings, Order
+from moe_lightning.checkpoint.protection import ProtectionLayout
+from moe_lightning.checkpoint.repair import RecoverySources, fallback_room
 from moe_lightning.checkpoint.session import CheckpointSession
-from moe_lightning.checkpoint.settings import CheckpointSettings
-from moe_lightning.checkpoint.storage import URL
-from moe_lightning.checkpoint.storages import absolute, shared_place
-from moe_lightning.checkpoint.store import checkpoints, run_of
+from moe_lightning.checkpoint.snapshotter import CopyWindows
+from moe_lightning.checkpoint.storage.interface import URL
+from moe_lightning.checkpoint.storage.registry import absolute, shared_place
 from moe_lightning.config import Coefficient, PositiveInt, Seconds, validated
 from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy

@@ -17,10 +17,10 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from moe_lightning.checkpoint.directory import read_manifest
+from moe_lightning.checkpoint.loader import oldest_versions
 from moe_lightning.checkpoint.manifest import MANIFEST, Manifest
-from moe_lightning.checkpoint.reader import oldest_versions
-from moe_lightning.checkpoint.storage import Place
-from moe_lightning.checkpoint.store import read_manifest
+from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.user_errors import one_line
 
 RUN_ID = "wandb_run_id"

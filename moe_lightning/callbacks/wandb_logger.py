@@ -25,7 +25,7 @@ from typing_extensions import override
 from moe_lightning import seams
 from moe_lightning.callbacks.csv_logger import NotBegun
 from moe_lightning.callbacks.wandb_artifacts import RUN_ID, CheckpointUploads, resumed_artifact
-from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.config import validated
 
 _MOST_BINS = 512

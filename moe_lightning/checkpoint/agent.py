@@ -1,4 +1,27 @@
-"""The persist agent: one process per node that writes snapshots to storage, and goes on doing so when the workers are
+"""Persist agent: one process per node that writes snapshots to storage.
+
+The very directory of checkpoints that an agent writes to, whatever its path leads to by now: a run may be moved, and
+a copy of it may lie in its place.
+
+How the agents of several nodes come to persist the same step, without a word to each other but one small file.
+
+Every node's snapshots come and go within a step or two, and its agent looks at them in its own time: two agents that
+each chose for themselves could choose different steps again and again. So `.next.json` in the storage says which
+snapshot is persisted next: the first one of a step or later. All ranks take snapshots of the same steps, so nodes that
+learn of it before they have passed it hold the same one. A node that has passed it asks for a later one, further ahead
+each time, until all of them hear in time.
+
+The papers (MoC-System 5.2, REFT 4.2) leave open how nodes agree.
+
+Which snapshot an agent persists next, and whether what it persists can still become a checkpoint.
+
+Reads the files again that checkpoints carry over from each other, while nothing waits to be written.
+
+A carried file is one inode in all checkpoints that name it: damage to it reaches every one of them, and it is never
+written again by itself. So each is read back from storage within a number of commits; one that is damaged, or lost, is
+named, and the next checkpoint gets its experts from memory, in a file of its own.
+
+The persist agent: one process per node that writes snapshots to storage, and goes on doing so when the workers are
 dead.
 
 It watches the arenas of a private directory, writes the snapshots that wait there as parts of checkpoints, commits
@@ -13,45 +36,393 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import xxhash
 
 from moe_lightning.checkpoint.agent_control import LOCK, STATUS, STOP, AgentStatus, complaint_of, record_root
-from moe_lightning.checkpoint.agreed_step import Agreement, propose
-from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.arena_location import ARENAS, rank_of
-from moe_lightning.checkpoint.commit import prune, try_commit, withdraw_part
-from moe_lightning.checkpoint.durable import lock_exclusively, write_durably
-from moe_lightning.checkpoint.fence import Superseded, check_world
-from moe_lightning.checkpoint.own_root import Elsewhere, OwnRoot
-from moe_lightning.checkpoint.part_writer import write_part
-from moe_lightning.checkpoint.persist_job import (
-    Job,
-    has_work,
-    interrupted_job,
-    is_superseded,
-    is_void,
-    left_behind,
-    missing_parts,
-    next_job,
-    will_lack_parts,
-)
-from moe_lightning.checkpoint.scrubbing import Scrubber
-from moe_lightning.checkpoint.storage import Place
-from moe_lightning.checkpoint.storages import place_of, storage_of
-from moe_lightning.checkpoint.store import read_manifest
-from moe_lightning.checkpoint.triple_buffer import TripleBuffer, newest_common
+from moe_lightning.checkpoint.arena import ARENAS, Arena, TripleBuffer, newest_common, rank_of
+from moe_lightning.checkpoint.commit import missing_ranks, prune, try_commit, withdraw_part, write_part
+from moe_lightning.checkpoint.directory import Superseded, check_world, headings, read_manifest, world_lock
+from moe_lightning.checkpoint.manifest import FileRecord, Manifest
+from moe_lightning.checkpoint.storage.durable import lock_exclusively, write_durably
+from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.checkpoint.storage.registry import place_of, storage_of
 from moe_lightning.errors import CheckpointError
+
+
+class Elsewhere(OSError):
+    """The path does not lead to the run's directory: nothing is written, and nothing there is the run's."""
+
+
+class OwnRoot:
+    """A directory by path and identity.
+
+    Args:
+        path: of the checkpoints.
+        identity: of the directory (`Storage.identity`); None: of the one that is there when it is first used.
+    """
+
+    def __init__(self, path: Place, identity: str | None) -> None:
+        self._path, self._storage, self._identity = path, storage_of(path), identity
+
+    def check(self) -> None:
+        """See that the path leads to the directory. Where it was deleted, but not what holds it, another will be made.
+
+        Raises:
+            Elsewhere: it does not.
+        """
+        try:
+            found = self._storage.identity(self._path)
+        except FileNotFoundError:
+            if self._identity is not None and not self._storage.is_dir(self._path.parent):
+                raise Elsewhere(errno.ENOENT, "the run's directory was moved or deleted", str(self._path)) from None
+            self._identity = None
+            return
+        self._identity = self._identity or found
+        if found != self._identity:
+            raise Elsewhere(errno.ESTALE, "another directory took the place of the run's", str(self._path))
+
+    def made(self) -> None:
+        """The directory is there: it is this one from now on, where it was not known."""
+        self._identity = self._identity or self._storage.identity(self._path)
+
+
+_NEXT = ".next.json"
+_OPEN = -1
+_LARGEST_STEP = 1 << 60
+_LARGEST_MARGIN = 1 << 16
+"""Steps; nodes that still miss each other's snapshots have none in common."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What is persisted next.
+
+    Attributes:
+        session: of the snapshots.
+        step: the first snapshot of this step or later; negative while nobody has chosen.
+        margin: how many steps ahead of itself the last node that was late has asked for.
+    """
+
+    session: str
+    step: int = _OPEN
+    margin: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Nobody has chosen a step yet."""
+        return self.step < 0
+
+    @classmethod
+    def read(cls, root: Place) -> Self | None:
+        """The present agreement of a storage; None where there is none, or nothing that can be read as one."""
+        try:
+            found = json.loads(storage_of(root).read(root / _NEXT))
+            read = cls(session=found["session"], step=found["step"], margin=found["margin"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        if (type(read.session), type(read.step), type(read.margin)) != (str, int, int):
+            return None
+        return read if max(abs(read.step), abs(read.margin)) < _LARGEST_STEP else None
+
+    def later(self, newest: int) -> Agreement:
+        """What a node proposes that has passed this one, from its newest step."""
+        margin = max(1, 2 * self.margin)
+        return Agreement(session=self.session, step=newest + margin, margin=margin)
+
+    def fulfilled(self) -> Agreement:
+        """Open for the next step; the margin that was needed shrinks only slowly."""
+        return Agreement(session=self.session, margin=self.margin // 2)
+
+
+def propose(root: Place, seen: Agreement | None, proposal: Agreement, *, world: int = 0) -> Agreement:
+    """Put a proposal in the place of what was seen; what has come there meanwhile counts instead.
+
+    Returns:
+        What holds now.
+
+    Raises:
+        OSError: the storage failed.
+        CheckpointError: its lock is not to be had.
+    """
+    storage_of(root).make(root)
+    with world_lock(root, world):
+        present = Agreement.read(root)
+        if present is not None and present != seen:
+            return present
+        storage_of(root).put(root / _NEXT, json.dumps(asdict(proposal)).encode())
+        return proposal
+
+
+def agreed_step(
+    root: Place, session: str, arenas: Sequence[Arena], common: int | None, *, world: int = 0
+) -> int | None:
+    """The step that this node persists next, as agreed with the others; None while that is open or has not come.
+
+    Args:
+        arenas: of all ranks of this node; each has a snapshot of the session.
+        common: the newest step that waits in all of them, or None.
+
+    Raises:
+        OSError: the storage failed.
+        CheckpointError: training is over, and the nodes hold no snapshots of a common step.
+    """
+    agreed = Agreement.read(root)
+    if agreed is None or agreed.session < session or (agreed.is_open and agreed.session == session):
+        if common is None:
+            return None
+        agreed = propose(root, agreed, _first_choice(agreed, session, arenas, common), world=world)
+    if agreed.is_open or agreed.session != session:
+        return None
+    for arena in arenas:
+        if arena.state.wanted != agreed.step:
+            arena.transition(lambda state: state.want(agreed.step))
+    states = [arena.state for arena in arenas]
+    held = {state.held for state in states}
+    if any(state.wanted != agreed.step for state in states):
+        propose(root, agreed, agreed.later(max(state.newest for state in states)), world=world)
+    elif len(held) == 1 and None not in held:
+        return held.pop()
+    elif common is not None and not any(arena.writer_alive for arena in arenas):  # what was agreed on never comes
+        if agreed.margin > _LARGEST_MARGIN:
+            raise CheckpointError(f"training ended, and not all nodes hold snapshots of step {common}: none is written")
+        propose(root, agreed, replace(agreed, step=common), world=world)
+    return None
+
+
+def _first_choice(agreed: Agreement | None, session: str, arenas: Sequence[Arena], common: int) -> Agreement:
+    """What waits already, unless nodes were late for that of late."""
+    margin = agreed.margin if agreed is not None and agreed.session == session else 0
+    step = max(arena.state.newest for arena in arenas) + margin if margin else common
+    return Agreement(session=session, step=step, margin=margin)
+
+
+_PAUSE_S = 0.2
+_LONGEST_JOB_PAUSE_S = 5.0
+
+
+@dataclass
+class Job:
+    """A step that is being persisted on this node.
+
+    Attributes:
+        agreed: with other nodes: this step's snapshot is the first of that step or later.
+        written: arenas whose part is written.
+        checked: when it was last looked whether the parts will come.
+        asked, asked_at: how often, and when last, that the storage was asked for what others do.
+    """
+
+    session: str
+    step: int
+    world: int
+    world_size: int
+    began: float = field(default_factory=time.monotonic)
+    agreed: int | None = None
+    written: set[Path] = field(default_factory=set)
+    nbytes: int = 0
+    checked: float = 0.0
+    asked: int = 0
+    asked_at: float = 0.0
+
+
+def has_work(arena: Arena) -> bool:
+    """Something to be written, or being written."""
+    state = arena.state
+    return bool(state.waiting) or state.persisting is not None
+
+
+def interrupted_job(arenas: Iterable[Arena]) -> Job | None:
+    """A persist that an agent before this one began."""
+    for arena in arenas:
+        index = arena.state.persisting
+        if index is not None:
+            table = arena.table(index)
+            if table is not None:
+                return Job(table.session, table.step, table.world, table.world_size)
+            arena.transition(lambda s: s.fail_persist() if s.persisting is not None else s)
+    return None
+
+
+def next_job(root: Place, session: str | None, arenas: Sequence[Arena]) -> Job | None:
+    """The newest step of a session that all its ranks hold, as agreed with other nodes; None while there is none.
+
+    Args:
+        session: the newest one of which a snapshot waits; None where nothing waits.
+        arenas: of its ranks on this node.
+    """
+    if session is None:
+        return None
+    tables = [[t for t in arena.waiting_tables() if t.session == session] for arena in arenas]
+    step = newest_common([t.step for t in ts] for ts in tables)
+    known = next(((t.world, t.world_size) for ts in tables for t in ts), None)
+    if known is None:
+        return None  # what waited a moment ago has given way to a newer snapshot
+    world, world_size = known
+    if len(arenas) >= world_size:
+        return None if step is None else Job(session, step, world, world_size)
+    if any(all(t.session != session for t in arena.tables()) for arena in arenas):
+        return None  # a rank has only just come to this session
+    step = agreed_step(root, session, arenas, step, world=world)
+    if step is None:
+        return None
+    agreed = Agreement.read(root)
+    return Job(session, step, world, world_size, agreed=agreed.step if agreed is not None else None)
+
+
+def left_behind(arenas: Mapping[Path, Arena], session: str) -> list[Path]:
+    """Arenas of ranks that are no longer of this world: dead, and with snapshots of older sessions only."""
+    return [
+        path
+        for path, arena in arenas.items()
+        if not arena.writer_alive and all(table.session < session for table in arena.tables())
+    ]
+
+
+def others_went_on(root: Place, job: Job) -> bool:
+    """Whether the other nodes will persist another step, or have persisted a later session's; asked less and less
+    often, as it looks at more than the parts that are waited for.
+    """
+    now = time.monotonic()
+    if now - job.asked_at < min(_LONGEST_JOB_PAUSE_S, _PAUSE_S * 2 ** min(job.asked, 10)):
+        return False
+    job.asked, job.asked_at = job.asked + 1, now
+    agreed = Agreement.read(root)
+    is_ours = agreed is not None and agreed.session == job.session and not agreed.is_open
+    if agreed is not None and is_ours and (agreed.step > job.step or job.agreed not in (None, agreed.step)):
+        return True
+    return is_superseded(root, job.session)
+
+
+def is_superseded(root: Place, session: str) -> bool:
+    """Whether the others went on, in a world without this node, and save a later session."""
+    agreed, committed = Agreement.read(root), headings(root)
+    return (agreed is not None and agreed.session > session) or (bool(committed) and committed[0][1].session > session)
+
+
+def is_void(job: Job, arenas: Iterable[Arena]) -> bool:
+    """Whether training was rolled back: every rank of this node that lives has begun a later session."""
+    arenas = list(arenas)
+    followed = [a for a in arenas if any(table.session > job.session for table in a.waiting_tables())]
+    return bool(followed) and all(arena in followed for arena in arenas if arena.writer_alive)
+
+
+def will_lack_parts(job: Job, arenas: Mapping[Path, Arena], root: Place) -> bool:
+    """Whether the parts of ranks of this node will never come, or the other nodes persist something else.
+
+    A rank's arena that was left behind says nothing of that rank: it may have moved on to another node.
+    """
+    left = left_behind(arenas, job.session)
+    here = [(rank_of(path), arena) for path, arena in arenas.items() if path not in left]
+    late = {rank for rank, arena in here if passed_by(arena, job.session, job.step)}
+    return (bool(late) and not late.isdisjoint(missing_parts(root, job))) or others_went_on(root, job)
+
+
+def missing_parts(root: Place, job: Job) -> list[int]:
+    """Ranks whose part is not there."""
+    return missing_ranks(storage_of(root).staging(root, job.session, job.step, job.world), job.world_size)
+
+
+def passed_by(arena: Arena, session: str, step: int) -> bool:
+    """Whether a rank will never deliver a session's step: it has none and is dead, or has newer ones.
+
+    A former session's snapshot of the step, which training came back to, says nothing.
+    """
+    steps = [table.step for table in arena.tables() if table.session == session]
+    return step not in steps and (max(steps, default=step) > step or not arena.writer_alive)
+
+
+_DATA = re.compile(r".+\.rank(\d+)\.step(\d+)\.distcp")
+
+
+class Scrubber:
+    """The carried files of one node's ranks.
+
+    Args:
+        within: commits within which every carried file is read.
+
+    Attributes:
+        damaged: names of files that the newest checkpoint carries and that are not as they were written.
+        problems: a sentence for each file that was ever found damaged.
+    """
+
+    def __init__(self, within: int) -> None:
+        self._within = within
+        self._commits = 0
+        self._read_at: dict[str, int] = {}  # the commit at which a file was last known to be whole
+        self._rounds: list[Iterator[None]] = []
+        self.damaged: set[str] = set()
+        self.problems: list[str] = []
+
+    def committed(self, directory: Place, manifest: Manifest, ranks: Collection[int]) -> None:
+        """A checkpoint is there: finish what should have been read by now, and choose what is read until the next one.
+
+        Args:
+            ranks: of this node; other nodes read the files of theirs.
+        """
+        while self.work():
+            pass
+        self._commits += 1
+        carried = {name: r for name, r in manifest.files.items() if _is_carried(name, manifest.step, ranks)}
+        self._read_at = {name: self._read_at.get(name, self._commits - 1) for name in carried}
+        self.damaged &= carried.keys()
+        share = sum(record.nbytes for record in carried.values()) / self._within
+        for name in sorted(carried.keys() - self.damaged, key=lambda n: (self._read_at[n], n)):
+            if share <= 0 and self._commits - self._read_at[name] < self._within:
+                break
+            share -= carried[name].nbytes
+            self._rounds.append(self._read(directory, name, carried[name]))
+
+    def work(self) -> bool:
+        """Read a little; False where nothing is left to be read until the next commit."""
+        while self._rounds:
+            if next(self._rounds[0], self) is not self:
+                return True
+            del self._rounds[0]
+        return False
+
+    def _read(self, directory: Place, name: str, record: FileRecord) -> Iterator[None]:
+        """Compare a file with its checksum, a chunk at a time."""
+        path, digest, nbytes = directory / record.path, xxhash.xxh3_64(), 0
+        problem: str | None = None
+        storage = storage_of(directory)
+        try:
+            for chunk in storage.chunks(path, fresh=True):
+                digest.update(chunk)
+                nbytes += len(chunk)
+                yield
+        except FileNotFoundError:
+            if not storage.is_dir(directory):
+                return  # pruned: a newer checkpoint carries the file, and it is read from there
+            problem = "is gone"
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror})"
+        if problem is None and (nbytes, digest.hexdigest()) != (record.nbytes, record.xxh3):
+            problem = "is damaged"
+        if problem is None:
+            self._read_at[name] = self._commits
+            return
+        self.damaged.add(name)
+        self.problems.append(f"{path} {problem}: the next checkpoint has its experts anew")
+
+
+def _is_carried(name: str, step: int, ranks: Collection[int]) -> bool:
+    match = _DATA.fullmatch(name)
+    return match is not None and int(match[2]) != step and int(match[1]) in ranks
+
 
 _HOPE_S = 0.2
 _LOCK_S = 0.1

@@ -1,4 +1,17 @@
-"""The arena: one rank's snapshots in host memory, in a file that outlives the process.
+"""Snapshot arena: one rank's snapshots in a file in memory that outlives the process.
+
+The table of contents of a snapshot: which block of the arena holds which piece of state.
+
+The triple buffer between a snapshot and its persistence, as a pure state machine.
+
+Three host buffers, each either open for snapshots (S), being written to storage (P) or the recovery copy (R); all
+start in S. A snapshot goes into an S buffer; when it is complete and no buffer is P, it may become P; when the persist
+completes, P becomes R and the former R goes back to S. Sources: PEC 3.2, MoC-System 5.2; the papers show a timeline
+only, which buffer is taken and which waiting snapshot is dropped is our choice.
+
+Where arenas live, and whether they fit there.
+
+The arena: one rank's snapshots in host memory, in a file that outlives the process.
 
 A file in /dev/shm is reserved, mapped and touched once; snapshots are copied into it and can be read from another
 process, also after the writer was killed. Memory is a pool of blocks: three of them for every key, enough for the
@@ -27,18 +40,286 @@ import struct
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from moe_lightning.checkpoint.arena_location import reserve
-from moe_lightning.checkpoint.durable import lock_exclusively
-from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
-from moe_lightning.checkpoint.triple_buffer import NO_STEP, Buffer, Status, TripleBuffer
+from moe_lightning.checkpoint.manifest import LARGEST, check_blocks, check_pieces, check_record, read_object
+from moe_lightning.checkpoint.storage.durable import lock_exclusively
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import Piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotIndex:
+    """The table of contents of one snapshot.
+
+    Attributes:
+        placed: with their locations in its memory.
+        session: identifies one start of the training; carried-over state never crosses sessions.
+        extra: JSON that goes into the checkpoint's manifest as it is.
+        world: number of the world that took it (`fence.py`).
+    """
+
+    run: str
+    session: str
+    step: int
+    rank: int
+    world_size: int
+    placed: tuple[Piece, ...]
+    extra: dict[str, Any] = field(default_factory=dict)
+    world: int = 0
+
+    @property
+    def first_step(self) -> int:
+        """The step after which the oldest of it was taken: the steps from there on are run again after a restore."""
+        return min(self.step, int(self.extra.get("replayed_from", self.step)))
+
+    def dump(self) -> bytes:
+        return json.dumps({**vars(self), "placed": [piece.to_json() for piece in self.placed]}).encode()
+
+    @classmethod
+    def parse(cls, data: bytes, origin: str, *, memory_bytes: int = LARGEST) -> SnapshotIndex:
+        """Read a table.
+
+        Args:
+            origin: where it stands, for messages.
+            memory_bytes: that its blocks are offsets in, where that is here.
+
+        Raises:
+            CheckpointError: nothing of ours wrote it.
+        """
+        values = read_object(data, origin)
+        check_record(values, _NEEDED, origin)
+        try:
+            placed = tuple(Piece.from_json(row, "arena") for row in values["placed"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{origin} was written by something else: it lacks an entry ({error})") from error
+        check_pieces(placed, origin)
+        check_blocks(placed, memory_bytes, origin)
+        known = {name: value for name, value in values.items() if name in _NAMES}
+        return cls(**{**known, "placed": placed})
+
+
+_NAMES = frozenset(entry.name for entry in fields(SnapshotIndex))
+_NEEDED = ("run", "session", "step", "rank", "world_size", "placed")
+
+
+def digest_of(payload: torch.Tensor) -> str:
+    """Hexadecimal xxh3 of uint8 bytes."""
+    data: Any = payload.numpy()
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+NO_STEP = -1
+
+
+class Status(IntEnum):
+    """What a buffer is for."""
+
+    SNAPSHOT = 0
+    PERSIST = 1
+    RECOVERY = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """One buffer: its status, the step whose snapshot it holds (NO_STEP: none that is whole), and when it was last
+    taken up."""
+
+    status: Status = Status.SNAPSHOT
+    step: int = NO_STEP
+    used_at: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Holds a whole snapshot that is neither being persisted nor persisted."""
+        return self.status is Status.SNAPSHOT and self.step != NO_STEP
+
+
+@dataclass(frozen=True, kw_only=True)
+class TripleBuffer:
+    """The state of all buffers; every method returns a new state.
+
+    Attributes:
+        writing: index of the buffer that a snapshot is being copied into, or None.
+        clock: counts snapshots begun, so that the least recently used buffer is known.
+        newest: step of the newest whole snapshot there ever was, whether or not a buffer still holds it.
+        wanted: the first snapshot of this step or later is held until it is persisted; NO_STEP: none is.
+    """
+
+    buffers: tuple[Buffer, ...] = (Buffer(), Buffer(), Buffer())
+    writing: int | None = None
+    clock: int = 0
+    newest: int = NO_STEP
+    wanted: int = NO_STEP
+
+    def begin_snapshot(self) -> TripleBuffer:
+        """Open the least recently used empty S buffer, or overwrite the oldest waiting snapshot that is not held; the
+        result's `writing` names it."""
+        assert self.writing is None, "a snapshot is already being written"
+        free = [i for i, b in enumerate(self.buffers) if b.status is Status.SNAPSHOT]
+        held = self.waiting.get(self.held) if self.held is not None else None
+        index = min(free, key=lambda i: (i == held, self.buffers[i].waits, self.buffers[i].used_at))
+        opened = Buffer(used_at=self.clock + 1)
+        return replace(self._with(index, opened), writing=index, clock=self.clock + 1)
+
+    def finish_snapshot(self, step: int) -> TripleBuffer:
+        """The snapshot of `step` is whole and waits to be persisted."""
+        assert self.writing is not None, "no snapshot is being written"
+        whole = self._with(self.writing, replace(self.buffers[self.writing], step=step))
+        return replace(whole, writing=None, newest=step)
+
+    def abort_snapshot(self) -> TripleBuffer:
+        """The snapshot being written will never be whole (its writer died): the buffer is empty."""
+        return replace(self, writing=None)
+
+    def want(self, step: int) -> TripleBuffer:
+        """Hold the first snapshot of `step` or later; unchanged where that may have come and gone."""
+        return replace(self, wanted=step) if step > self.newest or step in self.waiting else self
+
+    def start_persist(self, step: int) -> TripleBuffer:
+        """The waiting snapshot of `step` becomes P; older waiting ones are dropped."""
+        assert self.persisting is None, "a persist is already running"
+        chosen = self.waiting[step]
+        kept = replace(self._without(lambda b: b.waits and b.step < step), wanted=NO_STEP)
+        return kept._with(chosen, replace(self.buffers[chosen], status=Status.PERSIST))
+
+    def finish_persist(self) -> TripleBuffer:
+        """P is on storage: it becomes R, and the former R an empty S."""
+        chosen = self.persisting
+        assert chosen is not None, "no persist is running"
+        kept = self._without(lambda b: b.status is Status.RECOVERY)
+        return kept._with(chosen, replace(self.buffers[chosen], status=Status.RECOVERY))
+
+    def fail_persist(self, *, keep: bool = True) -> TripleBuffer:
+        """The persist did not succeed: its snapshot waits again, or is dropped (keep=False, or a newer one waits)."""
+        chosen = self.persisting
+        assert chosen is not None, "no persist is running"
+        failed = self.buffers[chosen]
+        keep = keep and not any(step > failed.step for step in self.waiting)
+        return self._with(chosen, replace(failed, status=Status.SNAPSHOT, step=failed.step if keep else NO_STEP))
+
+    def drop_waiting(self) -> TripleBuffer:
+        """Waiting snapshots are void: a new session has rolled training back."""
+        return replace(self._without(lambda b: b.waits), newest=NO_STEP, wanted=NO_STEP)
+
+    @property
+    def waiting(self) -> dict[int, int]:
+        """step -> buffer of the snapshots that wait to be persisted."""
+        return {b.step: i for i, b in enumerate(self.buffers) if b.waits}
+
+    @property
+    def held(self) -> int | None:
+        """Step of the waiting snapshot that is not overwritten; None while none is wanted, or it has not come."""
+        return min((step for step in self.waiting if 0 <= self.wanted <= step), default=None)
+
+    @property
+    def persisting(self) -> int | None:
+        return self._first(Status.PERSIST)
+
+    @property
+    def recovery(self) -> int | None:
+        return self._first(Status.RECOVERY)
+
+    def _first(self, status: Status) -> int | None:
+        return next((i for i, b in enumerate(self.buffers) if b.status is status), None)
+
+    def _without(self, void: Callable[[Buffer], bool]) -> TripleBuffer:
+        """Empty the buffers of which `void` is true."""
+        buffers = tuple(replace(b, status=Status.SNAPSHOT, step=NO_STEP) if void(b) else b for b in self.buffers)
+        return replace(self, buffers=buffers)
+
+    def _with(self, index: int, buffer: Buffer) -> TripleBuffer:
+        buffers = tuple(buffer if i == index else b for i, b in enumerate(self.buffers))
+        return replace(self, buffers=buffers)
+
+
+def newest_common(waiting: Iterable[Iterable[int]]) -> int | None:
+    """The newest step whose snapshot waits in every rank's arena; None where there is none.
+
+    Args:
+        waiting: for each rank the steps of its waiting snapshots.
+    """
+    sets = [set(steps) for steps in waiting]
+    return max(set.intersection(*sets), default=None) if sets else None
+
+
+ARENAS = "rank*.arena"
+
+NAMED = "moe-lightning-"
+"""What the names of arenas' directories begin with."""
+
+MEMORY = Path("/dev/shm")
+
+
+def arena_path(directory: Path, rank: int) -> Path:
+    """The arena file of a rank."""
+    return directory / f"rank{rank:05d}.arena"
+
+
+def rank_of(path: Path) -> int:
+    """The rank of an arena file."""
+    return int(path.stem.removeprefix("rank"))
+
+
+def existing_arenas(name: str, fallback: Path) -> Path | None:
+    """The directory that `arena_directory` made for this name; None where there is none of this user's."""
+    for room in (MEMORY, fallback):
+        path = room / f"{NAMED}{name}"
+        if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid():
+            return path
+    return None
+
+
+def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Path = MEMORY) -> Path:
+    """A private directory for arenas: in shared memory, or under `fallback` where that is missing or too small.
+
+    Raises:
+        ConfigurationError: neither has room.
+    """
+    rooms = [room for room in (memory, fallback) if room.is_dir()]
+    for room in rooms:
+        existing = room / f"{NAMED}{name}"
+        held = sum(f.stat().st_size for f in existing.glob(ARENAS)) if existing.is_dir() else 0
+        if _free_bytes(room) + held >= needed_bytes:
+            existing.mkdir(mode=0o700, exist_ok=True)
+            if existing.stat().st_uid != os.getuid() or existing.is_symlink():
+                raise ConfigurationError(f"{existing} belongs to somebody else: choose another run name")
+            existing.chmod(0o700)
+            return existing
+    free = ", ".join(f"{room} has {_free_bytes(room) / 2**30:.2f} GiB" for room in rooms) or "no such directory exists"
+    raise ConfigurationError(
+        f"snapshots of this node need {needed_bytes / 2**30:.2f} GiB of memory ({free}): free memory, "
+        "spread the state over more ranks, or name a larger fallback directory"
+    )
+
+
+def reserve(fd: int, size: int, room: Path) -> None:
+    """Reserve every byte of a file now: a page that cannot be had later would kill the process that touches it.
+
+    Raises:
+        ConfigurationError: the file system has no room.
+    """
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        free = _free_bytes(room) / 2**30
+        raise ConfigurationError(
+            f"the arena needs {size / 2**30:.2f} GiB in {room}, where {free:.2f} GiB are free ({error.strerror}): "
+            "free memory or use another directory"
+        ) from error
+
+
+def _free_bytes(room: Path) -> int:
+    stats = os.statvfs(room)
+    return stats.f_bavail * stats.f_frsize
+
 
 _MAGIC = b"MOEARN03"
 _PAGE = 4096

@@ -1,4 +1,15 @@
-"""Commit of a checkpoint without collectives: whoever finds every rank's part in the staging directory gives it a
+"""Parts of ranks and the commit of a checkpoint without collectives.
+
+The byte format of torch.distributed.checkpoint files, written without serialising tensors through Python.
+
+Stock `dcp.load` reads every tensor with `torch.load` from a slice of a file. Such a slice is a fixed prefix, the raw
+bytes and a fixed suffix, which depend on dtype and shape only; they are produced once by torch itself (saving a tensor
+whose data are left out) and cached. So raw memory goes to the file as it is, and our own reader finds the raw bytes
+again at a known offset, without unpickling.
+
+Writes a rank's share of a checkpoint: data files, and the part that lists them.
+
+Commit of a checkpoint without collectives: whoever finds every rank's part in the staging directory gives it a
 name; and pruning.
 
 Two agents may try at the same time: both happen under a lock that dies with its holder, and every step can be repeated
@@ -8,23 +19,260 @@ after a crash.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import pickle
 import re
+import struct
+import tempfile
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import replace
-from functools import partial
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
 
+import torch
 import xxhash
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from moe_lightning.checkpoint.dcp_format import dump_metadata
-from moe_lightning.checkpoint.fence import check_world, world_lock
+from moe_lightning.checkpoint.arena import SnapshotIndex, digest_of
+from moe_lightning.checkpoint.directory import (
+    Heading,
+    check_world,
+    claim,
+    directories,
+    has_manifest,
+    headings,
+    make_staging,
+    part_name,
+    previous_of,
+    world_lock,
+)
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, PRUNED, FileRecord, Manifest, Part, check_coverage
-from moe_lightning.checkpoint.storage import Place, Storage
-from moe_lightning.checkpoint.storages import storage_of
-from moe_lightning.checkpoint.store import Heading, directories, has_manifest, headings, part_name, previous_of
+from moe_lightning.checkpoint.storage.interface import Place, Storage
+from moe_lightning.checkpoint.storage.registry import storage_of
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import Piece, is_expert_key, is_replayed
+from moe_lightning.state.pieces import DTYPES, OBJECT, Location, Piece, is_expert_key, is_replayed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """What stands before and after a tensor's raw bytes."""
+
+    prefix: bytes
+    suffix: bytes
+
+
+@lru_cache(maxsize=4096)
+def frame_of(dtype: str, shape: tuple[int, ...]) -> Frame:
+    """The frame of tensors of a dtype and shape; empty for objects, which are stored as they are."""
+    if dtype == OBJECT:
+        return Frame(prefix=b"", suffix=b"")
+    # Memory that nobody touches is not taken, and data that are skipped are a hole of the file. A fake tensor would do
+    # as well, but importing torch's compiler for it takes an agent longer than its first checkpoint.
+    outline = torch.empty(shape, dtype=DTYPES[dtype])
+    with tempfile.TemporaryFile() as file:
+        with torch.serialization.skip_data():
+            torch.save(outline, file)
+        with zipfile.ZipFile(file) as archive:
+            (record,) = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
+        file.seek(record.header_offset)
+        local_header = file.read(30)
+        name_length, extra_length = struct.unpack("<HH", local_header[26:30])
+        start = record.header_offset + 30 + name_length + extra_length
+        file.seek(0)
+        prefix = file.read(start)
+        file.seek(start + record.file_size)
+        return Frame(prefix=prefix, suffix=file.read())
+
+
+def dump_metadata(stored: Iterable[Piece], paths: dict[str, str]) -> bytes:
+    """The `.metadata` file of a checkpoint directory.
+
+    Args:
+        stored: every piece of every key once.
+        paths: file name -> path relative to the directory.
+    """
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for piece in stored:
+        info = _StorageInfo(paths[piece.at.file], piece.at.offset, piece.at.length)
+        if piece.dtype == OBJECT:
+            entries[piece.key] = BytesStorageMetadata()
+            storage[MetadataIndex(piece.key)] = info
+            continue
+        if piece.key not in entries:
+            properties = TensorProperties(dtype=DTYPES[piece.dtype])
+            entries[piece.key] = TensorStorageMetadata(properties, torch.Size(piece.block.whole), [])
+        entry = entries[piece.key]
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(piece.block.offsets), torch.Size(piece.block.sizes)))
+        storage[MetadataIndex(piece.key, piece.block.offsets, len(entry.chunks) - 1)] = info
+    metadata = Metadata(
+        state_dict_metadata=entries,
+        planner_data={key: (key,) for key in entries},
+        storage_data=storage,
+        storage_meta=StorageMeta(),
+        version=CURRENT_DCP_VERSION,
+    )
+    return pickle.dumps(metadata)
+
+
+def dump_object(value: object) -> bytes:
+    """An object as stock DCP stores it; our reader loads it with `load_plain`."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def carried_keys(path: Place, manifest: Manifest, damaged: Collection[str] = ()) -> set[str]:
+    """The keys of experts that a next checkpoint can carry over: all but those in files that are damaged, gone or of
+    another size.
+
+    Args:
+        path: the checkpoint's directory.
+        damaged: names of files that are known to be damaged.
+    """
+    stored = [piece for piece in manifest.stored if is_expert_key(piece.key)]
+    files = {name: manifest.files[name] for name in {piece.at.file for piece in stored}}
+    lost = {name for name, r in files.items() if name in damaged or not _is_there(path / r.path, r.nbytes)}
+    return {p.key for p in stored} - {p.key for p in stored if p.at.file in lost}
+
+
+def _is_there(path: Place, nbytes: int) -> bool:
+    try:
+        return storage_of(path).stat(path).nbytes == nbytes
+    except OSError:
+        return False
+
+
+def write_part(
+    root: Place,
+    table: SnapshotIndex,
+    payload: Callable[[Piece], torch.Tensor],
+    *,
+    damaged: Collection[str] = (),
+    copy_every: int | None = None,
+) -> Part:
+    """Write one rank's share of a checkpoint into the staging directory, and its part-manifest when the data are on
+    disk.
+
+    Written is what was due after the previous checkpoint of the session, in the newest copy that the snapshot has, and
+    whatever that checkpoint does not hold, or not undamaged.
+
+    Args:
+        table: the snapshot.
+        payload: the bytes of a piece, uint8 [nbytes].
+        damaged: names of files whose experts are written anew.
+        copy_every: every so many commits everything is written, so that it lies in files of its own; None: never.
+
+    Raises:
+        CheckpointError: the snapshot is damaged, or the directory belongs to another run.
+        Superseded: a newer world saves or has resumed there.
+        OSError: the storage failed; what was written is removed.
+    """
+    claim(root, table.run)
+    storage = storage_of(root)
+    staging = storage.staging(root, table.session, table.step, table.world)
+    done = staging / part_name(table.rank)
+    if done.name in storage.names(staging):
+        # By an agent that died: another node may be committing it, so the files must not change.
+        return Part.parse(storage.read(done), str(done))
+    groups = _due_groups(root, table, damaged, copy_every)
+    make_staging(root, table.session, table.step, table.world)
+    files: dict[str, FileRecord] = {}
+    stored: list[Piece] = []
+    written: list[str] = []
+    attempt = storage.attempt()
+    try:
+        for group, members in groups.items():
+            name = f"{group}{attempt}.rank{table.rank:05d}.step{table.step:08d}.distcp"
+            data = _Data(name, members, payload)
+            written.append(name)
+            storage.write(staging / name, data)
+            files[name] = FileRecord(path=name, nbytes=data.nbytes, xxh3=data.digest)
+            stored += data.stored
+        part = Part(
+            run=table.run,
+            session=table.session,
+            step=table.step,
+            rank=table.rank,
+            world=table.world,
+            world_size=table.world_size,
+            files=files,
+            stored=tuple(stored),
+            extra=table.extra if table.rank == 0 else {},
+        )
+        storage.put(done, part.dump())
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            for name in written:
+                storage.delete(staging / name)
+        raise
+    return part
+
+
+def _due_groups(
+    root: Place, table: SnapshotIndex, damaged: Collection[str], copy_every: int | None
+) -> dict[str, list[Piece]]:
+    """What is to be written, by file group."""
+    held, written_until = set[str](), -1
+    previous = previous_of(root, table.session, table.step)
+    if previous is not None:
+        path, manifest = previous
+        written_until = manifest.step
+        if copy_every is None or (manifest.sequence + 1) % copy_every:
+            held = carried_keys(path, manifest, damaged)
+    groups: dict[str, list[Piece]] = {}
+    for piece in table.placed:
+        if piece.due > written_until or not is_expert_key(piece.key) or piece.key not in held:
+            groups.setdefault(piece.group, []).append(piece)
+    return groups
+
+
+class _Data:
+    """The bytes of a data file, made and checked anew each time that they are iterated over.
+
+    Attributes:
+        nbytes, digest, stored: of the file, and its pieces at their locations, once it was gone through.
+
+    Raises:
+        CheckpointError: the snapshot is damaged.
+    """
+
+    def __init__(self, name: str, members: Sequence[Piece], payload: Callable[[Piece], torch.Tensor]) -> None:
+        self._name, self._members, self._payload = name, members, payload
+        self.nbytes, self.digest = 0, ""
+        self.stored: list[Piece] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        digest, offset = xxhash.xxh3_64(), 0
+        self.stored = []
+        for piece in self._members:
+            data = self._payload(piece)
+            if digest_of(data) != piece.xxh3:
+                raise CheckpointError(f"the snapshot of {piece.key} at version {piece.version} is damaged in memory")
+            frame = frame_of(piece.dtype, piece.block.sizes)
+            for chunk in (frame.prefix, data.numpy(), frame.suffix):
+                yield chunk
+                digest.update(chunk)  # type: ignore[arg-type]  # any buffer
+            length = len(frame.prefix) + piece.nbytes + len(frame.suffix)
+            data_offset = offset + len(frame.prefix)
+            at = Location(file=self._name, offset=offset, length=length, data_offset=data_offset)
+            self.stored.append(replace(piece, location=at))
+            offset += length
+        self.nbytes, self.digest = offset, digest.hexdigest()
+
 
 _PART = re.compile(r"part-\d+\.json")
 

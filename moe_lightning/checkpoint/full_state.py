@@ -1,13 +1,21 @@
-"""Full checkpoints in the layout of a single process: experts stacked [E, ...] whatever the placement was.
+"""Full state in the layout of a single process, and the live state that joining ranks receive.
+
+Full checkpoints in the layout of a single process: experts stacked [E, ...] whatever the placement was.
 
 Rank 0 collects what other ranks own, so the file is the one that stock Lightning would write for the same module on
 one device: it loads there, and on any number of ranks under any placement.
+
+The live state of a run as a newcomer needs it: what is replicated on every rank comes from one of them.
+
+A process that joins a running world has built the same model and optimizers, but its values are those of the start and
+its optimizers have made no states yet. It is told which states there are, makes them, and then receives every dense
+tensor by broadcast; experts come by migration. Nothing that travels is unpickled.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.checkpoint.plain_values import load_plain, load_trusted
+from moe_lightning.checkpoint.loader import load_plain, load_trusted
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import CheckpointError, MissingCheckpointError
-from moe_lightning.parallel.collectives import collect_on_root
-from moe_lightning.parallel.context import World
+from moe_lightning.parallel.collectives import broadcast_object, collect_on_root
+from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import cut_of, joined, loading, local, part_of_whole, rows_like
@@ -273,3 +281,52 @@ def _cut_entry(entry: Mapping[str, Any], parameter: nn.Parameter, state: State) 
         name: stack.select(value) if isinstance(value, Tensor) and stack.is_full(value) else value
         for name, value in entry.items()
     }
+
+
+_BUCKET_ELEMENTS = 1 << 22
+
+
+def share_optimizers(state: State, takers: Collection[int], world: World, source: int) -> None:
+    """The takers' optimizers get the source rank's hyperparameters and scalars, and states filled with zeros where
+    they have none; collective."""
+    objects, shapes = broadcast_object((state.objects(), state.moment_shapes()), source, world)
+    if world.rank in takers:
+        state.adopt(objects, shapes)
+
+
+@torch.no_grad()
+def broadcast_dense(state: State, world: World, source: int, *, but: Collection[str] = ()) -> int:
+    """What every rank has gets the source rank's values; bytes that travelled.
+
+    Optimizer states that one rank keeps for all (ZeRO-1) stay where they are.
+
+    Args:
+        but: names of parameters that are cut over ranks, or will be.
+    """
+    everyone, kept = state.world_size, {name for name, p in state.dense.items() if p in state.keepers}
+    tensors = [
+        piece.tensor
+        for piece in state.pieces(transient=True)
+        if not piece.is_expert_key and len(piece.holders) == everyone and piece.tensor.numel()
+        if (name := piece.key.removeprefix("dense/").rpartition("/")[0]) not in but
+        if not (piece.is_moment and name in kept)
+    ]
+    for dtype in sorted({t.dtype for t in tensors}, key=str):
+        bucket: list[Tensor] = []
+        for tensor in [t for t in tensors if t.dtype == dtype]:
+            bucket.append(tensor)
+            if sum(t.numel() for t in bucket) >= _BUCKET_ELEMENTS:
+                _broadcast_bucket(bucket, world, source)
+                bucket = []
+        _broadcast_bucket(bucket, world, source)
+    return sum(t.nbytes for t in tensors)
+
+
+def _broadcast_bucket(tensors: Sequence[Tensor], world: World, source: int) -> None:
+    if not tensors:
+        return
+    flat = torch.cat([t.reshape(-1).to(world.device) for t in tensors])
+    broadcast_(flat, source, world)
+    if world.rank != source:
+        for tensor, values in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+            tensor.copy_(values.view_as(tensor))

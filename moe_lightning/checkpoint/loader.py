@@ -1,4 +1,12 @@
-"""Reads checkpoints: verified first, by key, for any number of ranks, without unpickling tensors.
+"""Verified reads of checkpoints by key, without unpickling.
+
+Tensors and plain values from archives of torch, whoever wrote these: no code is unpickled, and nothing in one takes
+more memory than the archive itself, but for tensors that repeat their numbers, within a limit.
+
+What a restore reads from: a checkpoint on storage or snapshots in memory, by key, in pieces that may be rows of a
+tensor.
+
+Reads checkpoints: verified first, by key, for any number of ranks, without unpickling tensors.
 
 Verification compares the checksum of every file, `.metadata` included, with the manifest, and checks that every key is
 there exactly once. Tensors are then read as raw bytes at the offsets that the manifest gives; objects are unpickled
@@ -7,23 +15,256 @@ with `weights_only=True`. A damaged tensor of an expert can be read from elsewhe
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import xxhash
+from torch import Tensor
 from typing_extensions import override
 
+from moe_lightning.arrays import IntArray
+from moe_lightning.checkpoint.checksum import check_archive
+from moe_lightning.checkpoint.directory import checkpoints, directories, has_manifest, read_manifest
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest, check_coverage
-from moe_lightning.checkpoint.reader import CheckpointSource
-from moe_lightning.checkpoint.storage import Place
-from moe_lightning.checkpoint.storages import storage_of
-from moe_lightning.checkpoint.store import checkpoints, directories, has_manifest, read_manifest
+from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.checkpoint.storage.registry import storage_of
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import Block, Piece, by_key
+from moe_lightning.files import open_regular
+from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, by_key, is_expert_key, parse_expert_key, replay_key
+
+_EXPANDED_BYTES = 1 << 30
+"""Limit for all expanded tensors of an archive that is smaller itself."""
+
+
+def load_plain(source: Path | bytes, origin: str, advice: str = "") -> Any:
+    """Load an archive that torch wrote. Tensors of a file are mapped, so a rank reads only what it keeps.
+
+    Args:
+        origin: name for messages.
+        advice: end of the message about objects.
+
+    Raises:
+        CheckpointError: it is damaged, holds objects that only unsafe unpickling could read, or tensors that need far
+            more memory than it has bytes.
+        OSError: a file that is missing, or no regular one.
+    """
+    with io.BytesIO(source) if isinstance(source, bytes) else open_regular(source) as file:
+        size = file.seek(0, io.SEEK_END)
+        check_archive(file, size, origin)
+    is_file = isinstance(source, Path)
+    try:
+        value = torch.load(
+            source if isinstance(source, Path) else io.BytesIO(source),
+            map_location="cpu" if is_file else None,
+            weights_only=True,
+            mmap=is_file,
+        )
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{origin} holds more than tensors and plain values ({reason}): it is not loaded{advice}"
+        ) from error
+    except Exception as error:  # a pickle that somebody wrote by hand raises what it likes
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{origin} is damaged or no checkpoint: {reason}") from error
+    _check_memory(value, size, origin)
+    return value
+
+
+def load_trusted(path: Path, origin: str) -> Any:
+    """Load an archive with any objects in it, which may run code of whoever wrote it.
+
+    Args:
+        origin: name for messages.
+
+    Raises:
+        CheckpointError: it is damaged, or the classes of its objects are not known here.
+        OSError: a file that is missing.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    except (AttributeError, ImportError) as error:
+        raise CheckpointError(
+            f"{origin} holds an object of a class that cannot be imported here ({error}): import what defines it, or "
+            "load the file where it was written"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{origin} is damaged or no checkpoint: {reason}") from error
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested mappings, lists and tuples; each container is looked into once."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        entry = left.pop()
+        if isinstance(entry, Tensor):
+            yield entry
+        elif isinstance(entry, Mapping | list | tuple) and id(entry) not in seen:
+            seen.add(id(entry))
+            left += reversed(list(entry.values() if isinstance(entry, Mapping) else entry))
+
+
+def _check_memory(value: Any, size: int, origin: str) -> None:
+    """Refuse tensors that repeat a few numbers more often than anybody needs."""
+    dense = (tensor for tensor in tensors_in(value) if tensor.layout == torch.strided)
+    sizes = ((tensor.nbytes, 0 if tensor.is_meta else tensor.untyped_storage().nbytes()) for tensor in dense)
+    expanded, most = sum(nbytes for nbytes, held in sizes if nbytes > held), max(size, _EXPANDED_BYTES)
+    if expanded > most:
+        raise CheckpointError(
+            f"{origin} has {size} bytes, and expanded tensors in it stand for {expanded}: at most {most} are read"
+        )
+
+
+def oldest_versions(pieces: Iterable[Piece]) -> dict[tuple[int, int], int]:
+    """By (layer, expert): the oldest version among its tensors."""
+    versions: dict[tuple[int, int], int] = {}
+    for piece in pieces:
+        if is_expert_key(piece.key):
+            layer, expert, _, _ = parse_expert_key(piece.key)
+            versions[layer, expert] = min(piece.version, versions.get((layer, expert), piece.version))
+    return versions
+
+
+class CheckpointSource(ABC):
+    """The state of a run at a step, by key.
+
+    Attributes:
+        path: where it lies; its name stands in messages.
+    """
+
+    path: Place
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Updates contained in everything but stale experts."""
+
+    @property
+    def first_step(self) -> int:
+        """The step after which what is no expert was taken: training goes on from there, and from `step` on its state
+        is whole (`replay_window.py`). Of all but windows `step`."""
+        return self.step
+
+    def key_at(self, key: str, step: int) -> str:
+        """Under which key an expert's weights of a step of the window lie, given that of its whole state."""
+        layer, expert, _, name = parse_expert_key(key)
+        frozen = replay_key(layer, expert, step, name)
+        return frozen if frozen in self._pieces else key
+
+    def read_first(self, key: str) -> torch.Tensor:
+        """A value of the model as it was after `first_step`, in its own dtype.
+
+        Raises:
+            CheckpointError: no such key, or it is an object.
+        """
+        key_then = self.key_at(key, self.first_step) if is_expert_key(key) else key
+        return self.read(key_then).to(DTYPES[self._tensor_pieces(key)[0].dtype])
+
+    @property
+    @abstractmethod
+    def _pieces(self) -> Mapping[str, Sequence[Piece]]:
+        """The pieces of every key, by their offsets."""
+
+    @abstractmethod
+    def _raw(self, piece: Piece) -> torch.Tensor:
+        """uint8 [nbytes]: the payload of a piece."""
+
+    def release(self) -> None:  # noqa: B027  # most hold none
+        """Everything was restored: let go of tensors in memory. What is asked for later can still be read."""
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys that begin with a prefix, sorted."""
+        return sorted(key for key in self._pieces if key.startswith(prefix))
+
+    def read(self, key: str) -> torch.Tensor:
+        """The whole tensor under a key.
+
+        Raises:
+            CheckpointError: no such key, or it is an object.
+        """
+        first = self._tensor_pieces(key)[0]
+        out = torch.empty(first.block.whole, dtype=DTYPES[first.dtype])
+        self.read_into(key, out)
+        return out
+
+    def read_into(self, key: str, out: torch.Tensor, *, first_row: int = 0, block: Block | None = None) -> None:
+        """Fill `out` with rows of the tensor under a key, beginning at `first_row`, or with a block of it; converts
+        dtype and device where they differ.
+
+        Raises:
+            CheckpointError: no such key, or the shapes do not fit.
+        """
+        pieces = self._tensor_pieces(key)
+        shape = pieces[0].block.whole
+        wanted = block or Block.of_rows(out.shape, first_row, shape[0] if shape else 0)
+        if wanted.whole != shape or not wanted.is_inside:
+            raise CheckpointError(
+                f"{key} has shape {list(shape)} in {self.path.name}: rows from {first_row} do not fit {list(out.shape)}"
+            )
+        for piece in pieces:
+            shared = wanted.common(piece.block)
+            if shared is not None:
+                target, part = shared
+                out[target].copy_(self._raw(piece).view(DTYPES[piece.dtype]).view(piece.block.sizes)[part])
+
+    def read_object(self, key: str) -> Any:
+        """The object under a key.
+
+        Raises:
+            CheckpointError: no such key, it is a tensor, or its bytes do not match their checksum.
+        """
+        piece = self._pieces_of(key)[0]
+        if piece.dtype != OBJECT:
+            raise CheckpointError(f"{key} is a tensor in {self.path.name}: use read")
+        data = self._raw(piece).numpy().tobytes()
+        if xxhash.xxh3_64_hexdigest(data) != piece.xxh3:
+            raise CheckpointError(f"{self.path} is damaged: the checksum of {key} does not match")
+        return load_plain(data, f"{key} in {self.path}")
+
+    def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of every tensor."""
+        firsts = {key: pieces[0] for key, pieces in self._pieces.items()}
+        return {key: (first.dtype, first.block.whole) for key, first in firsts.items() if first.dtype != OBJECT}
+
+    def version(self, key: str) -> int:
+        """The step after which the state under a key was taken."""
+        return min(piece.version for piece in self._pieces_of(key))
+
+    def expert_versions(self) -> IntArray:
+        """int64 [L, E]: the oldest version among the tensors of each expert (-1: no such expert)."""
+        versions = oldest_versions(piece for pieces in self._pieces.values() for piece in pieces)
+        table = np.full(
+            (1 + max((k[0] for k in versions), default=-1), 1 + max((k[1] for k in versions), default=-1)), -1
+        )
+        for pair, version in versions.items():
+            table[pair] = min(version, self.step)
+        return table.astype(np.int64)
+
+    def _pieces_of(self, key: str) -> Sequence[Piece]:
+        if key not in self._pieces:
+            raise CheckpointError(
+                f"{self.path.name} has no {key!r}: it holds {len(self._pieces)} keys, such as {min(self._pieces)!r}"
+            )
+        return self._pieces[key]
+
+    def _tensor_pieces(self, key: str) -> Sequence[Piece]:
+        pieces = self._pieces_of(key)
+        if pieces[0].dtype == OBJECT:
+            raise CheckpointError(f"{key} is an object in {self.path.name}: use read_object")
+        return pieces
+
 
 _ASKED_FOR_LATER = ("ledger", "trainer")
 """Objects."""

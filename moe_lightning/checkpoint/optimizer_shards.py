@@ -1,4 +1,16 @@
-"""Optimizer states that one rank keeps for all (ZeRO-1), on their way to other ranks."""
+"""Optimizer shards of other ranks: their exchange, and their replay on the host.
+
+Optimizer states that one rank keeps for all (ZeRO-1), on their way to other ranks.
+
+Keeps a peer's optimizer shard on the host by repeating its AdamW steps from gradients (AOR).
+
+Under ZeRO-1 one rank keeps the moments of a parameter, but every rank has its weight and its summed gradient. So a peer
+that steps copies of weight and moments with the same gradients and hyperparameters holds the same state, bit by bit,
+without any traffic. The steps are those of torch's own AdamW; its `foreach` and plain forms round alike, its fused form
+does not. Devices may round differently than the host, therefore `verify` compares checksums with the owner and corrects
+what differs.
+Sources: REFT 4.2, eq. 3. Ours: Adam instead of the paper's eq. 4 (plain SGD), the check.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import AdamW, Optimizer
 
+from moe_lightning.checkpoint.arena import digest_of
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import pack, unpack
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
@@ -56,3 +71,125 @@ def move_shards(
     parcels = [PeerBuffer(source=sources[name], target=target, nbytes=entries[name][0]) for name, target in ways]
     arrived = exchange_parcels(parcels, lambda at: packed[ways[at][0]], world)
     return {ways[at][0]: unpack_states(data, entries[ways[at][0]][1]) for at, data in arrived.items()}
+
+
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+
+
+class AdamWReplay:
+    """Weights and moments of some parameters of a peer.
+
+    Args:
+        optimizer: the live one, whose hyperparameters are followed; a rank's shard has the groups of the whole.
+        groups: for each of its parameter groups the kept parameters by name.
+        version: updates that the weights contain.
+
+    Attributes:
+        version: updates contained in weights and moments.
+
+    Raises:
+        ConfigurationError: the optimizer is no AdamW, is fused, has its learning rate in a tensor, or other groups.
+    """
+
+    def __init__(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Tensor]], *, version: int = 0) -> None:
+        if type(optimizer) is not AdamW:
+            raise ConfigurationError(
+                f"only torch.optim.AdamW can be replayed, not {type(optimizer).__name__}: choose another protection"
+            )
+        if any(group.get("fused") for group in optimizer.param_groups):
+            raise ConfigurationError(
+                "fused AdamW rounds differently on the host: use fused=False or another protection"
+            )
+        if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+            raise ConfigurationError("a learning rate in a tensor rounds differently: give it as a float")
+        if len(groups) != len(optimizer.param_groups):
+            raise ConfigurationError(
+                f"{len(groups)} groups of parameters were given for an optimizer with {len(optimizer.param_groups)}"
+            )
+        self.version = version
+        self._weights = [{name: _on_host(p) for name, p in group.items()} for group in groups]
+        self._optimizer = AdamW([{"params": list(group.values())} for group in self._weights], foreach=True)
+        self._follow(optimizer)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kept parameters."""
+        return tuple(name for group in self._weights for name in group)
+
+    @torch.no_grad()
+    def replay(self, gradients: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+        """Repeat one update, with the gradients that the owner's optimizer sees (summed, unscaled, clipped).
+
+        Args:
+            gradients: by name; a parameter without one is left alone, as by the optimizer.
+            optimizer: the live one, before or after the same update.
+        """
+        self._follow(optimizer)
+        for group in self._weights:
+            for name, weight in group.items():
+                weight.grad = gradients[name].detach().to("cpu") if name in gradients else None
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.version += 1
+
+    def states(self, name: str) -> dict[str, Tensor]:
+        """The weight and the optimizer's tensors of a parameter, by scope; "step" is among them after the first
+        update."""
+        weight = next(group[name] for group in self._weights if name in group)
+        return {"weight": weight.detach(), **dict(sorted(self._optimizer.state[weight].items()))}
+
+    def moments(self, name: str) -> dict[str, Tensor]:
+        """Of `states` all but the weight."""
+        return {scope: value for scope, value in self.states(name).items() if scope != "weight"}
+
+    def load(self, name: str, states: Mapping[str, Tensor]) -> None:
+        """Take over a parameter's weight and optimizer state."""
+        weight = next(group[name] for group in self._weights if name in group)
+        with torch.no_grad():
+            weight.copy_(states["weight"])
+        self._optimizer.state[weight] = {
+            scope: tensor.detach().to("cpu").clone() for scope, tensor in states.items() if scope != "weight"
+        }
+
+    def digests(self) -> dict[str, str]:
+        """Name -> checksum over weight and optimizer state."""
+        return {name: digest_of(pack_states(self.states(name))) for name in self.names}
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        for own, live in zip(self._optimizer.param_groups, optimizer.param_groups, strict=True):
+            own.update({key: live[key] for key in _HYPERPARAMETERS})
+
+
+def verify_replays(
+    replay: AdamWReplay, owned: Mapping[str, Mapping[str, Tensor]], version: int, world: World
+) -> dict[int, list[str]]:
+    """Compare every rank's replay with what the owners have, and overwrite what differs; collective.
+
+    Args:
+        replay: of this rank.
+        owned: weight and optimizer state, by scope, of the parameters whose optimizer state this rank keeps.
+        version: updates contained in them, the same on all ranks.
+
+    Returns:
+        Rank -> the parameters that were corrected there, with everything that is of another version.
+    """
+    packed = {name: pack_states(states) for name, states in owned.items()}
+    own = {name: [digest_of(data), data.numel(), shapes_of(owned[name])] for name, data in packed.items()}
+    told = all_gather_json([own, replay.digests(), replay.version], world)
+    owners = {name: (rank, *entry) for rank, (entries, _, _) in enumerate(told) for name, entry in entries.items()}
+    wrong = {
+        rank: sorted(name for name, digest in digests.items() if kept != version or digest != owners[name][1])
+        for rank, (_, digests, kept) in enumerate(told)
+    }
+    ways = [(name, rank) for rank, names in wrong.items() for name in names]
+    parcels = [PeerBuffer(source=owners[name][0], target=rank, nbytes=owners[name][2]) for name, rank in ways]
+    arrived = exchange_parcels(parcels, lambda at: packed[ways[at][0]], world)
+    for at, data in arrived.items():
+        name = ways[at][0]
+        replay.load(name, unpack_states(data, owners[name][3]))
+    replay.version = version
+    return {rank: names for rank, names in wrong.items() if names}
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).requires_grad_()

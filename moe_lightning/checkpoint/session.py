@@ -1,4 +1,8 @@
-"""One start of a run as its checkpoints see it: this rank's snapshotter, this node's agent, and what is saved when.
+"""Checkpoint session of one start of a run: snapshotter, agent, and the content of each snapshot.
+
+What one rank copies at each step of a window of sparse snapshots (`checkpoint/schedule.py`).
+
+One start of a run as its checkpoints see it: this rank's snapshotter, this node's agent, and what is saved when.
 
 Saving needs no messages: every rank takes the same decisions from the same counts. Ranks talk when a session opens, and
 once more when K_snapshot and the interval adapt themselves to measured times.
@@ -10,35 +14,91 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_lightning.algorithms.overhead import AdaptiveConfiguration, adapt
-from moe_lightning.algorithms.protection import ProtectionLayout
-from moe_lightning.algorithms.replay_window import ReplayWindow
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.agent_control import AgentHandle, AgentStatus, read_status
-from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
-from moe_lightning.checkpoint.arena_location import ARENAS, arena_directory, arena_path
-from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
-from moe_lightning.checkpoint.copy_windows import CopyWindows
-from moe_lightning.checkpoint.dcp_format import dump_object
-from moe_lightning.checkpoint.fence import check_world, enter_world, next_world
-from moe_lightning.checkpoint.recovery_sources import arenas_name, fallback_room
-from moe_lightning.checkpoint.settings import CheckpointSettings
+from moe_lightning.checkpoint.arena import ARENAS, arena_bytes, arena_directory, arena_path, capacity_of
+from moe_lightning.checkpoint.commit import dump_object
+from moe_lightning.checkpoint.directory import check_world, claim, enter_world, next_world, run_of
+from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
+from moe_lightning.checkpoint.protection import ProtectionLayout
+from moe_lightning.checkpoint.repair import arenas_name, fallback_room
+from moe_lightning.checkpoint.schedule import AdaptiveConfiguration, ReplayWindow, adapt, most_frozen
 from moe_lightning.checkpoint.snapshot_protection import ProtectionReport, Protector
-from moe_lightning.checkpoint.snapshotter import SnapshotReport, Snapshotter
-from moe_lightning.checkpoint.storage import Place
-from moe_lightning.checkpoint.storages import absolute, pause_s
-from moe_lightning.checkpoint.store import claim, run_of
+from moe_lightning.checkpoint.snapshotter import CopyWindows, SnapshotReport, Snapshotter
+from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.checkpoint.storage.registry import absolute, pause_s
 from moe_lightning.checkpoint.training_state import TrainingState
-from moe_lightning.checkpoint.window_pieces import file_group, most_frozen_pieces, window_pieces
 from moe_lightning.errors import CheckpointError, ConfigurationError, WorldCutError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
-from moe_lightning.state.pieces import StatePiece, describe
+from moe_lightning.state.pieces import WEIGHTS, StatePiece, describe, expert_of, parse_expert_key, replay_key
+
+
+def window_pieces(
+    window: ReplayWindow, step: int, written: Mapping[str, StatePiece], computed_in: torch.dtype | None
+) -> dict[str, StatePiece]:
+    """The pieces to copy after a step, by key.
+
+    Args:
+        written: everything that this rank writes.
+        computed_in: what experts compute in, where that is less than their weights; None: it is not.
+    """
+    whole, frozen = window.whole_at(step), window.frozen_at(step)
+    found = {}
+    for key, piece in written.items():
+        expert = expert_of(key)
+        if whole[expert] if expert is not None else step == window.first:
+            found[key] = piece
+        elif expert is not None and frozen[expert]:
+            layer, number, scope, name = parse_expert_key(key)
+            if scope in WEIGHTS:
+                found[replay_key(layer, number, step, name)] = frozen_piece(piece, step, computed_in)
+    return found
+
+
+def frozen_piece(piece: StatePiece, step: int, computed_in: torch.dtype | None) -> StatePiece:
+    """An expert's weights of a step, as they are computed with."""
+    layer, expert, _, name = parse_expert_key(piece.key)
+    return replace(piece, key=replay_key(layer, expert, step, name), stored_as=computed_in)
+
+
+def file_group(piece: StatePiece, window: ReplayWindow) -> str:
+    """The file that a piece goes into."""
+    expert = expert_of(piece.key)
+    if expert is None:
+        return "dense"
+    return f"experts-slot{window.turns[expert]:03d}" if piece.is_expert_key else "replay"
+
+
+def most_frozen_pieces(
+    written: Mapping[str, StatePiece], num_experts: int, k: int, computed_in: torch.dtype | None
+) -> dict[str, StatePiece]:
+    """What of frozen experts' weights a window may hold at most, whichever experts come last, under keys of its own: to
+    reserve room.
+
+    Args:
+        written: everything that this rank may write.
+        num_experts, k: E, and experts of a layer in each turn.
+        computed_in: as for `window_pieces`.
+    """
+    found: dict[str, StatePiece] = {}
+    by_layer: dict[tuple[int, str], list[StatePiece]] = {}
+    for key, piece in written.items():
+        if piece.is_expert_key and parse_expert_key(key)[2] in WEIGHTS:
+            layer, _, _, name = parse_expert_key(key)
+            by_layer.setdefault((layer, name), []).append(piece)
+    for pieces in by_layer.values():
+        for number in range(most_frozen(num_experts, k, min(len(pieces), num_experts))):
+            piece = frozen_piece(pieces[0], number, computed_in)
+            found[piece.key] = piece
+    return found
+
 
 _LEAST_OBJECT_BYTES = 1 << 20
 _OBJECT_GROWTH = 4

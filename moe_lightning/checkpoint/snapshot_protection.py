@@ -1,4 +1,8 @@
-"""Protects snapshots against the loss of their node while training goes on: copies and parities on other nodes.
+"""Protection of snapshots by copies and parities on other nodes.
+
+The files in which protected snapshots lie: ordinary arenas with one block a version.
+
+Protects snapshots against the loss of their node while training goes on: copies and parities on other nodes.
 
 At a fixed point of a step every rank calls `start` with the step of a published snapshot. Its own packed snapshot is
 kept aside (`prepare` does that earlier, in the snapshot's thread), and one asynchronous exchange on the background
@@ -11,25 +15,93 @@ Sources: REFT 4.1-4.3.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from moe_lightning.algorithms.protection import ProtectionLayout, sub_shard, sub_shard_bytes
-from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.node_inventory import copy_path, parity_path
-from moe_lightning.checkpoint.protected_files import ProtectedFile, discard_older_sessions
-from moe_lightning.checkpoint.snapshot_index import SnapshotIndex, digest_of
-from moe_lightning.checkpoint.snapshot_set import Snapshot, packed_bytes_of, relocated
+from moe_lightning.checkpoint.arena import Arena, SnapshotIndex, block_bytes, digest_of
+from moe_lightning.checkpoint.inventory import (
+    COPIES,
+    PARITIES,
+    Snapshot,
+    copy_path,
+    packed_bytes_of,
+    parity_path,
+    relocated,
+)
+from moe_lightning.checkpoint.protection import ProtectionLayout, sub_shard, sub_shard_bytes
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import xor_parity
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PeerBuffer, PendingParcels
 from moe_lightning.state.pieces import Block, Location, Piece
+
+_PAGE = 4096
+
+
+class ProtectedFile:
+    """Versions of one writer's packed snapshot, or of a parity; the newest ones stay while the next is written.
+
+    Args:
+        path: a name of its own for each session, so that the versions of the session before stay until this one has a
+            whole version.
+        nbytes: room of a version.
+        table_bytes: room of its table.
+
+    Raises:
+        ConfigurationError: the file system has no room.
+    """
+
+    def __init__(self, path: Path, *, nbytes: int, table_bytes: int) -> None:
+        self.nbytes = nbytes
+        block, pages = block_bytes(nbytes), -(-table_bytes // _PAGE) * _PAGE  # blocks begin behind the tables, aligned
+        self._arena = Arena.create(path, capacity={block: 1}, table_bytes=pages)
+        self._blocks = self._arena.free_blocks([])[block]
+        self._writing = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the file: all versions and their tables."""
+        return self._arena.memory.numel()
+
+    def begin(self) -> torch.Tensor:
+        """uint8 [nbytes]: room for the next version, which is torn until `publish`."""
+        state = self._arena.transition(lambda s: s.abort_snapshot().begin_snapshot())
+        assert state.writing is not None
+        self._arena.begin_table(state.writing)
+        self._writing = state.writing
+        return self._arena.memory[self.base : self.base + self.nbytes]
+
+    @property
+    def base(self) -> int:
+        """Offset of the version being written, for its table."""
+        return self._blocks[self._writing]
+
+    def publish(self, table: SnapshotIndex) -> None:
+        """The version is whole."""
+        self._arena.finish_table(self._writing, table)
+        self._arena.transition(lambda s: s.finish_snapshot(table.step))
+
+    def close(self) -> None:
+        """Let go of the file, which stays for recovery."""
+        self._arena.close()
+
+
+def discard_older_sessions(arenas: Path, session: str) -> None:
+    """Delete what protected snapshots of earlier sessions on this node."""
+    for pattern in (COPIES, PARITIES):
+        for path in arenas.glob(pattern):
+            if path.stem.partition(".")[2] < session:
+                for name in (path, path.with_suffix(".alive")):
+                    with contextlib.suppress(FileNotFoundError):
+                        name.unlink()
+
 
 _SLACK_BYTES = 64 << 10
 

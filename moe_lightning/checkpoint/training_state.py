@@ -1,29 +1,79 @@
-"""A training run's state as checkpoints have it: which pieces this rank writes, and how they come back.
+"""State of a training run in checkpoints: the pieces this rank writes, their restore, replayed windows.
+
+The global random generators of a rank, in checkpoints.
+
+A training run's state as checkpoints have it: which pieces this rank writes, and how they come back.
 
 A replicated expert is written by one of its holders, a dense tensor in row shards by all ranks, for the whole session
 by the same rank: shards are balanced on top of the mean bytes of experts per checkpoint, because an arena reserves room
 for the keys of its rank once. When experts move, only who has lost an expert stops writing it.
+
+The steps of a window that a restore runs again, until the state of every expert is whole.
+
+Training itself runs them, from the same samples; after each update this puts experts whose turn is yet to come back to
+the weights of the step, and gives those whose turn it is their whole state. What the update made of them is discarded;
+their gradients count in the norm, as they did. Source: MoEvement (arXiv 2412.15411) 3.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
 
-from moe_lightning.algorithms.replay_window import window_bytes
-from moe_lightning.algorithms.selection import full_selection
-from moe_lightning.algorithms.sharding import Module, ShardPlan, balanced_expert_writers, shard_checkpoint
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
-from moe_lightning.checkpoint.plan import Order
-from moe_lightning.checkpoint.reader import CheckpointSource
+from moe_lightning.checkpoint.loader import CheckpointSource
+from moe_lightning.checkpoint.memory import MemoryCheckpoint
+from moe_lightning.checkpoint.policy import CheckpointLedger, Order
+from moe_lightning.checkpoint.schedule import window_bytes
+from moe_lightning.checkpoint.selection import full_selection
+from moe_lightning.checkpoint.sharding import Module, ShardPlan, balanced_expert_writers, shard_checkpoint
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.state.pieces import Block, StatePiece
+from moe_lightning.parallel.context import World
+from moe_lightning.state.pieces import Block, StatePiece, is_moment
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import is_digest, require_same_base
+
+
+def kept_generators(device: torch.device) -> AbstractContextManager[None]:
+    """After the block the global generators, and that of this rank's device, are where they were before it. Left to
+    itself torch would keep those of all GPUs of the machine, and warn of it.
+    """
+    return torch.random.fork_rng([] if device.type == "cpu" else [device.index], device_type=device.type)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The global random generators of this process, and that of its device, as tensors and plain values."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+    }
+    if device.type == "cuda":  # a training on CPUs leaves GPUs alone
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(checkpoint: CheckpointSource, world: World) -> None:
+    """Continue this rank's generators; a rank that the checkpoint does not know keeps its own."""
+    key = f"rng/{world.rank}"
+    if key not in checkpoint.keys("rng/"):
+        return
+    state = checkpoint.read_object(key)
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    if "cuda" in state and world.device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], world.device)
+
 
 Writers = Mapping[tuple[int, int], int]
 """(layer, expert) -> the rank that writes it."""
@@ -260,3 +310,61 @@ def _rows(pieces: Sequence[StatePiece]) -> int:
     """Rows by which pieces can be cut alike, 1 where they cannot."""
     shapes = {piece.tensor.shape for piece in pieces}
     return next(iter(shapes))[0] if len(shapes) == 1 and pieces[0].tensor.ndim else 1
+
+
+def replay_of(restored: CheckpointSource, max_steps: int) -> WindowReplay | None:
+    """The replay that makes restored state whole; None where it is, and what was read is let go of.
+
+    Args:
+        max_steps: of the training; -1: no limit.
+
+    Raises:
+        ConfigurationError: training ends before the state is whole.
+    """
+    if restored.first_step == restored.step:
+        restored.release()
+        return None
+    if 0 <= max_steps < restored.step:
+        raise ConfigurationError(
+            f"max_steps={max_steps} ends before the state of {restored.path.name} is whole, whose steps "
+            f"{restored.first_step + 1} to {restored.step} are run again: raise max_steps to {restored.step}"
+        )
+    return WindowReplay(restored)
+
+
+class WindowReplay:
+    """A replay that has begun: the state is that after the window's first step.
+
+    Args:
+        source: what was restored; it must be readable until the end.
+
+    Attributes:
+        first, last: steps of the window; after the last one everything is whole.
+        step: updates that the state contains.
+        reaches_all: experts may move meanwhile: wherever they are, what they lack can be read.
+    """
+
+    def __init__(self, source: CheckpointSource) -> None:
+        self._source = source
+        self._versions = source.expert_versions()
+        self.first = self.step = source.first_step
+        self.last = source.step
+        self.reaches_all = not isinstance(source, MemoryCheckpoint)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the state is whole again."""
+        return self.step >= self.last
+
+    @torch.no_grad()
+    def advance(self, state: TrainingState) -> None:
+        """After an update, before anything sees the weights: set what it could not compute."""
+        self.step += 1
+        for layer, stack in enumerate(state.stacks):
+            for slot, expert in stack.held():
+                turn = int(self._versions[layer, expert])
+                for piece in state.rows(layer, slot, expert) if turn >= self.step else ():
+                    if turn == self.step:
+                        self._source.read_into(piece.key, piece.tensor)
+                    elif not is_moment(piece.key):
+                        self._source.read_into(self._source.key_at(piece.key, self.step), piece.tensor)

@@ -32,12 +32,13 @@ from rich.table import Table
 from moe_lightning.algorithms.expert_edits import least_loaded
 from moe_lightning.arguments import Count, Parser, input_file, output_file, value
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint import cleaning, inspect
+from moe_lightning.checkpoint import inspect
+from moe_lightning.checkpoint import inspect as cleaning
+from moe_lightning.checkpoint.directory import has_manifest
 from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_file
 from moe_lightning.checkpoint.manifest import Manifest
-from moe_lightning.checkpoint.storage import Place, exists
-from moe_lightning.checkpoint.storages import place_of, storage_of
-from moe_lightning.checkpoint.store import has_manifest
+from moe_lightning.checkpoint.storage.interface import Place, exists
+from moe_lightning.checkpoint.storage.registry import place_of, storage_of
 from moe_lightning.cli.expert_loads import ENGINES, form_of, measured_counts, plan_serving, write_form
 from moe_lightning.config import NonNegativeInt, Probability
 from moe_lightning.errors import CheckpointError, ConfigurationError

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.arena_location import arena_path
+from moe_lightning.checkpoint.arena import Arena, arena_path
 from moe_lightning.errors import ConfigurationError
 
 _HELPER = Path(__file__).with_name("fault_helper.py")

@@ -6,12 +6,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, inf
 
-from moe_lightning.algorithms.checkpoint_size import MIXED_PRECISION_BYTES, Accounting, checkpoint_size
-from moe_lightning.algorithms.overhead import OverheadModel
-from moe_lightning.algorithms.protection import protection_cost
-from moe_lightning.algorithms.replay_window import window_bytes
-from moe_lightning.algorithms.selection import full_selection, parse_scopes, sequential_selection
-from moe_lightning.algorithms.sharding import Module, baseline_rank_bytes, equal_expert_writers, shard_checkpoint
+from moe_lightning.checkpoint.protection import protection_cost
+from moe_lightning.checkpoint.schedule import OverheadModel, window_bytes
+from moe_lightning.checkpoint.selection import full_selection, parse_scopes, sequential_selection
+from moe_lightning.checkpoint.sharding import (
+    MIXED_PRECISION_BYTES,
+    Accounting,
+    Module,
+    baseline_rank_bytes,
+    checkpoint_size,
+    equal_expert_writers,
+    shard_checkpoint,
+)
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.workload import Workload
@@ -19,7 +25,7 @@ from moe_lightning.simulate.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class WindowCost:
-    """Cost of one lossless window (`algorithms/replay_window.py`) in the first world.
+    """Cost of one lossless window (`checkpoint/schedule.py`) in the first world.
 
     Attributes:
         steps: W.

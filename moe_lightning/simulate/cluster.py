@@ -5,7 +5,7 @@ steps, and parts of steps, that a fault undid. overhead: training waits for stal
 migrations. idle: live nodes without work. All in integers, so that nothing is lost in rounding.
 
 Saved states: a node stands for its ranks. It holds their experts, and one snapshot with the experts that it wrote;
-protection puts copies and parities on other nodes as `algorithms.protection` says. The library plans every recovery
+protection puts copies and parities on other nodes as `checkpoint.protection` says. The library plans every recovery
 from the survivors' inventories.
 """
 
@@ -18,20 +18,28 @@ from functools import partial
 
 import numpy as np
 
-from moe_lightning.algorithms.dynamic_k_rule import DynamicK
-from moe_lightning.algorithms.inventory import (
+from moe_lightning.arrays import BoolArray, IntArray
+from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.migration import align_placements, held_states, plan_migration
+from moe_lightning.checkpoint.recovery_plan import (
     HeldExpert,
+    Origin,
     RankInventory,
+    RecoveryPlan,
     SnapshotInventory,
     SnapshotKind,
     StorageInventory,
 )
-from moe_lightning.algorithms.ledger import Ledger, Source, worst_case_plt
-from moe_lightning.algorithms.recovery_planner import Origin, RecoveryPlan
-from moe_lightning.algorithms.selection import Selection, full_selection, persist_selection, sequential_selection
-from moe_lightning.arrays import BoolArray, IntArray
-from moe_lightning.balancing.cluster import Cluster
-from moe_lightning.balancing.migration import align_placements, held_states, plan_migration
+from moe_lightning.checkpoint.selection import (
+    DynamicK,
+    Ledger,
+    Selection,
+    Source,
+    full_selection,
+    persist_selection,
+    sequential_selection,
+    worst_case_plt,
+)
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.mesh import NOTHING, Part, is_whole, missing, parts_of_ranks

@@ -14,7 +14,7 @@ from math import ceil
 
 import numpy as np
 
-from moe_lightning.algorithms.recovery_planner import plan_recovery
+from moe_lightning.checkpoint.recovery_plan import plan_recovery
 from moe_lightning.simulate.checkpoint_cost import SaveCost, WindowCost, cheapest_interval, save_cost, stall_of
 from moe_lightning.simulate.cluster import Accounts, ClusterState, Mark, SavedState, SimulatedWorld, inventories
 from moe_lightning.simulate.failures import NS, Event

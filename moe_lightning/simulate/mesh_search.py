@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from moe_lightning.algorithms.snapshot_windows import SnapshotWindows, schedule_snapshot
+from moe_lightning.checkpoint.schedule import SnapshotWindows, schedule_snapshot
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from moe_lightning.algorithms.protection import PROTECTIONS, Parities, ProtectionLayout, protected_by
-from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.balancing.rules import PLACEMENT_RULES, STRATEGIES, Strategy
+from moe_lightning.checkpoint.protection import PROTECTIONS, Parities, ProtectionLayout, protected_by
+from moe_lightning.checkpoint.selection import parse_scopes
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_variant, validated
 from moe_lightning.errors import ConfigurationError
 
@@ -51,7 +51,7 @@ class Policy:
         live_recovery: whether an expert with a live replica is fetched from it, without going back.
         memory_recovery: whether survivors restore from their own snapshots in host memory what they hold.
         protection: of snapshots in host memory: none, aec (parity: one loss in each group), arc (copies on other
-            nodes), or another name in `algorithms.protection.PROTECTIONS`.
+            nodes), or another name in `checkpoint.protection.PROTECTIONS`.
         protection_group: nodes of a group of aec.
         protection_copies: of each snapshot on other nodes, for arc; to others, the failures that they shall survive.
         memory_interval_steps: between snapshots that are only protected, not written; None: those of checkpoints.

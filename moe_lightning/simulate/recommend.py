@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from moe_lightning.algorithms.overhead import adapt
-from moe_lightning.algorithms.protection import choose_protection
 from moe_lightning.balancing.allocation import affordable_replicas
+from moe_lightning.checkpoint.protection import choose_protection
+from moe_lightning.checkpoint.schedule import adapt
 from moe_lightning.config import build_config
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate

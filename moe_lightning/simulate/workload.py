@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_lightning.algorithms.checkpoint_size import TensorSpec
+from moe_lightning.checkpoint.sharding import TensorSpec
 from moe_lightning.errors import ConfigurationError
 
 _MAY_BE_NONE = {"dense_params", "dense_blocks", "embedding_params", "tied"}

@@ -3,7 +3,7 @@
 Keys (see the design of the checkpoint): `expert/{layer}/{expert}/{weight|master|exp_avg|exp_avg_sq}/{name}` for
 experts, which partial checkpoints may carry over from an older version, and any other key (`dense/...`, `trainer`,
 `rng/{rank}`, ...) for state that every checkpoint holds anew; `replay/{layer}/{expert}/{step}/{name}` for the weights
-that an expert computes with after a step of a window (`algorithms/replay_window.py`).
+that an expert computes with after a step of a window (`checkpoint/schedule.py`).
 """
 
 from __future__ import annotations

@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
-from moe_lightning.algorithms.inventory import RankInventory
-from moe_lightning.algorithms.recovery_planner import RecoveryPlan
 from moe_lightning.balancing.repair import Repair, repair_placements, repair_stages
-from moe_lightning.checkpoint.live_state import broadcast_dense, share_optimizers
-from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
-from moe_lightning.checkpoint.memory_recovery import fetch
+from moe_lightning.checkpoint.full_state import broadcast_dense, share_optimizers
+from moe_lightning.checkpoint.memory import MemoryCheckpoint, fetch
+from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan
 from moe_lightning.parallel.context import World, agree
 from moe_lightning.strategies.fit_progress import FitProgress, shared_progress
 from moe_lightning.strategies.rank_state import RankState

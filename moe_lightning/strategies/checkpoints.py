@@ -14,6 +14,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from moe_lightning import seams
+from moe_lightning.checkpoint.checksum import check_file
+from moe_lightning.checkpoint.directory import has_manifest
 from moe_lightning.checkpoint.full_state import (
     full_model_state,
     full_optimizer_state,
@@ -23,16 +25,14 @@ from moe_lightning.checkpoint.full_state import (
 )
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.manifest import MANIFEST
-from moe_lightning.checkpoint.mending import find_usable, mended
-from moe_lightning.checkpoint.sealing import check_file
-from moe_lightning.checkpoint.storage import Place
-from moe_lightning.checkpoint.storages import place_of, storage_of
-from moe_lightning.checkpoint.store import has_manifest
+from moe_lightning.checkpoint.repair import find_usable, mended
+from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.checkpoint.storage.registry import place_of, storage_of
+from moe_lightning.checkpoint.training_state import random_state
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import cuts_of
-from moe_lightning.strategies.random_state import random_state
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import LOADERS_KEY, is_in_step, loader_states, states_of_stateful
 from moe_lightning.strategies.worlds import Worlds

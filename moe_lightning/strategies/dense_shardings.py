@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.sharding import longest_processing_time
+from moe_lightning.checkpoint.sharding import longest_processing_time
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.parallel.mesh import Groups, hybrid_shard_size, shard_groups

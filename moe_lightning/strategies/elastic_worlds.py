@@ -24,10 +24,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from moe_lightning import seams
-from moe_lightning.algorithms.inventory import RankInventory
-from moe_lightning.algorithms.recovery_planner import RecoveryPlan, without_snapshots
 from moe_lightning.balancing.repair import Repair
-from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots
+from moe_lightning.checkpoint.memory import DamagedSnapshots
+from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, without_snapshots
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.data.accumulation import leave_schedule
 from moe_lightning.elastic.failure import PeerFailed, RunFinished, signature_of

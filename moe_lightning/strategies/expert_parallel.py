@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.files import SUFFIX
+from moe_lightning.checkpoint.files import SUFFIX, reads_its_own_way
 from moe_lightning.checkpoint.full_state import hyper_parameters_with_objects
-from moe_lightning.checkpoint.storages import place_of
+from moe_lightning.checkpoint.storage.registry import place_of
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
 from moe_lightning.data.accumulation import follow_schedule
 from moe_lightning.dispatch.dispatcher import PlanPlace, QuotaPolicy
@@ -52,7 +52,6 @@ from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.placing import Placing
 from moe_lightning.strategies.rank_state import FIXED_GROUPS, RankState
-from moe_lightning.strategies.sealed_files import reads_its_own_way
 from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.stall_watch import StallWatch
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
+from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, verify_replays
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies.rank_state import RankState

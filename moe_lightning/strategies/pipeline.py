@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from moe_lightning import seams
+from moe_lightning.checkpoint.training_state import kept_generators
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import LayerStatistics, MoELayer
@@ -25,7 +26,6 @@ from moe_lightning.parallel.fsdp import GatheringStep, gathered, is_sharded
 from moe_lightning.parallel.pipeline import STAGES_PER_RANK, Pipe, ScheduleName
 from moe_lightning.state.tensors import is_cut
 from moe_lightning.strategies.batch_pieces import batch_pieces, joined
-from moe_lightning.strategies.random_state import kept_generators
 from moe_lightning.strategies.stage_cut import Left, StageCut
 from moe_lightning.strategies.stand_ins import without_traces
 from moe_lightning.strategies.step_logs import StepLogs, log_again

@@ -12,11 +12,9 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning.checkpoint.optimizer_replay import AdamWReplay
-from moe_lightning.checkpoint.optimizer_shards import move_shards
-from moe_lightning.checkpoint.reader import CheckpointSource
-from moe_lightning.checkpoint.training_state import TrainingState
-from moe_lightning.checkpoint.window_replay import WindowReplay, replay_of
+from moe_lightning.checkpoint.loader import CheckpointSource
+from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, move_shards
+from moe_lightning.checkpoint.training_state import TrainingState, WindowReplay, replay_of, restore_random_state
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.router import Router
@@ -29,7 +27,6 @@ from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseShard
 from moe_lightning.strategies.expert_updates import require_host_updates, require_updates_by_expert
 from moe_lightning.strategies.kept_states import is_of_states, keepers_of_units, made_of, name_of, takers_of
 from moe_lightning.strategies.placed_experts import PlacedExperts
-from moe_lightning.strategies.random_state import restore_random_state
 from moe_lightning.strategies.row_moves import Rows
 from moe_lightning.strategies.stage_moves import StageMoves
 from moe_lightning.strategies.stage_state import StageState

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moe_lightning.algorithms.inventory import RankInventory, StorageInventory
-from moe_lightning.algorithms.recovery_planner import RecoveryPlan, plan_recovery
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.recovery_sources import RecoverySources, storage_inventory
-from moe_lightning.checkpoint.storages import place_of
+from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, StorageInventory, plan_recovery
+from moe_lightning.checkpoint.repair import RecoverySources, storage_inventory
+from moe_lightning.checkpoint.storage.registry import place_of
 from moe_lightning.elastic.failure import PeerFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json

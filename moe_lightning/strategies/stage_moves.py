@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from moe_lightning.arrays import BoolArray
 from moe_lightning.balancing.migration import held_states, plan_migration
 from moe_lightning.balancing.repair import repair_stages
-from moe_lightning.checkpoint.live_state import share_optimizers
+from moe_lightning.checkpoint.full_state import share_optimizers
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.kernels import pack, packed_bytes, unpack
 from moe_lightning.parallel.collectives import all_gather_json

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from moe_lightning import seams
+from moe_lightning.checkpoint.files import sealed
 from moe_lightning.elastic.lifeline import leave_process_groups_at_exit
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.elastic.settings import ElasticTask, membership_from_environment
@@ -36,7 +37,6 @@ from moe_lightning.strategies.checkpoints import decided
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.gradient_norm import explained_norm
 from moe_lightning.strategies.local_launch import PrivateLauncher, WorkerLauncher, elastic_devices, meeting_of
-from moe_lightning.strategies.sealed_files import sealed
 from moe_lightning.strategies.world_faults import explained
 from moe_lightning.strategies.worlds import Worlds
 

@@ -16,8 +16,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from moe_lightning.checkpoint.recovery_sources import arenas_name
-from moe_lightning.checkpoint.store import claim
+from moe_lightning.checkpoint.directory import claim
+from moe_lightning.checkpoint.repair import arenas_name
 from moe_lightning.elastic.launcher_link import LauncherLink
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask

@@ -20,8 +20,8 @@ import pytest
 
 from moe_lightning.checkpoint.agent import main as agent_main
 from moe_lightning.checkpoint.agent_control import request_stop
+from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
-from moe_lightning.checkpoint.store import checkpoints
 from tests.chaos.checkpoint_worker import main as worker_main
 from tests.forks import PATIENCE_S, fork, kill
 from tests.parameters import slow

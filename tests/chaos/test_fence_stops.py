@@ -13,27 +13,28 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.checkpoint import agent, commit, fence, part_writer, posix_storage
+from moe_lightning.checkpoint import agent, commit, directory
+from moe_lightning.checkpoint import commit as part_writer
 from moe_lightning.checkpoint.agent import main as agent_main
-from moe_lightning.checkpoint.fence import enter_world
+from moe_lightning.checkpoint.directory import checkpoints, enter_world
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
-from moe_lightning.checkpoint.posix_storage import PosixStorage
-from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.checkpoint.storage.interface import posix
+from moe_lightning.checkpoint.storage.posix import PosixStorage
 from tests.forks import PATIENCE_S, forked
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds
 
 PHASES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "before its staging directory": (part_writer, "make_staging", lambda *_: True),
-    "before it looks for marks": (fence, "check_world", lambda *_: True),
+    "before it looks for marks": (directory, "check_world", lambda *_: True),
     "before its data": (PosixStorage, "write", lambda *_: True),
     "before its part": (PosixStorage, "put", lambda _, path, __: path.name.startswith("part-")),
     "before it assembles": (commit, "_assemble", lambda *_: True),
     "before .metadata": (PosixStorage, "put_once", lambda _, path, __: path.name == METADATA),
-    "before the manifest": (posix_storage, "write_durably", lambda path, _: path.name == MANIFEST),
+    "before the manifest": (posix, "write_durably", lambda path, _: path.name == MANIFEST),
     "before it names": (PosixStorage, "_free_name", lambda *_: True),
     "at the rename": (os, "rename", lambda _, target: "/step-" in str(target)),
-    "after the rename": (posix_storage, "sync_directory", lambda path: path.name == "checkpoints"),
+    "after the rename": (posix, "sync_directory", lambda path: path.name == "checkpoints"),
     "before it prunes": (agent, "prune", lambda *_: True),
 }
 COMMITTED = ("after the rename", "before it prunes")

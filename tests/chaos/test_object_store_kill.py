@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.checkpoint import fsspec_storage
 from moe_lightning.checkpoint.agent import main as agent_main
+from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.inspect import verify_all
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST
-from moe_lightning.checkpoint.storage import Place
-from moe_lightning.checkpoint.storages import place_of
-from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.checkpoint.storage.interface import Place, objects
+from moe_lightning.checkpoint.storage.registry import place_of
 from moe_lightning.errors import ConfigurationError
 from tests.forks import PATIENCE_S, forked
 from tests.object_stores import BUCKET, FAULTS, Faults
@@ -31,7 +30,7 @@ KILLS = 3
 
 def agent(arenas: str, root: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    fsspec_storage._FIRST_PAUSE_S = 0.01
+    objects._FIRST_PAUSE_S = 0.01
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     sys.exit(

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 
-from moe_lightning.algorithms.protection import ProtectionLayout
-from moe_lightning.algorithms.recovery_planner import RankInventory, RecoveryPlan, plan_recovery
-from moe_lightning.checkpoint.arena_location import arena_path
-from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
-from moe_lightning.checkpoint.memory_recovery import fetch
-from moe_lightning.checkpoint.node_inventory import local_inventory
+from moe_lightning.checkpoint.arena import arena_path
+from moe_lightning.checkpoint.inventory import local_inventory, packed_bytes_of
+from moe_lightning.checkpoint.memory import MemoryCheckpoint, fetch
+from moe_lightning.checkpoint.protection import ProtectionLayout
+from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, plan_recovery
 from moe_lightning.checkpoint.snapshot_protection import Protector
-from moe_lightning.checkpoint.snapshot_set import packed_bytes_of
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World

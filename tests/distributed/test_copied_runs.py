@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from moe_lightning.checkpoint.agent_control import STOP, AgentHandle, agent_alive, served_root
+from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.store import checkpoints
 from tests.agents import ForkedAgent
 from tests.distributed.test_partial_checkpoint import wait_until
 from tests.unit.checkpoint_state import EXPERTS, assert_holds, node

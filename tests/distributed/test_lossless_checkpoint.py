@@ -23,11 +23,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.agent_control import agent_alive, request_stop
+from moe_lightning.checkpoint.arena import digest_of
+from moe_lightning.checkpoint.directory import run_of
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.mending import find_usable
-from moe_lightning.checkpoint.recovery_sources import arenas_name
-from moe_lightning.checkpoint.snapshot_index import digest_of
-from moe_lightning.checkpoint.store import run_of
+from moe_lightning.checkpoint.repair import arenas_name, find_usable
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy

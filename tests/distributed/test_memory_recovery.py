@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout, protection_cost
-from moe_lightning.algorithms.recovery_planner import Origin, RankInventory, plan_recovery
-from moe_lightning.checkpoint.memory_recovery import fetch
-from moe_lightning.checkpoint.node_inventory import local_inventory
+from moe_lightning.checkpoint.inventory import local_inventory
+from moe_lightning.checkpoint.memory import fetch
+from moe_lightning.checkpoint.protection import ProtectionLayout, aec_layout, arc_layout, protection_cost
+from moe_lightning.checkpoint.recovery_plan import Origin, RankInventory, plan_recovery
 from moe_lightning.errors import CheckpointError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World

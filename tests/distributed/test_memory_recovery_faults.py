@@ -8,20 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_lightning.algorithms.protection import aec_layout, arc_layout, no_protection
-from moe_lightning.algorithms.recovery_planner import (
-    Origin,
-    RankInventory,
-    RecoveryPlan,
-    plan_recovery,
-    without_snapshots,
-)
-from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.arena_location import ARENAS, arena_path
-from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots, fetch
-from moe_lightning.checkpoint.node_inventory import COPIES, PARITIES, copy_path, local_inventory, parity_path
-from moe_lightning.checkpoint.protected_files import ProtectedFile
-from moe_lightning.checkpoint.snapshot_protection import Protector
+from moe_lightning.checkpoint.arena import ARENAS, Arena, arena_path
+from moe_lightning.checkpoint.inventory import COPIES, PARITIES, copy_path, local_inventory, parity_path
+from moe_lightning.checkpoint.memory import DamagedSnapshots, fetch
+from moe_lightning.checkpoint.protection import aec_layout, arc_layout, no_protection
+from moe_lightning.checkpoint.recovery_plan import Origin, RankInventory, RecoveryPlan, plan_recovery, without_snapshots
+from moe_lightning.checkpoint.snapshot_protection import ProtectedFile, Protector
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json

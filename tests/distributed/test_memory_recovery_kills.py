@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout
+from moe_lightning.checkpoint.protection import ProtectionLayout, aec_layout, arc_layout
 from moe_lightning.checkpoint.snapshot_protection import Protector
 from moe_lightning.parallel.collectives import all_gather_json
 from tests.distributed.harness import RankFailure, connect, run_ranks

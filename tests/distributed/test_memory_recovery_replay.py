@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.recovery_planner import RankInventory, plan_recovery
-from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
-from moe_lightning.checkpoint.optimizer_shards import move_shards
+from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, move_shards, verify_replays
+from moe_lightning.checkpoint.recovery_plan import RankInventory, plan_recovery
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.strategies.dense_shardings import DenseOptimizerShards
 from tests.distributed.harness import connect, run_ranks

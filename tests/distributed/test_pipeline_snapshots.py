@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.checkpoint_bubbles import bubble_table
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
-from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
+from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
 from tests.agents import agent_ahead
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import train

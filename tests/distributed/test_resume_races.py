@@ -17,9 +17,8 @@ import pytest
 
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.commit import prune, try_commit
-from moe_lightning.checkpoint.fence import newest_world
-from moe_lightning.checkpoint.posix_storage import PosixStorage
-from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.checkpoint.directory import checkpoints, newest_world
+from moe_lightning.checkpoint.storage.posix import PosixStorage
 from moe_lightning.errors import CheckpointError
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_partial_checkpoint import WITH_CHECKPOINTS, run, saver

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_lightning.strategies.random_state import random_state
+from moe_lightning.checkpoint.training_state import random_state
 
 
 def test_a_training_on_cpus_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:

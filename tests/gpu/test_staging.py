@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_lightning.checkpoint import staging
+from moe_lightning.checkpoint import snapshotter
 from tests.distributed.harness import run_ranks
 
 CHUNK = 64
@@ -16,11 +16,11 @@ def run(rank: int, ranks: int) -> list[int]:
     from tests.gpu.fake_streams import assert_no_races
 
     device = set_up()
-    staging.CHUNK_BYTES = CHUNK
+    snapshotter.CHUNK_BYTES = CHUNK
     arena = torch.zeros(3 * CHUNK, dtype=torch.uint8)
     with FakeDevice():
         source = torch.full((3 * CHUNK,), 7, dtype=torch.uint8, device=device)
-        stage = staging.Staging()
+        stage = snapshotter.Staging()
         for admitted in (1, 2, 3):
             chunks = iter(range(admitted))
 
@@ -29,7 +29,7 @@ def run(rank: int, ranks: int) -> list[int]:
                     raise InterruptedError
 
             try:
-                stage.copy(arena.data_ptr(), source, staging.side_stream(device), admit)
+                stage.copy(arena.data_ptr(), source, snapshotter.side_stream(device), admit)
                 stage.finish()
             except InterruptedError:
                 stage.forget()
@@ -49,7 +49,7 @@ def test_a_device_that_has_failed_is_not_waited_for() -> None:
         def synchronize(self) -> None:
             raise RuntimeError("CUDA error: device-side assert triggered")
 
-    stage = staging.Staging.__new__(staging.Staging)
+    stage = snapshotter.Staging.__new__(snapshotter.Staging)
     stage._arriving = Failed(), torch.zeros(1), 0, 1
     stage.forget()
     assert stage._arriving is None

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from moe_lightning import FaultRecovery, LoadBalancer, MoELayer, PartialExpertsCheckpoint, RouterConfig
-from moe_lightning.algorithms.protection import PROTECTIONS, protected_by
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.rules import PlacementPolicy
-from moe_lightning.checkpoint.storages import place_of
-from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.checkpoint.directory import checkpoints
+from moe_lightning.checkpoint.protection import PROTECTIONS, protected_by
+from moe_lightning.checkpoint.storage.registry import place_of
 from moe_lightning.cli import sim
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies import ExpertParallelStrategy
@@ -114,7 +114,7 @@ def listed(load, cluster, min_replicas):
     return [[1]]
 
 def at_home(node_of, failures):
-    from moe_lightning.algorithms.protection import ProtectionLayout
+    from moe_lightning.checkpoint.protection import ProtectionLayout
     return ProtectionLayout(method="at_home", node_of=tuple(node_of), holders=((0,), (0,)))
 
 def two(load, cluster): pass

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.checkpoint.directory import checkpoints
 from tests.network.hosts import Hosts, Process, wait_for
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from moe_lightning.checkpoint.agent import Agent
-from moe_lightning.checkpoint.arena_location import arena_path
+from moe_lightning.checkpoint.arena import arena_path
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.state.pieces import StatePiece, is_expert_key

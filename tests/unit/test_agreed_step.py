@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 
 from moe_lightning.checkpoint import agent as agents
-from moe_lightning.checkpoint import persist_job
-from moe_lightning.checkpoint.agent import Agent
-from moe_lightning.checkpoint.agreed_step import Agreement, propose
-from moe_lightning.checkpoint.arena_location import arena_path
-from moe_lightning.checkpoint.fsspec_storage import FsspecStorage
+from moe_lightning.checkpoint import agent as persist_job
+from moe_lightning.checkpoint.agent import Agent, Agreement, propose
+from moe_lightning.checkpoint.arena import arena_path
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.snapshotter import Snapshotter
-from moe_lightning.checkpoint.storage import Place
-from moe_lightning.checkpoint.storages import place_of, storage_of
+from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.checkpoint.storage.objects import FsspecStorage
+from moe_lightning.checkpoint.storage.registry import place_of, storage_of
 from tests.unit.checkpoint_state import EXPERTS, EXTRA, assert_holds, state_of
 
 

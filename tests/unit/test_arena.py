@@ -14,13 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.checkpoint.agent import Agent
-from moe_lightning.checkpoint.arena import Arena, arena_bytes, capacity_of
-from moe_lightning.checkpoint.arena_location import arena_directory
-from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
-from moe_lightning.checkpoint.node_inventory import local_inventory
-from moe_lightning.checkpoint.snapshotter import Snapshotter
-from moe_lightning.checkpoint.store import checkpoints
-from moe_lightning.checkpoint.triple_buffer import NO_STEP, Status, TripleBuffer, newest_common
+from moe_lightning.checkpoint.arena import (
+    NO_STEP,
+    Arena,
+    Status,
+    TripleBuffer,
+    arena_bytes,
+    arena_directory,
+    capacity_of,
+    newest_common,
+)
+from moe_lightning.checkpoint.directory import checkpoints
+from moe_lightning.checkpoint.inventory import local_inventory
+from moe_lightning.checkpoint.snapshotter import CopyWindows, Snapshotter, Window
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World
 from tests.programs import run_program

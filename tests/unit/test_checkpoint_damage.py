@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 import xxhash
 
-from moe_lightning.checkpoint import durable, posix_storage, store
-from moe_lightning.checkpoint.agent import Agent, main
+from moe_lightning.checkpoint import directory as store
+from moe_lightning.checkpoint.agent import Agent, main, next_job
 from moe_lightning.checkpoint.agent_control import agent_alive, read_status, request_stop, start_agent
-from moe_lightning.checkpoint.arena_location import arena_path
+from moe_lightning.checkpoint.arena import arena_path
 from moe_lightning.checkpoint.inspect import scope_bytes
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, Manifest, check_coverage
-from moe_lightning.checkpoint.persist_job import next_job
 from moe_lightning.checkpoint.snapshotter import Snapshotter
+from moe_lightning.checkpoint.storage.interface import durable, posix
 from moe_lightning.errors import CheckpointError
 from tests.programs import run_program
 from tests.unit.checkpoint_state import EXPERTS, EXTRA, Node, assert_holds, node, state_of
@@ -290,7 +290,7 @@ def test_failing_storage_is_reported_and_survived(
                 def opened(path: Path, mode: str, **options: Any) -> Any:
                     return Full(io.FileIO(path, mode.replace("b", ""))) if "x" in mode else open(path, mode, **options)
 
-                patch.setattr(posix_storage, "open", opened, raising=False)
+                patch.setattr(posix, "open", opened, raising=False)
             made.snapshot(2, fresh=[0])
             for _ in range(3):
                 made.agent.serve_once()

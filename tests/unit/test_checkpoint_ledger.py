@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
-from moe_lightning.algorithms.selection import parse_scopes
-from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
-from moe_lightning.checkpoint.dcp_format import dump_object
+from moe_lightning.checkpoint.commit import dump_object
+from moe_lightning.checkpoint.policy import CheckpointLedger
+from moe_lightning.checkpoint.selection import parse_scopes
 
 
 def new_ledger(layers: int, experts: int) -> CheckpointLedger:

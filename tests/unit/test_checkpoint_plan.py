@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.plan import PartialPolicy
+from moe_lightning.checkpoint.policy import PartialPolicy
+from moe_lightning.checkpoint.selection import parse_scopes
 from moe_lightning.errors import ConfigurationError
 from tests.unit.checkpoint_state import EXPERTS, EXTRA, LAYERS, node, state_of, whole_state
 

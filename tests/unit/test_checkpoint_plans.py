@@ -11,27 +11,25 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.checkpoint_size import (
+from moe_lightning.arrays import cut
+from moe_lightning.checkpoint.schedule import OverheadModel, adapt, free_k
+from moe_lightning.checkpoint.selection import Selection, full_selection, parse_scopes, sequential_selection
+from moe_lightning.checkpoint.sharding import (
     FULL_SCOPE_ACCOUNTING,
     MIXED_PRECISION_BYTES,
     MOC_ACCOUNTING,
     PEC_ACCOUNTING,
     Accounting,
-    checkpoint_size,
-    gpt_moe_tensors,
-    parameter_count,
-)
-from moe_lightning.algorithms.overhead import OverheadModel, adapt, free_k
-from moe_lightning.algorithms.selection import Selection, full_selection, parse_scopes, sequential_selection
-from moe_lightning.algorithms.sharding import (
     Module,
     balanced_expert_writers,
     baseline_rank_bytes,
+    checkpoint_size,
     equal_expert_writers,
+    gpt_moe_tensors,
     longest_processing_time,
+    parameter_count,
     shard_checkpoint,
 )
-from moe_lightning.arrays import cut
 from moe_lightning.errors import ConfigurationError
 
 GPT_350M_16E = gpt_moe_tensors(width=1024, num_layers=24, num_experts=16)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.checkpoint import cleaning
+from moe_lightning.checkpoint import inspect
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.agent_control import LOCK, agent_alive
 from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.cleaning import orphans, remove
+from moe_lightning.checkpoint.inspect import orphans, remove
+from moe_lightning.checkpoint.inventory import local_inventory
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.node_inventory import local_inventory
 from moe_lightning.cli.ckpt import main
 from tests.agents import fork_agent
 from tests.distributed.test_partial_checkpoint import wait_until
@@ -27,7 +27,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """In place of shared memory."""
     path = tmp_path / "memory"
     path.mkdir()
-    monkeypatch.setattr(cleaning, "MEMORY", path)
+    monkeypatch.setattr(inspect, "MEMORY", path)
     return path
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.inspect import prune, resolve, scope_bytes, verify_all
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.run_directory import RunDirectory
 from tests.unit.checkpoint_state import node, whole_state

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from moe_lightning.checkpoint import copy_windows
-from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
+from moe_lightning.checkpoint import snapshotter
+from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
 from moe_lightning.parallel import context
 from moe_lightning.parallel.context import ExchangeClock, World
 
@@ -27,7 +27,7 @@ class HandClock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         stub = SimpleNamespace(perf_counter=lambda: self.now)
-        monkeypatch.setattr(copy_windows, "time", stub)
+        monkeypatch.setattr(snapshotter, "time", stub)
         monkeypatch.setattr(context, "time", stub)
 
     def __call__(self, seconds: float) -> None:

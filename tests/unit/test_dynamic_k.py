@@ -9,12 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.dynamic_k_rule import DynamicK
-from moe_lightning.algorithms.ledger import Ledger, Source, expected_plt, worst_case_plt
-from moe_lightning.algorithms.selection import full_selection, parse_scopes, sequential_selection
 from moe_lightning.callbacks.dynamic_k import DynamicK as DynamicKCallback
-from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
-from moe_lightning.checkpoint.plan import Order
+from moe_lightning.checkpoint.policy import CheckpointLedger, Order
+from moe_lightning.checkpoint.selection import (
+    DynamicK,
+    Ledger,
+    Source,
+    expected_plt,
+    full_selection,
+    parse_scopes,
+    sequential_selection,
+    worst_case_plt,
+)
 from moe_lightning.errors import ConfigurationError
 from tests.unit.test_ledger import load_trace
 

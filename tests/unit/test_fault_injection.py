@@ -14,9 +14,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule
 from moe_lightning.algorithms.faults import PLACES, Absence
 from moe_lightning.callbacks.fault_injection import FaultInjection, _Clock
-from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.arena_location import arena_path
-from moe_lightning.checkpoint.snapshot_index import digest_of
+from moe_lightning.checkpoint.arena import Arena, arena_path, digest_of
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.elastic import fault_effects
 from moe_lightning.errors import ConfigurationError

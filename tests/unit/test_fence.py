@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.checkpoint import posix_storage
-from moe_lightning.checkpoint.fence import (
+from moe_lightning.checkpoint.directory import (
     Superseded,
     check_world,
     enter_world,
@@ -24,7 +23,8 @@ from moe_lightning.checkpoint.fence import (
     world_lock,
 )
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.posix_storage import PosixStorage
+from moe_lightning.checkpoint.storage.interface import posix
+from moe_lightning.checkpoint.storage.posix import PosixStorage
 from moe_lightning.errors import CheckpointError
 from tests.unit.checkpoint_state import node
 
@@ -106,7 +106,7 @@ def outcome(root: Path, order: Iterable[str], ranks: Sequence[str], monkeypatch:
         seen.append(committed(root))
 
     with monkeypatch.context() as patch:
-        for owner, name in ((os, "listdir"), (os, "rename"), (os, "mkdir"), (posix_storage, "write_durably")):
+        for owner, name in ((os, "listdir"), (os, "rename"), (os, "mkdir"), (posix, "write_durably")):
             patch.setattr(owner, name, schedule.operation(getattr(owner, name)))
         agents = {f"old{rank}": lambda rank=rank: write_and_commit(root, rank, ranks) for rank in ranks}
         schedule.run(new=begin, **agents)

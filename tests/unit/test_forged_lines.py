@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from moe_lightning.checkpoint.arena import _HEADER, _PAGE, Arena
-from moe_lightning.checkpoint.arena_location import arena_path
-from moe_lightning.checkpoint.mending import find_usable
-from moe_lightning.checkpoint.node_inventory import local_inventory, protected_tables
-from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
+from moe_lightning.checkpoint.arena import _HEADER, _PAGE, Arena, SnapshotIndex, arena_path
+from moe_lightning.checkpoint.inventory import local_inventory, protected_tables
+from moe_lightning.checkpoint.repair import find_usable
 from moe_lightning.elastic.roster import Roster
 from moe_lightning.elastic.wire import Message, WireError
 from moe_lightning.errors import CheckpointError

@@ -11,21 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.ledger import (
+from moe_lightning.checkpoint.selection import (
     Ledger,
+    Selection,
     Source,
     expected_plt,
     expected_plt_two_level,
-    staleness_sum,
-    worst_case_plt,
-)
-from moe_lightning.algorithms.selection import (
-    Selection,
     full_selection,
     load_aware_global_selection,
     load_aware_selection,
     persist_selection,
     sequential_selection,
+    staleness_sum,
+    worst_case_plt,
 )
 from moe_lightning.errors import ConfigurationError
 

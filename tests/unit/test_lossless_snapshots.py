@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_lightning.algorithms.replay_window import ReplayWindow, plan_window
 from moe_lightning.checkpoint.agent import Agent
-from moe_lightning.checkpoint.arena_location import arena_path
+from moe_lightning.checkpoint.arena import arena_path
+from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.manifest import Manifest, check_coverage
-from moe_lightning.checkpoint.mending import find_usable
+from moe_lightning.checkpoint.repair import find_usable
+from moe_lightning.checkpoint.schedule import ReplayWindow, plan_window
+from moe_lightning.checkpoint.session import file_group, most_frozen_pieces, window_pieces
 from moe_lightning.checkpoint.snapshotter import Snapshotter
-from moe_lightning.checkpoint.store import checkpoints
-from moe_lightning.checkpoint.window_pieces import file_group, most_frozen_pieces, window_pieces
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import CheckpointError

@@ -7,17 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_lightning.algorithms.recovery_planner import (
-    Origin,
-    RankInventory,
-    RecoveryPlan,
-    StorageInventory,
-    plan_recovery,
-)
+from moe_lightning.checkpoint.inventory import local_inventory
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
-from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
-from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots, fetch
-from moe_lightning.checkpoint.node_inventory import local_inventory
+from moe_lightning.checkpoint.memory import DamagedSnapshots, MemoryCheckpoint, fetch
+from moe_lightning.checkpoint.recovery_plan import Origin, RankInventory, RecoveryPlan, StorageInventory, plan_recovery
 from moe_lightning.errors import CheckpointError
 from moe_lightning.parallel.context import World
 from moe_lightning.state.pieces import is_expert_key

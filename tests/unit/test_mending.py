@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_lightning.checkpoint import store
+from moe_lightning.checkpoint import directory
 from moe_lightning.checkpoint.inspect import verify_all
 from moe_lightning.checkpoint.loader import Checkpoint, Found
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
-from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
-from moe_lightning.checkpoint.mending import find_usable, mended
-from moe_lightning.checkpoint.recovery_sources import storage_inventory
+from moe_lightning.checkpoint.memory import MemoryCheckpoint
+from moe_lightning.checkpoint.repair import find_usable, mended, storage_inventory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import is_expert_key
 from moe_lightning.strategies.checkpoints import _leased
@@ -197,15 +196,15 @@ def test_a_damaged_run_record_is_told_by_the_checkpoints(root: Path) -> None:
     whole = record.read_bytes()
     for position in range(len(whole)):
         record.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        assert store.run_of(root) == "run"
+        assert directory.run_of(root) == "run"
         found = find_usable(root)
         assert found.checkpoint is not None
         assert "run.json is damaged" in found.problems[0]
         assert "run.json is damaged" in str(verify_all(root)[-1].problem)
-    store.claim(root, "run")
+    directory.claim(root, "run")
     assert record.read_bytes() == whole
     with pytest.raises(CheckpointError, match="holds the checkpoints of run run, not of other"):
-        store.claim(root, "other")
+        directory.claim(root, "other")
 
 
 @pytest.mark.parametrize("flips", [20, pytest.param(300, marks=pytest.mark.slow)])

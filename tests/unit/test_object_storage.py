@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_lightning.checkpoint import inspect, object_storage
+from moe_lightning.checkpoint import inspect
 from moe_lightning.checkpoint.agent import Agent
-from moe_lightning.checkpoint.arena_location import arena_path
-from moe_lightning.checkpoint.fence import Superseded, check_world, enter_world, make_staging
+from moe_lightning.checkpoint.arena import arena_path
+from moe_lightning.checkpoint.directory import Superseded, check_world, checkpoints, enter_world, make_staging
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
 from moe_lightning.checkpoint.snapshotter import Snapshotter
-from moe_lightning.checkpoint.storage import URL
-from moe_lightning.checkpoint.storages import place_of, shared_place, storage_of
-from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.checkpoint.storage.interface import URL, objects
+from moe_lightning.checkpoint.storage.registry import place_of, shared_place, storage_of
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from tests.object_stores import BUCKET, FAULTS, Faults
 from tests.parameters import slow
@@ -209,13 +208,13 @@ def test_void_names_are_free_after_an_hour(root: URL, monkeypatch: pytest.Monkey
     storage.discard(staging)
     assert storage.names(staging) == [MANIFEST]
     assert not storage.is_dir(staging)
-    monkeypatch.setattr(object_storage, "_VOID_S", -10.0)
+    monkeypatch.setattr(objects, "_VOID_S", -10.0)
     storage.discard(staging)
     assert storage.names(staging) == []
 
 
 def test_tensors_come_out_of_blocks(root: URL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_storage, "_BLOCK_BYTES", 7)
+    monkeypatch.setattr(objects, "_BLOCK_BYTES", 7)
     storage, data = storage_of(root), bytes(range(50))
     storage.put(root / "x", data)
     for offset, nbytes in ((0, 3), (5, 6), (6, 1), (13, 20), (43, 7)):

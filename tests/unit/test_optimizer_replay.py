@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moe_lightning.checkpoint.optimizer_replay import AdamWReplay
+from moe_lightning.checkpoint.optimizer_shards import AdamWReplay
 from moe_lightning.errors import ConfigurationError
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": ()}

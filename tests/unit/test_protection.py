@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moe_lightning.algorithms.protection import (
+from moe_lightning.checkpoint.protection import (
     BUFFERS,
     ProtectionLayout,
     aec_layout,

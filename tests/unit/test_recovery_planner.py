@@ -13,20 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.inventory import HeldExpert, SnapshotKind
-from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout, no_protection
-from moe_lightning.algorithms.recovery_planner import (
+from moe_lightning.arrays import IntArray
+from moe_lightning.balancing.migration import plan_migration
+from moe_lightning.balancing.replica_placement import mro_plus, recovery_probabilities
+from moe_lightning.checkpoint.protection import ProtectionLayout, aec_layout, arc_layout, no_protection
+from moe_lightning.checkpoint.recovery_plan import (
+    HeldExpert,
     Origin,
     RankInventory,
     RecoveryPlan,
     SnapshotInventory,
+    SnapshotKind,
     StorageInventory,
     plan_recovery,
     without_snapshots,
 )
-from moe_lightning.arrays import IntArray
-from moe_lightning.balancing.migration import plan_migration
-from moe_lightning.balancing.replica_placement import mro_plus, recovery_probabilities
 from moe_lightning.dispatch.placement import Placement
 
 

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.inventory import HeldExpert
-from moe_lightning.algorithms.recovery_planner import (
+from moe_lightning.checkpoint.recovery_plan import (
+    HeldExpert,
     RankInventory,
     SnapshotInventory,
     SnapshotKind,
     StorageInventory,
     plan_recovery,
 )
-from moe_lightning.algorithms.replay_window import most_frozen, plan_window, window_bytes, window_length
+from moe_lightning.checkpoint.schedule import most_frozen, plan_window, window_bytes, window_length
 from moe_lightning.errors import ConfigurationError
 
 

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities import rank_zero_warn
 
-from moe_lightning.checkpoint import commit, store
+from moe_lightning.checkpoint import commit, directory
 from moe_lightning.checkpoint.agent_control import AgentStatus, read_status, warnings_of
 from moe_lightning.checkpoint.commit import PRUNED, prune
-from moe_lightning.checkpoint.fence import Superseded, enter_world
-from moe_lightning.checkpoint.lease import lease
+from moe_lightning.checkpoint.directory import Superseded, checkpoints, enter_world, headings
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST
-from moe_lightning.checkpoint.store import checkpoints, headings
+from moe_lightning.checkpoint.storage.posix import lease
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, node
 
 
@@ -208,8 +207,8 @@ def test_without_copies_pruning_keeps_no_more_than_it_is_told(tmp_path: Path) ->
 
 def test_many_checkpoints_cost_no_more_time_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
-    read = store.read_manifest
-    monkeypatch.setattr(store, "read_manifest", lambda path: reads.append(path) or read(path))
+    read = directory.read_manifest
+    monkeypatch.setattr(directory, "read_manifest", lambda path: reads.append(path) or read(path))
     with node(tmp_path, keep_last=200, world_size=1) as made:
         made.snapshot(1)
         made.persist()

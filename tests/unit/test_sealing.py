@@ -15,14 +15,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_lightning.callbacks.full_checkpoint import LatestCheckpoint
-from moe_lightning.checkpoint import files, sealing
-from moe_lightning.checkpoint.files import read_file, write_file
-from moe_lightning.checkpoint.sealing import check_file
+from moe_lightning.checkpoint import checksum, files
+from moe_lightning.checkpoint.checksum import check_file
+from moe_lightning.checkpoint.files import SealedFiles, read_file, write_file
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import open_regular
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.sealed_files import SealedFiles
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 
@@ -89,7 +88,7 @@ def test_a_file_is_read_once_while_it_is_the_same(file: Path, monkeypatch: pytes
         opened.append(arguments)
         return open_regular(*arguments, **options)
 
-    monkeypatch.setattr(sealing, "open_regular", watched)
+    monkeypatch.setattr(checksum, "open_regular", watched)
     check_file(file)
     check_file(file)
     assert len(opened) == 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.selection import (
+from moe_lightning.checkpoint.selection import (
     full_selection,
     load_aware_global_selection,
     load_aware_selection,

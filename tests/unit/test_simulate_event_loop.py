@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.overhead import OverheadModel
+from moe_lightning.checkpoint.schedule import OverheadModel
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.cluster import Accounts
 from moe_lightning.simulate.event_loop import simulate

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from moe_lightning.algorithms.recovery_planner import plan_recovery
+from moe_lightning.checkpoint.recovery_plan import plan_recovery
 from moe_lightning.simulate.cluster import HeldSnapshot, Mark, SavedState, inventories
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import NS, Event

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.snapshot_windows import schedule_snapshot
+from moe_lightning.checkpoint.schedule import schedule_snapshot
 from moe_lightning.errors import ConfigurationError
 
 

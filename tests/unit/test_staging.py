@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint import staging
-from moe_lightning.checkpoint.arena_location import arena_path
-from moe_lightning.checkpoint.snapshotter import Snapshotter
-from moe_lightning.checkpoint.staging import Staging
+from moe_lightning.checkpoint import snapshotter
+from moe_lightning.checkpoint.arena import arena_path
+from moe_lightning.checkpoint.snapshotter import Snapshotter, Staging
 from moe_lightning.errors import ConfigurationError
 from tests.unit.checkpoint_state import state_of
 
@@ -40,8 +39,8 @@ class LateStaging(Staging):
 
 @pytest.fixture(autouse=True)
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(staging, "page_locked", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(snapshotter, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(snapshotter, "page_locked", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (CHUNK,), (CHUNK + 1, 3, 5 * CHUNK, 7)])

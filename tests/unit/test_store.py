@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 
 from moe_lightning.checkpoint import commit
 from moe_lightning.checkpoint.commit import prune
+from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
-from moe_lightning.checkpoint.posix_storage import PosixStorage
-from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.checkpoint.storage.posix import PosixStorage
 from moe_lightning.errors import CheckpointError
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, expert_keys, node, whole_state
 

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.checkpoint import agent as agents
-from moe_lightning.checkpoint.agent import Agent
-from moe_lightning.checkpoint.arena_location import arena_path
-from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
+from moe_lightning.checkpoint.agent import Agent, next_job
+from moe_lightning.checkpoint.arena import arena_path
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.persist_job import next_job
-from moe_lightning.checkpoint.plan import Order
+from moe_lightning.checkpoint.policy import CheckpointLedger, Order
+from moe_lightning.checkpoint.selection import parse_scopes
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 
 LAYERS = 2

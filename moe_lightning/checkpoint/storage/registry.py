@@ -8,9 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from moe_lightning.checkpoint.fsspec_storage import FsspecStorage
-from moe_lightning.checkpoint.posix_storage import PosixStorage
-from moe_lightning.checkpoint.storage import URL, Place, Storage
+from moe_lightning.checkpoint.storage.interface import URL, Place, Storage
+from moe_lightning.checkpoint.storage.objects import FsspecStorage
+from moe_lightning.checkpoint.storage.posix import PosixStorage
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.registry import Registry
 

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: places, and what a storage can do at them.
+"""Places of checkpoints and the operations of a storage.
 
 A place is a path of this machine or a `URL`; both are pure paths, so that names are put together alike. Whatever is
 read or written there goes through the place's `Storage` (`storages.py`): a file system, where a commit is a rename and

@@ -1,27 +1,72 @@
-"""Checkpoints on a file system: a commit is a rename, carried files are hard links, locks die with their holders."""
+"""Checkpoints on a POSIX file system.
+
+Who reads a checkpoint holds a lease on it, and pruning leaves it alone: a shared lock on its manifest, which the
+kernel releases when the reader dies.
+
+Checkpoints on a file system: a commit is a rename, carried files are hard links, locks die with their holders.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from moe_lightning.checkpoint.durable import directory_lock, identity_of, sync_directory, write_durably
-from moe_lightning.checkpoint.lease import lease, unread
-from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
-from moe_lightning.checkpoint.storage import Place, Stat
-from moe_lightning.checkpoint.sweeping import delete_staging
+from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED, delete_staging
+from moe_lightning.checkpoint.storage.durable import directory_lock, identity_of, sync_directory, write_durably
+from moe_lightning.checkpoint.storage.interface import Place, Stat
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import check_regular, open_regular, read_bytes
+
+
+@contextmanager
+def lease(directory: Path) -> Generator[None, None, None]:
+    """Keeps a checkpoint directory from being pruned while the context is open.
+
+    Raises:
+        FileNotFoundError: it is gone, or being deleted.
+    """
+    path = directory / MANIFEST
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FileNotFoundError(f"{path} is being deleted") from error
+        if not os.path.samestat(os.fstat(fd), os.stat(path)):
+            raise FileNotFoundError(f"{path} was replaced")
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def unread(directory: Path) -> Generator[bool, None, None]:
+    """Whether nobody reads a checkpoint; nobody begins to as long as the context is open and the answer was yes."""
+    try:
+        fd = os.open(directory / MANIFEST, os.O_RDWR | os.O_CLOEXEC)  # network file systems lock writable files only
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        free = False
+        with suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        yield free
+    finally:
+        os.close(fd)
+
 
 _STAGING = re.compile(r"\.staging-(?:w(\d+)-)?(.+)-(\d{8,})")
 _SWEPT = ".swept-"

@@ -1,4 +1,12 @@
-"""The recovery plan: from what the survivors hold to the newest version that can be restored, and how.
+"""Recovery plan: the newest version that can be restored from what the survivors have, and its sources.
+
+What a rank can contribute to a recovery: its live state, the snapshots on its node, the checkpoint on storage.
+
+Inventories travel as JSON; `to_json` and `from_json` are each other's inverse.
+
+What a recovery will do: where every unit of state comes from, and at which version.
+
+The recovery plan: from what the survivors hold to the newest version that can be restored, and how.
 
 After a fault the ranks of the new world exchange inventories, and every rank computes the same plan from them. A
 *point* is a version at which the state of everything that is no expert ("dense", optimizer, random generators, ...)
@@ -19,24 +27,296 @@ Shapes: L MoE layers, E experts, N ranks of the new world, W writers (ranks of t
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum, StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lightning.algorithms.inventory import (
-    RankInventory,
-    SnapshotInventory,
-    SnapshotKind,
-    StorageInventory,
-    without_snapshots,
-)
-from moe_lightning.algorithms.recovery_plan import Decode, Expert, Origin, Read, RecoveryPlan
 from moe_lightning.arrays import IntArray
+
+
+class SnapshotKind(StrEnum):
+    """What a snapshot in memory is to its writer."""
+
+    ARENA = "arena"  # its own, on its node
+    COPY = "copy"  # kept by another rank (ARC)
+    PARITY = "parity"  # of its sharding group, from which it can be computed (AEC)
+
+
+class HeldExpert(NamedTuple):
+    """An expert in a snapshot: the versions of its oldest and of its newest tensor, which differ where a partial
+    snapshot copies only some kinds of state."""
+
+    layer: int
+    expert: int
+    version: int
+    newest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotInventory:
+    """A whole snapshot of one writer, or one of the parities from which it can be computed.
+
+    Attributes:
+        kind: whose it is, or a parity.
+        writer: rank in the world of `session` whose state it is.
+        session: start of the run; later ones are larger as strings.
+        step: the step after which it was taken.
+        world_size: writers that together make a whole version.
+        experts: of the writer's snapshot.
+        first: the step from which a restore runs the steps up to `step` again; -1: it needs none of them.
+        holder: the member of the sharding group that keeps this parity; -1 for the other kinds.
+        members: writers of the sharding group of a parity, in its order.
+    """
+
+    kind: SnapshotKind
+    writer: int
+    session: str
+    step: int
+    world_size: int
+    experts: tuple[HeldExpert, ...] = ()
+    first: int = -1
+    holder: int = -1
+    members: tuple[int, ...] = ()
+
+    @property
+    def resumes_at(self) -> int:
+        """The step that training goes on from after a restore."""
+        return self.step if self.first < 0 else self.first
+
+    @property
+    def place(self) -> tuple[SnapshotKind, int, int]:
+        """(kind, writer, step): names a snapshot of a session on a node."""
+        return self.kind, self.writer, self.step
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        kind, experts = SnapshotKind(data["kind"]), tuple(HeldExpert(*row) for row in data["experts"])
+        return cls(**{**data, "kind": kind, "experts": experts, "members": tuple(data["members"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageInventory:
+    """The newest whole checkpoint on storage.
+
+    Attributes:
+        session, step: of its commit.
+        versions: version of every expert, [L][E].
+        first: as of a snapshot.
+    """
+
+    session: str
+    step: int
+    versions: tuple[tuple[int, ...], ...]
+    first: int = -1
+
+    @property
+    def resumes_at(self) -> int:
+        """The step that training goes on from after a restore."""
+        return self.step if self.first < 0 else self.first
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(**{**data, "versions": tuple(tuple(row) for row in data["versions"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInventory:
+    """What one rank of the new world holds.
+
+    Attributes:
+        rank: in the new world.
+        node: its failure domain.
+        live_version: updates contained in its live state; -1: it has none (a fresh process).
+        prepared: it has everything that the next update needs, so that it can still apply it.
+        experts: (layer, expert) pairs whose state it holds live.
+        sharded_dense: dense parameters whose optimizer state only one rank keeps (ZeRO-1), the same on all ranks that
+            know them; empty without sharding.
+        owned_dense: those of them whose state this rank keeps.
+        replayed_dense, replay_version: those whose state this rank keeps as an exact replay for a peer, and its
+            version.
+        snapshots: on this rank's node; one rank of each node reports them.
+    """
+
+    rank: int
+    node: str
+    live_version: int = -1
+    prepared: bool = False
+    experts: tuple[tuple[int, int], ...] = ()
+    sharded_dense: tuple[str, ...] = ()
+    owned_dense: tuple[str, ...] = ()
+    replayed_dense: tuple[str, ...] = ()
+    replay_version: int = -1
+    snapshots: tuple[SnapshotInventory, ...] = ()
+
+    def with_snapshots(self, snapshots: Iterable[SnapshotInventory]) -> RankInventory:
+        return replace(self, snapshots=tuple(snapshots))
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "snapshots": [vars(snapshot) for snapshot in self.snapshots]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        names = ("sharded_dense", "owned_dense", "replayed_dense")
+        return cls(
+            **{
+                **data,
+                **{name: tuple(data[name]) for name in names},
+                "experts": tuple((int(layer), int(expert)) for layer, expert in data["experts"]),
+                "snapshots": tuple(SnapshotInventory.from_json(item) for item in data["snapshots"]),
+            }
+        )
+
+
+def without_snapshots(
+    inventories: Iterable[RankInventory], damaged: Collection[tuple[str, str, int, int]]
+) -> list[RankInventory]:
+    """The inventories less the snapshots that turned out to be unreadable, given as (node, kind, writer, step)."""
+    return [
+        inventory.with_snapshots(s for s in inventory.snapshots if (inventory.node, *s.place) not in damaged)
+        for inventory in inventories
+    ]
+
+
+Expert = tuple[int, int]
+"""(layer, expert)"""
+
+
+class Origin(IntEnum):
+    """Where a unit of state comes from, in the order of preference."""
+
+    LIVE = 0
+    ARENA = 1
+    COPY = 2
+    PARITY = 3
+    STORAGE = 4
+
+
+_LABELS = {
+    Origin.LIVE: "replicas",
+    Origin.ARENA: "arenas",
+    Origin.COPY: "copies",
+    Origin.PARITY: "parity",
+    Origin.STORAGE: "storage",
+}
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Read:
+    """One unit taken from memory: an expert, or everything else that a writer wrote (`expert` is None).
+
+    Attributes:
+        writer: rank that took the snapshot, in its session's world.
+        step: of the snapshot that holds the unit (an expert in it may be older).
+        origin: ARENA, COPY or PARITY.
+        node: where the snapshot lies: every rank there can read it; "" for a decoded one.
+        reader: rank of the new world that serves the others; the one that assembles it, for a decoded one.
+        expert: (layer, expert), or None.
+    """
+
+    writer: int
+    step: int
+    origin: Origin
+    node: str
+    reader: int
+    expert: Expert | None = None
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Decode:
+    """A writer's snapshot that is computed from parities (AEC).
+
+    Attributes:
+        parities: (member of the sharding group, rank that reads its parity).
+        shards: (member, rank that reads its snapshot of the step).
+        assembler: rank at which the parts come together.
+    """
+
+    writer: int
+    step: int
+    members: tuple[int, ...]
+    parities: tuple[tuple[int, int], ...]
+    shards: tuple[tuple[int, int], ...]
+    assembler: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryPlan:
+    """What every rank of the new world does.
+
+    Attributes:
+        level: "live": the ranks of `live_ranks` keep their state, the others receive it; "memory" and "storage":
+            everybody restores `version`, dense state from snapshots or from the checkpoint; "nothing": there is no
+            source, training starts anew.
+        version: updates contained in the restored state; 0 where there is no source.
+        resumes_at: the step that training goes on from: `version`, unless that is the last step of a window that is run
+            again (`replay_window.py`).
+        session: of the snapshots that are read; None where none is.
+        apply_prepared: ranks that must apply the update that they have prepared, before anything else.
+        live_ranks: ranks whose live state is then of `version`, at level "live"; the first of them is the source of
+            replicated dense state.
+        shards: (name, rank) of all dense state that some ranks only keep, at level "live": optimizer states by
+            parameter (ZeRO-1), or parts of everything (FSDP); the rank that has it, live or as a replayed copy; -1
+            where it is read from memory.
+        reads: units taken from memory.
+        decodes: snapshots that must be computed before they can be read.
+        origins: int64 [L, E], the `Origin` of every expert.
+        versions: int64 [L, E], the version of every expert.
+        held: bool [L, E, N], which rank holds which expert live at `version`; all false at other levels.
+        nodes: of the ranks of the new world.
+    """
+
+    level: str
+    version: int
+    resumes_at: int
+    session: str | None
+    apply_prepared: tuple[int, ...]
+    live_ranks: tuple[int, ...]
+    shards: tuple[tuple[str, int], ...]
+    reads: tuple[Read, ...]
+    decodes: tuple[Decode, ...]
+    origins: IntArray
+    versions: IntArray
+    held: NDArray[np.bool_]
+    nodes: tuple[str, ...]
+
+    @cached_property
+    def stale(self) -> dict[Expert, int]:
+        """(layer, expert) -> version of the experts that are older than the rest."""
+        return {(la, e): int(self.versions[la, e]) for la, e in np.argwhere(self.versions < self.resumes_at).tolist()}
+
+    @property
+    def from_storage(self) -> tuple[Expert, ...]:
+        """The experts that are read from the checkpoint."""
+        return tuple((la, e) for la, e in np.argwhere(self.origins == Origin.STORAGE).tolist())
+
+    @property
+    def lacks_dense(self) -> bool:
+        """Whether dense state that no rank has is read from memory at level "live"."""
+        return any(rank < 0 for _, rank in self.shards)
+
+    def counts(self, among: Collection[Expert] | None = None) -> dict[Origin, int]:
+        """Experts by origin; `among` restricts them, for example to those that a lost node held."""
+        chosen = np.argwhere(self.origins >= 0).tolist() if among is None else among
+        return dict(sorted(Counter(Origin(int(self.origins[la, e])) for la, e in chosen).items()))
+
+    def describe(self, among: Collection[Expert] | None = None) -> str:
+        """Like "14 experts from replicas, 3 from parity, 0 stale"."""
+        if self.level == "nothing":
+            return "no source is left"
+        counts = [f"{count} from {_LABELS[origin]}" for origin, count in self.counts(among).items()]
+        stale = len(self.stale if among is None else self.stale.keys() & set(among))
+        parts = [*(counts or ["0 restored"]), f"{stale} stale"]
+        return ", ".join([parts[0].replace(" ", " experts ", 1), *parts[1:]])
+
 
 __all__ = [
     "Decode",

@@ -1,4 +1,4 @@
-"""Files that are on disk when a call returns, and locks that die with their holder."""
+"""Durable writes, locks that end with their holder, and deletion of interrupted saves."""
 
 from __future__ import annotations
 

@@ -1,0 +1,326 @@
+"""Restore from snapshots in memory: decoding of parities, exchange between nodes, reads by key.
+
+Computes lost snapshots from the parities of their sharding groups (AEC; REFT 4.2, eq. 1-2).
+
+Every survivor of a group receives the sub-shards that went into its parity and XORs them out of it: what remains is a
+sub-shard of the lost snapshot. The assembler puts these together.
+
+A checkpoint in memory: pieces from this node's arenas and from peers, read like one from storage.
+
+Carries a recovery plan out as far as snapshots in memory are concerned.
+
+A rank reads what lies on its own node itself. What it needs from other nodes comes in one exchange on the background
+group, from the ranks that the plan names, after snapshots that exist as parities only have been computed. Readers
+verify every piece before it is sent; a damaged one makes all ranks fail with its name, so that all of them can plan
+again without it:
+
+    inventories (`local_inventory`) -> all-gather -> `plan_recovery` -> `fetch`
+                                          ^-- `without_snapshots(inventories, error.damaged)` on `DamagedSnapshots`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from moe_lightning.arrays import IntArray
+from moe_lightning.checkpoint.arena import digest_of
+from moe_lightning.checkpoint.inventory import (
+    Snapshot,
+    SnapshotSet,
+    packed,
+    packed_bytes_of,
+    protected_tables,
+    relocated,
+)
+from moe_lightning.checkpoint.loader import Checkpoint, CheckpointSource
+from moe_lightning.checkpoint.protection import sub_shard
+from moe_lightning.checkpoint.recovery_plan import Decode, Expert, Origin, RecoveryPlan, SnapshotKind
+from moe_lightning.errors import CheckpointError
+from moe_lightning.kernels import xor_parity
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
+from moe_lightning.state.pieces import OBJECT, Piece, by_key, expert_of
+
+Place = tuple[str, int, int]
+"""(kind, writer, step) of a snapshot"""
+
+
+def decode_snapshots(decodes: Sequence[Decode], library: SnapshotSet, world: World) -> list[tuple[int, Place]]:
+    """Add the computed snapshots to the assemblers' libraries; collective.
+
+    Returns:
+        (rank that found it, place) of every part that is missing or damaged; then nothing was computed.
+    """
+    if not decodes:
+        return []
+    parts = _Parts(decodes, library, world.rank)
+    told = all_gather_json([parts.sizes, parts.problems], world)
+    problems = [(rank, (str(kind), int(w), int(s))) for rank, (_, found) in enumerate(told) for kind, w, s in found]
+    if problems:
+        return problems
+    sizes = [int(told[decode.assembler][0][str(index)]) for index, decode in enumerate(decodes)]
+    ways = [
+        (index, holder, member, PeerBuffer(source=source, target=target, nbytes=sizes[index]))
+        for index, decode in enumerate(decodes)
+        for holder, target in decode.parities
+        for member, source in decode.shards
+        if member != holder
+    ]
+    arrived = exchange_parcels(
+        [way[3] for way in ways], lambda at: parts.sub_shard(*ways[at][:3], nbytes=ways[at][3].nbytes), world
+    )
+    known: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for at, data in arrived.items():
+        known.setdefault(ways[at][:2], []).append(data)
+    lost = [
+        (index, holder, PeerBuffer(source=reader, target=decode.assembler, nbytes=sizes[index]))
+        for index, decode in enumerate(decodes)
+        for holder, reader in decode.parities
+    ]
+    solved = exchange_parcels(
+        [way[2] for way in lost],
+        lambda at: xor_parity([parts.parities[lost[at][:2]], *known.get(lost[at][:2], [])]),
+        world,
+    )
+    assembled: dict[int, torch.Tensor] = {}
+    for at, data in solved.items():
+        index, holder, _ = lost[at]
+        decode = decodes[index]
+        blob = assembled.setdefault(index, torch.empty(sizes[index] * (len(decode.members) - 1), dtype=torch.uint8))
+        start = sizes[index] * sub_shard(decode.members.index(holder), decode.members.index(decode.writer))
+        blob[start : start + sizes[index]] = data
+    for index, blob in assembled.items():
+        library.add(Origin.PARITY, Snapshot(table=parts.tables[index], memory=blob))
+    return []
+
+
+class _Parts:
+    """What this rank contributes: parities and shards, verified."""
+
+    def __init__(self, decodes: Sequence[Decode], library: SnapshotSet, rank: int) -> None:
+        self.parities: dict[tuple[int, int], torch.Tensor] = {}
+        self.tables = {}
+        self.sizes: dict[int, int] = {}
+        self.problems: list[Place] = []
+        self._decodes = decodes
+        self._shards: dict[tuple[int, int], torch.Tensor] = {}
+        for index, decode in enumerate(decodes):
+            for holder, reader in decode.parities:
+                if reader != rank:
+                    continue
+                parity = library.parity(holder, decode.step)
+                if parity is None:
+                    self.problems.append((SnapshotKind.PARITY, decode.writer, decode.step))
+                    continue
+                ((_, self.parities[index, holder]),) = parity.unit(None)
+                self.sizes[index] = self.parities[index, holder].numel()
+                lost = next(t for t in protected_tables(parity.table) if t.rank == decode.writer)
+                self.tables[index] = relocated(lost, 0)
+            for member, reader in decode.shards:
+                if reader != rank:
+                    continue
+                shard = library.whole(member, decode.step)
+                if shard is None:
+                    wholes = (SnapshotKind.ARENA, SnapshotKind.COPY)
+                    self.problems += [(kind, member, decode.step) for kind in wholes]
+                else:
+                    self._shards[index, member] = shard.packed()
+
+    def sub_shard(self, index: int, holder: int, member: int, *, nbytes: int) -> torch.Tensor:
+        """The part of a member's shard that went into a holder's parity, padded with zeros."""
+        members = self._decodes[index].members
+        return cut_shard(self._shards[index, member], sub_shard(members.index(holder), members.index(member)), nbytes)
+
+
+def cut_shard(shard: torch.Tensor, number: int, nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes]: sub-shard `number` of a packed snapshot, padded with zeros."""
+    part = shard[number * nbytes : (number + 1) * nbytes]
+    return part if part.numel() == nbytes else torch.cat([part, part.new_zeros(nbytes - part.numel())])
+
+
+class MemoryCheckpoint(CheckpointSource):
+    """The state at a step, put together from snapshots; every piece is compared with its checksum when it is read.
+
+    It is valid until the arenas of this node are written again, except for its objects, which are copied.
+
+    Args:
+        step: updates contained in it.
+        pieces: of all keys, with their bytes, uint8 [nbytes]; None where this rank did not ask for them.
+        versions: int64 [L, E], the version of every expert.
+        first: the step that training goes on from; None: `step`.
+        storage: the checkpoint that has what is not in memory.
+        experts_on_storage: (layer, expert) pairs to be read from there.
+        rest_on_storage: whether everything that is no expert is read from there, too.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        pieces: Iterable[tuple[Piece, torch.Tensor | None]],
+        *,
+        versions: IntArray,
+        first: int | None = None,
+        storage: Checkpoint | None = None,
+        experts_on_storage: Iterable[tuple[int, int]] = (),
+        rest_on_storage: bool = False,
+    ) -> None:
+        self.path = Path(f"the snapshot of step {step}")
+        self._step, self._versions, self._storage = step, versions, storage
+        self._first = step if first is None else first
+        listed = list(pieces)
+        self._listed = by_key(piece for piece, _ in listed)
+        # Objects are small and may be asked for later than tensors.
+        self._data = {_name(p): data.clone() if p.dtype == OBJECT else data for p, data in listed if data is not None}
+        self._experts_on_storage, self._rest_on_storage = set(experts_on_storage), rest_on_storage
+
+    @property
+    @override
+    def step(self) -> int:
+        return self._step
+
+    @property
+    @override
+    def first_step(self) -> int:
+        return self._first
+
+    @override
+    def expert_versions(self) -> IntArray:
+        return self._versions.copy()
+
+    @override
+    def release(self) -> None:
+        objects = {_name(p) for pieces in self._listed.values() for p in pieces if p.dtype == OBJECT}
+        self._data = {name: data for name, data in self._data.items() if name in objects}
+        if self._storage is not None and self._rest_on_storage:
+            self._storage.release()
+
+    @cached_property
+    @override
+    def _pieces(self) -> Mapping[str, Sequence[Piece]]:
+        stored = self._storage._pieces if self._storage is not None else {}
+        return {key: pieces for key, pieces in stored.items() if self._is_on_storage(key)} | self._listed
+
+    def _is_on_storage(self, key: str) -> bool:
+        expert = expert_of(key)
+        return self._rest_on_storage if expert is None else expert in self._experts_on_storage
+
+    @override
+    def _raw(self, piece: Piece) -> torch.Tensor:
+        if piece.key not in self._listed:
+            assert self._storage is not None
+            return self._storage._raw(piece)
+        data = self._data.get(_name(piece))
+        if data is None:
+            raise CheckpointError(f"{piece.key} of {self.path} is on another rank: fetch it before it is read")
+        if digest_of(data) != piece.xxh3:
+            raise CheckpointError(f"{piece.key} of {self.path} is damaged: its checksum does not match")
+        return data
+
+
+def _name(piece: Piece) -> tuple[str, tuple[int, ...]]:
+    return piece.key, piece.block.offsets
+
+
+class DamagedSnapshots(CheckpointError):
+    """Snapshots that a plan counts on cannot be read; every rank raises it.
+
+    Attributes:
+        damaged: (node, kind, writer, step) of each, as `without_snapshots` takes them.
+    """
+
+    def __init__(self, damaged: Collection[tuple[str, str, int, int]]) -> None:
+        node, kind, writer, step = min(damaged)
+        where = f"on node {node}" if node else "computed from parities"
+        super().__init__(
+            f"the {kind} snapshot of writer {writer} at step {step} {where} is damaged or gone "
+            f"({len(damaged)} are): plan the recovery again without it"
+        )
+        self.damaged = frozenset(damaged)
+
+
+def fetch(
+    plan: RecoveryPlan,
+    world: World,
+    arenas: Path | None,
+    needed_experts: Collection[Expert],
+    *,
+    storage: Checkpoint | None = None,
+) -> MemoryCheckpoint:
+    """Bring what this rank needs of the plan's snapshots into its reach; collective.
+
+    Args:
+        plan: the same on every rank.
+        arenas: directory of this node's arenas; None where it has none.
+        needed_experts: (layer, expert) pairs that this rank will hold; it gets all other state in any case.
+        storage: the checkpoint that the plan counted on.
+
+    Returns:
+        The state at `plan.version`. Arenas must not be written before it was restored from.
+
+    Raises:
+        DamagedSnapshots: bytes do not match their checksums; raised on every rank.
+    """
+    library = SnapshotSet(arenas, plan.session)
+    problems = [(plan.nodes[rank], *place) for rank, place in decode_snapshots(plan.decodes, library, world)]
+    _raise_if_damaged(problems)
+    wanted = {i for i, read in enumerate(plan.reads) if read.expert is None or read.expert in needed_experts}
+    here = {i for i, read in enumerate(plan.reads) if read.node == plan.nodes[world.rank]} & wanted
+    served = {i for i, read in enumerate(plan.reads) if read.reader == world.rank}
+    units = {i: library.read(plan.reads[i]) for i in here | served}
+    own = {
+        "experts": sorted(needed_experts),
+        "pieces": {i: [piece.to_json() for piece, _ in units[i] or ()] for i in served},
+        "damaged": [i for i, unit in units.items() if unit is None],
+    }
+    told = all_gather_json(own, world)
+    bad = [plan.reads[index] for entry in told for index in entry["damaged"]]
+    _raise_if_damaged([(read.node, SnapshotKind[read.origin.name], read.writer, read.step) for read in bad])
+    listing = {int(i): [Piece.from_json(row) for row in rows] for entry in told for i, rows in entry["pieces"].items()}
+    deliveries = list(_deliveries(plan, [{(la, e) for la, e in entry["experts"]} for entry in told]))
+    parcels = [
+        PeerBuffer(source=plan.reads[index].reader, target=target, nbytes=packed_bytes_of(listing[index]))
+        for index, target in deliveries
+    ]
+    arrived = exchange_parcels(parcels, lambda at: packed([data for _, data in units[deliveries[at][0]] or ()]), world)
+    units |= {deliveries[at][0]: _split(data, listing[deliveries[at][0]]) for at, data in arrived.items()}
+    fetched = [(piece, data) for unit in units.values() for piece, data in unit or ()]
+    elsewhere = [(piece, None) for i in listing.keys() - units.keys() for piece in listing[i]]
+    return MemoryCheckpoint(
+        plan.version,
+        [*fetched, *elsewhere],
+        versions=plan.versions,
+        first=plan.resumes_at,
+        storage=storage,
+        experts_on_storage=plan.from_storage,
+        rest_on_storage=plan.level == "storage",
+    )
+
+
+def _raise_if_damaged(damaged: Collection[tuple[str, str, int, int]]) -> None:
+    if damaged:
+        raise DamagedSnapshots(damaged)
+
+
+def _deliveries(plan: RecoveryPlan, needs: list[set[Any]]) -> Iterator[tuple[int, int]]:
+    """(index of the read, rank) for every unit that has to travel."""
+    for index, read in enumerate(plan.reads):
+        for rank, experts in enumerate(needs):
+            wanted = read.expert is None or read.expert in experts
+            if wanted and rank != read.reader and plan.nodes[rank] != read.node:
+                yield index, rank
+
+
+def _split(data: torch.Tensor, pieces: list[Piece]) -> list[tuple[Piece, torch.Tensor]]:
+    """The pieces of a packed unit."""
+    found, start = [], 0
+    for piece in pieces:
+        found.append((piece, data[start : start + piece.nbytes]))
+        start += packed_bytes_of([piece])
+    return found

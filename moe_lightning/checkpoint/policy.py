@@ -1,0 +1,439 @@
+"""Checkpoint policy: settings, the keys of the next checkpoint, and the record of past ones.
+
+From a policy to the keys that the next checkpoint copies and writes.
+
+Every rank computes the same plan alone: from the ordinal of the checkpoint, or from counters that are equal
+everywhere. The result is what `Snapshotter.start` takes: keys to copy, keys meant for storage, and the file each of
+them goes to.
+Sources: PEC 3.1-3.2, MoC-System 3 and 5.1.
+
+How a run is checkpointed, as the user says it.
+
+What a run remembers about its partial checkpoints: tokens, versions, and whose turn is next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from moe_lightning.arrays import BoolArray, IntArray
+from moe_lightning.checkpoint.schedule import ReplayWindow, plan_window
+from moe_lightning.checkpoint.selection import (
+    SCOPES,
+    Ledger,
+    Selection,
+    Source,
+    full_selection,
+    load_aware_global_selection,
+    load_aware_selection,
+    parse_scopes,
+    persist_selection,
+    sequential_selection,
+    window_slots,
+)
+from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.state.pieces import is_expert_key, parse_expert_key
+
+Order = Literal["sequential", "load_aware", "load_aware_global"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPlan:
+    """What one checkpoint copies and writes.
+
+    Attributes:
+        snapshot: experts copied to memory.
+        persist: those of them whose turn it is to go to storage, with the next snapshot that is committed.
+        scopes: state kinds to which the selection applies; others are always copied and written.
+        slots: int64 [L, E], the file slot of each expert: experts of a slot are usually saved together.
+    """
+
+    snapshot: Selection
+    persist: Selection
+    scopes: frozenset[str]
+    slots: IntArray
+
+    def fresh(self, keys: Iterable[str]) -> set[str]:
+        """The expert keys to copy."""
+        return self._chosen(keys, self.snapshot.mask())
+
+    def persisted(self, keys: Iterable[str]) -> set[str]:
+        """The expert keys meant for storage."""
+        return self._chosen(keys, self.persist.mask())
+
+    def groups(self, keys: Iterable[str]) -> dict[str, str]:
+        """The file group of every expert key; state that is always written has a file of its own."""
+        found = {}
+        for key in filter(is_expert_key, keys):
+            layer, expert, scope, _ = parse_expert_key(key)
+            partial = scope in self.scopes
+            found[key] = f"experts-slot{self.slots[layer, expert]:03d}" if partial else "experts-always"
+        return found
+
+    def _chosen(self, keys: Iterable[str], mask: BoolArray) -> set[str]:
+        chosen = set()
+        for key in filter(is_expert_key, keys):
+            layer, expert, scope, _ = parse_expert_key(key)
+            if scope not in self.scopes or mask[layer, expert]:
+                chosen.add(key)
+        return chosen
+
+
+@validated
+@dataclass(frozen=True, kw_only=True)
+class PartialPolicy:
+    """How many experts a checkpoint saves, and in which order they take turns.
+
+    Attributes:
+        k_snapshot: experts per layer copied to memory; may change between checkpoints (Dynamic-K): make a new policy.
+        k_persist: experts per layer written to storage, at most k_snapshot.
+        scopes: state kinds that are saved for the selected experts only.
+        order: sequential needs no counters; load_aware is PEC's Algorithm 1 as printed; load_aware_global loses fewest
+            tokens.
+        ep_size: ranks among which the experts are dealt in contiguous blocks (1: any other placement).
+
+    Raises:
+        ConfigurationError: numbers that cannot work.
+    """
+
+    num_layers: int
+    num_experts: int
+    k_snapshot: int
+    k_persist: int
+    scopes: frozenset[str] = frozenset(SCOPES)
+    order: Order = "sequential"
+    ep_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k_persist <= self.k_snapshot <= self.num_experts:
+            raise ConfigurationError(
+                f"k_persist={self.k_persist} and k_snapshot={self.k_snapshot} must satisfy "
+                f"1 <= k_persist <= k_snapshot <= {self.num_experts} (the number of experts)"
+            )
+
+    def plan(
+        self,
+        ordinal: int,
+        *,
+        persisted_version: IntArray,
+        unsaved: IntArray | None = None,
+        owners: IntArray | None = None,
+        full: bool = False,
+    ) -> CheckpointPlan:
+        """The plan of one checkpoint.
+
+        Args:
+            ordinal: number of this checkpoint since the last full one, from 0.
+            persisted_version: int64 [L, E], step of each expert's newest planned version on storage; equal on all
+                ranks.
+            unsaved: int64 [L, E], the ledger's counters; needed by the load-aware orders.
+            owners: int64 [L, E], the rank that saves each expert; needed by the load-aware orders.
+            full: save everything.
+
+        Raises:
+            ConfigurationError: a load-aware order without its counters.
+        """
+        if full:
+            snapshot = persist = full_selection(self.num_layers, self.num_experts)
+        else:
+            snapshot = self._select(ordinal, unsaved, owners)
+            persist = persist_selection(snapshot, k=self.k_persist, persisted_version=persisted_version)
+        return CheckpointPlan(snapshot=snapshot, persist=persist, scopes=self.scopes, slots=self._slots())
+
+    def _select(self, ordinal: int, unsaved: IntArray | None, owners: IntArray | None) -> Selection:
+        if self.order == "sequential":
+            return sequential_selection(
+                ordinal=ordinal,
+                k=self.k_snapshot,
+                num_layers=self.num_layers,
+                num_experts=self.num_experts,
+                ep_size=self.ep_size,
+            )
+        if unsaved is None or owners is None:
+            raise ConfigurationError(f"order={self.order!r} needs the unsaved tokens and the owner of every expert")
+        select = load_aware_selection if self.order == "load_aware" else load_aware_global_selection
+        return select(unsaved, k=self.k_snapshot, owners=owners, num_ranks=int(owners.max()) + 1)
+
+    def _slots(self) -> IntArray:
+        """Sequential selection saves windows; the load-aware orders save experts in no fixed company."""
+        if self.order != "sequential":
+            return np.broadcast_to(np.arange(self.num_experts), (self.num_layers, self.num_experts))
+        return window_slots(
+            k=self.k_persist, num_layers=self.num_layers, num_experts=self.num_experts, ep_size=self.ep_size
+        )
+
+
+@validated
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """How a run is checkpointed.
+
+    Attributes:
+        k_snapshot: experts of each layer copied into memory; None: all, "auto": as many as hide under forward and
+            backward.
+        k_persist: experts of each layer written to storage; None: as many as are copied.
+        order: which experts are next: "sequential", "load_aware" (PEC Alg. 1 as printed) or "load_aware_global", which
+            loses fewest tokens.
+        scopes: the kinds of expert state that may stay behind: a preset ("full", "moc", "weights", "none") or kinds.
+            Parameters in float32 are master weights; those of lower precision are weights.
+        keep_last: whole checkpoints to keep.
+        verify_within: commits within which every file that checkpoints carry over is read again; what is damaged is
+            written anew.
+        copies_on_storage: every so many checkpoints hold all experts in files of their own, and one whole checkpoint is
+            kept that shares no file with the newest; None: never, so that an expert has one copy on storage.
+        failures_per_hour: expected rate of faults, for the adaptive interval.
+        fallback_dir: room for snapshots where shared memory is missing or too small; None: the checkpoint directory.
+        windows: when snapshots are copied: in "any" part of a step, as soon as possible, or "scheduled" by HAS (REFT
+            4.1): while a stage waits for others (bubbles), while the device is idle, then during computation, then
+            during exchanges, as far as each is needed.
+        lossless: take windows of sparse snapshots, from which nothing is lost (`checkpoint/schedule.py`):
+            `k_snapshot` experts of a layer are copied whole in each step, None or "auto": as many as hide under one.
+
+    Raises:
+        ConfigurationError: a value outside its range.
+    """
+
+    k_snapshot: PositiveInt | Literal["auto"] | None = None
+    k_persist: PositiveInt | None = None
+    order: Order = "sequential"
+    scopes: str | Iterable[str] = "full"
+    keep_last: PositiveInt = 2
+    verify_within: PositiveInt = 8
+    copies_on_storage: PositiveInt | None = None
+    failures_per_hour: Coefficient = 0.0
+    fallback_dir: str | None = None
+    windows: Literal["any", "scheduled"] = "any"
+    lossless: bool = False
+
+    @property
+    def adapts_k(self) -> bool:
+        """Whether `k_snapshot` is chosen by measured times."""
+        return self.k_snapshot == "auto" or (self.lossless and self.k_snapshot is None)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k_snapshot, int) and self.k_persist is not None and self.k_persist > self.k_snapshot:
+            raise ConfigurationError(
+                f"k_persist={self.k_persist} is more than k_snapshot={self.k_snapshot}: "
+                "only experts that are copied can be written"
+            )
+        takes_all = self.k_persist is None and self.order == "sequential" and parse_scopes(self.scopes) == set(SCOPES)
+        if self.lossless and not takes_all:
+            raise ConfigurationError(
+                f"lossless=True saves all state of every expert, popular ones last: with k_persist={self.k_persist}, "
+                f"order={self.order!r} and scopes={self.scopes!r} some would be left out; leave them at their defaults"
+            )
+        parse_scopes(self.scopes)
+
+
+_HISTORY = 64
+"""Checkpoints whose token counts are kept; of an older version, the newest one that is remembered before it counts, so
+that losses are never told too low."""
+
+
+@validated
+class CheckpointLedger:
+    """What one run has counted and committed; every rank keeps the same, from the same counts.
+
+    They hold whose turn it is, which every rank knows when a snapshot is taken. What becomes of a snapshot only the
+    agents know: whatever they commit holds everything that was due by then (`Piece.due`), so turns need no answer.
+
+    Args:
+        num_layers, num_experts: L and E.
+        planned_assignments: tokens times top-k of the whole planned training, per layer.
+        owners: int64 [L, E], the rank that writes each expert.
+        num_ranks: of the world.
+        scopes: state kinds that may stay behind.
+        order: which experts are next.
+
+    Attributes:
+        ledger: tokens in the live state, in memory and on storage.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: NonNegativeInt,
+        num_experts: NonNegativeInt,
+        planned_assignments: int | IntArray,
+        owners: IntArray,
+        num_ranks: int,
+        scopes: frozenset[str],
+        order: Order = "sequential",
+    ) -> None:
+        self.ledger = Ledger(num_layers=num_layers, num_experts=num_experts, planned_assignments=planned_assignments)
+        self._shape = (num_layers, num_experts)
+        self._owners, self._num_ranks = owners, num_ranks
+        self._scopes, self._order = scopes, order
+        self._ordinal = 0
+        self._persisted_version = np.full(self._shape, -1, dtype=np.int64)
+        self._persisted_processed = np.zeros(self._shape, dtype=np.int64)
+        self._history: dict[int, IntArray] = {}
+
+    def reassign(self, owners: IntArray) -> None:
+        """Experts moved: other ranks write them from now on."""
+        self._owners = owners
+
+    def plan(self, k_snapshot: int, k_persist: int, *, full: bool = False) -> CheckpointPlan:
+        """The experts of the next checkpoint; among those that are copied, the ones written longest ago are written."""
+        layers, experts = self._shape
+        policy = PartialPolicy(
+            num_layers=layers,
+            num_experts=experts,
+            k_snapshot=k_snapshot,
+            k_persist=k_persist,
+            scopes=self._scopes,
+            order=self._order,
+            # Interleaving the ranks needs equal blocks of experts; under other placements all ranks count as one.
+            ep_size=self._num_ranks if experts % self._num_ranks == 0 else 1,
+        )
+        return policy.plan(
+            self._ordinal,
+            persisted_version=self._persisted_version,
+            unsaved=self.ledger.unsaved(),
+            owners=self._owners,
+            full=full or k_persist >= experts,
+        )
+
+    def window(self, first: int, k: int) -> ReplayWindow:
+        """A lossless window that begins after a step; the tokens since the snapshot before tell who is popular."""
+        return plan_window(first, self.ledger.unsaved(), k)
+
+    def cost(self, plan: CheckpointPlan) -> float:
+        """The PLT that a restore of the checkpoint of this plan, taken now, would cost."""
+        written = np.where(plan.persist.mask(), self.ledger.processed, self._persisted_processed)
+        lost: IntArray = np.maximum(self.ledger.processed - written, 0).sum(axis=1)
+        return self.ledger.plt_of(lost)
+
+    def begin(self, step: int, plan: CheckpointPlan) -> None:
+        """A checkpoint of the state after `step` is under way."""
+        written = plan.persist.mask()
+        self.ledger.take_snapshot(plan.snapshot.mask())
+        self._persisted_version = np.where(written, step, self._persisted_version)
+        self._persisted_processed = np.where(written, self.ledger.processed, self._persisted_processed)
+        self._history[step] = self.ledger.processed.copy()
+        for old in sorted(self._history)[:-_HISTORY]:
+            del self._history[old]
+        self._ordinal += 1
+
+    @property
+    def largest_dump_bytes(self) -> int:
+        """What `dump` may grow to once written out."""
+        table_bytes = self.ledger.processed.nbytes
+        return (4 + _HISTORY) * (table_bytes + 64) + (16 << 10)
+
+    def dump(self) -> dict[str, Any]:
+        """Tensors and plain values for the checkpoint that was begun last."""
+        steps = sorted(self._history)
+        return {
+            "ordinal": self._ordinal,
+            "processed": torch.from_numpy(self.ledger.processed.copy()),
+            "lost": torch.from_numpy(self.ledger.lost.copy()),
+            "persisted_version": torch.from_numpy(self._persisted_version.copy()),
+            "persisted_processed": torch.from_numpy(self._persisted_processed.copy()),
+            "history_steps": steps,
+            "history": torch.from_numpy(np.stack([self._history[s] for s in steps])),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, for a process that joins the run; tensors and plain values."""
+        return {
+            "ledger": {name: torch.from_numpy(table) for name, table in self.ledger.state_dict().items()},
+            "ordinal": self._ordinal,
+            "persisted_version": torch.from_numpy(self._persisted_version.copy()),
+            "persisted_processed": torch.from_numpy(self._persisted_processed.copy()),
+            "history": {step: torch.from_numpy(counts.copy()) for step, counts in self._history.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another process is."""
+        self.ledger.load_state_dict(state["ledger"])
+        self._ordinal = int(state["ordinal"])
+        self._persisted_version = np.asarray(state["persisted_version"], dtype=np.int64)
+        self._persisted_processed = np.asarray(state["persisted_processed"], dtype=np.int64)
+        self._history = {int(step): np.asarray(counts, np.int64) for step, counts in state["history"].items()}
+
+    def lose(self, versions: Mapping[tuple[int, int], int]) -> IntArray:
+        """Some experts of the live state came back older.
+
+        Args:
+            versions: of these experts, by (layer, expert).
+
+        Returns:
+            int64 [L, E]: the tokens that they have not seen; they are added to the ledger's losses.
+        """
+        table = np.full(self._shape, -1, dtype=np.int64)
+        for expert, version in versions.items():
+            table[expert] = version
+        is_older = np.zeros(self._shape, dtype=np.bool_)
+        is_older[tuple(zip(*versions, strict=True))] = True
+        remembered: list[tuple[IntArray | int, IntArray]] = [(self._persisted_version, self._persisted_processed)]
+        remembered += self._history.items()
+        return self.ledger.lose(np.where(is_older, _seen_by(table, remembered), self.ledger.processed))
+
+    def restore(self, saved: Mapping[str, Any], step: int, versions: IntArray) -> IntArray:
+        """Go on after a restore of the checkpoint at `step` in which expert (l, e) has version `versions[l, e]`.
+
+        Returns:
+            int64 [L, E]: the tokens that the restored experts have not seen; they are added to the ledger's losses.
+        """
+        if tuple(saved["processed"].shape) != self._shape or versions.shape != self._shape:
+            raise ConfigurationError(
+                f"the checkpoint counts tokens of {list(saved['processed'].shape)} experts (layers, experts), "
+                f"the model has {list(self._shape)}: use the configuration it was written with"
+            )
+        processed, history = saved["processed"].numpy().astype(np.int64), _history_of(saved)
+        held = processed - unseen_tokens(saved, step, versions)
+        self.ledger.load_state_dict(
+            {
+                "planned_assignments": self.ledger.planned_assignments,
+                "processed": processed,
+                "in_memory": held,
+                "on_storage": held,
+                "lost": saved["lost"].numpy().astype(np.int64),
+                "point_processed": processed,
+                "point_in_memory": held,
+            }
+        )
+        self._ordinal = int(saved["ordinal"])
+        self._persisted_version, self._persisted_processed = versions.copy(), held.copy()
+        self._history = history
+        return self.ledger.recover(Source.STORAGE)
+
+
+def unseen_tokens(saved: Mapping[str, Any], step: int, versions: IntArray) -> IntArray:
+    """int64 [L, E]: the tokens that experts of some versions have not seen, as the ledger of a checkpoint remembers.
+
+    Args:
+        saved: from `CheckpointLedger.dump`.
+        step: of the checkpoint.
+        versions: int64 [L, E].
+    """
+    processed = saved["processed"].numpy().astype(np.int64)
+    persisted = saved["persisted_version"].numpy(), saved["persisted_processed"].numpy().astype(np.int64)
+    unseen: IntArray = processed - _seen_by(versions, [persisted, *_history_of(saved).items(), (step, processed)])
+    return unseen
+
+
+def _history_of(saved: Mapping[str, Any]) -> dict[int, IntArray]:
+    return {int(s): h.numpy().astype(np.int64) for s, h in zip(saved["history_steps"], saved["history"], strict=True)}
+
+
+def _seen_by(versions: IntArray, remembered: Iterable[tuple[IntArray | int, IntArray]]) -> IntArray:
+    """int64 [L, E]: the tokens that experts of these versions contain: those of the version itself where it is
+    remembered, else of the newest one before it, else none.
+
+    Args:
+        versions: int64 [L, E].
+        remembered: (version, tokens), one version for all experts or int64 [L, E].
+    """
+    seen, known = np.zeros_like(versions), np.full_like(versions, -1)
+    for version, tokens in remembered:
+        is_better = (version <= versions) & (version > known)
+        seen, known = np.where(is_better, tokens, seen), np.where(is_better, version, known)
+    return seen

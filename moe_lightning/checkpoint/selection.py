@@ -1,0 +1,606 @@
+"""Selection of experts for partial checkpoints, the ledger of lost tokens, and Dynamic-K.
+
+Which experts a partial checkpoint saves: sequential and load-aware selection, and the share of them that goes to
+storage.
+
+Partial Experts Checkpointing saves K of the E experts of every MoE layer and lets the others keep their older version.
+Every rank computes the whole selection alone from the ordinal of the checkpoint or from counters that are equal
+everywhere, so saving needs no communication. Sources: PEC 3.1 and Alg. 1, MoC-System 3 and 5.
+
+Shapes: L MoE layers, E experts a layer, K saved experts a layer.
+
+The token ledger: how many tokens each expert's live state has seen, and how many a restore throws away (PLT).
+
+Every expert's state is the result of a number of routed tokens. The ledger keeps that number for the live state, for
+the newest copy in host memory and for the newest copy on storage, so "unsaved tokens" are differences and a token can
+be lost only once. A checkpoint remembers these numbers as of its step; the newest one whose persist completed is the
+recovery point. Tokens processed after the recovery point are trained again and are not lost. Sources: PEC eq. 4,
+MoC-System eq. 7 and 5.1.
+
+Shapes: L MoE layers, E experts a layer. Counts are routed assignments actually processed (after any capacity drops).
+
+Dynamic-K: save more experts as faults use up the budget of lost tokens.
+
+K starts small and doubles until all experts are saved. Level j (K0, 2 K0, 4 K0, ... E) may spend threshold * 2^-(j+1):
+the loss per fault halves when K doubles, so every level lasts for about the same number of faults, and all levels
+together stay below the threshold. Because one fault can overshoot a limit that is checked only afterwards, K also
+doubles when one more fault at the present K might break the threshold. Sources: PEC 3.2, MoC-System 5.3 (which print
+no limit per K).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lightning.arrays import BoolArray, IntArray
+from moe_lightning.config import NonNegativeInt, validated
+from moe_lightning.errors import ConfigurationError
+
+SCOPES = ("weight", "master", "exp_avg", "exp_avg_sq")
+"""The kinds of state of an expert: low-precision weight, fp32 master weight, Adam's first and second moment."""
+
+SCOPE_PRESETS = {
+    "full": SCOPES,
+    "moc": ("weight", "exp_avg", "exp_avg_sq"),
+    "weights": ("weight", "master"),
+    "none": (),
+}
+"""`full` is PEC as described; `moc` is the accounting behind MoC-System's figures (master weights are always saved, so
+that no update of a weight is ever lost and only moments go stale); `none` makes every checkpoint full."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The experts that one checkpoint saves.
+
+    Attributes:
+        experts: for each layer the selected experts, in the order in which the policy found them.
+        num_experts: E.
+    """
+
+    experts: tuple[tuple[int, ...], ...]
+    num_experts: int
+
+    def mask(self) -> BoolArray:
+        """bool [L, E]: True where the expert is selected."""
+        table = np.zeros((len(self.experts), self.num_experts), dtype=np.bool_)
+        for layer, chosen in enumerate(self.experts):
+            table[layer, list(chosen)] = True
+        return table
+
+
+def parse_scopes(scopes: str | Iterable[str]) -> frozenset[str]:
+    """The state kinds to which partial saving applies: a preset's name or the kinds themselves.
+
+    Raises:
+        ConfigurationError: an unknown name.
+    """
+    if isinstance(scopes, str):
+        if scopes not in SCOPE_PRESETS:
+            raise ConfigurationError(
+                f"scopes={scopes!r} is no preset: use one of {sorted(SCOPE_PRESETS)} or a list of {list(SCOPES)}"
+            )
+        return frozenset(SCOPE_PRESETS[scopes])
+    chosen = frozenset(scopes)
+    unknown = sorted(chosen - set(SCOPES))
+    if unknown:
+        raise ConfigurationError(
+            f"scopes contain {unknown}, which is no state of an expert: use some of {list(SCOPES)}"
+        )
+    return chosen
+
+
+def full_selection(num_layers: int, num_experts: int) -> Selection:
+    """Every expert of every layer: the first checkpoint after a start, and any that the user asks for."""
+    return Selection(experts=(tuple(range(num_experts)),) * num_layers, num_experts=num_experts)
+
+
+def sequential_selection(*, ordinal: int, k: int, num_layers: int, num_experts: int, ep_size: int = 1) -> Selection:
+    """K consecutive positions per layer, the window moving on by K with every checkpoint and every layer (MoC Fig. 4).
+
+    Position p is expert (p mod ep_size) * (E / ep_size) + p div ep_size, so that neighbouring positions lie on
+    different ranks and no rank of an expert-parallel group saves more than ceil(K * L / ep_size) experts. The window
+    starts at (layer + ordinal) * K, not at layer + ordinal * K: the windows of one checkpoint then tile the positions.
+
+    Args:
+        ordinal: number of the partial checkpoint, from 0.
+        k: experts per layer, clamped to E.
+        ep_size: ranks among which the experts are dealt in contiguous blocks.
+
+    Raises:
+        ConfigurationError: k < 1, or ep_size does not divide E.
+    """
+    k = _check_k(k, num_experts)
+    if ep_size < 1 or num_experts % ep_size:
+        raise ConfigurationError(
+            f"ep_size={ep_size} does not divide the {num_experts} experts: use a divisor of {num_experts}"
+        )
+    per_rank = num_experts // ep_size
+
+    def window(layer: int) -> tuple[int, ...]:
+        positions = ((layer + ordinal) * k + np.arange(k)) % num_experts
+        return tuple(int(p % ep_size) * per_rank + int(p // ep_size) for p in positions)
+
+    return Selection(experts=tuple(window(layer) for layer in range(num_layers)), num_experts=num_experts)
+
+
+def window_slots(*, k: int, num_layers: int, num_experts: int, ep_size: int = 1) -> IntArray:
+    """int64 [L, E]: the ordinal of the first sequential checkpoint that saves each expert.
+
+    Where K divides E, experts with the same slot are saved together for ever, so their files die together.
+    """
+    slots = np.full((num_layers, num_experts), -1, dtype=np.int64)
+    for ordinal in reversed(range(-(-num_experts // min(k, num_experts)))):
+        window = sequential_selection(
+            ordinal=ordinal, k=k, num_layers=num_layers, num_experts=num_experts, ep_size=ep_size
+        )
+        slots[window.mask()] = ordinal
+    return slots
+
+
+def load_aware_selection(
+    unsaved: IntArray, *, k: int, owners: IntArray, num_ranks: int, first_layer: int | None = None
+) -> Selection:
+    """PEC's Algorithm 1: layer after layer, the experts with most unsaved tokens whose rank still has room.
+
+    As printed, the layers are taken from last to first, and early layers starve: the room is used up by then.
+    `first_layer` starts elsewhere (and wraps around), which mends it when it changes with every checkpoint;
+    `load_aware_global_selection` is better still.
+
+    Args:
+        unsaved: int64 [L, E], tokens since each expert's last saved version.
+        owners: int64 [L, E], the rank that would save each expert.
+        num_ranks: ranks among which the ceil(L * K / num_ranks) experts each are shared.
+        first_layer: the layer that chooses first; None is the last one.
+
+    Raises:
+        ConfigurationError: k < 1, or tables of different shapes.
+    """
+    num_layers, num_experts, k = _check_tables(unsaved, owners, k)
+    capacity = np.full(num_ranks, -(-num_layers * k // num_ranks))
+    chosen: list[tuple[int, ...]] = [()] * num_layers
+    start = num_layers - 1 if first_layer is None else first_layer % num_layers
+    for layer in ((start - i) % num_layers for i in range(num_layers)):
+        picks: list[int] = []
+        for expert in np.argsort(-unsaved[layer], kind="stable"):
+            rank = owners[layer, expert]
+            if len(picks) < k and capacity[rank] > 0:
+                capacity[rank] -= 1
+                picks.append(int(expert))
+        chosen[layer] = tuple(picks)
+    return Selection(experts=tuple(chosen), num_experts=num_experts)
+
+
+def load_aware_global_selection(unsaved: IntArray, *, k: int, owners: IntArray, num_ranks: int) -> Selection:
+    """The (layer, expert) pairs with most unsaved tokens, K of every layer and as few of the busiest rank as possible.
+
+    Loses 40 to 66 percent fewer tokens than sequential selection on a recorded routing trace; deviates from PEC's
+    Algorithm 1 in that no layer chooses before another and every layer gets its K experts. A rank saves at most
+    ceil(L * K / ranks) of them, or one, two, ... more, where the owners leave no other choice.
+
+    Args and errors: as `load_aware_selection`.
+    """
+    num_layers, num_experts, k = _check_tables(unsaved, owners, k)
+    share = -(-num_layers * k // num_ranks)
+    picks: list[set[int]] = [set() for _ in range(num_layers)]
+    saves = [0] * num_ranks
+    order = np.argsort(-unsaved, axis=None, kind="stable")
+    for layer, expert in zip(*(axis.tolist() for axis in np.unravel_index(order, unsaved.shape)), strict=True):
+        rank = int(owners[layer, expert])
+        if len(picks[layer]) < k and saves[rank] < share:
+            saves[rank] += 1
+            picks[layer].add(expert)
+    ranking = np.argsort(-unsaved, axis=1, kind="stable").tolist()
+    for layer in range(num_layers):
+        while len(picks[layer]) < k:
+            if not _pick_one_more(layer, picks, saves, ranking, owners, share):
+                share += 1  # no choice of experts keeps all ranks below
+    chosen = (tuple(expert for expert in row if expert in own) for row, own in zip(ranking, picks, strict=True))
+    return Selection(experts=tuple(chosen), num_experts=num_experts)
+
+
+def _pick_one_more(
+    layer: int, picks: list[set[int]], saves: list[int], ranking: list[list[int]], owners: IntArray, share: int
+) -> bool:
+    """Give a layer one more expert, so that no rank saves more than its share; False where that cannot be.
+
+    Where the ranks of the layer's other experts have enough to save, another layer passes one of its experts there over
+    for one elsewhere, and so on: the shortest such chain.
+    """
+    came_from: dict[int, tuple[int, int]] = {}  # rank -> the layer that wants an expert there, and which
+    gives_up: dict[int, int] = {layer: -1}  # layer -> the expert that it would pass over; -1: none
+    queue = [layer]
+    for wanting in queue:  # grows while it is walked
+        for expert in ranking[wanting]:
+            rank = int(owners[wanting, expert])
+            if expert in picks[wanting] or rank in came_from:
+                continue
+            came_from[rank] = wanting, expert
+            if saves[rank] < share:
+                saves[rank] += 1
+                while wanting != layer:
+                    picks[wanting].add(expert)
+                    given = gives_up[wanting]
+                    picks[wanting].remove(given)
+                    wanting, expert = came_from[int(owners[wanting, given])]
+                picks[layer].add(expert)
+                return True
+            for other, row in enumerate(ranking):
+                if other not in gives_up:
+                    given = next((x for x in reversed(row) if x in picks[other] and owners[other, x] == rank), -1)
+                    if given >= 0:
+                        gives_up[other] = given
+                        queue.append(other)
+    return False
+
+
+def persist_selection(snapshot: Selection, *, k: int, persisted_version: IntArray) -> Selection:
+    """Those K_persist of the snapshot's experts whose persisted version is oldest, ties in the snapshot's order.
+
+    The papers leave the choice open; taking the first ones of each window would persist the same few experts for ever.
+
+    Args:
+        k: K_persist, clamped to what the snapshot has.
+        persisted_version: int64 [L, E], the step of each expert's newest version on storage (-1: none).
+
+    Raises:
+        ConfigurationError: k < 1.
+    """
+    k = _check_k(k, snapshot.num_experts)
+
+    def oldest(layer: int, window: tuple[int, ...]) -> tuple[int, ...]:
+        ages = persisted_version[layer, list(window)]
+        kept = sorted(np.argsort(ages, kind="stable")[:k])
+        return tuple(window[i] for i in kept)
+
+    return Selection(
+        experts=tuple(oldest(layer, window) for layer, window in enumerate(snapshot.experts)),
+        num_experts=snapshot.num_experts,
+    )
+
+
+@lru_cache(maxsize=1024)
+def longest_turn(*, num_experts: int, k_snapshot: int, k_persist: int) -> int:
+    """How many checkpoints old the oldest expert of a layer on storage ever is under sequential selection, after a
+    checkpoint of all experts.
+
+    ceil(E / K_persist) - 1 where K_persist divides K_snapshot and that divides E, up to twice as much elsewhere: an
+    expert that just missed its turn in a window waits until the window is back. Found by running the schedule until it
+    repeats; ALGORITHMS 3.6 gives the condition, the papers give none.
+
+    Raises:
+        ConfigurationError: a K below 1.
+    """
+    k_snapshot = _check_k(k_snapshot, num_experts)
+    k_persist = min(_check_k(k_persist, num_experts), k_snapshot)
+    ages, start, oldest = np.zeros(num_experts, dtype=np.int64), 0, 0
+    seen = set()
+    while (state := (start, ages.tobytes())) not in seen:
+        seen.add(state)
+        window = (start + np.arange(k_snapshot)) % num_experts
+        ages += 1
+        ages[window[np.argsort(-ages[window], kind="stable")[:k_persist]]] = 0
+        oldest = max(oldest, int(ages.max()))
+        start = (start + k_snapshot) % num_experts
+    return oldest
+
+
+def _check_k(k: int, num_experts: int) -> int:
+    if k < 1:
+        raise ConfigurationError(f"k={k} experts cannot be saved: use 1 to {num_experts}")
+    return min(k, num_experts)
+
+
+def _check_tables(unsaved: IntArray, owners: IntArray, k: int) -> tuple[int, int, int]:
+    if unsaved.ndim != 2 or unsaved.shape != owners.shape:
+        raise ConfigurationError(
+            f"unsaved tokens of shape {unsaved.shape} and owners of shape {owners.shape} must both be [layers, experts]"
+        )
+    num_layers, num_experts = unsaved.shape
+    return num_layers, num_experts, _check_k(k, num_experts)
+
+
+class Source(IntEnum):
+    """Where an expert's state is restored from after a fault."""
+
+    LIVE = 0
+    """A replica, parity or replay that gives the state exactly as of the recovery point: nothing is lost."""
+    MEMORY = 1
+    """The newest snapshot not younger than the recovery point."""
+    STORAGE = 2
+    """The newest persisted version."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Point:
+    """Tokens contained in each copy as of one checkpoint; int64 [L, E] each."""
+
+    processed: IntArray
+    in_memory: IntArray
+    persists: BoolArray
+
+
+@validated
+class Ledger:
+    """Counts tokens per (layer, expert) in the live state, in memory and on storage.
+
+    Args:
+        num_layers: L.
+        num_experts: E.
+        planned_assignments: tokens times top-k of the whole planned training, per layer (int or int64 [L]): the
+            denominator of PLT.
+
+    Raises:
+        ConfigurationError: planned_assignments is not positive.
+    """
+
+    def __init__(
+        self, *, num_layers: NonNegativeInt, num_experts: NonNegativeInt, planned_assignments: int | IntArray
+    ) -> None:
+        shape = (num_layers, num_experts)
+        planned = np.array(np.broadcast_to(np.asarray(planned_assignments, dtype=np.int64), (num_layers,)))
+        if (planned < 1).any():
+            raise ConfigurationError(
+                f"planned_assignments={planned.min()} must be at least 1: tokens of the whole training times top-k"
+            )
+        self.planned_assignments = planned
+        self.processed = np.zeros(shape, dtype=np.int64)
+        self.in_memory = np.zeros(shape, dtype=np.int64)
+        self.on_storage = np.zeros(shape, dtype=np.int64)
+        self.lost = np.zeros(num_layers, dtype=np.int64)
+        self._point = _Point(self.processed.copy(), self.in_memory.copy(), np.zeros(shape, dtype=np.bool_))
+        self._pending: dict[int, _Point] = {}
+
+    def record(self, counts: IntArray) -> None:
+        """Add one step's processed assignments, int64 [L, E], summed over all ranks."""
+        self.processed += counts
+
+    def unsaved(self) -> IntArray:
+        """int64 [L, E]: tokens in the live state that the newest snapshot does not contain (input of load-aware
+        selection)."""
+        return self.processed - self.in_memory
+
+    def take_snapshot(self, snapshot: BoolArray) -> None:
+        """These experts, bool [L, E], were copied into memory; nobody is going to say what becomes of them on
+        storage."""
+        self.in_memory = np.where(snapshot, self.processed, self.in_memory)
+
+    def begin_checkpoint(self, step: int, *, snapshot: BoolArray, persist: BoolArray) -> None:
+        """A snapshot of the state after `step` was taken, of which the `persist` experts go to storage; bool [L, E]
+        each. It is remembered until `complete_checkpoint` is told of it or of a later one."""
+        self.take_snapshot(snapshot)
+        self._pending[step] = _Point(self.processed.copy(), self.in_memory.copy(), persist.copy())
+
+    def complete_checkpoint(self, step: int, *, persisted: BoolArray | None = None) -> None:
+        """The persist of the checkpoint at `step` is committed: it becomes the recovery point, and older pending ones
+        are void.
+
+        Args:
+            persisted: the experts that storage now holds as of `step`, bool [L, E]; None means as planned.
+
+        Raises:
+            KeyError: no checkpoint was begun at that step.
+        """
+        point = self._pending.pop(step)
+        self._pending = {later: pending for later, pending in self._pending.items() if later > step}
+        saved = point.persists if persisted is None else persisted
+        self.on_storage = np.where(saved, point.processed, self.on_storage)
+        self._point = point
+
+    def loss_if_recovered(self, sources: IntArray | Source) -> IntArray:
+        """int64 [L, E]: tokens that recovering every expert from its source (a `Source`, or int [L, E] of them) would
+        lose."""
+        table = np.broadcast_to(np.asarray(sources), self.processed.shape)
+        held = np.choose(table, [self._point.processed, self._point.in_memory, self.on_storage])
+        loss: IntArray = np.maximum(self._point.processed - held, 0)
+        return loss
+
+    def recover(self, sources: IntArray | Source) -> IntArray:
+        """Account for a fault: every expert goes back to the recovery point, or to the stale copy its source has.
+
+        An expert restored from memory keeps the distance between memory and storage as a risk of the next fault; one
+        restored from storage has no copy in memory any more.
+
+        Returns:
+            int64 [L, E]: the tokens lost by this fault.
+        """
+        loss = self.loss_if_recovered(sources)
+        table = np.broadcast_to(np.asarray(sources), self.processed.shape)
+        self.processed = self._point.processed - loss
+        in_memory = np.minimum(self._point.in_memory, self.processed)
+        self.in_memory = np.where(table == Source.STORAGE, self.on_storage, in_memory)
+        self.lost = self.lost + loss.sum(axis=1)
+        self._point = _Point(self.processed.copy(), self.in_memory.copy(), np.zeros(loss.shape, dtype=np.bool_))
+        self._pending.clear()
+        return loss
+
+    def lose(self, seen: IntArray) -> IntArray:
+        """Account for a fault that the live state outlives, with some experts replaced by older copies.
+
+        Args:
+            seen: int64 [L, E], the tokens that each expert now contains.
+
+        Returns:
+            int64 [L, E]: the tokens lost by this fault.
+        """
+        loss: IntArray = np.maximum(self.processed - seen, 0)
+        self.processed = self.processed - loss
+        self.in_memory = np.minimum(self.in_memory, self.processed)
+        self.on_storage = np.minimum(self.on_storage, self.processed)
+        self.lost = self.lost + loss.sum(axis=1)
+        self._point = _Point(self.processed.copy(), self.in_memory.copy(), np.zeros(loss.shape, dtype=np.bool_))
+        self._pending.clear()
+        return loss
+
+    def plt_of(self, lost_per_layer: IntArray) -> float:
+        """The PLT that losing int64 [L] tokens amounts to, by MoC-System's definition: the mean over layers of lost /
+        planned."""
+        return float((lost_per_layer / self.planned_assignments).mean())
+
+    @property
+    def plt(self) -> float:
+        """Proportion of lost tokens so far, as MoC-System defines it (eq. 7)."""
+        return self.plt_of(self.lost)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything as of the recovery point and now, as arrays; pending checkpoints are not part of it."""
+        return {
+            "planned_assignments": self.planned_assignments.copy(),
+            "processed": self.processed.copy(),
+            "in_memory": self.in_memory.copy(),
+            "on_storage": self.on_storage.copy(),
+            "lost": self.lost.copy(),
+            "point_processed": self._point.processed.copy(),
+            "point_in_memory": self._point.in_memory.copy(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state (arrays or nested lists).
+
+        Raises:
+            ConfigurationError: the state belongs to another number of layers or experts.
+        """
+        tables = {name: np.asarray(state[name], dtype=np.int64).copy() for name in self.state_dict()}
+        for name, table in tables.items():
+            expected = self.lost.shape if name in ("planned_assignments", "lost") else self.processed.shape
+            if table.shape != expected:
+                raise ConfigurationError(
+                    f"the saved ledger has {name} of shape {list(table.shape)}, this model needs {list(expected)}: "
+                    "resume with the model that wrote the checkpoint"
+                )
+        self.planned_assignments, self.lost = tables["planned_assignments"], tables["lost"]
+        self.processed, self.in_memory, self.on_storage = (tables[k] for k in ("processed", "in_memory", "on_storage"))
+        nothing: NDArray[np.bool_] = np.zeros(self.processed.shape, dtype=np.bool_)
+        self._point = _Point(tables["point_processed"], tables["point_in_memory"], nothing)
+        self._pending.clear()
+
+
+def staleness_sum(num_experts: int, k: int, num_checkpoints: int | None = None) -> int:
+    """S(E, K, n): how many intervals old the experts of a layer are in total after n checkpoints (None: many) of K in
+    turn."""
+    ages = np.arange(num_experts) // min(k, num_experts)
+    return int((ages if num_checkpoints is None else np.minimum(ages, num_checkpoints)).sum())
+
+
+def expected_plt(
+    *, num_experts: int, k: int, interval: int, total_steps: int, num_checkpoints: int | None = None
+) -> float:
+    """PLT of one fault under uniform routing and sequential selection; steady state is I * (E / K - 1) / (2 * I_total).
+
+    Ours, not printed in the papers: it counts that the j-th most recently saved expert is floor(j / K) checkpoints old.
+    """
+    return interval * staleness_sum(num_experts, k, num_checkpoints) / (num_experts * total_steps)
+
+
+def expected_plt_two_level(
+    *, num_experts: int, k_snapshot: int, k_persist: int, interval: int, total_steps: int, dead_share: float
+) -> float:
+    """PLT of one fault in which a share of the experts was on nodes that died and the others are restored from memory
+    (MoC-System 5.1)."""
+    stale = dead_share * staleness_sum(num_experts, k_persist) + (1 - dead_share) * staleness_sum(
+        num_experts, k_snapshot
+    )
+    return interval * stale / (num_experts * total_steps)
+
+
+def worst_case_plt(
+    *, num_experts: int, k: int, interval: int, total_steps: int, k_snapshot: int | None = None
+) -> float:
+    """Bound on the PLT of a restore from storage under any routing and sequential selection: all tokens went to the
+    expert whose turn was longest ago.
+
+    The load-aware orders have no such bound: an expert that gets few tokens may never have a turn, and then many.
+
+    Args:
+        k: experts per layer written to storage.
+        k_snapshot: experts per layer copied to memory, of which those are; None: as many.
+    """
+    oldest = longest_turn(num_experts=num_experts, k_snapshot=k if k_snapshot is None else k_snapshot, k_persist=k)
+    return interval * oldest / total_steps
+
+
+@validated
+class DynamicK:
+    """The number of experts to save per layer, as a state machine fed with the PLT of every fault.
+
+    Args:
+        k0: experts per layer at the start.
+        num_experts: E; K never exceeds it.
+        predicted_plt: PLT that one more fault at a given K may cost. `worst_case_plt` bound to the run's interval
+            gives the guarantee that the total never exceeds the threshold under sequential selection; under the
+            load-aware orders `before_checkpoint` gives it. `expected_plt` is less cautious and can overshoot under
+            skewed routing.
+        threshold: the budget of PLT for the whole training; MoC-System uses 0.0375, PEC 0.05.
+
+    Raises:
+        ConfigurationError: k0 is not in 1..E, or the threshold is not in (0, 1).
+    """
+
+    def __init__(
+        self, *, k0: int, num_experts: int, predicted_plt: Callable[[int], float], threshold: float = 0.0375
+    ) -> None:
+        if not 1 <= k0 <= num_experts:
+            raise ConfigurationError(f"k0={k0} must lie between 1 and the number of experts, {num_experts}")
+        if not 0 < threshold < 1:
+            raise ConfigurationError(
+                f"threshold={threshold} is a share of all tokens: use a value between 0 and 1, such as 0.0375"
+            )
+        self.k = k0
+        self.level = 0
+        self.spent_at_level = 0.0
+        self.total = 0.0
+        self.num_experts = num_experts
+        self.threshold = threshold
+        self._predicted_plt = predicted_plt
+        self._raise_k()
+
+    def after_fault(self, plt: float) -> int:
+        """Account for the PLT that one recovery cost and return the K to use from now on."""
+        self.spent_at_level += plt
+        self.total += plt
+        return self._raise_k()
+
+    def before_checkpoint(self, cost: Callable[[int], float]) -> int:
+        """The K to use for the next checkpoint, so that a restore of it keeps the budget: the guarantee where the
+        selection has no bound beforehand.
+
+        Args:
+            cost: K -> PLT that a restore of that checkpoint would cost; 0 where all experts are saved.
+        """
+        while self.k < self.num_experts and self.total + cost(self.k) > self.threshold:
+            self._double()
+        return self.k
+
+    def _raise_k(self) -> int:
+        while self.k < self.num_experts and self._exhausted():
+            self._double()
+        return self.k
+
+    def _double(self) -> None:
+        self.k = min(2 * self.k, self.num_experts)
+        self.level += 1
+        self.spent_at_level = 0.0
+
+    def _exhausted(self) -> bool:
+        limit = self.threshold * 2.0 ** -(self.level + 1)
+        return self.spent_at_level >= limit or self.total + self._predicted_plt(self.k) > self.threshold
+
+    def state_dict(self) -> dict[str, Any]:
+        """The level and what was spent, to be saved with the checkpoint."""
+        return {"k": self.k, "level": self.level, "spent_at_level": self.spent_at_level, "total": self.total}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, with the larger K of the two; K is clamped if the model now has fewer experts, and
+        rises where a fault costs more than it did, such as after a longer interval."""
+        self.k = min(max(self.k, int(state["k"])), self.num_experts)
+        self.level = int(state["level"])
+        self.spent_at_level = float(state["spent_at_level"])
+        self.total = float(state["total"])
+        self._raise_k()
