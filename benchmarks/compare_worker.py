@@ -31,7 +31,7 @@ from benchmarks.compare_contenders import (
 from benchmarks.layer import LoopLayer
 from benchmarks.peak_memory import PeakMemory, give_back_at_once
 from moe_lightning.cli.short_training import StepClock, gpt, quiet_trainer, random_text
-from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.moe.router import RouterConfig
 from moe_lightning.parallel.context import join_local_world

@@ -13,13 +13,16 @@ from typing_extensions import override
 from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.huggingface.adapters import (
+from moe_lightning.models.huggingface.export import (
+    Export,
+    check_target,
+    copy_companions,
     merged_dense,
     merged_experts,
+    plan_export,
     require_peft_knows,
     write_adapter,
 )
-from moe_lightning.models.huggingface.export import Export, check_target, copy_companions, plan_export
 from moe_lightning.models.huggingface.module import HuggingFaceModule
 from moe_lightning.moe.experts import Experts
 from moe_lightning.state.tensors import cuts_of

@@ -60,8 +60,7 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
             for the model, or the folder exists.
         CheckpointError: it is missing or damaged.
     """
-    from moe_lightning.models.huggingface.adapters import require_peft_knows, write_adapter
-    from moe_lightning.models.huggingface.export import existing, plan_export
+    from moe_lightning.models.huggingface.export import existing, plan_export, require_peft_knows, write_adapter
     from moe_lightning.models.huggingface.loading import build_skeleton
     from moe_lightning.models.huggingface.module import HuggingFaceConfig
 
@@ -149,7 +148,7 @@ class _Adapted:
 
     def dense(self) -> dict[str, Tensor]:
         """The tensors outside of experts, by their names in the model, with the adapters added."""
-        from moe_lightning.models.huggingface.adapters import merged_dense
+        from moe_lightning.models.huggingface.export import merged_dense
 
         here = self._model.state_dict()
         require_same_base(self._source.dense(BASE_DIGEST), here[BASE_DIGEST], BASE_DIGEST, self._folder)
@@ -157,7 +156,7 @@ class _Adapted:
 
     def experts(self) -> Iterator[dict[str, Tensor]]:
         """The stacks [E, ...] of one block after the other, with the adapters added."""
-        from moe_lightning.models.huggingface.adapters import merged_experts
+        from moe_lightning.models.huggingface.export import merged_experts
 
         layers = self._architecture.layers.items()
         for index, ((block, layer), adapters) in enumerate(zip(layers, self.expert_adapters(), strict=True)):

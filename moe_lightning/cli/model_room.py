@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from moe_lightning.cli.capacity import check_model, check_processes, check_sample, machine_memory, whole_memory
-from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule
 from moe_lightning.models.size import least_gpt_parameters, least_slot_parameters
 from moe_lightning.models.swin import SwinConfig, SwinModule

@@ -23,7 +23,7 @@ _BYTES_VOCABULARY = 256
 
 def _workload(config: Mapping[str, Any]) -> Workload:
     from moe_lightning.cli.capacity import check_model
-    from moe_lightning.models.gpt_config import GPTConfig
+    from moe_lightning.models.gpt import GPTConfig
     from moe_lightning.models.size import least_gpt_parameters
     from moe_lightning.moe.router import RouterConfig
 

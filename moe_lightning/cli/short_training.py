@@ -38,7 +38,7 @@ from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 from moe_lightning.elastic.lifeline import leave
 from moe_lightning.elastic.work import work
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.moe.forced_routing import ForcedRouting
 from moe_lightning.moe.router import RouterConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import MoELayer
 

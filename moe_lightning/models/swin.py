@@ -21,7 +21,7 @@ from typing_extensions import override
 from moe_lightning.config import NonNegativeInt, PositiveInt, Probability, build_config, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import Batch, OptimizerConfig, SupervisedModule
-from moe_lightning.models.huggingface.blocks import DroppingLayerNorm
+from moe_lightning.models.huggingface.architecture import DroppingLayerNorm
 from moe_lightning.models.huggingface.loading import (
     config_from,
     load_model,
@@ -30,8 +30,7 @@ from moe_lightning.models.huggingface.loading import (
     recompute_activations,
 )
 from moe_lightning.models.huggingface.weights import WeightsFolder
-from moe_lightning.models.sparse_layers import SparseLayers
-from moe_lightning.models.upcycling import UpcycledArchitecture, UpcyclingConfig
+from moe_lightning.models.upcycling import SparseLayers, UpcycledArchitecture, UpcyclingConfig
 from moe_lightning.moe.losses import mean_over_targets
 from moe_lightning.moe.options import option
 from moe_lightning.moe.router import RouterConfig

@@ -1,4 +1,8 @@
-"""Upcycling: the feed-forward layers of a trained dense model become MoE layers (Komatsuzaki et al. 2023).
+"""Upcycling of trained dense models to MoE models.
+
+Which layers of a dense architecture hold experts.
+
+Upcycling: the feed-forward layers of a trained dense model become MoE layers (Komatsuzaki et al. 2023).
 
 Every expert starts as a copy of the dense layer and the weights of the chosen experts sum to one, so at step 0 the
 model computes the function of the dense one, up to rounding: in fp32 logits agree to 1e-5. Routers start at random and
@@ -13,18 +17,53 @@ from typing import Any
 
 from torch import nn
 
-from moe_lightning.config import validated
+from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.huggingface.architecture import Architecture, ExpertReader
-from moe_lightning.models.huggingface.blocks import DroppingLayerNorm, SparseBlock
-from moe_lightning.models.huggingface.families import FAMILIES, OUR_ROUTER, Family
-from moe_lightning.models.huggingface.layouts import GatedFeedForward, PlainFeedForward
+from moe_lightning.models.huggingface.architecture import (
+    FAMILIES,
+    OUR_ROUTER,
+    Architecture,
+    DroppingLayerNorm,
+    ExpertReader,
+    Family,
+    SparseBlock,
+)
 from moe_lightning.models.huggingface.loading import config_from
-from moe_lightning.models.sparse_layers import SparseLayers
+from moe_lightning.models.huggingface.weights import GatedFeedForward, PlainFeedForward
 from moe_lightning.moe.experts import Activation
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.moe.router import RouterConfig
+
+
+@validated
+@dataclass(frozen=True, kw_only=True)
+class SparseLayers:
+    """Which feed-forward layers of a dense architecture become MoE layers, and what these are.
+
+    Attributes:
+        num_experts: of each MoE layer.
+        moe_every: layers moe_every - 1, 2 * moe_every - 1, ... become MoE layers: 1 is every layer.
+        num_dense_layers: so many layers stay dense at the front, whatever `moe_every` says.
+        router: how tokens choose.
+
+    Raises:
+        ConfigurationError: sizes out of range, or a router that cannot serve so many experts.
+    """
+
+    num_experts: PositiveInt = 8
+    moe_every: PositiveInt = 1
+    num_dense_layers: NonNegativeInt = 0
+    router: RouterConfig = field(default_factory=RouterConfig)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "router", build_config(RouterConfig, self.router))
+        self.router.check(self.num_experts)
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether feed-forward layer `index` (0-based, in the model's order) becomes an MoE layer."""
+        return index >= self.num_dense_layers and (index + 1) % self.moe_every == 0
+
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",

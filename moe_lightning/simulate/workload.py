@@ -123,8 +123,7 @@ def gpt_workload(
     """
     import torch  # the simulation itself needs no torch
 
-    from moe_lightning.models.gpt import GPT
-    from moe_lightning.models.gpt_config import GPTConfig
+    from moe_lightning.models.gpt import GPT, GPTConfig
     from moe_lightning.moe.layer import moe_layers
 
     assert isinstance(config, GPTConfig)

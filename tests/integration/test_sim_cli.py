@@ -154,7 +154,7 @@ MISTAKES = [
     (["model=[]"], "model=null must be a mapping"),
     (
         ["model._target_=1"],
-        "model._target_=1 must be moe_lightning.models.gpt_config.GPTConfig: choose",
+        "model._target_=1 must be moe_lightning.models.gpt.GPTConfig: choose",
     ),
     (["model.router.forced=abc"], "model.router.forced='abc' must be null or a mapping"),
     (["policy.k_persist=99", "policy.k_snapshot=4"], "exceeds k_snapshot=4: lower it"),

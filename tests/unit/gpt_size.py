@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_lightning.models.gpt import GPT
-from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.models.gpt import GPT, GPTConfig
 
 
 def count_parameters(config: GPTConfig) -> int:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from moe_lightning import GPT, GPTConfig
-from moe_lightning.models.adafactor import Adafactor, by_expert
-from moe_lightning.models.optimizers import parameter_groups
+from moe_lightning.models.optimizers import Adafactor, by_expert, parameter_groups
 from tests.unit.test_muon import gradients, trained
 
 OPTIONS: dict[str, Any] = {"lr": 0.03, "weight_decay": 0.1}

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.models.gpt import GPT
-from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.models.gpt import GPT, GPTConfig
 from moe_lightning.moe.adapters import AdapterConfig, add_adapters
 from moe_lightning.moe.experts import Experts, dequantise, quantise, quantised_grouped_mm
 from tests.distributed.training import TINY
@@ -162,7 +161,7 @@ def test_four_bit_weights_merge_as_the_numbers_they_stand_for(tmp_path: Path) ->
 
 
 def test_what_peft_would_take_for_experts_is_refused(tmp_path: Path) -> None:
-    from moe_lightning.models.huggingface.adapters import require_peft_knows
+    from moe_lightning.models.huggingface.export import require_peft_knows
 
     for config, sentence in ((AdapterConfig(targets=("dense",)), "peft takes the linear"), (None, "has no adapters")):
         with pytest.raises(ConfigurationError, match=sentence):

@@ -14,7 +14,7 @@ FORMER: dict[str, Any] = {
     "run_dir": "/old/outputs/x",
     "resume": True,
     "model": {
-        "_target_": "moe_lightning.models.gpt_config.GPTConfig",
+        "_target_": "moe_lightning.models.gpt.GPTConfig",
         "d_model": 64,
         "dropout": 0.0,
         "router": {"top_k": 2, "noisy_top_k": False, "forced": None},

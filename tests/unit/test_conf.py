@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.instantiation import check_arguments, located
 from moe_lightning.cli.model_bases import node_of
-from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.moe.options import pretrained_options
 from moe_lightning.moe.router import RouterConfig
 from tests.documented import PLUGINS

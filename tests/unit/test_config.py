@@ -8,7 +8,7 @@ import pytest
 
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.models.gpt_module import OptimizerConfig
 from moe_lightning.moe.forced_routing import ForcedRouting
 from moe_lightning.moe.router import RouterConfig

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.gpt import GPT, Attention, Rotary
-from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.models.gpt import GPT, Attention, GPTConfig, Rotary
 from moe_lightning.moe.experts import FeedForward
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from tests.unit.gpt_size import count_parameters

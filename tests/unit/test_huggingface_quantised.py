@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_lightning import CheckpointError
-from moe_lightning.models.huggingface.quantised import from_fp8, from_mxfp4
+from moe_lightning.models.huggingface.weights import from_fp8, from_mxfp4
 from tests.huggingface_models import inputs_for, logits_of, make_checkpoint, reloaded
 from tests.unit.test_huggingface import assert_same_logits, load, save
 

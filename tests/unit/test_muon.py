@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from moe_lightning import GPT, GPTConfig
-from moe_lightning.models.muon import Muon, muon_groups, orthogonalised
-from moe_lightning.models.optimizers import parameter_groups
+from moe_lightning.models.optimizers import Muon, muon_groups, orthogonalised, parameter_groups
 
 
 def gradients(shape: tuple[int, ...], steps: int = 4) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.moe.router import RouterConfig
 from moe_lightning.simulate import step_model
 from moe_lightning.simulate.checkpoint_cost import bottleneck_bytes, save_cost

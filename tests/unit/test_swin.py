@@ -19,7 +19,7 @@ from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.cli.train import main
 from moe_lightning.cli.worker import with_sizes_of_data
 from moe_lightning.data.images import ImageData
-from moe_lightning.models.huggingface.blocks import DroppingLayerNorm
+from moe_lightning.models.huggingface.architecture import DroppingLayerNorm
 from moe_lightning.models.huggingface.loading import build_skeleton
 from moe_lightning.models.optimizers import parameter_groups
 from moe_lightning.models.swin import SwinConfig, SwinModule, top_k_accuracy

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text
-from moe_lightning.models.huggingface.architecture import Architecture
+from moe_lightning.models.huggingface.architecture import IS_TOKEN, Architecture, SparseBlock, keep_padding_from_experts
 from moe_lightning.models.huggingface.attention import keep_context
-from moe_lightning.models.huggingface.blocks import IS_TOKEN, SparseBlock, keep_padding_from_experts
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.moe.adapters import AdapterConfig, adapt_dense, adapt_experts
 from moe_lightning.moe.experts import Experts, deferred_experts, experts_are_deferred
