@@ -31,7 +31,7 @@ from moe_lightning.callbacks.doctor_digests import (
     square,
     tensors_in,
 )
-from moe_lightning.data.step_sampler import StepSlice
+from moe_lightning.data.sampler import StepSlice
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import MoELayer

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.callbacks.doctor_recorder import Recorder
-from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.loader import StepLoader
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 

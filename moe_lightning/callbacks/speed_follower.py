@@ -21,7 +21,7 @@ from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading, h
 from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.callbacks.telemetry import Metric
 from moe_lightning.config import validated
-from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.loader import StepLoader
 from moe_lightning.dispatch.quota import ONE_SPEED, given_speeds, shares
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json

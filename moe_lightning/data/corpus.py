@@ -1,4 +1,10 @@
-"""Text turned into memory-mapped tokens once, split into a training and a held-out part.
+"""Text corpora: sources, tokens, memory-mapped files and their split.
+
+Where text and tokens come from: the standard library's sources, the user's text files, or one file of tokens.
+
+From text to tokens: bytes as they are, or byte-level BPE through the optional package `tokenizers`.
+
+Text turned into memory-mapped tokens once, split into a training and a held-out part.
 
 The cache is keyed by the files' names, sizes and modification times, the tokenizer and the split: looking an entry up
 costs a walk over the folder, never a second reading of the text, which every rank of a large run would have to pay.
@@ -6,37 +12,405 @@ costs a walk over the folder, never a second reading of the text, which every ra
 
 from __future__ import annotations
 
+import errno
+import glob
 import json
 import os
 import shutil
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from moe_lightning.data.sources import (
-    TOKEN_DTYPES,
-    TextFile,
-    TextSpan,
-    TokenSpan,
-    bytes_to_character,
-    fingerprint,
-    is_text,
-    is_token_file,
-    reading,
-    text_files,
-    token_file,
-    token_range,
-)
-from moe_lightning.data.tokenization import TOKENIZER_FILE, Tokenizer, load_tokenizer, token_dtype, tokenizer_key
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import read_text
+from moe_lightning.files import check_regular, check_written, open_regular, read_bytes, read_text
+
+TOKEN_DTYPES = ("uint8", "uint16", "uint32")
+_TOKEN_SUFFIXES = (".bin", ".npy")
+_CHUNK_BYTES = 1 << 24
+_STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+_STDLIB_SKIPPED_TREE = ("lib2to3", "tests", "data")  # deliberately broken and foreign sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSpan:
+    """Bytes [start, stop) of one UTF-8 file."""
+
+    path: Path
+    start: int
+    stop: int
+
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes in pieces of 16 to 32 MiB that end at line ends, or where a line is longer, between characters.
+
+        Raises:
+            ConfigurationError: the file is not UTF-8, or has become shorter.
+        """
+        with reading(self.path), open_regular(self.path) as file:
+            file.seek(self.start)
+            while (left := self.stop - file.tell()) > 0:
+                chunk = file.read(min(_CHUNK_BYTES, left))
+                chunk += file.readline(min(_CHUNK_BYTES, left - len(chunk)))
+                if not chunk:
+                    raise OSError(errno.EIO, "it has become shorter", str(self.path))
+                if not chunk.endswith(b"\n"):
+                    chunk += file.read(min(left - len(chunk), bytes_to_character(file)))
+                chunk.decode()
+                yield chunk
+
+
+def bytes_to_character(file: BinaryIO) -> int:
+    """Return the number of bytes from the position of a UTF-8 file to the next character, or to its end."""
+    following = file.read(3)
+    file.seek(-len(following), os.SEEK_CUR)
+    return next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say of errors inside which text file they concern.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{path} is not UTF-8 text ({error.reason}); convert it, leave it out with a glob such as "
+            "'folder/**/*.txt', or give tokens as one .bin or .npy file."
+        ) from error
+    except OSError as error:
+        cure = "change its permissions" if isinstance(error, PermissionError) else "replace it, or leave it out"
+        raise ConfigurationError(f"{path} cannot be read ({error.strerror}); {cure}.") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFile:
+    """One file of a text source; `name` is its path relative to the source's root, with forward slashes."""
+
+    name: str
+    path: Path
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSpan:
+    """`count` tokens of a file, starting at a byte offset; cheap to send to another process."""
+
+    path: Path
+    dtype: str
+    offset_bytes: int
+    count: int
+
+    def open(self) -> npt.NDArray[np.integer]:
+        """The tokens as a read-only memory map, [count]."""
+        return np.memmap(self.path, dtype=self.dtype, mode="r", offset=self.offset_bytes, shape=(self.count,))
+
+    def split(self, index: int) -> tuple[TokenSpan, TokenSpan]:
+        """The tokens before `index` and from it on."""
+        offset_bytes = self.offset_bytes + index * np.dtype(self.dtype).itemsize
+        return (
+            TokenSpan(path=self.path, dtype=self.dtype, offset_bytes=self.offset_bytes, count=index),
+            TokenSpan(path=self.path, dtype=self.dtype, offset_bytes=offset_bytes, count=self.count - index),
+        )
+
+
+def is_token_file(source: str) -> bool:
+    """Whether the source names one file of tokens rather than text."""
+    return Path(source).suffix in _TOKEN_SUFFIXES
+
+
+# ---------------------------------------------------------------------- text
+
+
+def text_files(source: str) -> tuple[TextFile, ...]:
+    """The non-empty text files of a source, sorted by name.
+
+    Args:
+        source: "stdlib" (the running Python's own .py files), a file, a folder (every file below it that is not
+            hidden), or a glob pattern (`**` goes into folders).
+
+    Raises:
+        ConfigurationError: nothing is there, nothing matches, only empty files, or token files among several.
+    """
+    if source == "stdlib":
+        root, paths = _stdlib_files()
+    else:
+        root, paths = _users_files(source)
+    files = []
+    for path in paths:
+        with reading(path):
+            status = path.stat()
+            if source != "stdlib":
+                check_written(path)
+        if status.st_size:
+            name = path.relative_to(root).as_posix()
+            files.append(TextFile(name=name, path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns))
+    if not files:
+        raise ConfigurationError(f"The {len(paths)} files of source={source!r} are all empty; give files with text.")
+    return tuple(sorted(files, key=lambda file: file.name))
+
+
+def is_text(file: TextFile) -> bool:
+    """Whether a file decodes as UTF-8: some of the standard library's tests hold other encodings on purpose."""
+    try:
+        file.path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _stdlib_files() -> tuple[Path, list[Path]]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in _STDLIB_SKIPPED_FOLDERS]
+        if Path(folder).relative_to(root).parts[:3] == _STDLIB_SKIPPED_TREE:
+            below.clear()
+            continue
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not paths:
+        raise ConfigurationError(
+            f"This Python has no .py files in {root} for source='stdlib'; set source to a text file or folder of yours."
+        )
+    return root, [path for path in paths if path.is_file()]
+
+
+def _users_files(source: str) -> tuple[Path, list[Path]]:
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path.parent, [path]
+    if path.is_dir():
+        visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+        paths = [p for p in visible if p.is_file()]
+        root = path
+    elif glob.has_magic(source):
+        paths = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
+        root = Path(os.path.commonpath([found.parent for found in paths])) if paths else path
+    else:
+        if path.exists():  # a pipe or a device
+            with reading(path):
+                check_regular(path)
+        raise ConfigurationError(
+            f"source={source!r} does not exist; give 'stdlib', a text file, a folder, a glob, or a .bin or .npy file."
+        )
+    if not paths:
+        raise ConfigurationError(f"source={source!r} matches no files; check the folder or the pattern.")
+    for found in paths:
+        if found.suffix in _TOKEN_SUFFIXES:
+            raise ConfigurationError(
+                f"source={source!r} holds the token file {found.name} among {len(paths)} files; name one token file, "
+                "or a glob that matches text only."
+            )
+    return root, paths
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+def token_file(source: str, dtype: str | None) -> TokenSpan:
+    """All tokens of a .bin file (raw little-endian integers of `dtype`) or of a one-dimensional integer .npy file.
+
+    Raises:
+        ConfigurationError: no such file, no or a wrong dtype, a size that is no whole number of tokens, another shape
+            or kind of array, or no tokens at all.
+    """
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise ConfigurationError(f"The token file {source!r} does not exist; check the path.")
+    with reading(path):
+        check_written(path)
+    span = _npy_tokens(path, dtype) if path.suffix == ".npy" else _bin_tokens(path, dtype)
+    if not span.count:
+        raise ConfigurationError(f"The token file {source!r} is empty; write at least one window of tokens to it.")
+    return span
+
+
+def _bin_tokens(path: Path, dtype: str | None) -> TokenSpan:
+    if dtype is None:
+        raise ConfigurationError(f"{path} does not say how wide its tokens are; set dtype to one of {TOKEN_DTYPES}.")
+    size_bytes, width = path.stat().st_size, np.dtype(dtype).itemsize
+    if size_bytes % width:
+        raise ConfigurationError(
+            f"{path} has {size_bytes} bytes, not a multiple of the {width} bytes of a {dtype} token; set the dtype it "
+            "was written with, or write it again."
+        )
+    little_endian = np.dtype(dtype).newbyteorder("<").str
+    return TokenSpan(path=path, dtype=little_endian, offset_bytes=0, count=size_bytes // width)
+
+
+def _npy_tokens(path: Path, dtype: str | None) -> TokenSpan:
+    if dtype is not None:
+        raise ConfigurationError(f"dtype={dtype!r} is given, but {path} names its own; leave dtype out.")
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ConfigurationError(f"{path} is not a whole .npy file ({error}); write it with numpy.save.") from error
+    if not isinstance(array, np.ndarray):
+        raise ConfigurationError(f"{path} is an .npz archive by its content; save one array with numpy.save.")
+    if not isinstance(array, np.memmap) or array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ConfigurationError(
+            f"{path} holds {array.dtype} values of shape {array.shape}; save tokens as one-dimensional integers."
+        )
+    return TokenSpan(path=path, dtype=array.dtype.str, offset_bytes=int(array.offset), count=len(array))
+
+
+def token_range(span: TokenSpan) -> tuple[int, int]:
+    """The smallest and largest token, read in pieces."""
+    tokens, low, high = span.open(), 0, 0
+    for start in range(0, span.count, _CHUNK_BYTES):
+        piece = tokens[start : start + _CHUNK_BYTES]
+        low, high = min(low, int(piece.min())), max(high, int(piece.max()))
+    return low, high
+
+
+def fingerprint(parts: object) -> str:
+    """32 hexadecimal digits that name a value built of numbers, strings and tuples."""
+    return xxhash.xxh3_128_hexdigest(repr(parts).encode())
+
+
+_BYTES = 256
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class Tokenizer(Protocol):
+    """What a corpus needs of a tokenizer."""
+
+    vocab_size: int
+
+    def encode(self, text: bytes) -> npt.NDArray[np.integer]:
+        """The tokens of UTF-8 text, [count], in the smallest unsigned type that holds the vocabulary."""
+
+    def save(self, folder: Path) -> None:
+        """Leave what decodes the tokens in `folder`."""
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The smallest unsigned type that holds every token of a vocabulary."""
+    return "uint8" if vocab_size <= 1 << 8 else "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+class ByteTokenizer:
+    """Every byte is a token."""
+
+    vocab_size = _BYTES
+
+    def encode(self, text: bytes) -> npt.NDArray[np.integer]:
+        return np.frombuffer(text, dtype=np.uint8)
+
+    def save(self, folder: Path) -> None:
+        """Bytes need nothing to be decoded."""
+
+
+class BpeTokenizer:
+    """A tokenizer of the package `tokenizers`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = int(tokenizer.get_vocab_size())
+        self._dtype = np.dtype(token_dtype(self.vocab_size))
+
+    def encode(self, text: bytes) -> npt.NDArray[np.integer]:
+        lines = text.decode().splitlines(keepends=True)
+        parts = self._tokenizer.encode_batch(_grouped(lines), add_special_tokens=False)
+        return np.concatenate([np.empty(0, self._dtype), *(np.asarray(part.ids, self._dtype) for part in parts)])
+
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save(str(folder / TOKENIZER_FILE))
+
+
+def _grouped(lines: list[str], lines_per_text: int = 256) -> list[str]:
+    """Texts of many lines, so that the package encodes them side by side and few merges are cut at their borders."""
+    return ["".join(lines[i : i + lines_per_text]) for i in range(0, len(lines), lines_per_text)]
+
+
+def tokenizer_key(spec: str) -> str:
+    """What names a tokenizer in a cache: its spec, or the content of its file.
+
+    Args:
+        spec: "bytes", "bpe:SIZE" (trained on the training text), or the path of a tokenizer.json.
+
+    Raises:
+        ConfigurationError: none of these, a BPE vocabulary that is too small, or a missing file.
+    """
+    if spec == "bytes":
+        return spec
+    if spec.startswith("bpe:"):
+        size = spec.removeprefix("bpe:")
+        if not size.isdecimal() or int(size) <= _BYTES:
+            raise ConfigurationError(
+                f"tokenizer={spec!r} asks for no vocabulary larger than the {_BYTES} bytes; try 'bpe:4096'."
+            )
+        return spec
+    path = Path(spec).expanduser()
+    if not path.is_file() and (path.suffix == ".json" or path.is_dir()):
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigurationError(
+            f"tokenizer={spec!r} {what}; give the path of a tokenizer.json, which save_pretrained of a fast "
+            "tokenizer writes, or 'bytes' or 'bpe:SIZE'."
+        )
+    if not path.is_file():
+        raise ConfigurationError(f"tokenizer={spec!r} is neither 'bytes', 'bpe:SIZE' nor the path of a tokenizer.json.")
+    try:
+        return xxhash.xxh3_128_hexdigest(read_bytes(path))
+    except OSError as error:
+        raise ConfigurationError(f"tokenizer={spec!r} cannot be read ({error.strerror}).") from error
+
+
+def load_tokenizer(spec: str, training_text: Iterable[bytes], *, trained: str | None = None) -> Tokenizer:
+    """The tokenizer of a spec (see `tokenizer_key`); only "bpe:SIZE" reads `training_text`, to be trained on it.
+
+    Args:
+        trained: content of the tokenizer.json that was trained for a "bpe:SIZE" before; None: it is trained here.
+
+    Raises:
+        ConfigurationError: the package `tokenizers` is missing, or the file is no tokenizer.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    package = _tokenizers_package()
+    if spec.startswith("bpe:"):
+        if trained is not None:
+            return BpeTokenizer(package.Tokenizer.from_str(trained))
+        return BpeTokenizer(_trained(package, int(spec.removeprefix("bpe:")), training_text))
+    try:
+        return BpeTokenizer(package.Tokenizer.from_file(str(Path(spec).expanduser())))
+    except Exception as error:  # the package raises nothing narrower
+        raise ConfigurationError(f"{spec} is not a tokenizer.json ({error}); save it with tokenizers.") from error
+
+
+def _tokenizers_package() -> Any:
+    # Unset, the package prints a warning in every process that is forked later, such as the workers of a DataLoader.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ConfigurationError(
+            "BPE needs the package 'tokenizers'; run: pip install 'moe-lightning[bpe]', or set tokenizer=bytes."
+        ) from error
+    return tokenizers
+
+
+def _trained(package: Any, vocab_size: int, training_text: Iterable[bytes]) -> Any:
+    """Byte-level BPE: every byte is in the alphabet, so that no text is unknown."""
+    tokenizer = package.Tokenizer(package.models.BPE())
+    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator((chunk.decode() for chunk in training_text), trainer)
+    return tokenizer
+
 
 _LAYOUT = 3  # raised when an entry's files change their meaning
 

@@ -1,4 +1,16 @@
-"""Streams (IterableDataset) in steps of a constant global batch, on any number of ranks and after any fault.
+"""Streams (IterableDataset) in steps of a constant global batch.
+
+A stream as a data set that is read by position, in ascending order and again from where a mark was set.
+
+Sample number p of a training is the p-th of the endless row of the stream's passes: an IterableDataset is iterated to
+its end, told the number of the next pass (`set_epoch`, where it has one), and iterated again. Whoever wants sample p
+reads what comes before it, so every rank reads the whole stream and keeps its own samples.
+
+A mark is a position and what it takes to go on from there: the pass, how many of its samples were read, and the
+stream's own `state_dict`, where it has one that is exact. Without, the pass is read again up to there, and the last
+sample of it has to be the one it was.
+
+Streams (IterableDataset) in steps of a constant global batch, on any number of ranks and after any fault.
 
 Step t of a training takes the samples [t * B, (t + 1) * B) of the stream's endless row of passes (see `stream_reader`),
 whatever ranks there are and wherever epochs end. Data sets of litdata and MosaicML, which divide themselves among the
@@ -8,21 +20,213 @@ its part of the files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
-from moe_lightning.data.accumulation import factors_of
-from moe_lightning.data.step_loader import StepLoader, batches_of, kept_options, reason_in_batches
-from moe_lightning.data.step_sampler import StepSampler
-from moe_lightning.data.stream_reader import Mark, Read, StreamReader
+from moe_lightning.data.loader import StepLoader, batches_of, factors_of, kept_options, reason_in_batches
+from moe_lightning.data.sampler import OwnGenerators, StepSampler, mixed_seed
+from moe_lightning.errors import ConfigurationError
+
+Mark = dict[str, Any]
+"""{"position": samples before it, "lap": pass of the stream, "index": samples of the pass before it, "state": the
+stream's own, or None, "last": fingerprint of the sample before it, or None}"""
+
+_START: Mark = {"position": 0, "lap": 0, "index": 0, "state": None, "last": None}
+_MARKS = 16
+_END = object()
+
+
+@dataclass(frozen=True)
+class Read:
+    """Samples, and a mark that does not lie behind the last of them."""
+
+    samples: list[Any]
+    mark: Mark
+
+
+class StreamReader(Dataset[Any]):
+    """The samples of a stream by position.
+
+    Args:
+        stream: yields samples; the same on every rank, as a function of its pass. What it draws from global generators
+            is seeded by (seed, pass).
+        seed: of these draws.
+        endless: pass after pass; otherwise the first one only.
+        keep: samples read last that are kept, for a step that is run again; none of a stream with a state.
+    """
+
+    def __init__(self, stream: Any, *, seed: int, endless: bool, keep: int) -> None:
+        self._stream, self._seed, self._endless = stream, seed, endless
+        self._name = type(stream).__name__
+        self._has_state = has_exact_state(stream)
+        self._random = OwnGenerators(seed)
+        self._iterator: Iterator[Any] | None = None
+        self._unread: Any = None  # the stream's state before its first sample
+        self._lap = self._index = self._position = 0
+        self._last: Any = _END
+        self._marks = deque([_START], maxlen=_MARKS)
+        self._recent: deque[tuple[int, Any]] = deque(maxlen=0 if self._has_state else keep)
+        self._is_checked = False
+
+    def know(self, mark: Mark) -> None:
+        """Read on from a mark of a reader like this one, where that is nearer."""
+        self._marks.append(mark)
+
+    def __getitems__(self, positions: Sequence[int]) -> Read:
+        """The samples at these positions, for torch's DataLoader.
+
+        Raises:
+            ConfigurationError: the stream ends too early, does not come again as it was, or has a state that cannot be
+                saved.
+        """
+        wanted = set(positions)
+        found = {at: sample for at, sample in self._recent if at in wanted} if min(wanted) < self._position else {}
+        if missing := wanted - found.keys():
+            with self._random:
+                found |= self._read(missing)
+                self._marks.append(self._mark())
+        end = max(wanted) + 1
+        return Read([found[at] for at in positions], self._nearest(end))
+
+    def _read(self, wanted: Collection[int]) -> dict[int, Any]:
+        first, last = min(wanted), max(wanted)
+        nearest = self._nearest(first)
+        if self._iterator is None or not nearest["position"] <= self._position <= first:
+            self._open(nearest)
+        found = {}
+        while self._position <= last:
+            at, sample = self._position, self._next()
+            if at in wanted:
+                found[at] = sample
+        return found
+
+    def _nearest(self, position: int) -> Mark:
+        before = [mark for mark in self._marks if mark["position"] <= position]
+        return max(before, key=lambda mark: int(mark["position"]), default=_START)
+
+    def _next(self) -> Any:
+        assert self._iterator is not None
+        while (sample := next(self._iterator, _END)) is _END:
+            if not self._endless:
+                raise ConfigurationError(
+                    f"The stream {self._name} ended after {self._index} samples of an evaluation that needs more; let "
+                    "its __len__ or the Trainer's limit of batches say how many there are."
+                )
+            if self._index == 0:
+                raise ConfigurationError(
+                    f"The stream {self._name} yields no sample in pass {self._lap}; bring data, and let each __iter__ "
+                    "begin at the first sample."
+                )
+            self._begin(self._lap + 1)
+        self._recent.append((self._position, sample))
+        self._position, self._index, self._last = self._position + 1, self._index + 1, sample
+        return sample
+
+    # ------------------------------------------------------------------ opening
+
+    def _open(self, mark: Mark) -> None:
+        """Go on from a mark."""
+        self._recent.clear()
+        state = mark["state"] if self._has_state else None
+        self._begin(mark["lap"], self._unread if state is None else state)
+        if state is not None:
+            self._index = mark["index"]
+        elif mark["index"]:
+            self._skip(mark["index"], mark["last"])
+        self._position = mark["position"]
+
+    def _begin(self, lap: int, state: Any = None) -> None:
+        """Iterate a pass, from a state of the stream's where one is given."""
+        self._random.seed(mixed_seed(self._seed, lap))
+        if self._has_state and self._unread is None:
+            self._unread = copy.deepcopy(self._stream.state_dict())
+        if hasattr(self._stream, "set_epoch"):
+            self._stream.set_epoch(lap)
+        if state is not None:
+            self._stream.load_state_dict(copy.deepcopy(state))
+        self._iterator = iter(self._stream)
+        self._lap, self._index, self._last = lap, 0, _END
+
+    def _skip(self, count: int, last: int | None) -> None:
+        rank_zero_info(
+            f"The stream {self._name} has no state to go on from: {count} samples of pass {self._lap} are read again."
+        )
+        assert self._iterator is not None
+        sample: Any = _END
+        for _ in range(count):
+            sample = next(self._iterator, _END)
+        if sample is _END or (last is not None and fingerprint(sample) != last):
+            raise ConfigurationError(
+                f"The stream {self._name} does not come again as it was: sample {count} of pass {self._lap} is another "
+                "one or missing, so samples would be trained on twice or left out; let its order depend on the epoch "
+                "given to set_epoch alone, the same on every rank, or give it state_dict and load_state_dict."
+            )
+        self._index, self._last = count, sample
+
+    def _mark(self) -> Mark:
+        state = copy.deepcopy(self._stream.state_dict()) if self._has_state else None
+        if not self._is_checked:
+            _require_plain(state, self._name)
+            self._is_checked = True
+        last = None if self._last is _END else fingerprint(self._last)
+        return {"position": self._position, "lap": self._lap, "index": self._index, "state": state, "last": last}
+
+
+def has_exact_state(stream: Any) -> bool:
+    """Whether a stream goes on after `load_state_dict` with the very next sample. Shuffle buffers of Hugging Face
+    datasets are not in their state: those are read again instead.
+    """
+    if not (hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")):
+        return False
+    return not type(stream).__module__.startswith("datasets.") or not _has_buffer(getattr(stream, "_ex_iterable", None))
+
+
+def _has_buffer(examples: Any) -> bool:
+    """Whether examples of Hugging Face's go through a shuffle buffer, or through nobody knows what."""
+    if examples is None or "BufferShuffled" in type(examples).__name__:
+        return True
+    inner = [value for name, value in vars(examples).items() if "ex_iterable" in name]
+    return any(_has_buffer(each) for value in inner for each in (value if isinstance(value, list) else [value]))
+
+
+def fingerprint(sample: Any) -> int:
+    """A number that tells samples apart, the same in every process: of the values in nested containers; of objects
+    other than tensors, arrays, numbers and texts only the type counts."""
+    digest = xxhash.xxh3_64()
+    for leaf in seams.tree_leaves(sample):
+        if isinstance(leaf, Tensor):
+            leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            digest.update(np.ascontiguousarray(leaf).tobytes())
+        elif leaf is None or isinstance(leaf, str | bytes | int | float | np.generic):
+            digest.update(repr(leaf).encode())
+        else:
+            digest.update(type(leaf).__qualname__.encode())
+    return digest.intdigest() >> 1  # 63 bits, which every format of integers holds
+
+
+def _require_plain(state: Any, name: str) -> None:
+    """Of what a checkpoint reads back without unpickling code."""
+    for leaf in seams.tree_leaves(state):
+        if leaf is not None and type(leaf) not in (bool, int, float, str, bytes) and not isinstance(leaf, Tensor):
+            raise ConfigurationError(
+                f"The state_dict of the stream {name} holds a {type(leaf).__name__}, which no checkpoint could be read "
+                "with safely; let it hold numbers, texts, tensors, lists, tuples and dicts."
+            )
 
 
 class StreamSampler(StepSampler):

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
-from moe_lightning.data.corpus import Corpus, document_starts, prepare_corpus
+from moe_lightning.data.corpus import Corpus, TokenSpan, document_starts, prepare_corpus
+from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.packing import IntArray, Packed
-from moe_lightning.data.sources import TokenSpan
-from moe_lightning.data.step_data import StepDataModule
 from moe_lightning.errors import ConfigurationError
 
 

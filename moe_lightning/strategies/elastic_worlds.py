@@ -28,7 +28,7 @@ from moe_lightning.balancing.repair import Repair
 from moe_lightning.checkpoint.memory import DamagedSnapshots
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, without_snapshots
 from moe_lightning.comm.membership_world import build_world
-from moe_lightning.data.accumulation import leave_schedule
+from moe_lightning.data.loader import leave_schedule
 from moe_lightning.elastic.failure import PeerFailed, RunFinished, signature_of
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members, Membership

@@ -23,7 +23,7 @@ from moe_lightning.checkpoint.files import SUFFIX, reads_its_own_way
 from moe_lightning.checkpoint.full_state import hyper_parameters_with_objects
 from moe_lightning.checkpoint.storage.registry import place_of
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
-from moe_lightning.data.accumulation import follow_schedule
+from moe_lightning.data.loader import follow_schedule
 from moe_lightning.dispatch.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.shadow_plan import ShadowPlan

@@ -13,8 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from moe_lightning import seams
-from moe_lightning.data.accumulation import follow_schedule
-from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.loader import StepLoader, follow_schedule
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from moe_lightning import seams
 from moe_lightning.checkpoint.training_state import kept_generators
-from moe_lightning.data.step_sampler import StepSlice
+from moe_lightning.data.sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import LayerStatistics, MoELayer
 from moe_lightning.parallel.collectives import broadcast_object

@@ -12,10 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from moe_lightning import seams
 from moe_lightning.arrays import IntArray
-from moe_lightning.data.accumulation import accumulation_of
-from moe_lightning.data.sampler_order import NoCommonOrderError
-from moe_lightning.data.step_loader import StepLoader, is_empty, reason_not_to_cut
-from moe_lightning.data.step_sampler import StepSampler, StepSlice
+from moe_lightning.data.loader import StepLoader, accumulation_of, is_empty, reason_not_to_cut
+from moe_lightning.data.sampler import NoCommonOrderError, StepSampler, StepSlice
 from moe_lightning.data.streams import StreamLoader, by_index, reason_not_to_stream, samples_of_epoch
 from moe_lightning.errors import ConfigurationError
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from moe_lightning import seams
-from moe_lightning.data.step_sampler import StepSlice
+from moe_lightning.data.sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.losses import IGNORED_TARGET
 from moe_lightning.parallel.context import World, all_reduce_

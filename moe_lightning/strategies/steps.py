@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning.data.step_sampler import StepSlice
+from moe_lightning.data.sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.randomness import SampleStream
 from moe_lightning.parallel.mesh import Axis

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
-from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.loader import StepLoader
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet

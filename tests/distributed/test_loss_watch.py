@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from moe_lightning.data.step_sampler import StepSampler
+from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import NonFiniteLossError
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer

@@ -19,8 +19,8 @@ from torchmetrics import MeanMetric
 
 from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
-from moe_lightning.data.step_loader import StepLoader
-from moe_lightning.data.step_sampler import StepSampler
+from moe_lightning.data.loader import StepLoader
+from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.parallel import exchange

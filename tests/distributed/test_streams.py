@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from moe_lightning.data.stream_reader import fingerprint
+from moe_lightning.data.streams import fingerprint
 from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, reference
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import RandomTokens, StatefulStream, TokenStream, train

@@ -12,8 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moe_lightning import ConfigurationError
-from moe_lightning.data.chat import MarkedTurns, chat_format
-from moe_lightning.data.instructions import InstructionData
+from moe_lightning.data.instructions import InstructionData, MarkedTurns, chat_format
 from moe_lightning.moe.losses import IGNORED_TARGET
 
 CHATML = (

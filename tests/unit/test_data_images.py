@@ -13,9 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.data.images import MEAN, STD, ImageData, ImageViews, VisitSampler, center_box, random_box
-from moe_lightning.data.images_sources import ImageFiles, Shapes, read_image_folder
-from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.images import (
+    MEAN,
+    STD,
+    ImageData,
+    ImageFiles,
+    ImageViews,
+    Shapes,
+    VisitSampler,
+    center_box,
+    random_box,
+    read_image_folder,
+)
+from moe_lightning.data.loader import StepLoader
 from moe_lightning.errors import ConfigurationError
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install '.[images]'")

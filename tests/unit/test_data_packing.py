@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 from moe_lightning import ConfigurationError, GPTModule
 from moe_lightning.data.instructions import InstructionData
+from moe_lightning.data.loader import StepLoader
 from moe_lightning.data.packing import Packed, first_fit
-from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.data.text import TextData
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.moe.losses import IGNORED_TARGET, auxiliary_loss, mean_over_targets, num_targets

@@ -28,8 +28,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from moe_lightning.data.step_loader import StepLoader
-from moe_lightning.data.step_sampler import StepSampler
+from moe_lightning.data.loader import StepLoader
+from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
 
 

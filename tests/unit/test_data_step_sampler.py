@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from moe_lightning.data.step_sampler import StandIn, StepSampler
+from moe_lightning.data.sampler import StandIn, StepSampler
 from moe_lightning.errors import ConfigurationError
 
 PROPERTY = settings(deadline=None, max_examples=60)

@@ -12,7 +12,7 @@ import torch
 from lightning import Trainer
 from torch.utils.data import DataLoader, Dataset
 
-from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.loader import StepLoader
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.step_data import StepData
 

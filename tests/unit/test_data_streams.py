@@ -15,10 +15,16 @@ from hypothesis import strategies as st
 from lightning import Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from moe_lightning.data import stream_reader
-from moe_lightning.data.step_loader import StepLoader
-from moe_lightning.data.stream_reader import StreamReader, fingerprint
-from moe_lightning.data.streams import PartwiseShuffle, StreamLoader, reason_not_to_stream, samples_of_epoch
+from moe_lightning.data import streams
+from moe_lightning.data.loader import StepLoader
+from moe_lightning.data.streams import (
+    PartwiseShuffle,
+    StreamLoader,
+    StreamReader,
+    fingerprint,
+    reason_not_to_stream,
+    samples_of_epoch,
+)
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.step_data import StepData
 
@@ -181,7 +187,7 @@ def test_a_state_makes_reading_again_unnecessary() -> None:
 
 def test_a_stream_without_a_state_is_read_again_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(stream_reader, "rank_zero_info", said.append)
+    monkeypatch.setattr(streams, "rank_zero_info", said.append)
     cut = loader(Plain(1000), num_samples=1000)
     list(islice(endless(cut), 100))
     resumed = loader(Plain(1000), num_samples=1000)

@@ -18,9 +18,8 @@ from lightning import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from moe_lightning.data import corpus as corpus_module
-from moe_lightning.data import sources
-from moe_lightning.data.corpus import Corpus, default_cache_dir, prepare_corpus
-from moe_lightning.data.sources import text_files
+from moe_lightning.data import corpus as sources
+from moe_lightning.data.corpus import Corpus, default_cache_dir, prepare_corpus, text_files
 from moe_lightning.data.text import TextData, TokenWindows
 from moe_lightning.errors import ConfigurationError
 

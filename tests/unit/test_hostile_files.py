@@ -24,9 +24,9 @@ from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.run_directory import RunDirectory
-from moe_lightning.data.images_sources import ImageFiles
+from moe_lightning.data.corpus import TextSpan
+from moe_lightning.data.images import ImageFiles
 from moe_lightning.data.instructions import InstructionData
-from moe_lightning.data.sources import TextSpan
 from moe_lightning.data.text import TextData
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -293,7 +293,7 @@ def test_a_large_file_that_was_written_is_read(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_line_of_any_length_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_lightning.data.sources._CHUNK_BYTES", 10)
+    monkeypatch.setattr("moe_lightning.data.corpus._CHUNK_BYTES", 10)
     path = tmp_path / "line.txt"
     path.write_text("ü€😀" * 100)
     pieces = list(TextSpan(path=path, start=0, stop=path.stat().st_size).chunks())

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from moe_lightning.data.step_sampler import StandIn, StepSampler
+from moe_lightning.data.sampler import StandIn, StepSampler
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.batch_pieces import batch_pieces, joined
 

@@ -1,17 +1,27 @@
-"""A DataLoader over a StepSampler, with the position counted where batches are consumed.
+"""DataLoader by steps, with its position counted where batches are consumed.
+
+Schedules of gradient accumulation.
+
+Lightning's GradientAccumulationScheduler sets the Trainer's `accumulate_grad_batches` when an epoch begins: too late
+for loaders, which are made before the first one, and not at all in an epoch that is resumed.
+
+A DataLoader over a StepSampler, with the position counted where batches are consumed.
 
 Lightning leaves such a loader as it is (no sampler is injected), saves and restores it through `state_dict` and
 `load_state_dict` (saved with the fit loop's progress, restored before the first iterator of a resumed fit), and takes
 `len()` as the batches of an epoch.
+
+The part that data modules of samples share: their loaders, step by step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,10 +34,39 @@ from torch.utils.data import (
 )
 
 from moe_lightning import seams
-from moe_lightning.data.accumulation import accumulation_of, factors_of
-from moe_lightning.data.sampler_order import SamplerOrder
-from moe_lightning.data.step_sampler import StandIn, StepSampler, StepSlice, mixed_seed
+from moe_lightning.data.sampler import SamplerOrder, StandIn, StepSampler, StepSlice, mixed_seed
 from moe_lightning.errors import ConfigurationError
+
+
+def _schedule_of(trainer: Trainer) -> GradientAccumulationScheduler | None:
+    callbacks = getattr(trainer, "callbacks", ())
+    return next((c for c in callbacks if isinstance(c, GradientAccumulationScheduler)), None)
+
+
+def accumulation_of(trainer: Trainer) -> int:
+    """Micro-batches of a step in the current epoch."""
+    schedule = _schedule_of(trainer)
+    if schedule is None:
+        return trainer.accumulate_grad_batches
+    return schedule.get_accumulate_grad_batches(trainer.current_epoch)
+
+
+def factors_of(trainer: Trainer) -> set[int]:
+    """The numbers of micro-batches that a step of some epoch has."""
+    schedule = _schedule_of(trainer)
+    return {trainer.accumulate_grad_batches} if schedule is None else set(schedule.scheduling.values())
+
+
+def follow_schedule(trainer: Trainer) -> None:
+    """Set the Trainer to the factor of an epoch that is resumed."""
+    trainer.accumulate_grad_batches = accumulation_of(trainer)
+
+
+def leave_schedule(trainer: Trainer) -> None:
+    """Set the Trainer to what a schedule asks for when a fit loop starts."""
+    if _schedule_of(trainer) is not None:
+        trainer.accumulate_grad_batches = 1
+
 
 _KEPT_OPTIONS = (
     "num_workers",
@@ -390,3 +429,54 @@ def _shuffles(sampler: Any, dataset: Any) -> bool | None:
     if kind is SequentialSampler:
         return False
     return None if sampler.replacement else True
+
+
+class StepDataModule(LightningDataModule):
+    """Samples as training, validation, test and prediction batches of a constant global size.
+
+    A subclass sets `_train` and `_val`, the samples to train on and those held out, in `setup`.
+
+    Args:
+        global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
+        num_workers: DataLoader processes on each rank.
+        seed: of the order of the samples.
+    """
+
+    sampler: ClassVar[type[StepSampler]] = StepSampler
+    """Turns positions into indices of the samples."""
+
+    _train: Dataset[Any]
+    _val: Dataset[Any]
+
+    def __init__(self, *, global_batch_size: int, num_workers: int, seed: int) -> None:
+        super().__init__()
+        self.global_batch_size = global_batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+
+    def train_dataloader(self) -> StepLoader:
+        """Endless permuted epochs of whole steps."""
+        return self._loader(self._train, training=True)
+
+    def val_dataloader(self) -> StepLoader:
+        """Every held-out sample once."""
+        return self._loader(self._val, training=False)
+
+    def test_dataloader(self) -> StepLoader:
+        """The held-out samples again: there is no third part."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> StepLoader:
+        """The held-out samples, in order."""
+        return self.val_dataloader()
+
+    def _loader(self, samples: Dataset[Any], *, training: bool) -> StepLoader:
+        return StepLoader.of_samples(
+            samples,
+            sampler=self.sampler,
+            global_batch_size=self.global_batch_size,
+            seed=self.seed,
+            training=training,
+            num_workers=self.num_workers,
+            trainer=self.trainer,
+        )

@@ -1,4 +1,8 @@
-"""Which samples every rank sees at every step, as a pure function of one integer.
+"""Samples of every rank at every step as a function of one integer.
+
+Global random numbers that draw from a place of their own, so that others' draws neither change them nor see them.
+
+Which samples every rank sees at every step, as a pure function of one integer.
 
 Training consumes one endless stream: epoch after epoch, each an order of the data set that (seed, epoch) decides.
 Step t takes the next `global_batch_size` samples of it, whatever the number of ranks, and the last step of an epoch
@@ -9,13 +13,18 @@ same cuts on one epoch: every sample exactly once.
 
 Where fewer samples are left than there are ranks, the ranks without one are given a stand-in: a sample that counts for
 nothing there, so that they can take part in the collectives of the model.
+
+The order of a sampler of the user's own, made the same on every rank and in every run.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Generator, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -26,6 +35,46 @@ from moe_lightning.arrays import IntArray, cut
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.dispatch.quota import shares, uneven
 from moe_lightning.errors import ConfigurationError
+
+
+class OwnGenerators:
+    """Inside, the global generators of Python, NumPy and torch (on the host) go on where the last `with` left them."""
+
+    def __init__(self, seed: int) -> None:
+        self._words = seed
+        self._own: list[Any] | None = None
+        self._others: list[Any] = []
+
+    def __enter__(self) -> OwnGenerators:
+        self._others = _states()
+        if self._own is None:
+            self.seed(self._words)
+        else:
+            _restore(self._own)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._own = _states()
+        _restore(self._others)
+
+    @staticmethod
+    def seed(words: int) -> None:
+        """Begin anew; called inside."""
+        torch.default_generator.manual_seed(words)
+        random.seed(words)
+        np.random.seed(words % 2**32)  # noqa: NPY002
+
+
+def _states() -> list[Any]:
+    return [torch.get_rng_state(), random.getstate(), np.random.get_state()]  # noqa: NPY002
+
+
+def _restore(states: list[Any]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])  # noqa: NPY002
 
 
 def mixed_seed(*words: int) -> int:
@@ -418,3 +467,71 @@ class StepSampler(Sampler[list[int]]):
 def _require_at_least(name: str, value: int, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(f"{name}={value!r} is not an integer of at least {least}; set it to one.")
+
+
+class NoCommonOrderError(ConfigurationError):
+    """A sampler whose indices cannot be made the same on every rank; one rank alone may use it as it is."""
+
+
+class SamplerOrder:
+    """The indices that a sampler yields in epoch e, as a function of e alone.
+
+    The sampler is read to its end with every global generator, and its own `generator` where it has one, seeded by
+    (seed, e); the generators are left as they were. So ranks agree, and a resumed run goes on with the same indices.
+
+    Args:
+        sampler: finite; one with `set_epoch` is told the epoch.
+        seed: of the run; a generator of the sampler's own is seeded by its initial seed instead.
+
+    Raises:
+        NoCommonOrderError: the sampler has no length, yields no indices, or another order when it is read again.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._name = type(sampler).__name__
+        if not isinstance(sampler, Sized):
+            raise NoCommonOrderError(
+                f"The DataLoader's sampler {self._name} has no length, so nobody knows where an epoch ends; "
+                "give it a __len__."
+            )
+        self.num_samples = len(sampler)
+        if not torch.equal(self(0), self(0)):
+            raise NoCommonOrderError(
+                f"The DataLoader's sampler {self._name} keeps random numbers of its own, so ranks would see different "
+                "orders; draw them from torch's global generator, or from one in its attribute `generator`."
+            )
+
+    def __call__(self, epoch: int) -> torch.Tensor:
+        """int64 [num_samples]."""
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        with _seeded_generators(self._sampler, self._seed, epoch):
+            indices = list(self._sampler)
+        if not all(isinstance(index, int | np.integer) for index in indices):
+            raise NoCommonOrderError(
+                f"The DataLoader's sampler {self._name} yields {indices[:1]} where an index is expected; "
+                "yield integers."
+            )
+        if len(indices) != self.num_samples:
+            raise NoCommonOrderError(
+                f"The DataLoader's sampler {self._name} yields {len(indices)} indices in epoch {epoch}, but its length "
+                f"is {self.num_samples}; make both equal in all epochs."
+            )
+        return torch.tensor(indices, dtype=torch.int64)
+
+
+@contextmanager
+def _seeded_generators(sampler: Any, seed: int, epoch: int) -> Generator[None, None, None]:
+    """Seed what a sampler may draw from, and restore it."""
+    own = getattr(sampler, "generator", None)
+    own = own if isinstance(own, torch.Generator) else None
+    with OwnGenerators(mixed_seed(seed, epoch)):
+        if own is not None:
+            sampler.generator = torch.Generator().manual_seed(mixed_seed(own.initial_seed(), epoch))
+        try:
+            yield
+        finally:
+            if own is not None:
+                sampler.generator = own
