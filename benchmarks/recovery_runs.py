@@ -21,9 +21,8 @@ from typing import Any
 from benchmarks.recovery_worker import STOP, Task
 from moe_lightning.checkpoint.repair import RecoverySources
 from moe_lightning.cli.short_training import MODULE, failing_as_mistakes
-from moe_lightning.elastic.elastic_launcher import ElasticLauncher
-from moe_lightning.elastic.launcher import LocalLauncher
-from moe_lightning.elastic.settings import ElasticSettings
+from moe_lightning.elastic.launcher import ElasticLauncher, LocalLauncher
+from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.recovery_report import PHASES
 

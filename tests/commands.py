@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from moe_lightning.elastic import processes
+from moe_lightning.elastic import launcher
 from tests.forks import PATIENCE_S, forked
 from tests.programs import users_environment
 
@@ -99,7 +99,7 @@ def _main(
 
 
 def _command_main(arguments: Sequence[str]) -> NoReturn:
-    processes.start = _fork_ranks  # type: ignore[assignment]
+    launcher.start = _fork_ranks  # type: ignore[assignment]
     _run_module("moe_lightning.cli.train", arguments)
 
 
@@ -109,7 +109,7 @@ def _script_main(arguments: Sequence[str]) -> NoReturn:
 
 
 def _fork_ranks(
-    program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: processes.WorkerLogs
+    program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: launcher.WorkerLogs
 ) -> dict[int, Any]:
     """What `processes.start` does, by forking."""
     option, module, *arguments = program

@@ -21,7 +21,7 @@ FORKS.set_forkserver_preload(
         "moe_lightning.checkpoint.agent",
         "moe_lightning.cli.train",
         "moe_lightning.cli.worker",
-        "moe_lightning.elastic.engine",
+        "moe_lightning.elastic.rendezvous_client",
         "moe_lightning.elastic.launcher",
         "moe_lightning.strategies",
         "s3fs",  # Lightning looks for it when it saves

@@ -14,7 +14,7 @@ from annotated_types import Interval
 
 from moe_lightning import user_errors
 from moe_lightning.arguments import Parser, add_options, read_options, value
-from moe_lightning.elastic.failure import Interrupted
+from moe_lightning.elastic.worker import Interrupted
 
 _Threads = Annotated[int, Interval(ge=1, le=1024)]
 

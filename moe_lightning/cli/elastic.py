@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from moe_lightning.cli.instantiation import check_arguments
 from moe_lightning.config import TARGET, fits, shown
-from moe_lightning.elastic.elastic_launcher import ElasticLauncher
-from moe_lightning.elastic.settings import ElasticSettings
+from moe_lightning.elastic.launcher import ElasticLauncher
+from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.errors import ConfigurationError
 
 _LAST_PORT = 65535

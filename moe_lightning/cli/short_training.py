@@ -35,8 +35,7 @@ from moe_lightning.cli.measurement import synchronize
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
-from moe_lightning.elastic.lifeline import leave
-from moe_lightning.elastic.work import work
+from moe_lightning.elastic.worker import leave, work
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig

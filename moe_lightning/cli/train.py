@@ -41,7 +41,7 @@ from moe_lightning.cli.run_directory import RunDirectory, remove_empty
 from moe_lightning.cli.run_lock import locked
 from moe_lightning.cli.validation import COLLECTIONS, KEYS, check_groups, check_recipe, check_top_level
 from moe_lightning.cli.vocabulary import TRAIN
-from moe_lightning.elastic.failure import Interrupted
+from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import in_columns
 
@@ -263,7 +263,7 @@ def _launch(
     num_ranks = len(ranks) if isinstance(ranks, list) else ranks
     arguments = [str(directory.command.absolute())]
     if elastic is not None:
-        from moe_lightning.elastic.elastic_launcher import ElasticLauncher
+        from moe_lightning.elastic.launcher import ElasticLauncher
 
         ElasticLauncher(num_ranks=num_ranks, log_dir=directory.logs, **elastic).run(arguments)
     elif external or num_ranks == 1:

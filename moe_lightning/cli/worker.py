@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Run one rank under the launcher; the exit code."""
-    from moe_lightning.elastic.work import work
+    from moe_lightning.elastic.worker import work
 
     return work("moe-train", lambda: train(read_config(Path(sys.argv[1]))))
 
@@ -57,7 +57,7 @@ def train(config: Mapping[str, Any]) -> None:
     from moe_lightning.cli.objective import write_metrics
     from moe_lightning.cli.quiet import quiet_libraries
     from moe_lightning.cli.run_directory import RunDirectory
-    from moe_lightning.elastic.failure import Interrupted
+    from moe_lightning.elastic.worker import Interrupted
 
     quiet_libraries()
     run = build(config)
@@ -354,13 +354,13 @@ def _environment_plugins() -> list[Any]:
     """
     from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 
-    from moe_lightning.elastic.settings import ELASTIC_VARIABLE
+    from moe_lightning.elastic.membership import ELASTIC_VARIABLE
     from moe_lightning.parallel.context import STORE_VARIABLE
 
     return [LightningEnvironment()] if {STORE_VARIABLE, ELASTIC_VARIABLE} & os.environ.keys() else []
 
 
 if __name__ == "__main__":
-    from moe_lightning.elastic.lifeline import leave
+    from moe_lightning.elastic.worker import leave
 
     leave(main())

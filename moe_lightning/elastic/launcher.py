@@ -1,4 +1,8 @@
-"""Starts one worker process for each local rank and sees to their end.
+"""Launchers of worker processes: fixed, and elastic with restarts.
+
+What launchers share: worker processes with their logs, how they end, and what they leave behind.
+
+Starts one worker process for each local rank and sees to their end.
 
 The workers meet in a folder that only their user can enter, so nobody else on the machine can take a rank's place;
 the launcher removes it. Workers are sessions of their own: a Ctrl-C reaches the launcher alone, which passes it on. A
@@ -6,26 +10,257 @@ worker that loses its launcher is killed by the kernel.
 
 Lightning's own launchers are not used: they kill the survivors of a failure from inside rank 0, and start the user's
 command line once more.
+
+Starts workers that survive each other's deaths, and starts dead ones again.
+
+A dead worker is told to the others at once, with how it died; they go on in a new world while a fresh process takes
+its place and waits to be let in. Nothing is asked of torchrun, which would kill the survivors.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import math
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from torch.distributed.elastic.multiprocessing import SignalException
+from annotated_types import Interval
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from typing_extensions import override
 
-from moe_lightning.elastic import processes
-from moe_lightning.elastic.failure import Interrupted, RankFailure
-from moe_lightning.elastic.processes import WORKER_MODULE, Process, RanksFailed, WorkerLogs
+from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
+from moe_lightning.elastic.client import LauncherLink
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, new_token
+from moe_lightning.elastic.preemption import EXIT_PREEMPTED
+from moe_lightning.elastic.protocol import Address, OwnClock, interface_towards
+from moe_lightning.elastic.rendezvous_host import RendezvousHost
+from moe_lightning.elastic.worker import (
+    FAILURE_FILE_VARIABLE,
+    KILLED,
+    LAUNCHER_PID_VARIABLE,
+    Interrupted,
+    RankFailure,
+    read_failure,
+)
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import PrivateFolder
-from moe_lightning.parallel.context import STORE_VARIABLE
+from moe_lightning.parallel.context import STORE_VARIABLE, loopback_variables
 
-__all__ = ["LocalLauncher", "RanksFailed"]
+WORKER_MODULE = "moe_lightning.cli.worker"
+"""What launchers start unless told otherwise."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a run."""
 
 _POLL_S = 0.05
+_INSIST_S = 1.0
+_SAVING_S = 600.0
+_TAIL_LINES = 20
+
+Process = subprocess.Popen[bytes]
+
+
+class RanksFailed(Exception):
+    """A worker failed, and the others were ended.
+
+    Attributes:
+        failure: the one that came first.
+    """
+
+    def __init__(self, failure: RankFailure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[type[Self], tuple[RankFailure]]:  # launchers of searches pickle what a job raised
+        return type(self), (self.failure,)
+
+
+class WorkerLogs(LogsSpecs):
+    """Where workers write: one to the terminal, the others to NAME.out and NAME.err; all leave their failure in
+    NAME.failure.json. Readable by their owner only.
+
+    Args:
+        folder: for the files.
+        names: of each worker that is started together.
+        terminal: the worker that writes to the terminal; None for none of them.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str], *, terminal: int | None) -> None:
+        super().__init__(str(folder))
+        self._folder, self._names, self._terminal = folder, names, terminal
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @property
+    @override
+    def root_log_dir(self) -> str:
+        return str(self._folder)
+
+    @override
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for rank, environment in envs.items():
+            for path in (self.path(rank, "out"), self.path(rank, "err")):
+                path.unlink(missing_ok=True)
+                if rank != self._terminal:
+                    path.touch(mode=0o600)
+            self.path(rank, "failure.json").unlink(missing_ok=True)
+            environment[FAILURE_FILE_VARIABLE] = str(self.path(rank, "failure.json"))
+        return LogsDest(
+            stdouts={rank: self._output(rank, "out") for rank in envs},
+            stderrs={rank: self._output(rank, "err") for rank in envs},
+            error_files={rank: str(self.path(rank, "failure.json")) for rank in envs},
+        )
+
+    def path(self, rank: int, kind: Literal["out", "err", "failure.json"]) -> Path:
+        """A worker's file."""
+        return self._folder.absolute() / f"{self._names[rank]}.{kind}"
+
+    def failure(self, rank: int, code: int, *, called: int | None = None) -> RankFailure:
+        """Why a worker ended with a code other than 0: its own word, else the code or signal and its last lines.
+
+        Args:
+            called: the rank to name, where it is not the index among those that were started together.
+        """
+        told = read_failure(self.path(rank, "failure.json")) if code > 0 else None
+        return told or self._silent(rank, code, rank if called is None else called)
+
+    def _output(self, rank: int, kind: Literal["out", "err"]) -> str:
+        return "" if rank == self._terminal else str(self.path(rank, kind))
+
+    def _silent(self, rank: int, code: int, called: int) -> RankFailure:
+        err = self.path(rank, "err")
+        tail = err.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if err.is_file() else []
+        message = f"rank {called} {how_it_ended(code)}"
+        return RankFailure(rank=called, kind="death", message=message, details="\n".join(tail), time_s=0.0)
+
+
+def append_to_outputs() -> None:
+    """Let this process write at the end of the files that its output may go to: a worker that takes the terminal over
+    writes there, too.
+    """
+    for number in (1, 2):
+        if stat.S_ISREG(os.fstat(number).st_mode):
+            fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_APPEND)
+
+
+def how_it_ended(code: int) -> str:
+    """A process's exit code in words."""
+    return f"{KILLED} {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def start(program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: LogsSpecs) -> dict[int, Process]:
+    """Start the same Python program once for each environment, as sessions of their own.
+
+    Raises:
+        SignalException: a signal came meanwhile; from now on signals raise it in the main thread.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported by us
+    workers = start_processes(
+        name="moe-train",
+        entrypoint=sys.executable,
+        args=dict.fromkeys(environments, tuple(program)),
+        envs=dict(environments),
+        logs_specs=logs,
+    )
+    assert isinstance(workers, SubprocessContext)
+    return {rank: handler.proc for rank, handler in workers.subprocess_handlers.items()}
+
+
+def end(processes: Collection[Process], grace_s: float, *, is_wish: bool = False) -> None:
+    """Interrupt the workers that still run, then kill them and their children; a second signal kills at once.
+
+    Args:
+        grace_s: how long they may take; 0: none.
+        is_wish: the user's or the scheduler's, after which workers may finish a step and save; otherwise they are
+            interrupted again every second, which is no wish any more.
+    """
+    try:
+        deadline, next_s = time.monotonic() + grace_s, 0.0
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if time.monotonic() >= next_s:
+                _interrupt(processes)
+                next_s = math.inf if is_wish else time.monotonic() + _INSIST_S
+            time.sleep(_POLL_S)
+    except SignalException:
+        print("moe-train: ending at once", file=sys.stderr)
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+def end_on_signal(processes: Collection[Process], received: signal.Signals, grace_s: float) -> None:
+    """End the workers as a signal to their launcher asks: after SIGINT and SIGTERM they may take minutes to save, since
+    a second one, or the scheduler's own patience, ends them at once; other signals leave them the grace.
+    """
+    end(processes, _SAVING_S if received in (signal.SIGINT, signal.SIGTERM) else grace_s, is_wish=True)
+
+
+def _interrupt(processes: Collection[Process]) -> None:
+    """Signal those that still run, not their children: data loaders are needed until the last step."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+
+
+def kill_orphans(process: Process) -> None:
+    """Kill what a dead worker left in its group: its data loaders hold its connections open."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def rank_environment(rank: int, *, local: int, world: int, interface: str | None = None) -> dict[str, str]:
+    """What a rank finds in its environment, in the names that torch and Lightning read; what the user has set stays.
+
+    Args:
+        rank: of this machine's.
+        local, world: ranks of this machine, and of all.
+        interface: through which ranks talk to each other; the loopback interface unless there are other machines.
+    """
+    threads = max(1, (os.cpu_count() or 1) // local)
+    meeting = {"GLOO_SOCKET_IFNAME": interface} if interface else loopback_variables()
+    defaults = {"OMP_NUM_THREADS": str(threads), **meeting}
+    return {
+        **{name: value for name, value in defaults.items() if name not in os.environ},
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(local),
+        LAUNCHER_PID_VARIABLE: str(os.getpid()),
+    }
+
+
+@contextmanager
+def restored_signal_handlers() -> Iterator[None]:
+    """torch's elastic processes install handlers and leave them; put the former ones back."""
+    former: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """For the moments that the rest of an end takes."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+__all__ = ["LocalLauncher", "RanksFailed"]
 
 
 @dataclass(kw_only=True)
@@ -59,24 +294,24 @@ class LocalLauncher:
         logs = WorkerLogs(self.log_dir, [f"rank{rank}" for rank in range(self.num_ranks)], terminal=0)
         environments = {
             rank: {
-                **processes.rank_environment(rank, local=self.num_ranks, world=self.num_ranks),
+                **rank_environment(rank, local=self.num_ranks, world=self.num_ranks),
                 STORE_VARIABLE: str(folder),
             }
             for rank in range(self.num_ranks)
         }
-        with processes.restored_signal_handlers():
+        with restored_signal_handlers():
             try:
-                workers = processes.start(("-m", self.module, *arguments), environments, logs)
+                workers = start(("-m", self.module, *arguments), environments, logs)
             except SignalException as stop:
                 raise Interrupted(stop.sigval) from None
             try:
                 self._watch(workers, logs)
             except SignalException as stop:
-                processes.end_on_signal(workers.values(), stop.sigval, self.grace_s)
+                end_on_signal(workers.values(), stop.sigval, self.grace_s)
                 raise Interrupted(stop.sigval) from None
             finally:
-                processes.ignore_signals()
-                processes.end(workers.values(), 0.0)
+                ignore_signals()
+                end(workers.values(), 0.0)
 
     def _watch(self, workers: Mapping[int, Process], logs: WorkerLogs) -> None:
         """Wait for the ranks; at the first failure end the others and say what came first."""
@@ -97,7 +332,7 @@ class LocalLauncher:
         while any(p.poll() is None for p in workers.values()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         codes = {rank: code for rank, process in workers.items() if (code := process.poll()) is not None}
-        processes.end(workers.values(), self.grace_s)
+        end(workers.values(), self.grace_s)
         return codes
 
 
@@ -106,3 +341,310 @@ def _first_failure(codes: Mapping[int, int], logs: WorkerLogs) -> RankFailure:
     order = {"death": 0, "mistake": 1, "crash": 2, "peer": 3}
     failures = [logs.failure(rank, code) for rank, code in codes.items() if code]
     return min(failures, key=lambda failure: (order[failure.kind], failure.time_s))
+
+
+_ELASTIC_POLL_S = 0.01
+_MOST_REPEATS = 3  # of one crash in a row
+
+
+@validated
+@dataclass(kw_only=True)
+class ElasticLauncher:
+    """Runs `python -m module arguments...` in `num_ranks` workers of this machine, as long as one of them lives.
+
+    Args:
+        num_ranks: workers of this machine.
+        log_dir: gets the output of all but the first worker; a worker started again has files of its own.
+        settings: how long workers wait for whom.
+        module: the workers' main module.
+        max_restarts: workers started again in the whole run; one death more ends it.
+        cool_down_s: from a death to the start of the next process in its place.
+        lighthouse: "host:port" of `moe_lightning.elastic.rendezvous_host` for several machines; None hosts it here,
+            where nobody else reaches it.
+        secret_file: a copy of the file that the rendezvous host has made; with `lighthouse` only.
+        num_nodes: machines that run this command; the first world waits for the workers of all.
+        node: this machine's name as a failure domain; its host name, or "local" without a `lighthouse`.
+        ranks_are_nodes: let every worker be a failure domain of its own, to try the loss of nodes on one machine.
+        grace_s: how long workers may take to end before they are killed.
+    """
+
+    num_ranks: PositiveInt
+    log_dir: Path
+    settings: ElasticSettings = field(default_factory=ElasticSettings)
+    module: str = WORKER_MODULE
+    max_restarts: NonNegativeInt = 20
+    cool_down_s: Annotated[float, Interval(ge=0, le=1e9)] = 1.0
+    lighthouse: str | None = None
+    secret_file: str | Path | None = None
+    num_nodes: PositiveInt = 1
+    node: str | None = None
+    ranks_are_nodes: bool = False
+    grace_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        self.settings = build_config(ElasticSettings, self.settings, key="settings")
+        if self.settings.min_ranks > self.num_ranks * self.num_nodes:
+            raise ConfigurationError(
+                f"min_ranks={self.settings.min_ranks} is above the {self.num_ranks * self.num_nodes} ranks that are "
+                "started: lower it"
+            )
+        if self.lighthouse is None and self.num_nodes > 1:
+            raise ConfigurationError(
+                f"num_nodes={self.num_nodes} needs a lighthouse that all nodes reach: run "
+                "`python -m moe_lightning.elastic.rendezvous_host` on a safe host and give its host:port"
+            )
+        if self.lighthouse is not None and self.secret_file is None:
+            raise ConfigurationError(
+                f"lighthouse={self.lighthouse} needs secret_file=FILE: copy the file that the rendezvous host has made "
+                "to every machine"
+            )
+
+    def run(self, arguments: Sequence[str]) -> None:
+        """Start the workers and return when all that live have ended well.
+
+        Raises:
+            RanksFailed: a user's mistake, an exception in the last worker, or more deaths than `max_restarts`.
+            Interrupted: a signal ended the run, or a notice of preemption all workers; a second signal ends it at once.
+            ConfigurationError: the lighthouse's address is wrong, or it does not answer while nobody trains here.
+        """
+        append_to_outputs()
+        with restored_signal_handlers(), self._meeting_point() as (task, link):
+            workers = _Workers(self, task, link, ("-m", self.module, *arguments))
+            try:
+                workers.run()
+            except RanksFailed:
+                workers.end(self.grace_s)
+                raise
+            except SignalException as stop:
+                if stop.sigval == signal.SIGTERM and self.settings.notice_on_sigterm:
+                    workers.ask_to_leave(self.grace_s)
+                workers.end_on_signal(stop.sigval, self.grace_s)
+                raise Interrupted(stop.sigval) from None
+            finally:
+                ignore_signals()
+                workers.end(0.0)
+
+    @contextmanager
+    def _meeting_point(self) -> Iterator[tuple[ElasticTask, LauncherLink]]:
+        """What all workers are told, and this launcher's own connection."""
+        with ExitStack() as stack:
+            if self.lighthouse is None:
+                host = stack.enter_context(RendezvousHost())
+                address, secret_file, node = host.address, host.secret_file, "local"
+            else:
+                assert self.secret_file is not None
+                address, secret_file = Address.parse(self.lighthouse), Path(self.secret_file).absolute()
+                node = socket.gethostname()
+            task = ElasticTask(
+                address=str(address),
+                secret_file=str(secret_file),
+                node=self.node or node,
+                expected=self.num_ranks * self.num_nodes,
+                settings=self.settings,
+            )
+            yield task, stack.enter_context(closing(LauncherLink(address, secret_file, self.settings)))
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    """A process in its slot.
+
+    Attributes:
+        token: names it among the members.
+        silent_since: when the others gave it up as silent; None while they did not.
+    """
+
+    process: Process
+    logs: WorkerLogs
+    token: str
+    silent_since: float | None = None
+
+
+class _Workers:
+    """The workers of one run."""
+
+    def __init__(
+        self, launcher: ElasticLauncher, task: ElasticTask, link: LauncherLink, program: Sequence[str]
+    ) -> None:
+        self._launcher, self._task, self._link, self._program = launcher, task, link, program
+        self._interface = interface_towards(Address.parse(task.address)) if launcher.lighthouse is not None else None
+        self._clock = OwnClock()
+        self._alone_since = 0.0
+        self._running: dict[int, _Worker] = {}
+        self._due: dict[int, float] = {}  # slot -> when it is started again
+        self._began_ns = time.time_ns()
+        self._starts = dict.fromkeys(range(launcher.num_ranks), 0)
+        self._restarts = 0
+        self._finished = 0
+        self._world: frozenset[str] = frozenset()  # tokens of the last world
+        self._crash: RankFailure | None = None  # the first since the last world
+        self._last_signature, self._repeats = "", 0  # of crashes
+
+    def run(self) -> None:
+        """Until all that live have ended well."""
+        for slot in self._starts:
+            self._start(slot)
+        while self._running or self._due:
+            for slot, worker in list(self._running.items()):
+                code = worker.process.poll()
+                if code is not None:
+                    del self._running[slot]
+                    self._take_end(slot, worker, code)
+            self._follow_world()
+            if self._finished:
+                self._let_finish()
+            self._start_due()
+            time.sleep(_ELASTIC_POLL_S)
+        if not self._finished:
+            raise Interrupted(signal.SIGTERM)  # all left on notice
+
+    def _start_due(self) -> None:
+        """Start again who is due, where there is a rendezvous host that would let them in.
+
+        Raises:
+            ConfigurationError: nobody runs here, and the host has not answered for too long.
+        """
+        now, link = self._clock.tick(), self._link
+        if self._running or link.is_connected:
+            self._alone_since = now
+        limit = self._launcher.settings.rendezvous_timeout_s
+        if now - self._alone_since > limit:
+            raise ConfigurationError(
+                f"no worker is left on this machine, and the rendezvous host at {self._task.address} has not answered "
+                f"for {limit:g} s ({link.trouble}): see that it runs and can be reached, then give the same command "
+                "again, which resumes"
+            )
+        for slot, due in list(self._due.items()):
+            if time.monotonic() >= due and link.is_connected:
+                del self._due[slot]
+                self._start(slot)
+
+    def ask_to_leave(self, grace_s: float) -> None:
+        """Hand a notice of preemption on, and wait until the workers have handed over and left."""
+        for worker in self._running.values():
+            worker.process.terminate()
+        deadline = time.monotonic() + grace_s
+        while any(w.process.poll() is None for w in self._running.values()) and time.monotonic() < deadline:
+            time.sleep(_ELASTIC_POLL_S)
+
+    def end_on_signal(self, received: signal.Signals, grace_s: float) -> None:
+        """End all that run as a signal asks."""
+        end_on_signal([worker.process for worker in self._running.values()], received, grace_s)
+
+    def end(self, grace_s: float) -> None:
+        """End all that run."""
+        end([worker.process for worker in self._running.values()], grace_s)
+
+    def _start(self, slot: int) -> None:
+        launcher = self._launcher
+        self._starts[slot] += 1
+        starts = self._starts[slot]
+        name = f"rank{slot}" if starts == 1 else f"rank{slot}.{starts}"
+        logs = WorkerLogs(launcher.log_dir, [name], terminal=0 if slot == 0 and starts == 1 else None)
+        task = replace(
+            self._task,
+            node=f"{self._task.node}-{slot}" if launcher.ranks_are_nodes else self._task.node,
+            slot=slot,
+            starts=starts,
+            birth_ns=self._began_ns + slot if starts == 1 else None,
+            token=new_token(),
+        )
+        environment = {
+            **rank_environment(slot, local=launcher.num_ranks, world=task.expected, interface=self._interface),
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),  # cut connections print stacks
+            **task.to_environment(),
+        }
+        started = start(self._program, {0: environment}, logs)
+        self._running[slot] = _Worker(process=started[0], logs=logs, token=task.token)
+
+    def _take_end(self, slot: int, worker: _Worker, code: int) -> None:
+        """Tell the others of a death, and decide whether a fresh process takes the place."""
+        kill_orphans(worker.process)
+        if code in (0, EXIT_PREEMPTED):
+            self._finished += code == 0
+            return
+        failure = worker.logs.failure(0, code, called=slot)
+        is_told = failure.kind == "death" and failure.time_s > 0  # by itself: of another's
+        why = f" ({failure.message})" if failure.kind in ("mistake", "crash") or is_told else ""
+        self._link.tell_death(worker.token, how_it_ended(code) + why)
+        if failure.kind == "mistake":
+            raise RanksFailed(failure)
+        if failure.kind == "crash":
+            failure = self._count_crash(failure)
+            self._crash = self._crash or failure
+        if failure.kind == "peer" or (failure.kind == "crash" and not self._running):
+            raise RanksFailed(self._crash or failure)  # it would come again
+        if self._finished:
+            return
+        limit = self._launcher.max_restarts
+        if self._restarts >= limit:
+            raise RanksFailed(replace(failure, message=f"{failure.message}, after {limit} restarts (max_restarts)"))
+        if failure.kind == "crash" and failure.details:
+            print(failure.details, file=sys.stderr)
+            if self._crash is failure:
+                self._crash = replace(failure, details="")  # it has been shown
+        self._restarts += 1
+        self._due[slot] = time.monotonic() + self._launcher.cool_down_s
+        print(
+            f"moe-train: {failure.message}; started again in {self._launcher.cool_down_s:g} s "
+            f"({self._restarts} of {self._launcher.max_restarts})",
+            file=sys.stderr,
+        )
+
+    def _count_crash(self, failure: RankFailure) -> RankFailure:
+        """The failure with its traceback only where that is new.
+
+        Raises:
+            RanksFailed: it has come so often in a row that it would come again.
+        """
+        is_known = bool(failure.signature) and failure.signature == self._last_signature
+        self._last_signature, self._repeats = failure.signature, self._repeats + 1 if is_known else 1
+        if not is_known:
+            return failure
+        failure = replace(failure, details="")
+        if self._repeats < _MOST_REPEATS:
+            return failure
+        message = f"{failure.message}, {_MOST_REPEATS} times in the same way: see its traceback above"
+        raise RanksFailed(replace(failure, message=message))
+
+    def _follow_world(self) -> None:
+        """Hear who is in it, and end a worker that the others gave up and that runs on without a word."""
+        for message in self._link.read():
+            match message:
+                case {"t": "formed", "tokens": list(tokens)}:
+                    self._world = frozenset(tokens)
+                    self._mark(self._world, None)
+                    self._crash = None
+                case {"t": "arrived", "token": str(token)}:
+                    self._mark({token}, None)
+                case {"t": "expelled", "token": str(token)}:
+                    self._mark({token}, time.monotonic())
+        for worker in self._running.values():
+            since = worker.silent_since
+            if since is not None and time.monotonic() - since > self._launcher.settings.hang_timeout_s:
+                if not _is_stopped(worker.process.pid):
+                    worker.process.kill()
+                worker.silent_since = None
+
+    def _mark(self, tokens: frozenset[str] | set[str], silent_since: float | None) -> None:
+        for worker in self._running.values():
+            if worker.token in tokens:
+                worker.silent_since = silent_since
+
+    def _let_finish(self) -> None:
+        """A worker ended well, so the training is done: nobody is started again, and who was not in the last world
+        has nothing to wait for.
+        """
+        self._due.clear()
+        if not self._world:
+            return
+        late = {slot for slot, worker in self._running.items() if worker.token not in self._world}
+        end([self._running.pop(slot).process for slot in late], 0.0)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal: it may go on, and come back as a new member."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False

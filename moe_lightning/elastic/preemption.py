@@ -15,7 +15,7 @@ from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 
-from moe_lightning.elastic.settings import ElasticSettings
+from moe_lightning.elastic.membership import ElasticSettings
 
 EXIT_PREEMPTED = 76
 """With this code a worker ends that has handed over and left on notice; nobody is started in its place."""

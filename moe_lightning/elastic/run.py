@@ -22,11 +22,9 @@ from annotated_types import Interval
 
 from moe_lightning.arguments import OutputFolder, Parser, add_options, option, read_options, shortened
 from moe_lightning.config import NonNegativeInt, PositiveInt
-from moe_lightning.elastic.elastic_launcher import ElasticLauncher
-from moe_lightning.elastic.failure import Interrupted
-from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE, leave
-from moe_lightning.elastic.settings import ELASTIC_VARIABLE, ElasticSettings
-from moe_lightning.elastic.work import work
+from moe_lightning.elastic.launcher import ElasticLauncher
+from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticSettings
+from moe_lightning.elastic.worker import LAUNCHER_PID_VARIABLE, Interrupted, leave, work
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.user_errors import report
 

@@ -29,9 +29,8 @@ from moe_lightning.checkpoint.memory import DamagedSnapshots
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, without_snapshots
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.data.loader import leave_schedule
-from moe_lightning.elastic.failure import PeerFailed, RunFinished, signature_of
-from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members, Membership
+from moe_lightning.elastic.worker import PeerFailed, RunFinished, signature_of, take_over_terminal
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.warm_up import warm_up
 from moe_lightning.parallel.collectives import all_gather_json

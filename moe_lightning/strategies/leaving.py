@@ -15,9 +15,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.balancing.repair import repair_placements
 from moe_lightning.comm.building import meet
-from moe_lightning.elastic.failure import Preempted
 from moe_lightning.elastic.membership import Membership
-from moe_lightning.elastic.monitor import WorldTooSmall
+from moe_lightning.elastic.rendezvous_client import WorldTooSmall
+from moe_lightning.elastic.worker import Preempted
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.rank_state import RankState

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
 
-from moe_lightning.elastic.settings import ElasticTask
+from moe_lightning.elastic.membership import ElasticTask
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.files import PrivateFolder
 from moe_lightning.parallel.context import STORE_VARIABLE

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from moe_lightning.dispatch.transports import read_later
-from moe_lightning.elastic.lifeline import write_to_terminal
+from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.errors import NonFiniteLossError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, any_says, common_store

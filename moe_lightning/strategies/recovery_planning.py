@@ -9,7 +9,7 @@ from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, StorageInventory, plan_recovery
 from moe_lightning.checkpoint.repair import RecoverySources, storage_inventory
 from moe_lightning.checkpoint.storage.registry import place_of
-from moe_lightning.elastic.failure import PeerFailed
+from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
-from moe_lightning.elastic.clock import OwnClock
+from moe_lightning.elastic.protocol import OwnClock
 from moe_lightning.parallel.context import World, common_store
 
 _LOOK_S = 0.2

@@ -26,9 +26,8 @@ from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.checkpoint.files import sealed
-from moe_lightning.elastic.lifeline import leave_process_groups_at_exit
-from moe_lightning.elastic.membership import Membership
-from moe_lightning.elastic.settings import ElasticTask, membership_from_environment
+from moe_lightning.elastic.membership import ElasticTask, Membership, membership_from_environment
+from moe_lightning.elastic.worker import leave_process_groups_at_exit
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import broadcast_object, carry_objects_without_pickle, check_versions
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_, join_local_world

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.nn import parallel
 
 from moe_lightning import comm
-from moe_lightning.elastic.failure import KILLED, PeerFailed, Preempted, RunFinished
 from moe_lightning.elastic.membership import Membership
+from moe_lightning.elastic.worker import KILLED, PeerFailed, Preempted, RunFinished
 from moe_lightning.errors import ConfigurationError, WorldCutError
 from moe_lightning.strategies.leaving import WorldChanged
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from moe_lightning.checkpoint.directory import claim
 from moe_lightning.checkpoint.repair import arenas_name
-from moe_lightning.elastic.launcher_link import LauncherLink
+from moe_lightning.elastic.client import LauncherLink
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
-from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
 from tests.agents import fork_agent
 from tests.chaos.elastic_worker import Hold, Kill, checkpoints_of, gate_of, worker_main
 from tests.distributed.harness import run_ranks

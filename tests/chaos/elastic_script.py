@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from moe_lightning.comm.building import begin_building, set_collectives_timeout
-from moe_lightning.elastic.engine import ElasticEngine
-from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
+from moe_lightning.elastic.rendezvous_client import ElasticEngine
+from moe_lightning.elastic.worker import take_over_terminal
 from moe_lightning.parallel.abort import ConnectionCut
 
 folder = Path(sys.argv[1])

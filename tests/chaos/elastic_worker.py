@@ -27,7 +27,7 @@ from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.directory import checkpoints
-from moe_lightning.elastic.failure import RunFinished
+from moe_lightning.elastic.worker import RunFinished
 from moe_lightning.parallel import exchange, sequence
 from moe_lightning.state.tensors import is_cut, local
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.elastic.elastic_launcher import ElasticLauncher
-from moe_lightning.elastic.failure import RankFailure
-from moe_lightning.elastic.processes import RanksFailed
+from moe_lightning.elastic.launcher import ElasticLauncher, RanksFailed
+from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
-from moe_lightning.elastic.settings import ElasticSettings
+from moe_lightning.elastic.worker import RankFailure
 from moe_lightning.errors import ConfigurationError
 from tests.programs import ROOT, Program, run_program
 

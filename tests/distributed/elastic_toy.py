@@ -23,11 +23,10 @@ import torch
 import torch.distributed as dist
 
 from moe_lightning.comm.building import begin_building, set_collectives_timeout
-from moe_lightning.elastic.engine import ElasticEngine
-from moe_lightning.elastic.lifeline import EXIT_HANGING
-from moe_lightning.elastic.membership import Members
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members
+from moe_lightning.elastic.rendezvous_client import ElasticEngine
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
-from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
+from moe_lightning.elastic.worker import EXIT_HANGING
 from moe_lightning.parallel.abort import ConnectionCut
 from tests.forks import FORKS, PATIENCE_S, fork, kill
 

@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from moe_lightning.elastic.failure import report_failure
-from moe_lightning.elastic.lifeline import end_with_launcher
+from moe_lightning.elastic.worker import end_with_launcher, report_failure
 
 
 def main() -> NoReturn:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.elastic import processes
-from moe_lightning.elastic.failure import RankFailure
+from moe_lightning.elastic import launcher as processes
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
+from moe_lightning.elastic.worker import RankFailure
 from tests.programs import ROOT, Program, Watched
 
 LAUNCHED = "tests.distributed.launched"
@@ -111,7 +111,7 @@ def command(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Command]
     options = f"num_ranks=2, log_dir=Path({str(tmp_path)!r}), module={LAUNCHED!r}, grace_s={GRACE_S}"
     code = (
         "from pathlib import Path\n"
-        "from moe_lightning.elastic.failure import Interrupted\n"
+        "from moe_lightning.elastic.worker import Interrupted\n"
         "from moe_lightning.elastic.launcher import LocalLauncher\n"
         f"try:\n    LocalLauncher({options}).run([{request.param!r}, {str(tmp_path)!r}])\n"
         "except Interrupted as stop:\n    raise SystemExit(128 + stop.signal)\n"

@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.elastic.address import Address
-from moe_lightning.elastic.launcher_link import LauncherLink
-from moe_lightning.elastic.rendezvous_host import RendezvousHost
-from moe_lightning.elastic.server import MOST_STRANGERS
-from moe_lightning.elastic.settings import ElasticSettings
-from moe_lightning.elastic.wire import Channel, Refused, WireError
+from moe_lightning.elastic.client import LauncherLink
+from moe_lightning.elastic.membership import ElasticSettings
+from moe_lightning.elastic.protocol import Address, Channel, Refused, WireError
+from moe_lightning.elastic.rendezvous_host import MOST_STRANGERS, RendezvousHost
 from moe_lightning.errors import ConfigurationError
 from tests.network.attack import IDLE, frame, lures
 from tests.network.hosts import wait_for

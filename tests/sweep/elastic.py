@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from moe_lightning.elastic import rendezvous_host, run
-from moe_lightning.elastic.settings import ElasticSettings
+from moe_lightning.elastic.membership import ElasticSettings
 from tests.sweep.cases import Case
 from tests.sweep.files import common, unwritable
 from tests.sweep.values import TEXTS

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from moe_lightning.cli.objective import objective_of, write_metrics
-from moe_lightning.elastic.failure import RankFailure
-from moe_lightning.elastic.processes import RanksFailed
+from moe_lightning.elastic.launcher import RanksFailed
+from moe_lightning.elastic.worker import RankFailure
 from moe_lightning.errors import ConfigurationError
 
 METRICS = {"val/loss": 1.5, "train/loss": float("nan"), "train/lr": 1e-3}

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lightning.elastic.formation import (
+from moe_lightning.elastic.protocol import Message, WireError
+from moe_lightning.elastic.rendezvous_state import (
     Link,
     Member,
     NodeFacts,
     Patience,
+    Roster,
     StandingWorld,
     hearing_part,
     next_number,
@@ -22,8 +24,6 @@ from moe_lightning.elastic.formation import (
     overdue,
     waiting_newcomers,
 )
-from moe_lightning.elastic.roster import Roster
-from moe_lightning.elastic.wire import Message, WireError
 
 PATIENCE = Patience(heartbeat_s=0.5, silence_s=5.0, hang_s=10.0, start_s=120.0)
 TIMES = [0.5, 5.0, 10.0, 120.0]

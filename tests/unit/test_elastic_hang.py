@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.elastic import monitor
-from moe_lightning.elastic.membership import Members
-from moe_lightning.elastic.settings import ElasticSettings
-from moe_lightning.elastic.watch import Watch
+from moe_lightning.elastic import rendezvous_client
+from moe_lightning.elastic.membership import ElasticSettings, Members
+from moe_lightning.elastic.rendezvous_client import Watch
 
 SETTINGS = ElasticSettings(hang_timeout_s=0.5, build_timeout_s=0.1, start_timeout_s=3.0)
 
@@ -23,8 +22,8 @@ def test_who_hangs_in_a_broken_world(
     steps: int, seconds: float, is_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[Any] = []
-    monkeypatch.setattr(monitor, "end_hanging_process", lambda *said: ended.append(said))
-    one: Any = object.__new__(monitor.Monitor)
+    monkeypatch.setattr(rendezvous_client, "end_hanging_process", lambda *said: ended.append(said))
+    one: Any = object.__new__(rendezvous_client.Monitor)
     members = Members(number=1, ids=("a", "b"), me=0)
     one._guarded = Watch(members=members, has_settled=True, reason="b died", broken_at=10.0)
     one._settings, one._main_is_here, one._progress = SETTINGS, False, 0

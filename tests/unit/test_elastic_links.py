@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from moe_lightning.elastic.dead_links import decision_s
-from moe_lightning.elastic.links import LinkWatch
-from moe_lightning.elastic.probing import Prober
+from moe_lightning.elastic.rendezvous_client import LinkWatch, Prober
+from moe_lightning.elastic.rendezvous_state import decision_s
 
 SILENCE_S = 5.0
 _TICK_S = 0.1

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from moe_lightning import files
-from moe_lightning.elastic.engine import ElasticEngine
-from moe_lightning.elastic.launcher_link import LauncherLink
+from moe_lightning.elastic.client import LauncherLink
+from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticSettings, ElasticTask
 from moe_lightning.elastic.preemption import PreemptionWatch
+from moe_lightning.elastic.protocol import create_secret, read_secret
+from moe_lightning.elastic.rendezvous_client import ElasticEngine
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.run import main as run_main
-from moe_lightning.elastic.secret import create_secret, read_secret
-from moe_lightning.elastic.settings import ELASTIC_VARIABLE, ElasticSettings, ElasticTask
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.leftovers import listening

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lightning.elastic.wire import Channel, Message, Refused, WireError
+from moe_lightning.elastic.protocol import Channel, Message, Refused, WireError
 
 SECRET = b"s" * 64
 MESSAGES = st.lists(

@@ -16,8 +16,8 @@ import xxhash
 from moe_lightning.checkpoint.arena import _HEADER, _PAGE, Arena, SnapshotIndex, arena_path
 from moe_lightning.checkpoint.inventory import local_inventory, protected_tables
 from moe_lightning.checkpoint.repair import find_usable
-from moe_lightning.elastic.roster import Roster
-from moe_lightning.elastic.wire import Message, WireError
+from moe_lightning.elastic.protocol import Message, WireError
+from moe_lightning.elastic.rendezvous_state import Roster
 from moe_lightning.errors import CheckpointError
 from tests.unit.checkpoint_state import Node, node
 

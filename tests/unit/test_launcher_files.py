@@ -20,10 +20,9 @@ from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.elastic import elastic_options
 from moe_lightning.cli.train import resolved
 from moe_lightning.cli.validation import check_config
-from moe_lightning.elastic.address import Address
-from moe_lightning.elastic.elastic_launcher import ElasticLauncher
+from moe_lightning.elastic.launcher import ElasticLauncher
+from moe_lightning.elastic.protocol import Address, read_secret
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
-from moe_lightning.elastic.secret import read_secret
 from tests.documented import ROOT
 
 jsonschema = pytest.importorskip("jsonschema")

@@ -9,7 +9,7 @@ import pytest
 
 _ENDING = """
 import atexit, sys, threading
-from moe_lightning.elastic.lifeline import leave
+from moe_lightning.elastic.worker import leave
 
 class Leak:
     def __del__(self):

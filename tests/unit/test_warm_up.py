@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from moe_lightning.elastic.failure import RunFinished
+from moe_lightning.elastic.worker import RunFinished
 from moe_lightning.modules.warm_up import warm_up
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.strategies import elastic_worlds

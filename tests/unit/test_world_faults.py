@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_lightning import comm
-from moe_lightning.elastic.failure import PeerFailed, RunFinished
+from moe_lightning.elastic.worker import PeerFailed, RunFinished
 from moe_lightning.errors import ConfigurationError, WorldCutError
 from moe_lightning.strategies.world_faults import explained, is_worlds_fault, reason_of, scrub
 

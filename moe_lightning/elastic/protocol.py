@@ -1,4 +1,12 @@
-"""The protocol of the control plane without its sockets: JSON frames that only holders of the run's secret can write.
+"""Protocol of the rendezvous service: addresses, the secret, authenticated frames.
+
+A clock of one's own: time that this process could have used, and not what passed while it was stopped.
+
+Where a control plane is reached: a Unix socket on one machine, host and port between several.
+
+The run's secret: a file of its owner alone, made by the host that the ranks meet at and copied to their machines.
+
+The protocol of the control plane without its sockets: JSON frames that only holders of the run's secret can write.
 
 Both ends prove with an HMAC over two fresh nonces that they know the secret, the server first, and derive a key for
 each direction from them. Every frame after that carries an HMAC over its number and payload, so nothing can be
@@ -17,10 +25,177 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import re
 import secrets
+import socket
+import stat
 import struct
-from typing import Any, NoReturn
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from moe_lightning.config import shown
+from moe_lightning.errors import ConfigurationError
+
+_LONGEST_TICK_S = 0.25
+
+
+class OwnClock:
+    """Seconds since its construction as its owner lived them: each tick counts for at most a quarter of a second.
+
+    A process or a whole machine that is stopped for minutes does not conclude on waking that others were silent so
+    long.
+
+    Attributes:
+        now: seconds, as of the last tick.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self.now = 0.0
+
+    def tick(self) -> float:
+        """Count what has passed since the last tick; its owner does this several times a second."""
+        present = time.monotonic()
+        self.now += min(present - self._last, _LONGEST_TICK_S)
+        self._last = present
+        return self.now
+
+
+_UNIX = "unix:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """A listener's address.
+
+    Attributes:
+        path: of a Unix socket; None for TCP.
+        host, port: of a TCP socket.
+    """
+
+    path: str | None = None
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """An address as `str` writes it.
+
+        Raises:
+            ConfigurationError: it is none.
+        """
+        if text.startswith(_UNIX):
+            return cls(path=text.removeprefix(_UNIX))
+        host, _, port = text.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 <= int(port) <= 65535:
+            raise ConfigurationError(f"{shown(text)} must be HOST:PORT, with a port of 0 to 65535")
+        return cls(host=host.strip("[]"), port=int(port))
+
+    def __str__(self) -> str:
+        if self.path is not None:
+            return _UNIX + self.path
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def resolve(self) -> tuple[socket.AddressFamily, Any]:
+        """Family and address for a socket.
+
+        Raises:
+            OSError: the host's name is not known.
+        """
+        if self.path is not None:
+            return socket.AF_UNIX, self.path
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+        return found[0], found[4]
+
+
+def interface_towards(address: Address) -> str | None:
+    """Name of the interface whose address packets to a host carry; None where it cannot be told (Linux, IPv4 only)."""
+    try:
+        family, target = address.resolve()
+        if family != socket.AF_INET:
+            return None
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            mine = probe.getsockname()[0]
+            return next((name for _, name in socket.if_nameindex() if _address_of(probe, name) == mine), None)
+    except OSError:
+        return None
+
+
+def _address_of(any_socket: socket.socket, interface: str) -> str | None:
+    """The first IPv4 address of an interface."""
+    import fcntl
+
+    request = struct.pack("256s", interface.encode()[:15])
+    try:
+        return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
+    except OSError:
+        return None
+
+
+_SHORTEST = 32
+_LONGEST = 4096
+
+
+def create_secret(path: Path) -> bytes:
+    """The secret in a file, which is made where it is not there: complete from the first moment, mode 0600.
+
+    Raises:
+        ConfigurationError: the file cannot be written, or is there and unfit.
+    """
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")  # mode 0600
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(32) + "\n")
+            with suppress(FileExistsError):  # another one was quicker: its secret counts
+                os.link(name, path)
+            os.unlink(name)
+    except OSError as error:
+        raise ConfigurationError(
+            f"secret_file={path} cannot be written ({error.strerror}): name another place"
+        ) from None
+    return read_secret(path)
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in a file.
+
+    Raises:
+        ConfigurationError: it is not there, somebody else's, open to others, or too short.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigurationError(
+            f"secret_file={path} cannot be read ({error.strerror}): copy it from the rendezvous host, which makes it"
+        ) from None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigurationError(f"secret_file={path} is not a file: name one")
+        if found.st_uid not in (os.geteuid(), 0):
+            raise ConfigurationError(f"secret_file={path} belongs to another user: copy it and make the copy yours")
+        if found.st_mode & 0o077:
+            raise ConfigurationError(
+                f"secret_file={path} has mode {stat.S_IMODE(found.st_mode):o}, so others may read it: chmod 600 it"
+            )
+        secret = os.read(descriptor, _LONGEST + 1).strip()
+    finally:
+        os.close(descriptor)
+    if not _SHORTEST <= len(secret) <= _LONGEST:
+        raise ConfigurationError(
+            f"secret_file={path} holds {len(secret)} bytes, not {_SHORTEST} to {_LONGEST}: "
+            "delete it and let the rendezvous host make it anew"
+        )
+    return secret
+
 
 PROTOCOL = 1
 

@@ -1,0 +1,483 @@
+"""Connection of a client to the rendezvous service, the torch store over it, and the launcher's side.
+
+A torch store over the control plane: what groups of one world are built on, cut when that world breaks.
+
+A client's connection to the control plane that comes back by itself: driven by one thread, used by any.
+
+A connection on which nothing has been heard for too long is given up for a new one, as the system would hold on to it
+for minutes; so a host that was only stopped finds its clients again.
+
+A launcher's side of the control plane: it tells deaths, and hears which of its workers are in the world.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
+from typing_extensions import override
+
+from moe_lightning.elastic.membership import ElasticSettings
+from moe_lightning.elastic.protocol import Address, Channel, Message, OwnClock, Refused, WireError, read_secret
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.abort import tune
+
+_TIMEOUT = timedelta(seconds=60)
+
+
+class StoreRequests:
+    """Requests of any thread that wait for their answers.
+
+    Args:
+        send: to the rendezvous host; False where it cannot be.
+    """
+
+    def __init__(self, send: Callable[[Message], bool]) -> None:
+        self._send = send
+        self._changed = threading.Condition()
+        self._numbers = itertools.count()
+        self._answers: dict[int, Message] = {}
+        self._open: dict[int, int] = {}  # request -> world
+        self._over = 0  # worlds up to this number are broken
+
+    def ask(self, world: int, op: str, keys: Sequence[str], value: str, timeout_s: float) -> Any:
+        """The answer to one request.
+
+        Raises:
+            DistNetworkError: the world broke, or the connection to the rendezvous host did.
+            DistStoreError: there was no answer in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            if world <= self._over:
+                raise DistNetworkError("the store of a world that broke")
+            number = next(self._numbers)
+            self._open[number] = world
+        request = {"t": "store", "n": number, "number": world, "op": op, "keys": list(keys), "value": value}
+        is_sent = self._send(request)
+        with self._changed:
+            try:
+                while is_sent and number in self._open and number not in self._answers:
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        raise DistStoreError(f"{op} of {', '.join(keys)} timed out after {timeout_s:g} s")
+                    self._changed.wait(remaining)
+                answer = self._answers.pop(number, None)
+            finally:
+                self._open.pop(number, None)
+        if answer is None or "value" not in answer:
+            raise DistNetworkError("the connection to the store was cut")
+        return answer["value"]
+
+    def answer(self, message: Message) -> None:
+        """An answer has come."""
+        with self._changed:
+            if message.get("n") in self._open:
+                self._answers[message["n"]] = message
+                self._changed.notify_all()
+
+    def end(self, world: int | None = None) -> None:
+        """Let requests fail: all up to a world's, now and later; without one those that wait on a lost connection."""
+        with self._changed:
+            if world is not None:
+                self._over = max(self._over, world)
+            for number in [n for n, of in self._open.items() if world is None or of <= world]:
+                del self._open[number]
+            self._changed.notify_all()
+
+
+class ControlStore(Store):
+    """The keys of one world.
+
+    Args:
+        requests: of this process.
+        world: the world's number.
+    """
+
+    def __init__(self, requests: StoreRequests, world: int) -> None:
+        super().__init__()
+        self._requests, self._world, self._limit = requests, world, _TIMEOUT
+
+    @override
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._limit = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._limit
+
+    @override
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", [key], _text(value))
+
+    @override
+    def get(self, key: str) -> bytes:
+        return str(self._ask("get", [key])).encode("latin-1")
+
+    @override
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", [key], str(amount)))
+
+    @override
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return str(self._ask("compare_set", [key], f"{_text(expected)}\0{_text(desired)}")).encode("latin-1")
+
+    @override
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", keys))
+
+    @override
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._ask("wait", keys, limit=timeout)
+
+    @override
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", [key]))
+
+    @override
+    def num_keys(self) -> int:
+        return int(self._ask("count", ["any"]))
+
+    def _ask(self, op: str, keys: Sequence[str], value: str = "", *, limit: timedelta | None = None) -> Any:
+        seconds = (self._limit if limit is None else limit).total_seconds()
+        return self._requests.ask(self._world, op, keys, value, seconds)
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")
+
+
+_ATTEMPT_S = 2.0
+_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+_CHUNK = 1 << 16
+
+logger = logging.getLogger(__name__)
+
+
+class ControlLink:
+    """A connection, while its owner calls `step` again and again; all but `send` and `wake` belong to that thread.
+
+    Args:
+        address: of the control plane.
+        secret: of the run.
+        introduce: called on every new connection with a function that takes what is to be said first.
+        handle: called with each message.
+        silence_s: without a word for so long, the connection is given up.
+
+    Attributes:
+        is_connected: the other end has proved itself and may be told things.
+        trouble: why there is no connection, as the end of a sentence; "" while there is one.
+        is_refused: the last attempt was turned down for good: another secret, another version.
+        lost_at: the owner's time at which the connection was last lost, or the first step.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        secret: bytes,
+        *,
+        introduce: Callable[[Callable[[Message], None]], None],
+        handle: Callable[[Message], None],
+        silence_s: float,
+    ) -> None:
+        self._address, self._secret = address, secret
+        self._introduce, self._handle, self._silence_s = introduce, handle, silence_s
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._channel: Channel | None = None
+        self._is_connecting = False
+        self._heard_at = self._attempt_at = self._next_attempt = 0.0
+        self._failures = 0
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
+        self.is_connected = self.is_refused = False
+        self.trouble = "it was not tried yet"
+        self.lost_at: float | None = None
+
+    def watch(self, other: socket.socket, ready: Callable[[], None]) -> None:
+        """Call a function whenever another socket has something to read."""
+        self._selector.register(other, selectors.EVENT_READ, ready)
+
+    def unwatch(self, other: socket.socket) -> None:
+        """Look at that socket no longer."""
+        self._selector.unregister(other)
+
+    @property
+    def local_host(self) -> str | None:
+        """This machine's address on the way to the control plane; None without a connection or on one machine."""
+        if self._socket is None or self._socket.family == socket.AF_UNIX:
+            return None
+        with suppress(OSError):
+            return str(self._socket.getsockname()[0])
+        return None
+
+    def send(self, message: Message) -> bool:
+        """Queue a message; False where there is no connection, which then loses it."""
+        with self._lock:
+            if not self.is_connected or self._channel is None:
+                return False
+            self._channel.send(message)
+            self._flush()
+        return True
+
+    def wake(self) -> None:
+        """Let `step` return at once."""
+        with suppress(OSError):  # it is full already, or the thread has ended and closed its end
+            self._waker.send(b"\0")
+
+    def step(self, now: float, timeout_s: float) -> None:
+        """Wait for something to happen, for at most so long, and take it in.
+
+        Args:
+            now: the owner's time.
+        """
+        self.lost_at = now if self.lost_at is None else self.lost_at
+        if self._socket is None and now >= self._next_attempt:
+            self._connect(now)
+        elif self.is_connected and now - self._heard_at > self._silence_s:
+            self._lose(f"it said nothing for {self._silence_s:g} s", now)
+        elif self._socket is not None and not self.is_connected and now - self._attempt_at > _ATTEMPT_S:
+            self._lose("it does not answer", now)
+        for key, events in self._selector.select(timeout_s):
+            if key.fileobj is not self._socket:
+                key.data()
+            else:
+                self._serve(events, now)
+
+    def close(self) -> None:
+        """End the connection; what was sent goes out first, as far as the system takes it."""
+        self._drop()
+        self._selector.close()
+        self._woken.close()
+        self._waker.close()
+
+    # ------------------------------------------------------------------ the connection
+
+    def _connect(self, now: float) -> None:
+        self._attempt_at = now
+        try:
+            family, target = self._address.resolve()
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.setblocking(False)
+            tune(self._socket)
+            code = self._socket.connect_ex(target)
+        except OSError as error:
+            self._lose(_words(error), now)
+            return
+        if code not in (0, errno.EINPROGRESS):
+            self._lose(os.strerror(code).lower(), now)
+            return
+        self._is_connecting = True
+        self._channel = Channel(self._secret, is_server=False)
+        self._selector.register(self._socket, selectors.EVENT_READ | selectors.EVENT_WRITE, None)
+
+    def _serve(self, events: int, now: float) -> None:
+        assert self._socket is not None
+        assert self._channel is not None
+        if self._is_connecting:
+            code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                self._lose(os.strerror(code).lower(), now)
+                return
+            self._is_connecting = False
+        try:
+            if events & selectors.EVENT_READ:
+                self._read(now)
+            with self._lock:
+                self._flush()
+        except BlockingIOError:
+            return
+        except Refused as error:
+            self._lose(str(error), now)
+            self.is_refused = True
+        except (OSError, WireError) as error:
+            self._lose(_words(error), now)
+
+    def _read(self, now: float) -> None:
+        assert self._socket is not None
+        assert self._channel is not None
+        data = self._socket.recv(_CHUNK)
+        if not data:
+            raise WireError("it ended the connection")
+        messages = self._channel.receive(data)
+        self._heard_at = now
+        if self._channel.is_open and not self.is_connected:
+            self._failures = 0
+            self._introduce(self._open)
+        for message in messages:
+            self._handle(message)
+
+    def _open(self, introduction: Message) -> None:
+        with self._lock:
+            assert self._channel is not None
+            self._channel.send(introduction)
+            self.is_connected, self.is_refused, self.trouble = True, False, ""
+
+    def _flush(self) -> None:
+        """Send what the system takes; the selector comes back for the rest. Errors show when the thread reads."""
+        if self._socket is None or self._channel is None or self._is_connecting:
+            return
+        outgoing = self._channel.outgoing
+        with suppress(OSError):
+            if outgoing:
+                del outgoing[: self._socket.send(outgoing)]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
+        with suppress(KeyError):  # another thread sends while this one is being closed
+            self._selector.modify(self._socket, wanted, None)
+
+    def _lose(self, trouble: str, now: float) -> None:
+        if self.is_connected:
+            logger.info("the connection to %s is lost: %s", self._address, trouble)
+            self.lost_at = now
+        self._drop()
+        self.trouble = trouble
+        self._next_attempt = now + _BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)]
+        self._failures += 1
+
+    def _drop(self) -> None:
+        with self._lock:
+            self.is_connected = self._is_connecting = False
+            connection, self._socket, self._channel = self._socket, None, None
+        if connection is not None:
+            with suppress(KeyError):
+                self._selector.unregister(connection)
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+            connection.close()
+
+    def _drain(self) -> None:
+        with suppress(BlockingIOError):
+            self._woken.recv(_CHUNK)
+
+
+def _words(error: Exception) -> str:
+    strerror: Any = getattr(error, "strerror", None)
+    return str(strerror).lower() if strerror else str(error)
+
+
+_STEP_S = 0.1
+_GOODBYE_S = 1.0
+_MOST_DEATHS = 1000
+
+
+class LauncherLink:
+    """Connected from its construction to `close`; what is said while there is no connection is said on the next one.
+
+    Args:
+        address: of the rendezvous host.
+        secret_file: of the run.
+        settings: how long to wait for it.
+
+    Raises:
+        ConfigurationError: it does not answer within `rendezvous_timeout_s`, turns this launcher away, or the secret
+            cannot be read.
+    """
+
+    def __init__(self, address: Address, secret_file: Path, settings: ElasticSettings) -> None:
+        self._address, self._settings = address, settings
+        self._clock = OwnClock()
+        self._lock = threading.Lock()
+        self._deaths: list[Message] = []
+        self._heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._known = threading.Event()
+        self._closed = threading.Event()
+        self._link = ControlLink(
+            address,
+            read_secret(secret_file),
+            introduce=self._introduce,
+            handle=self._heard.put,
+            silence_s=settings.silence_timeout_s,
+        )
+        self._thread = threading.Thread(target=self._run, name="elastic-launcher-link", daemon=True)
+        self._thread.start()
+        try:
+            self._wait()
+        except ConfigurationError:
+            self.close()
+            raise
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the rendezvous host answers."""
+        return self._link.is_connected
+
+    @property
+    def trouble(self) -> str:
+        """Why it does not, as the end of a sentence."""
+        return self._link.trouble
+
+    def tell_death(self, token: str, how: str) -> None:
+        """A worker's process has ended.
+
+        Args:
+            token: the worker's.
+            how: the end of a sentence that says how.
+        """
+        message = {"t": "died", "token": token, "how": how}
+        with self._lock:
+            self._deaths = [*self._deaths[-_MOST_DEATHS:], message]
+            self._link.send(message)
+
+    def read(self) -> list[Message]:
+        """What has come since the last call."""
+        messages = []
+        while True:
+            try:
+                messages.append(self._heard.get_nowait())
+            except queue.Empty:
+                return messages
+
+    def close(self) -> None:
+        """End the connection."""
+        self._closed.set()
+        self._link.wake()
+        self._thread.join(timeout=_GOODBYE_S)
+
+    def _wait(self) -> None:
+        while not self._known.wait(_STEP_S):
+            limit = self._settings.rendezvous_timeout_s
+            if self._link.is_refused:
+                raise ConfigurationError(
+                    f"the rendezvous host at {self._address} turns this machine away: {self._link.trouble}"
+                )
+            if self._clock.now > limit:
+                raise ConfigurationError(
+                    f"nothing answers at {self._address} for {limit:g} s ({self._link.trouble}): start "
+                    f"`python -m moe_lightning.elastic.rendezvous_host --bind {self._address}` and give its address"
+                )
+
+    def _introduce(self, say: Callable[[Message], None]) -> None:
+        with self._lock:
+            say({"t": "launcher"})
+            for message in self._deaths:
+                self._link.send(message)
+        self._known.set()
+
+    def _run(self) -> None:
+        next_beat = 0.0
+        while not self._closed.is_set():
+            try:
+                self._link.step(self._clock.tick(), _STEP_S)
+                now = self._clock.tick()
+                if now >= next_beat:
+                    next_beat = now + self._settings.beat_s
+                    self._link.send({"t": "beat", "progress": 0})
+            except Exception:  # the workers are worth more than the word about them
+                logger.exception("the launcher's connection could not be served")
+        self._link.close()
