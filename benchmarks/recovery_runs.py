@@ -24,7 +24,7 @@ from moe_lightning.cli.short_training import MODULE, failing_as_mistakes
 from moe_lightning.elastic.launcher import ElasticLauncher, LocalLauncher
 from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.recovery_report import PHASES
+from moe_lightning.strategies.recovery import PHASES
 
 SETTINGS = ElasticSettings(heartbeat_timeout_s=0.5, join_window_s=0.2)
 KILL_PHASES = ("detection", *PHASES, "repeated step")

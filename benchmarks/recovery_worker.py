@@ -24,7 +24,7 @@ from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsChe
 from moe_lightning.cli.short_training import StepClock, gpt, quiet_trainer, random_text, write_job
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.strategies import ExpertParallelStrategy
-from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport
+from moe_lightning.strategies.recovery import RecoveryListener, RecoveryReport
 
 STOP = "stop"
 _SAMPLES = 4096

@@ -24,7 +24,7 @@ from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.randomness import StreamDropout
-from moe_lightning.strategies.stage_cut import is_gated
+from moe_lightning.strategies.stages import is_gated
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 

@@ -40,7 +40,7 @@ from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import blocks_of, cut_of, local
-from moe_lightning.strategies.stage_cut import StageCut
+from moe_lightning.strategies.stages import StageCut
 
 Note = list[Any]
 """Of a block of a tensor: name, offsets, projection, squared norm, size, slack."""

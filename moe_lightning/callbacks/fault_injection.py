@@ -35,7 +35,6 @@ from moe_lightning.algorithms.faults import (
     returns_at_s,
     slot_absences,
 )
-from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.config import validated
 from moe_lightning.elastic import fault_effects
@@ -43,7 +42,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.simulate.failures import cap_nodes, read_trace
-from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 
 _Texts = str | Sequence[str] | None
 

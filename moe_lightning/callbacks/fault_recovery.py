@@ -15,17 +15,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.recovery_table import log_table
 from moe_lightning.checkpoint.protection import PROTECTIONS, ProtectionLayout, choose_protection, protected_by
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.elastic_worlds import ElasticWorlds
-from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.leaving import WorldChanged
-from moe_lightning.strategies.peer_replay import replay_peer, verify_replay
-from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds, WorldChanged
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
+from moe_lightning.strategies.rank_state import replay_peer, verify_replay
+from moe_lightning.strategies.recovery import RecoveryListener, RecoveryReport
 
 
 @validated

@@ -27,7 +27,6 @@ from moe_lightning.callbacks.balance_metrics import layer_metrics, movement_metr
 from moe_lightning.callbacks.balanced_ranks import balanced_ranks, min_replicas
 from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate
 from moe_lightning.callbacks.own_layers import OwnLayers, together
-from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.callbacks.speed_follower import SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
@@ -38,7 +37,7 @@ from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import any_says
 from moe_lightning.plots import svg, time_line
-from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.placed_experts import MigrationReport
 from moe_lightning.strategies.steps import Steps
 

@@ -20,7 +20,6 @@ from moe_lightning import seams
 from moe_lightning.callbacks import checkpoint_budget as budget
 from moe_lightning.callbacks.checkpoint_metrics import log_checkpoint, log_committed
 from moe_lightning.callbacks.load_balancer import LoadBalancer
-from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.checkpoint.directory import checkpoints, enter_world, next_world, run_of
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings, Order
 from moe_lightning.checkpoint.protection import ProtectionLayout
@@ -31,8 +30,8 @@ from moe_lightning.checkpoint.storage.interface import URL
 from moe_lightning.checkpoint.storage.registry import absolute, shared_place
 from moe_lightning.config import Coefficient, PositiveInt, Seconds, validated
 from moe_lightning.parallel.context import World, any_says
-from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.recovery_report import RecoveryListener
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
+from moe_lightning.strategies.recovery import RecoveryListener
 
 
 @validated

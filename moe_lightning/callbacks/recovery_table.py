@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from moe_lightning.strategies.recovery_report import RecoveryReport
+from moe_lightning.strategies.recovery import RecoveryReport
 
 COLUMNS = (
     "step",

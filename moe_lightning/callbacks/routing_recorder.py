@@ -20,7 +20,7 @@ from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.moe.layer import MoELayer, moe_layers
-from moe_lightning.strategies.stage_state import StageState, stages_of
+from moe_lightning.strategies.stages import StageState, stages_of
 
 
 @validated

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.randomness import SampleStream
@@ -27,7 +26,8 @@ from moe_lightning.moe.replayed_routing import (
     write_piece,
 )
 from moe_lightning.moe.router import Router
-from moe_lightning.strategies.stage_state import StageState, stages_of
+from moe_lightning.strategies.expert_parallel import own_strategy
+from moe_lightning.strategies.stages import StageState, stages_of
 
 
 @validated

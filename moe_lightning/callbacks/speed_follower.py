@@ -26,7 +26,7 @@ from moe_lightning.dispatch.quota import ONE_SPEED, given_speeds, shares
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.stage_state import StageState
+from moe_lightning.strategies.stages import StageState
 
 _SLOW, _SLOW_STEPS = 0.8, 20
 """Of the median's speed, and how long a rank must stay below it to be told of."""

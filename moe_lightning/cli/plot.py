@@ -18,7 +18,7 @@ from moe_lightning.arguments import OutputFolder, option
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import read_loads
 from moe_lightning.plots import bar_chart, heat_map, line_chart, phase_lines, svg
-from moe_lightning.strategies.recovery_report import PHASES
+from moe_lightning.strategies.recovery import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,13 +1,26 @@
-"""Expert parallelism for Lightning: data-parallel dense parameters, experts in the slots of a placement."""
+"""Expert parallelism for Lightning: data-parallel dense parameters, experts in the slots of a placement.
+
+Every expert on every rank's host once training has ended, where memory allows: a script goes on with the module when
+the other ranks are gone, as Lightning advises with `Trainer(devices=1).test(module)` on rank 0.
+
+Where experts are put first, and on how many nodes each shall stay.
+
+Expert parallelism for Lightning: data-parallel dense parameters, experts in the slots of a placement.
+
+What callbacks that work through the strategy of this library need.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from lightning.pytorch.strategies import StrategyRegistry
@@ -24,40 +37,231 @@ from moe_lightning.checkpoint.full_state import hyper_parameters_with_objects
 from moe_lightning.checkpoint.storage.registry import place_of
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
 from moe_lightning.data.loader import follow_schedule
-from moe_lightning.dispatch.dispatcher import PlanPlace, QuotaPolicy
-from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS, PlanPlace, QuotaPolicy
+from moe_lightning.dispatch.placement import Placement, parse_placements, uniform_placement
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.elastic.membership import Membership
-from moe_lightning.kernels import BackendName
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import MOST_BYTES, check_regular, read_text
+from moe_lightning.kernels import BackendName, set_backend
 from moe_lightning.moe.experts import deferred_experts
-from moe_lightning.moe.layer import whole_state_dict
+from moe_lightning.moe.layer import EndedWorld, moe_layers, whole_state_dict
 from moe_lightning.moe.randomness import attach_stream
-from moe_lightning.parallel.context import World
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.mesh import chosen_axes
 from moe_lightning.parallel.pipeline import ScheduleName, check_for_pipeline, chosen_micro_batches
 from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
-from moe_lightning.strategies.dense_shardings import dense_sharding_name
-from moe_lightning.strategies.elastic_worlds import ElasticWorlds
-from moe_lightning.strategies.expert_updates import require_separate_updates
-from moe_lightning.strategies.kept_experts import KeptExperts, room_for_experts
-from moe_lightning.strategies.loss_watch import LossWatch, StopOnNan
-from moe_lightning.strategies.module_checks import (
+from moe_lightning.strategies.checks import (
     check_module,
     cut_parameters,
     identical_buffers,
     require_same_parameters,
+    require_separate_updates,
 )
-from moe_lightning.strategies.peer_replay import replay_update
+from moe_lightning.strategies.dense_parameters import check_parts, dense_sharding_name
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
-from moe_lightning.strategies.placing import Placing
-from moe_lightning.strategies.rank_state import FIXED_GROUPS, RankState
-from moe_lightning.strategies.stage_state import StageState
-from moe_lightning.strategies.stall_watch import StallWatch
+from moe_lightning.strategies.rank_state import FIXED_GROUPS, RankState, replay_update
+from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps
-from moe_lightning.strategies.tensor_parts import check_parts
+from moe_lightning.strategies.watch import LossWatch, StallWatch, StopOnNan
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy
+
+_MOST_BYTES = 1 << 30
+_MOST_SHARE = 1 / 8
+"""Of the memory that is free, over all ranks of a machine."""
+
+
+class KeptExperts:
+    """The stacks of all experts of a model, from the end of training on.
+
+    Args:
+        experts: under their placements.
+        stages: of a pipeline, whose layers are then all kept; None: there is one.
+    """
+
+    def __init__(self, experts: PlacedExperts, stages: StageState | None = None) -> None:
+        self._experts, self._stages = experts, stages
+        self._layers = experts.layers if stages is None else stages.layers
+        self._world = experts.world if stages is None else stages.whole
+        self._stacks: list[dict[str, Tensor]] | None = None
+
+    def keep(self, most_bytes: int) -> None:
+        """Collective; keeps nothing where the experts take more than the least of the ranks allows. In a pipeline dense
+        parameters are kept likewise.
+        """
+        if self._stages is not None:
+            self._stages.gather(most_bytes)
+        stacks, world = self._experts.stacks, self._world
+        if self._stages is not None:
+            stacks = self._stages.stacks(self._experts)
+        entries = [(stack.num_experts, p) for stack in stacks for p in stack.parameters.values()]
+        needed = sum(count * p.shape[1:].numel() * p.element_size() for count, p in entries)
+        if needed > min(all_gather_json(most_bytes, world)):
+            return
+        self._stacks = [
+            {name: _whole(parameter, stack, world) for name, parameter in stack.parameters.items()} for stack in stacks
+        ]
+
+    def hand_out(self) -> None:
+        """The Trainer has ended: let the layers do without the other ranks, where they can."""
+        if self._world.size == 1:
+            return
+        layers = self._layers
+        stacks: Sequence[dict[str, Tensor] | None] = self._stacks or [None] * len(layers)
+        for layer, whole in zip(layers, stacks, strict=True):
+            layer.ended = EndedWorld(layer.experts, self._world.size, whole)
+
+    def take_back(self, *, weights_change: bool) -> None:
+        """A Trainer runs in this world again; what it changes is forgotten."""
+        for layer in self._layers:
+            layer.ended = None
+        if weights_change:
+            self._stacks = None
+
+
+@torch.no_grad()
+def _whole(parameter: nn.Parameter, stack: ExpertStack, world: World) -> Tensor:
+    """[E, ...] on the host: each expert's row from the one rank that speaks for it, and zeros from the others."""
+    whole = torch.zeros(stack.num_experts, *parameter.shape[1:], dtype=parameter.dtype, device=world.device)
+    for slot, expert in stack.owned():
+        whole[expert] = parameter[slot]
+    all_reduce_(whole, world)
+    return whole.cpu()
+
+
+def room_for_experts(num_processes: int) -> int:
+    """Bytes that a rank may keep beside its own experts, on a machine with so many ranks."""
+    try:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (ValueError, OSError):  # not known here
+        return 0
+    return min(_MOST_BYTES, int(free * _MOST_SHARE) // max(1, num_processes))
+
+
+class Placing:
+    """What the user chose: see ExpertParallelStrategy.
+
+    Attributes:
+        promised_replicas: nodes that shall hold each expert where slots allow; recovery relies on it.
+
+    Raises:
+        ConfigurationError: two placements, or an unknown dispatch.
+    """
+
+    def __init__(
+        self,
+        *,
+        ep_size: int | None,
+        copies: int | None,
+        placement: str | os.PathLike[str] | Sequence[Any] | None,
+        quota: QuotaPolicy,
+        dispatch: str,
+        plan: PlanPlace,
+        slots: int | None,
+        kernels: BackendName | None,
+    ) -> None:
+        if placement is not None and copies is not None:
+            raise ConfigurationError(
+                f"copies={copies} belongs to the uniform placement: give either copies or placement, not both"
+            )
+        self._ep_size, self._copies, self._placement, self._slots = ep_size, copies, placement, slots
+        DISPATCH_BACKENDS.find(dispatch)
+        self._quota: QuotaPolicy = quota
+        self._dispatch, self._plan_on, self._kernels = dispatch, plan, kernels
+        self.promised_replicas = 1
+
+    def require_replicas(self, nodes: int, world_size: int) -> int:
+        """Promise that so many nodes hold each expert: whoever places experts must keep it. The uniform placement holds
+        each that often, if there are as many ranks. To be called before the strategy is set up.
+
+        Returns:
+            Replicas of each expert under the placement that the user chose, or that this call chose.
+
+        Raises:
+            ConfigurationError: dispatch groups, which a changing number of ranks cannot keep.
+        """
+        if self._ep_size is not None:
+            raise ConfigurationError(
+                f"ep_size={self._ep_size} cuts the ranks into groups, which do not survive a lost rank: drop ep_size"
+            )
+        self.promised_replicas = nodes
+        if self._copies is None and self._placement is None:
+            self._copies = min(nodes, world_size)
+        return self._copies or 1
+
+    def place(self, module: nn.Module, world: World, stages: StageState | None = None) -> PlacedExperts:
+        """Put a module's experts into slots; collective.
+
+        Args:
+            world: the ranks, of each stage of a pipeline.
+            stages: those on this rank; None: there is one.
+        """
+        if self._kernels is not None:
+            set_backend(self._kernels)
+        with nullcontext() if stages is None else stages.cut.whole():
+            placements = resolve_placements(
+                module, world.size, ep_size=self._ep_size, copies=self._copies, placement=self._placement
+            )
+        if stages is not None:
+            placements = stages.take_placements(placements)
+        return PlacedExperts(
+            module,
+            placements,
+            world,
+            ep_size=self._ep_size,
+            quota=self._quota,
+            dispatch=self._dispatch,
+            plan_on=self._plan_on,
+            slots=self._slots,
+        )
+
+
+def resolve_placements(
+    module: nn.Module,
+    num_ranks: int,
+    *,
+    ep_size: int | None = None,
+    copies: int | None = None,
+    placement: str | os.PathLike[str] | Sequence[Any] | None = None,
+) -> list[Placement]:
+    """The placement of each MoE layer: uniform with so many copies, or from a table or file.
+
+    Raises:
+        ConfigurationError: a file or table that is missing, malformed or made for other sizes.
+    """
+    layers = moe_layers(module)
+    if placement is None:
+        copies = max(1, num_ranks // (ep_size or num_ranks)) if copies is None else copies
+        return [uniform_placement(layer.num_experts, num_ranks, copies) for layer in layers]
+    if len({layer.num_experts for layer in layers}) > 1:
+        raise ConfigurationError(
+            "a placement table needs the same number of experts in every MoE layer: use copies instead"
+        )
+    table, origin = _read_table(placement)
+    experts = layers[0].num_experts if layers else 0
+    return parse_placements(table, num_layers=len(layers), num_experts=experts, num_ranks=num_ranks, origin=origin)
+
+
+def _read_table(source: str | os.PathLike[str] | Sequence[Any]) -> tuple[object, str]:
+    if not isinstance(source, str | os.PathLike):
+        return list(source), "placement"
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigurationError(
+            f"the placement file {path} does not exist: give a .json or .npy table [layers, experts, ranks]"
+        )
+    try:
+        if path.suffix == ".npy":
+            check_regular(path, most_bytes=MOST_BYTES)
+            return np.array(np.load(path, mmap_mode="r", allow_pickle=False)), str(path)
+        return json.loads(read_text(path)), str(path)
+    except (ValueError, OSError, EOFError, RecursionError) as error:
+        raise ConfigurationError(f"the placement file {path} is not a .json or .npy table: {error}") from error
 
 
 @validated
@@ -82,7 +286,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         kernels: their implementation in this process, see `kernels.set_backend`. None: as that says.
         dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
             each), "fsdp" (all in rows over the ranks), "hsdp" (the same in several copies), or a name of
-            `strategies.dense_shardings.DENSE_SHARDINGS`.
+            `strategies.dense_parameters.DENSE_SHARDINGS`.
         shard_size: under hsdp, at least so many ranks share a copy. None: those of a node, or half of all.
         zero1: short for dense="zero1".
         offload_optimizer: whether optimizer states of dense parameters stay in host memory, and updates are made there.
@@ -609,3 +813,21 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
 
 ExpertParallelStrategy.register_strategies(StrategyRegistry)
+
+
+def own_strategy(trainer: pl.Trainer, name: str, cure: str = "drop the callback") -> ExpertParallelStrategy:
+    """The trainer's strategy.
+
+    Args:
+        name: of the callback that needs it.
+        cure: what else helps whoever has another strategy.
+
+    Raises:
+        ConfigurationError: it is another one.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, ExpertParallelStrategy):
+        raise ConfigurationError(
+            f"{name} needs strategy='expert_parallel', not {type(strategy).__name__}: use that, or {cure}"
+        )
+    return strategy

@@ -1,19 +1,29 @@
-"""Steps in a pipeline: every stage runs the user's step on every micro-batch, as far as its blocks, and the last one to
+"""Steps in a pipeline: micro-batches through stages, outputs and logs of them put together.
+
+A rank's batch cut into micro-batches of samples, and what steps return of them put together.
+
+What a step logs of each micro-batch of a pipeline, put together and logged again on every rank: callbacks and
+loggers then see what they see without a pipeline.
+
+Steps in a pipeline: every stage runs the user's step on every micro-batch, as far as its blocks, and the last one to
 its end. Gradients, losses and logged values are those of as many micro-batches of accumulated gradients.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torchmetrics import Metric
 
 from moe_lightning import seams
 from moe_lightning.checkpoint.training_state import kept_generators
@@ -25,12 +35,191 @@ from moe_lightning.parallel.context import Mesh, World, all_reduce_, broadcast_
 from moe_lightning.parallel.fsdp import GatheringStep, gathered, is_sharded
 from moe_lightning.parallel.pipeline import STAGES_PER_RANK, Pipe, ScheduleName
 from moe_lightning.state.tensors import is_cut
-from moe_lightning.strategies.batch_pieces import batch_pieces, joined
-from moe_lightning.strategies.stage_cut import Left, StageCut
-from moe_lightning.strategies.stand_ins import without_traces
-from moe_lightning.strategies.step_logs import StepLogs, log_again
-from moe_lightning.strategies.steps import Steps
+from moe_lightning.strategies.stages import Left, StageCut
+from moe_lightning.strategies.steps import Steps, without_traces
 from moe_lightning.strategies.worlds import Worlds
+
+
+def batch_pieces(batch: Any, rows: Sequence[int]) -> list[Any]:
+    """Micro-batches of so many samples each.
+
+    Args:
+        batch: nested containers of tensors [samples, ...] and lists of a value for each sample; numbers, strings and
+            scalars are handed to every micro-batch.
+
+    Raises:
+        ConfigurationError: something else.
+    """
+    ends = list(accumulate(rows))
+    return [_piece(batch, slice(end - count, end), ends[-1]) for count, end in zip(rows, ends, strict=True)]
+
+
+def _piece(value: Any, where: slice, total: int) -> Any:
+    if isinstance(value, Tensor) and value.ndim and len(value) == total:
+        return value[where]
+    if isinstance(value, Mapping):
+        return {key: _piece(inner, where, total) for key, inner in value.items()}
+    if isinstance(value, list) and len(value) == total and not any(isinstance(item, Tensor) for item in value):
+        return value[where]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_piece(inner, where, total) for inner in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_piece(inner, where, total) for inner in value)
+    if value is None or isinstance(value, int | float | str) or (isinstance(value, Tensor) and not value.ndim):
+        return value
+    shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise ConfigurationError(
+        f"a batch of {total} samples holds {shown}, which mesh.pp cannot cut into micro-batches: let its tensors begin "
+        "with the samples"
+    )
+
+
+def joined(outcomes: Sequence[Any], counts: Sequence[int], weights: Sequence[float]) -> Any:
+    """What a step has returned of all micro-batches: rows one after the other, scalars as their mean.
+
+    Args:
+        counts: samples of each; of none its rows are left out.
+        weights: of the means.
+
+    Raises:
+        ConfigurationError: something that is neither.
+    """
+    first = outcomes[0]
+    if isinstance(first, Mapping):
+        return {key: joined([outcome[key] for outcome in outcomes], counts, weights) for key in first}
+    if isinstance(first, list | tuple):
+        columns = zip(*outcomes, strict=True)
+        return type(first)(joined(column, counts, weights) for column in columns)
+    if isinstance(first, Tensor) and first.ndim:
+        kept = zip(outcomes, counts, strict=True)
+        return torch.cat([rows.detach() if count else rows[:0].detach() for rows, count in kept])
+    if isinstance(first, Tensor | float | int) and not isinstance(first, bool):
+        total = sum(weights)
+        pairs = [(float(o), w) for o, w in zip(outcomes, weights, strict=True) if w]
+        mean = sum(o * w for o, w in pairs) / total if total else 0.0
+        return torch.tensor(mean, dtype=first.dtype, device=first.device) if isinstance(first, Tensor) else mean
+    if first is None or isinstance(first, bool | str):
+        return first
+    raise ConfigurationError(
+        f"a step returns a {type(first).__name__}, which mesh.pp cannot put together from micro-batches: return tensors"
+    )
+
+
+_SIGNATURE = inspect.signature(pl.LightningModule.log)
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedValue:
+    """One call of `log`.
+
+    Attributes:
+        value: None where a Metric was logged.
+        metric: the name of its attribute; empty where a number was logged.
+        weight: what the value counts for among those of other micro-batches.
+        options: other arguments than the defaults.
+    """
+
+    name: str
+    value: Tensor | float | None
+    metric: str
+    weight: Tensor | float
+    options: dict[str, Any]
+
+
+@dataclass
+class StepLogs:
+    """Takes the calls of `log` of a step's micro-batches.
+
+    Attributes:
+        values: in the order of the calls.
+    """
+
+    values: list[LoggedValue] = field(default_factory=list)
+
+    @contextmanager
+    def taking(
+        self, module: pl.LightningModule, count: int, shared_weight: Callable[[], Tensor | None]
+    ) -> Generator[None, None, None]:
+        """Inside, the module logs here.
+
+        Args:
+            count: samples of the micro-batch on this rank.
+            shared_weight: what a mean over all ranks counts for, where the step has said it.
+        """
+
+        def log(*arguments: Any, **named: Any) -> None:
+            given = dict(_SIGNATURE.bind(module, *arguments, **named).arguments)
+            name, value = given.pop("name"), given.pop("value")
+            del given["self"]
+            options = {key: _plain(key, v) for key, v in given.items() if v != _SIGNATURE.parameters[key].default}
+            metric = ""
+            if isinstance(value, Metric):
+                metric = next(path for path, part in module.named_modules() if part is value)
+            if not count and "batch_size" in options:  # a stand-in counts for nothing
+                options["batch_size"] = 0
+            weight: Tensor | float | None = options.get("batch_size")
+            if weight is None and not options.get("sync_dist"):
+                weight = shared_weight()
+            self.values.append(
+                LoggedValue(
+                    name=name,
+                    value=None if metric else (value.detach() if isinstance(value, Tensor) else float(value)),
+                    metric=metric,
+                    weight=count if weight is None else weight,
+                    options=options,
+                )
+            )
+
+        object.__setattr__(module, "log", log)
+        try:
+            yield
+        finally:
+            object.__delattr__(module, "log")
+
+    def told(self) -> list[Any]:
+        """As plain values."""
+        return [
+            [v.name, None if v.value is None else float(v.value), v.metric, float(v.weight), v.options]
+            for v in self.values
+        ]
+
+
+def log_again(module: pl.LightningModule, told: list[Any], count: int) -> None:
+    """Log what `StepLogs.told` says, one value for each name.
+
+    Args:
+        count: samples of this rank in all micro-batches.
+    """
+    for name in dict.fromkeys(entry[0] for entry in told):
+        entries = [entry for entry in told if entry[0] == name]
+        _, _, metric, _, options = entries[0]
+        if metric:
+            logged = module.get_submodule(metric)
+            assert isinstance(logged, Metric)
+            module.log(name, logged, **options)
+            continue
+        values, weights = [entry[1] for entry in entries], [entry[3] for entry in entries]
+        total, reduction = sum(weights), options.get("reduce_fx", "mean")
+        if reduction in _REDUCTIONS:
+            value = _REDUCTIONS[reduction](values)
+        elif total > 0:
+            value = sum(v * w for v, w in zip(values, weights, strict=True) if w) / total
+        else:
+            value = values[0]
+        sizes = [entry[4]["batch_size"] for entry in entries if "batch_size" in entry[4]]
+        module.log(name, value, **options | {"batch_size": max(1, sum(sizes) if sizes else count)})
+
+
+def _plain(option: str, value: Any) -> Any:
+    if option == "reduce_fx" and value in (torch.mean, torch.sum, torch.max, torch.min):
+        return value.__name__
+    if option == "metric_attribute" or isinstance(value, bool | int | str | None):
+        return value
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return int(value)
+    raise ConfigurationError(f"log({option}={value!r}) cannot be told to the other stages of mesh.pp: drop it")
+
 
 _KEPT_SHAPES = 8
 """Schedules that are kept for batches of other shapes."""

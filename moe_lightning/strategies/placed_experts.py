@@ -1,30 +1,178 @@
-"""The experts of a model under their placements: which rows of which parameters live on this rank."""
+"""Experts of a model under their placements: slots, transfer, gradients.
+
+Moves experts with all their state between ranks: one exchange for each dtype, at a step boundary.
+
+Slots are fixed rows. An expert that stays on a rank keeps its slot, so only rows that change hands are touched and
+neither parameters nor optimizers are rebuilt. What to move is a plan of `balancing.migration`.
+
+Shapes: S slots of this rank.
+
+The slots in which a rank keeps the experts of a layer: who stands where, and room for more.
+
+The experts of a model under their placements: which rows of which parameters live on this rank.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Container, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.balancing.migration import Transfer, held_states, plan_migration
-from moe_lightning.comm.expert_migration import migrate_rows, next_slots
 from moe_lightning.dispatch.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement, dispatch_groups
-from moe_lightning.dispatch.replicas import Difference, ExpertStack, ReplicaSum, differing_replicas
+from moe_lightning.dispatch.replicas import Difference, ExpertStack, ReplicaSum, differing_replicas, stacked_states
 from moe_lightning.dispatch.shadow_exchange import LayerVisits, StepVisits
 from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
 from moe_lightning.moe.experts import VACANT
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
-from moe_lightning.parallel.context import World
-from moe_lightning.strategies.expert_slots import grow, in_slots, new_slots, take_rank_0_experts
+from moe_lightning.parallel.context import World, broadcast_
+from moe_lightning.parallel.exchange import PendingExchange
+
+
+def next_slots(slots: Sequence[int], experts: Collection[int]) -> tuple[int, ...]:
+    """The slots of a rank after a new placement: experts that stay keep theirs, the others fill the free ones in
+    ascending order, and -1 marks what stays vacant.
+
+    Args:
+        slots: expert of each slot so far, -1 where vacant.
+        experts: what the rank shall hold; at most as many as there are slots.
+    """
+    assert len(set(experts)) <= len(slots)
+    kept = [expert if expert in experts else -1 for expert in slots]
+    coming = iter(sorted(set(experts) - set(kept)))
+    return tuple(next(coming, -1) if expert < 0 else expert for expert in kept)
+
+
+@torch.no_grad()
+def migrate_rows(
+    before: Sequence[ExpertStack],
+    after: Sequence[ExpertStack],
+    optimizers: Sequence[Optimizer],
+    transfers: Sequence[Transfer],
+    world: World,
+    dtypes: Collection[torch.dtype] | None = None,
+) -> int:
+    """Carry the transfers out and clear the rows that become vacant; collective.
+
+    Args:
+        before, after: the same parameters of each layer, in order, under other slots.
+        optimizers: whose states move along.
+        transfers: of all ranks, the same list on every rank; with `dtypes`, of the layers given.
+        dtypes: of all that travels, where ranks give some of the layers only; none: nothing travels.
+
+    Returns:
+        Bytes that left this rank.
+    """
+    outgoing = sorted((t for t in transfers if t.source == world.rank), key=lambda t: (t.target, t.layer, t.expert))
+    incoming = sorted((t for t in transfers if t.target == world.rank), key=lambda t: (t.source, t.layer, t.expert))
+    tensors = [stack.tensors(optimizers) for stack in before]
+    if dtypes is None:
+        dtypes = {tensor.dtype for layer in tensors for tensor in layer} if transfers else ()
+    # Everything has arrived before anything is overwritten: a leaving expert may lie where an arriving one will, and
+    # an exchange that fails leaves every row as it was.
+    pending = []
+    for dtype in sorted(dtypes, key=str):
+        leaving = [(t.target, row) for t in outgoing for row in _rows(tensors, before, t, dtype)]
+        arriving = [(t.source, row) for t in incoming for row in _rows(tensors, after, t, dtype)]
+        pending.append((arriving, _exchange(leaving, arriving, dtype, world)))
+    arrived = [([row for _, row in arriving], exchange.wait()) for arriving, exchange in pending]
+    world.settle()
+    for layer, old, new in zip(tensors, before, after, strict=True):
+        _clear(layer, old.slot_experts, new.slot_experts)
+    for rows, values in arrived:
+        for row, value in zip(rows, torch.split(values, [row.numel() for row in rows]), strict=True):
+            row.copy_(value.view_as(row))
+    layer_bytes = [sum(tensor[:1].nbytes for tensor in layer) for layer in tensors]
+    return sum(layer_bytes[transfer.layer] for transfer in outgoing)
+
+
+def _rows(
+    tensors: Sequence[Sequence[Tensor]], stacks: Sequence[ExpertStack], transfer: Transfer, dtype: torch.dtype
+) -> list[Tensor]:
+    """The expert's rows of a dtype in the tensors of its layer."""
+    slot = stacks[transfer.layer].slot_experts.index(transfer.expert)
+    return [tensor[slot] for tensor in tensors[transfer.layer] if tensor.dtype == dtype]
+
+
+def _exchange(
+    leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]], dtype: torch.dtype, world: World
+) -> PendingExchange:
+    """(peer, row) pairs, ordered by peer, under way; of those that arrive only the sizes count."""
+    send, recv = [0] * world.size, [0] * world.size
+    for sizes, rows in ((send, leaving), (recv, arriving)):
+        for peer, row in rows:
+            sizes[peer] += row.numel()
+    flat = [row.reshape(-1) for _, row in leaving] or [torch.empty(0, dtype=dtype, device=world.device)]
+    return PendingExchange(torch.cat(flat), send, recv, world)
+
+
+def _clear(tensors: Sequence[Tensor], before: Sequence[int], after: Sequence[int]) -> None:
+    """Zeros where an expert was and none comes."""
+    for slot, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old >= 0 and new < 0:
+            for tensor in tensors:
+                tensor[slot].zero_()
+
+
+def in_slots(placement: Placement, rank: int, slots: int | None) -> tuple[int, ...]:
+    """The experts of a rank in its slots, ascending, and -1 in those that are left. No rank needs more slots than there
+    are experts.
+    """
+    needed = max(len(placement.experts_on(n)) for n in range(placement.num_ranks))
+    if slots is not None and slots < needed:
+        raise ConfigurationError(
+            f"slots={slots} cannot hold the {needed} experts that the placement puts on a rank: use at least {needed}"
+        )
+    held = placement.experts_on(rank)
+    room = len(held) if slots is None else min(slots, placement.num_experts)
+    return held + (-1,) * (room - len(held))
+
+
+def new_slots(former: Sequence[int], now: Sequence[int], layer: int, arrived: Container[tuple[int, int]]) -> list[int]:
+    """The slots of experts that neither were there nor have come from another rank."""
+    return [
+        slot
+        for slot, (before, expert) in enumerate(zip(former, now, strict=True))
+        if expert not in (VACANT, before) and (layer, expert) not in arrived
+    ]
+
+
+@torch.no_grad()
+def grow(layer: MoELayer, slots: int, optimizers: Sequence[Optimizer]) -> None:
+    """Give a layer's stacks vacant rows up to so many slots; parameters and states stay the same objects' own."""
+    vacant = slots - layer.experts.num_slots
+    if vacant <= 0:
+        return
+    for parameter in layer.experts.stacked_parameters().values():
+        for optimizer, name, value in list(stacked_states(parameter, optimizers)):
+            optimizer.state[parameter][name] = torch.cat([value, value.new_zeros(vacant, *value.shape[1:])])
+        parameter.data = torch.cat([parameter.data, parameter.data.new_zeros(vacant, *parameter.shape[1:])])
+        parameter.grad = None
+    layer.experts.slot_experts += (VACANT,) * vacant
+
+
+def take_rank_0_experts(layer: MoELayer, world: World) -> None:
+    """Start from rank 0, as DDP does for dense parameters: its weights, or its seed where none are allocated."""
+    experts = layer.experts
+    if experts.is_deferred:
+        seed = torch.tensor([experts.init_seed], device=world.device)
+        broadcast_(seed, 0, world)
+        experts.init_seed = int(seed)
+    elif layer.dispatcher.world.size == 1 and world.size > 1:  # never placed: all ranks agree on that
+        for parameter in experts.stacked_parameters().values():
+            values = parameter.data.to(world.device)
+            broadcast_(values, 0, world)
+            parameter.data.copy_(values)
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,9 @@
-"""What a rank holds of a run: the module, experts in slots, optimizers, and the states that it keeps for others."""
+"""State of a rank: module, experts in slots, optimizers, and states that it holds for others.
+
+What a rank holds of a run: the module, experts in slots, optimizers, and the states that it keeps for others.
+
+The optimizer state of another rank's dense parameters, kept on the host by repeating its updates (REFT's AOR).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.checkpoint.loader import CheckpointSource
-from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, move_shards
+from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, move_shards, verify_replays
 from moe_lightning.checkpoint.training_state import TrainingState, WindowReplay, replay_of, restore_random_state
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
@@ -22,14 +27,22 @@ from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.pipeline import check_for_recovery
 from moe_lightning.state.tensors import Updates, cuts_of, local, swap_parameters
-from moe_lightning.strategies.dense_parts import DenseParts
-from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
-from moe_lightning.strategies.expert_updates import require_host_updates, require_updates_by_expert
-from moe_lightning.strategies.kept_states import is_of_states, keepers_of_units, made_of, name_of, takers_of
+from moe_lightning.strategies.checks import require_host_updates, require_updates_by_expert
+from moe_lightning.strategies.dense_parameters import (
+    DENSE_SHARDINGS,
+    DenseParts,
+    DenseSharding,
+    Rows,
+    cut_groups,
+    is_of_states,
+    keepers_of_units,
+    made_of,
+    name_of,
+    takers_of,
+)
 from moe_lightning.strategies.placed_experts import PlacedExperts
-from moe_lightning.strategies.row_moves import Rows
 from moe_lightning.strategies.stage_moves import StageMoves
-from moe_lightning.strategies.stage_state import StageState
+from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.worlds import Worlds
 
 FIXED_GROUPS = (
@@ -439,3 +452,38 @@ class RankState:
 
 def _groups_of(optimizers: Sequence[Optimizer]) -> list[list[list[nn.Parameter]]]:
     return [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def replay_peer(state: RankState, peer: int, version: int) -> None:
+    """Keep a peer's from this version on.
+
+    Raises:
+        ConfigurationError: no sharding, several optimizers, or one whose updates cannot be repeated exactly.
+    """
+    owners, optimizers = state.shard_owners, state.training_state().optimizers
+    if not owners or len(optimizers) != 1:
+        raise ConfigurationError("updates of a peer can be repeated for one optimizer under dense=zero1 only")
+    names = {id(p): name for name, p in state.module.named_parameters()}
+    optimizer, groups = optimizers[0]
+    own = [{names[id(p)]: p.detach() for p in group if owners.get(names[id(p)]) == peer} for group in groups]
+    state.replay = AdamWReplay(optimizer, own, version=version)
+
+
+def replay_update(state: RankState, optimizer: Optimizer) -> None:
+    """Repeat the update that a peer is about to make."""
+    if state.replay is not None:
+        parameters = state.module.named_parameters()
+        state.replay.replay({name: p.grad for name, p in parameters if p.grad is not None}, optimizer)
+
+
+def verify_replay(state: RankState, version: int, world: World) -> int:
+    """Compare every repeated shard with its owner; the number of corrections. Collective."""
+    if state.replay is None or version == 0:  # at first there are no states yet, and the weights are alike
+        return 0
+    owners, optimizer = state.shard_owners, state.optimizers[0]
+    owned = {
+        name: {"weight": p.detach(), **optimizer.state[p]}
+        for name, p in state.module.named_parameters()
+        if owners.get(name) == world.rank and p in optimizer.state
+    }
+    return sum(len(names) for names in verify_replays(state.replay, owned, version, world).values())

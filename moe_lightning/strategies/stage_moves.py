@@ -28,10 +28,9 @@ from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
 from moe_lightning.parallel.mesh import Part, stage_ranks
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import cut_of, mark
-from moe_lightning.strategies.dense_parts import DenseParts
+from moe_lightning.strategies.dense_parameters import DenseParts, Rows
 from moe_lightning.strategies.placed_experts import PlacedExperts
-from moe_lightning.strategies.row_moves import Rows
-from moe_lightning.strategies.stage_state import StageState
+from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.worlds import Worlds
 
 

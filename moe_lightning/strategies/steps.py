@@ -1,29 +1,637 @@
-"""Steps of training and evaluation, the same whatever the number of ranks: batches cut over the ranks, gradients of the
+"""Training and evaluation steps over any number of ranks.
+
+A rank without a sample of its own computes a stand-in, to take part in the collectives: it leaves no trace.
+
+The gradient norm of the whole model: dense parameters once, each expert once, whoever holds what.
+
+What the loss of a rank counts for: its share of the samples of a step, or of what the module says it is a mean
+over.
+
+Cuts the sequences of every batch over the ranks that share its samples (mesh.cp), and makes predictions whole.
+
+Steps of training and evaluation, the same whatever the number of ranks: batches cut over the ranks, gradients of the
 mean over all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import sys
+import sysconfig
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from traceback import extract_tb
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities import grad_norm, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
 
+from moe_lightning import seams
 from moe_lightning.data.sampler import StepSlice
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.moe.losses import IGNORED_TARGET
 from moe_lightning.moe.randomness import SampleStream
-from moe_lightning.parallel.mesh import Axis
-from moe_lightning.state.tensors import local
-from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
+from moe_lightning.parallel.context import World, all_reduce_
+from moe_lightning.parallel.mesh import Axis, TensorCut
+from moe_lightning.parallel.sequence import ContextParallel, OtherAttention, Sharers, attach_context
+from moe_lightning.state.tensors import cut_of, local
 from moe_lightning.strategies.rank_state import RankState
-from moe_lightning.strategies.sequence_parts import SequenceParts
-from moe_lightning.strategies.stand_ins import nothing_of, without_traces
 from moe_lightning.strategies.step_data import begin_batch, running_slice, training_slice
-from moe_lightning.strategies.step_weights import StepWeights
 from moe_lightning.strategies.worlds import Worlds
+
+_NOT_THE_USERS = frozenset(vars(nn.Module())) | frozenset(vars(pl.LightningModule()))
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
+"""Objects of installed packages are left alone: they may be shared with threads, or with the world outside."""
+
+_OURS = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "moe_lightning")
+"""Whose modules count nothing over a user's samples, or are looked into by name."""
+
+Undo = Callable[[], Any]
+"""Gives a value its content back, and answers it."""
+
+
+@contextmanager
+def without_traces(module: pl.LightningModule) -> Generator[None, None, None]:
+    """Give the module, its metrics, and what it logs with `sync_dist=True`, the values back that they had.
+
+    Of the module and its parts that is every attribute and buffer: numbers, tensors, containers of them, and objects of
+    classes that belong to no installed package; parameters and their gradients stay. Our own layers keep what they
+    count over all ranks.
+
+    What is logged for the first time keeps its entry, with the value of no samples: an epoch's values are reduced by
+    all ranks together. Values that are not reduced over ranks stay, since a rank has nothing else to show.
+    """
+    trainer = module.trainer
+    known: dict[int, Undo] = {}
+    own = [_undo_of_module(part, known) for part in module.modules() if _package(part) not in _OURS]
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    before = [_undo_of_metric(metric) for metric in [*metrics, *_reduced(trainer)]]
+    seen = {id(metric) for metric in _reduced(trainer)}
+    yield
+    for undo in (*own, *before):
+        undo()
+    for metric in _reduced(trainer):
+        if id(metric) not in seen:
+            values = {name: _copy(value) for name, value in seams.initial_values(metric).items()}
+            seams.set_values(metric, values, updates=metric.update_count)
+
+
+def nothing_of(prediction: Any) -> Any:
+    """A prediction with the rows of no sample."""
+    return seams.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf, prediction)
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+def _undo_of_metric(metric: Metric) -> Undo:
+    values = {name: _copy(value) for name, value in metric.metric_state.items()}
+    return partial(seams.set_values, metric, values, updates=metric.update_count)
+
+
+def _reduced(trainer: pl.Trainer) -> list[Metric]:
+    """Logged values that become a mean, sum or extreme over an epoch and over ranks."""
+    values = seams.logged_values(trainer)
+    return [value for value in values if value.is_tensor and value.meta.on_epoch and value.meta.sync.should]
+
+
+def _copy(value: Any) -> Any:
+    """Later updates in place do not reach it."""
+    return value.detach().clone() if isinstance(value, Tensor) else list(value)
+
+
+# ---------------------------------------------------------------------- anything else
+
+
+def _package(value: object) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _is_users(value: object) -> bool:
+    """Whether it is an object with attributes, of a class that belongs to no installed package."""
+    if isinstance(value, Dataset | DataLoader | nn.Module | type) or not isinstance(
+        getattr(value, "__dict__", 0), dict
+    ):
+        return False
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+    in_library = file is None or str(file).startswith(_LIBRARIES)
+    return type(value).__module__ == "__main__" or not (in_library or _package(value) in _OURS)
+
+
+def _undo_of_module(module: nn.Module, known: dict[int, Undo]) -> Undo:
+    attributes = _undo_of_names(vars(module), known, but=_NOT_THE_USERS)
+    buffers = _undo_of_names(seams.buffers_of(module), known)
+
+    def undo() -> None:
+        attributes()
+        buffers()
+
+    return undo
+
+
+def _undo_of_names(names: dict[Any, Any], known: dict[int, Undo], but: frozenset[str] = frozenset()) -> Undo:
+    values = {name: _undo_of(value, known) for name, value in names.items() if name not in but}
+
+    def undo() -> dict[Any, Any]:
+        for name in [name for name in names if name not in values and name not in but]:
+            del names[name]
+        for name, value in values.items():
+            names[name] = value()
+        return names
+
+    return undo
+
+
+def _undo_of(value: Any, known: dict[int, Undo]) -> Undo:
+    """How a value gets its present content back; a value that is met again is looked at once."""
+    if id(value) not in known:
+        known[id(value)] = lambda: value  # until it is known, for values that hold themselves
+        known[id(value)] = _made_undo(value, known)
+    return known[id(value)]
+
+
+def _made_undo(value: Any, known: dict[int, Undo]) -> Undo:
+    if isinstance(value, Metric):
+        return _and(_undo_of_metric(value), value)
+    if isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter):
+        return _undo_of_array(value)
+    if isinstance(value, dict):
+        return _undo_of_names(value, known)
+    if isinstance(value, list | deque):
+        return _undo_of_sequence(value, known)
+    if isinstance(value, set):
+        return _undo_of_set(value)
+    return _and(_undo_of_names(vars(value), known), value) if _is_users(value) else lambda: value
+
+
+def _undo_of_array(array: Any) -> Undo:
+    kept = array.detach().clone() if isinstance(array, Tensor) else array.copy()
+
+    @torch.no_grad()
+    def undo() -> Any:
+        if not (torch.equal(array, kept) if isinstance(array, Tensor) else np.array_equal(array, kept)):
+            array[...] = kept  # what an earlier step's graph holds is written to only where it must be
+        return array
+
+    return undo
+
+
+def _undo_of_set(values: set[Any]) -> Undo:
+    kept = set(values)
+
+    def undo() -> set[Any]:
+        values.clear()
+        values.update(kept)
+        return values
+
+    return undo
+
+
+def _undo_of_sequence(values: Any, known: dict[int, Undo]) -> Undo:
+    items = [_undo_of(value, known) for value in values]
+
+    def undo() -> Any:
+        values.clear()
+        values.extend(item() for item in items)
+        return values
+
+    return undo
+
+
+def _and(undo: Callable[[], object], value: Any) -> Undo:
+    def both() -> Any:
+        undo()
+        return value
+
+    return both
+
+
+@torch.no_grad()
+def gradient_norms(module: pl.LightningModule) -> dict[str, Tensor]:
+    """What Lightning's `grad_norm(module, 2)` is on one rank: the 2-norm of every gradient, and of all together, over
+    all ranks and with each expert once; under stock strategies the same as that. For `on_before_optimizer_step`, which
+    comes before clipping; collective.
+
+    Returns:
+        Scalars under Lightning's names, "grad_2.0_norm/NAME" and "grad_2.0_norm_total"; in a pipeline the parameters of
+        this stage, and the total of all.
+    """
+    strategy: Any = module.trainer.strategy
+    if not hasattr(strategy, "worlds"):
+        return {name: torch.as_tensor(norm) for name, norm in grad_norm(module, 2).items()}
+    mesh, stack_of = strategy.worlds.mesh, strategy.experts.stack_of
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    norms = {f"grad_2.0_norm/{name}": global_gradient_norm([p], stack_of, mesh.world) for name, p in named.items()}
+    return norms | {"grad_2.0_norm_total": global_gradient_norm(named.values(), stack_of, mesh.world, mesh.pipe)}
+
+
+def explained_norm(error: Exception) -> Exception:
+    """What is raised in the place of an error of stock functions that know whole gradients of one process only."""
+    called = {frame.name for frame in extract_tb(error.__traceback__)} & {"grad_norm", "clip_grad_norm_"}
+    if not called or not any(words in str(error) for words in ("torch.Tensor and DTensor", "not allocated yet")):
+        return error
+    return ConfigurationError(
+        f"{called.pop()} cannot read gradients of which every rank holds rows: use "
+        "moe_lightning.gradient_norms(module) for their norms, and Trainer(gradient_clip_val=...) or "
+        "self.clip_gradients(...) to clip them"
+    )
+
+
+@torch.no_grad()
+def global_gradient_norm(
+    parameters: Iterable[nn.Parameter],
+    stack_of: Mapping[nn.Parameter, ExpertStack],
+    world: World,
+    pipe: World | None = None,
+) -> Tensor:
+    """The 2-norm over the model, bit-identical on every rank.
+
+    The squared norm of each expert, and of each block of a parameter that is cut, is summed at its own place of a
+    vector, so the result hardly depends on which rank computed it.
+
+    Args:
+        parameters: all parameters of the optimizer on all ranks, expert stacks included, in an order that all ranks
+            share.
+        stack_of: those that are expert stacks.
+        world: who shares the parameters.
+        pipe: the stages of a pipeline, each with parameters of its own; None: there is one.
+
+    Returns:
+        A float32 scalar on the world's device.
+    """
+    dense, spread = [], []
+    for parameter in parameters:
+        if parameter.is_meta:  # another stage's
+            continue
+        stack = stack_of.get(parameter)
+        if stack is not None:
+            spread.append(_squared_norms(parameter, stack))
+        elif (cut := cut_of(parameter)) is not None:
+            spread.append(_squared_part(parameter, cut, world))
+        elif parameter.grad is not None:
+            dense.append(_norm(parameter.grad).square())
+    total = torch.stack(dense).sum() if dense else torch.zeros((), device=world.device)
+    if spread:
+        squares = torch.cat(spread)
+        all_reduce_(squares, world)
+        total = total + squares.sum()
+    if pipe is not None and pipe.size > 1:
+        squares = torch.zeros(pipe.size, device=world.device)
+        squares[pipe.rank] = total
+        all_reduce_(squares, pipe)
+        total = squares.sum()
+    return total.sqrt()
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Shrink the gradients so that the global norm is at most `max_norm`."""
+    factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+
+
+def _norm(gradient: Tensor, dim: int | None = None) -> Tensor:
+    """In float32, summed in the gradient's own precision where that is higher."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(gradient, dim=dim, dtype=dtype)
+    return norm.float()
+
+
+def _squared_part(parameter: nn.Parameter, cut: TensorCut, world: World) -> Tensor:
+    """[parts], this rank's at its place where it is the first that holds these values."""
+    among = world.row_cut
+    squares = torch.zeros(len(among.holders), dtype=torch.float32, device=parameter.device)
+    if among.holders_of(cut)[0] == world.rank and parameter.grad is not None:
+        squares[among.index] = _norm(local(parameter.grad)).square()
+    return squares
+
+
+def _squared_norms(parameter: nn.Parameter, stack: ExpertStack) -> Tensor:
+    squares_E = torch.zeros(stack.num_experts, dtype=torch.float32, device=parameter.device)
+    if parameter.grad is not None:
+        per_slot = _norm(parameter.grad.flatten(1), dim=1).square()
+        for slot, expert in stack.owned():
+            squares_E[expert] = per_slot[slot]
+    return squares_E
+
+
+_WATCHED_STEPS = 100
+"""Batches that are searched for ignored targets, before the module is taken to have none."""
+
+
+class StepWeights:
+    """The weights of the micro-batches of one step.
+
+    A micro-batch of weight W counts for W / sum(W) of the step. The sum is known with the last one only: until then
+    gradients are scaled by the first W, and `finish` brings them to the sum's.
+
+    Attributes:
+        of_batch: W of the running micro-batch; None where it was not given.
+    """
+
+    def __init__(self) -> None:
+        self._of_step: list[Tensor] = []
+        self.of_batch: Tensor | None = None
+        self._is_told = False
+        self._watched = 0
+
+    def begin(self, here: StepSlice | None, *, is_training: bool = True) -> None:
+        """Enter a micro-batch; in training with the first one, a step."""
+        self.of_batch = None
+        if is_training and (here is None or here.micro == 0):
+            self._of_step = []
+
+    def weigh(self, loss: Tensor, weight: Tensor | float, here: StepSlice | None, world: World) -> Tensor:
+        """The mean over ranks weighted by `weight`, as a loss that will be weighed by samples; collective.
+
+        Returns:
+            The global mean as value, this rank's part of it as gradient.
+        """
+        self._is_told = True
+        if here is None:
+            return loss
+        own = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
+        own = own if here.count else torch.zeros_like(own)
+        counted = torch.where(own > 0, loss, torch.zeros_like(loss))
+        if world.size == 1:
+            self.of_batch = own
+            return counted
+        totals = torch.stack([counted.detach().double() * own, own])
+        all_reduce_(totals, world)
+        self.of_batch = totals[1]
+        share = own / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
+        mean = totals[0] / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
+        value: Tensor = _MeanOfAll.apply(counted, mean.to(loss.dtype), (share * _all_shares(here)).to(loss.dtype))  # type: ignore[no-untyped-call]
+        return value
+
+    def scale_sum(self, loss: Tensor, here: StepSlice | None, world: World) -> Tensor:
+        """A sum over samples, as a loss that will be weighed by samples."""
+        self._is_told = True
+        if here is None or world.size == 1:
+            return loss
+        return loss * _all_shares(here)
+
+    def share(self, here: StepSlice) -> float | Tensor:
+        """What this rank's loss of the running micro-batch counts for in the step, up to the factor of `finish`.
+
+        Raises:
+            ConfigurationError: a weight was given in some micro-batches of the step only.
+        """
+        if here.micro and (self.of_batch is not None) != bool(self._of_step):
+            raise ConfigurationError(
+                "global_mean was called in some micro-batches of a step and not in others, so they have no common "
+                "weight: call it in each, with weight=0 where nothing is to be learned"
+            )
+        if self.of_batch is None or here.num_micros == 1:
+            return here.step_share
+        self._of_step.append(self.of_batch)
+        first = self._of_step[0]
+        scale = torch.where(first > 0, self.of_batch / first, self.of_batch) / here.num_micros
+        return scale * here.micro_share
+
+    def take(self, weights: Sequence[float], device: torch.device) -> None:
+        """Of further micro-batches of the step, which another rank has weighed."""
+        self._is_told = self._is_told or len(weights) > 0
+        self._of_step += [torch.tensor(weight, dtype=torch.float64, device=device) for weight in weights]
+
+    @torch.no_grad()
+    def finish(self, module: nn.Module) -> None:
+        """Divide the gradients of a step by its sum of weights, once they hold those of all ranks and micro-batches."""
+        if not self._of_step:
+            return
+        first, total = self._of_step[0], torch.stack(self._of_step).sum()
+        factor = len(self._of_step) * torch.where(first > 0, first, torch.ones_like(first)) / total
+        factor = torch.where(total > 0, factor, torch.ones_like(factor))
+        gradients = [local(p.grad) for p in module.parameters() if p.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.dtype))
+        self._of_step = []
+
+    def warn_of_ignored_targets(self, arguments: Any, *, parts: int = 1) -> None:
+        """Say once where samples, or parts of them, may differ in the number of their ignored targets, and the module
+        did not say what its loss is a mean over.
+
+        Args:
+            parts: of each sample, of which this rank sees one.
+        """
+        if self._is_told or self._watched >= _WATCHED_STEPS:
+            return
+        self._watched += 1
+        if any(_ignores_unevenly(leaf, parts) for leaf in seams.tree_leaves(arguments)):
+            self._is_told = True
+            rank_zero_warn(
+                f"the samples of a batch hold unlike numbers of targets {IGNORED_TARGET}, but the loss of a rank "
+                "counts by its samples, so a mean over targets depends on the number of ranks: return "
+                "moe_lightning.global_mean(self, loss, weight=number_of_targets), or a mean over samples"
+            )
+
+
+class _MeanOfAll(torch.autograd.Function):
+    """A mean over all ranks, the same to the last bit on each of them, with the gradient of this rank's part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, mean: Tensor, share: Tensor) -> Tensor:
+        ctx.save_for_backward(share)
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (share,) = ctx.saved_tensors
+        return grad * share, None, None
+
+
+def _all_shares(here: StepSlice) -> float:
+    """What undoes the share of a rank that has a sample."""
+    return here.micro_total * here.parts / max(1, here.count)
+
+
+def _ignores_unevenly(leaf: object, parts: int) -> bool:
+    if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.ndim < 1 or leaf.dtype is torch.bool:
+        return False
+    ignored = torch.eq(leaf, IGNORED_TARGET).reshape(len(leaf), -1).sum(dim=1)
+    return bool((ignored != (ignored[:1] if parts == 1 else 0)).any())
+
+
+_MIXERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, nn.Conv1d)
+"""torch's own modules that mix positions and know nothing of parts."""
+
+
+class SequenceParts:
+    """Which part of each sequence is this rank's.
+
+    Args:
+        worlds: whose ranks share samples.
+    """
+
+    def __init__(self, worlds: Worlds) -> None:
+        self._worlds = worlds
+        self._context = ContextParallel()
+        self._sharers: Sharers | None = None
+        self._length: int | None = None  # of this rank's parts of the last batch
+        self._batches = 0
+
+    @property
+    def parts(self) -> int:
+        """Ranks that share a sample."""
+        return self._worlds.mesh.shape.cp
+
+    def attach(self, module: pl.LightningModule) -> None:
+        """Let a module's attention know of parts.
+
+        Raises:
+            ConfigurationError: it has a part that mixes positions and would not.
+        """
+        if self._worlds.axes.cp > 1:
+            _require_context(module, self._worlds.axes.cp)
+        attach_context(module, self._context)
+        self.enter_world()
+
+    def enter_world(self) -> None:
+        """Take this rank's part in the present world."""
+        self._sharers = Sharers.of(self._worlds.present)
+        self._batches, self._length = 0, None
+        self._watched: set[bool] = set()
+        self.leave()
+
+    def enter(self) -> None:
+        """A step begins: its sequences are parts."""
+        self._context.enter(self._sharers, self._length)
+
+    @contextmanager
+    def watched(self, *, training: bool) -> Generator[None, None, None]:
+        """Around a module's step: its first one in a world shall have no attention that knows nothing of parts.
+
+        Raises:
+            ConfigurationError: it has.
+        """
+        if self._sharers is None or self._length is None or training in self._watched:
+            yield
+            return
+        with OtherAttention(self._context, self._length):
+            yield
+        self._watched.add(training)
+
+    def leave_world(self) -> None:
+        """Let go of its groups."""
+        self._sharers = None
+        self.leave()
+
+    def leave(self) -> None:
+        """Outside of steps sequences are whole."""
+        self._context.enter(None, None)
+
+    def cut(self, batch: Any) -> Any:
+        """This rank's part of every tensor [B, L, ...] of a batch; tensors [B] stay.
+
+        Raises:
+            ConfigurationError: tensors that do not all have L positions, or an L that the ranks do not divide; ranks
+                that share samples have unlike ones.
+        """
+        if self._sharers is None:
+            return batch
+        leaves = [leaf for leaf in seams.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        self._batches += 1
+        is_looked_at = self._batches & (self._batches - 1) == 0  # the first ones, and then more and more rarely
+        if is_looked_at and self._sharers.differ(_digest(leaves)):
+            raise ConfigurationError(
+                f"the {self.parts} ranks that share samples under mesh.cp={self.parts} have loaded unlike batches: let "
+                "a sample follow from its index alone, not from a random generator of the process"
+            )
+        sequences = [leaf for leaf in leaves if leaf.ndim > 1]
+        lengths = {leaf.shape[1] for leaf in sequences}
+        if len(lengths) != 1:
+            shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
+            raise ConfigurationError(
+                f"mesh.cp={self.parts} cuts the second dimension of a batch's tensors, which must be the positions of "
+                f"all, but the batch has tensors of {shapes}: give tensors [B, L, ...] of one L, or [B]"
+            )
+        (length,) = lengths
+        if length % self.parts:
+            raise ConfigurationError(
+                f"sequences of {length} positions cannot be cut into mesh.cp={self.parts} equal parts: pad or cut them "
+                f"to a multiple of {self.parts}, with targets of -100 where they are padded"
+            )
+        self._length = length // self.parts
+        part = slice(self._sharers.rank * self._length, (self._sharers.rank + 1) * self._length)
+        return seams.tree_map(lambda leaf: leaf[:, part] if isinstance(leaf, Tensor) and leaf.ndim > 1 else leaf, batch)
+
+    def require_targets(self, batch: Any) -> None:
+        """
+        Raises:
+            ConfigurationError: sequences without targets beside them: made in the step, those at the borders of parts
+                would be lacking.
+        """
+        if self.parts == 1 or sum(isinstance(leaf, Tensor) for leaf in seams.tree_leaves(batch)) > 1:
+            return
+        raise ConfigurationError(
+            f"mesh.cp={self.parts} cuts sequences before the step sees them, which so cannot shift inputs to make "
+            "targets: let the dataset give (inputs, targets)"
+        )
+
+    @torch.no_grad()
+    def whole(self, prediction: Any) -> Any:
+        """A prediction of whole sequences on the first of the ranks that share them, and of no rows on the others."""
+        sharers = self._sharers
+        if sharers is None:
+            return prediction
+
+        def gathered(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.ndim:
+                return leaf
+            if leaf.ndim > 1 and leaf.shape[1] == self._length:
+                (leaf,) = sharers.gather([leaf], 1)
+            return leaf if sharers.rank == 0 else leaf[:0]
+
+        return seams.tree_map(gathered, prediction)
+
+
+def _digest(leaves: list[Tensor]) -> list[object]:
+    """Short, and unlike for unlike tensors."""
+    return [
+        [list(leaf.shape), zlib.crc32(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())]
+        for leaf in leaves
+    ]
+
+
+def _require_context(module: pl.LightningModule, parts: int) -> None:
+    holders = {name: m for name, m in module.named_modules() if isinstance(_context_of(m), ContextParallel)}
+    kind = type(module).__name__
+    knowing = [name for name, holder in holders.items() if _mixes(holder)]
+    for name, part in module.named_modules():
+        is_known = any(holder == name or holder.startswith(f"{name}.") for holder in holders)
+        if not _mixes(part) or is_known or any(name.startswith(f"{outer}.") for outer in knowing):
+            continue
+        raise ConfigurationError(
+            f"mesh.cp={parts} cuts sequences, and {name or kind} ({type(part).__name__}) of {kind} would mix the "
+            "positions of a part only: let it keep a moe_lightning.ContextParallel() as `context` and call "
+            "context.attention, or set mesh.cp=1"
+        )
+    if not holders:
+        raise ConfigurationError(
+            f"mesh.cp={parts} cuts sequences, and no part of {kind} knows of it: let its attention keep "
+            "a moe_lightning.ContextParallel() as `context` and call context.attention, or set mesh.cp=1"
+        )
+
+
+def _context_of(module: nn.Module) -> object:
+    return module.__dict__.get("context")
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Whether a module mixes positions, as far as its name tells."""
+    return isinstance(module, _MIXERS) or type(module).__name__.endswith(("Attention", "Attn", "Mamba", "Mixer"))
 
 
 class Steps:

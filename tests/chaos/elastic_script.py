@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moe_lightning.comm.building import begin_building, set_collectives_timeout
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.elastic.rendezvous_client import ElasticEngine
 from moe_lightning.elastic.worker import take_over_terminal
 from moe_lightning.parallel.abort import ConnectionCut
+from moe_lightning.strategies.elastic_worlds import begin_building, set_collectives_timeout
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)

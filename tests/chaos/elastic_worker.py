@@ -32,7 +32,7 @@ from moe_lightning.parallel import exchange, sequence
 from moe_lightning.state.tensors import is_cut, local
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport
+from moe_lightning.strategies.recovery import RecoveryListener, RecoveryReport
 from tests.distributed.training import TINY, RandomTokens, TokenStream, make_trainer
 
 PLACES = (

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_lightning.comm.building import begin_building, set_collectives_timeout
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members
 from moe_lightning.elastic.rendezvous_client import ElasticEngine
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.worker import EXIT_HANGING
 from moe_lightning.parallel.abort import ConnectionCut
+from moe_lightning.strategies.elastic_worlds import begin_building, set_collectives_timeout
 from tests.forks import FORKS, PATIENCE_S, fork, kill
 
 FAST = ElasticSettings(

@@ -24,8 +24,8 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel import fsdp
 from moe_lightning.state.tensors import is_cut, local
 from moe_lightning.strategies import expert_parallel
+from moe_lightning.strategies.dense_parameters import held_rows
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.row_moves import held_rows
 from tests.distributed.harness import run_ranks
 from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN

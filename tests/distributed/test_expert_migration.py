@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moe_lightning.balancing.migration import held_states, plan_migration
-from moe_lightning.comm.expert_migration import migrate_rows, next_slots
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.expert_slots import grow
-from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.placed_experts import PlacedExperts, grow, migrate_rows, next_slots
 from tests.distributed.balanced_training import random_placement, train
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference

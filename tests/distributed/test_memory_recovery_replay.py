@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, move_shards, verify_replays
 from moe_lightning.checkpoint.recovery_plan import RankInventory, plan_recovery
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.strategies.dense_shardings import DenseOptimizerShards
+from moe_lightning.strategies.dense_parameters import DenseOptimizerShards
 from tests.distributed.harness import connect, run_ranks
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state import tensors
-from moe_lightning.strategies.expert_updates import require_host_updates
+from moe_lightning.strategies.checks import require_host_updates
 from tests.distributed.same_training import on_one_world
 from tests.distributed.training import train
 from tests.parameters import slow

@@ -19,7 +19,7 @@ from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import Difference, ExpertStack, differing_replicas
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
-from moe_lightning.strategies.expert_updates import require_updates_by_expert
+from moe_lightning.strategies.checks import require_updates_by_expert
 from tests.chaos.elastic_worker import state_digests
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer

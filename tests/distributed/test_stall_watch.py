@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 from torch.utils.data import DataLoader
 
-from moe_lightning.strategies.stall_watch import Standstill, awaited, in_words
+from moe_lightning.strategies.watch import Standstill, awaited, in_words
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 from tests.forks import PATIENCE_S
@@ -64,7 +64,7 @@ class Fetches(pl.Callback):
 
 def fit(rank: int, world_size: int, folder: Path, slow: Callable[[Heard], pl.Callback]) -> tuple[int, list[str]]:
     heard = Heard(rank, folder)
-    logging.getLogger("moe_lightning.strategies.stall_watch").addHandler(heard)
+    logging.getLogger("moe_lightning.strategies.watch").addHandler(heard)
     trainer = make_trainer(
         rank, world_size, {"stall_warning_s": LIMIT_S, "timeout_s": PATIENCE_S}, callbacks=[slow(heard)], max_steps=6
     )

@@ -25,7 +25,7 @@ from moe_lightning.parallel.mesh import MeshShape
 from moe_lightning.parallel.tensor import Columns, Gathered, Parted, PartedForward, Plan, Rows, TensorRanks
 from moe_lightning.state.tensors import cut_of
 from moe_lightning.strategies import expert_parallel
-from moe_lightning.strategies.tensor_parts import check_parts
+from moe_lightning.strategies.dense_parameters import check_parts
 from tests.distributed.harness import run_ranks
 from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from moe_lightning import ContextParallel, auxiliary_loss, global_mean, global_sum
 from moe_lightning.data.sampler import StepSlice
-from moe_lightning.strategies.step_weights import StepWeights
+from moe_lightning.strategies.steps import StepWeights
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
 from tests.parameters import slow

@@ -21,7 +21,8 @@ from typing_extensions import override
 from moe_lightning import kernels as ops
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.moe.layer import MoELayer
-from moe_lightning.strategies import step_weights, world_ddp
+from moe_lightning.strategies import steps as step_weights
+from moe_lightning.strategies import world_ddp
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
 from tests.gpu.answers import answer
 from tests.gpu.fake_comms import meet_on_the_device, set_up_comms

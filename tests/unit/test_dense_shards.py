@@ -9,7 +9,7 @@ import torch
 
 from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
 from moe_lightning.state.tensors import blocks_of, joined, part_of_whole
-from moe_lightning.strategies.dense_shardings import cut_groups
+from moe_lightning.strategies.dense_parameters import cut_groups
 
 CUTS = [
     TensorCut(shape=(8, 6)),

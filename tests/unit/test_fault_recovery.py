@@ -15,7 +15,7 @@ from moe_lightning.callbacks.recovery_table import COLUMNS, log_table, table_row
 from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.recovery_report import RecoveryReport
+from moe_lightning.strategies.recovery import RecoveryReport
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.first_world import first_world
+from moe_lightning.strategies.elastic_worlds import first_world
 
 
 class Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_lightning.parallel.mesh import RowCut, TensorCut
-from moe_lightning.strategies.kept_states import keepers_of_units, made_of, takers_of
+from moe_lightning.strategies.dense_parameters import keepers_of_units, made_of, takers_of
 
 WHOLE = {"exp_avg": torch.arange(8.0).view(4, 2), "step": torch.tensor(3.0)}
 CUT = TensorCut(shape=(4, 2), sections=(4,))

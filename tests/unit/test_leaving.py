@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_lightning.parallel.context import World
-from moe_lightning.strategies import leaving
+from moe_lightning.strategies import elastic_worlds
 
 
 @pytest.mark.parametrize(("rank", "is_spare"), [(0, False), (2, True)])
@@ -23,11 +23,11 @@ def test_who_is_cut_off_by_one_that_met_all_others_has_met_them_too(
     def cut(*_: object) -> None:
         raise dist.DistNetworkError("the store of a world that broke")
 
-    monkeypatch.setattr(leaving, "all_gather_json", lambda *_: [None] * 3)
-    monkeypatch.setattr(leaving, "meet", cut)
+    monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda *_: [None] * 3)
+    monkeypatch.setattr(elastic_worlds, "meet", cut)
     world, engine = World.offline(rank, 3, torch.device("cpu")), SimpleNamespace(store=None, reason="ranks wait")
     rest: list[Any] = [world, engine, None, ["a", "b", "c"], 1, timedelta(seconds=1), 1, "ranks wait"]
-    assert leaving.hand_over(SimpleNamespace(stages=None), *rest) is is_spare  # type: ignore[arg-type]
+    assert elastic_worlds.hand_over(SimpleNamespace(stages=None), *rest) is is_spare  # type: ignore[arg-type]
     engine.reason = "rank 1 on node b died"
     with pytest.raises(dist.DistNetworkError):
-        leaving.hand_over(SimpleNamespace(stages=None), *rest)  # type: ignore[arg-type]
+        elastic_worlds.hand_over(SimpleNamespace(stages=None), *rest)  # type: ignore[arg-type]

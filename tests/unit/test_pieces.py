@@ -9,7 +9,7 @@ import torch
 
 from moe_lightning.data.sampler import StandIn, StepSampler
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.batch_pieces import batch_pieces, joined
+from moe_lightning.strategies.pipeline import batch_pieces, joined
 
 
 @pytest.mark.parametrize(("batch", "ranks", "micros"), [(12, 2, 3), (13, 3, 4), (26, 4, 4), (19, 2, 4)])

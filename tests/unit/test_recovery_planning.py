@@ -12,7 +12,7 @@ from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import RowCut
-from moe_lightning.strategies.recovery_planning import RecoveryPlanner
+from moe_lightning.strategies.recovery import RecoveryPlanner
 
 NAMES = RowCut.among(((0, 1),), 0).names()
 

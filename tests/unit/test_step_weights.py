@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from moe_lightning.strategies.step_weights import StepWeights
+from moe_lightning.strategies.steps import StepWeights
 
 
 def test_a_rank_whose_weights_another_stage_gives_is_not_warned_of_ignored_targets() -> None:

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from moe_lightning.elastic.worker import RunFinished
-from moe_lightning.modules.warm_up import warm_up
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.strategies import elastic_worlds
-from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds, warm_up
 from moe_lightning.strategies.worlds import Worlds
 
 

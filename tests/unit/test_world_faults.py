@@ -11,7 +11,7 @@ import torch.distributed as dist
 from moe_lightning import comm
 from moe_lightning.elastic.worker import PeerFailed, RunFinished
 from moe_lightning.errors import ConfigurationError, WorldCutError
-from moe_lightning.strategies.world_faults import explained, is_worlds_fault, reason_of, scrub
+from moe_lightning.strategies.elastic_worlds import explained, is_worlds_fault, reason_of, scrub
 
 COLLECTIVE, OURS, USERS = str(dist.__file__), str(comm.__file__), "/home/user/train.py"
 

@@ -1,0 +1,517 @@
+"""Recovery of a run in a new world: sources, transfer, progress of the fit, report.
+
+What a recovery did, how long its phases took, and who hears of it.
+
+Chooses what a new world goes on from: the live state where nothing of it is lost, else with what was saved.
+
+How far a fit is: the state of Lightning's loops, schedulers and loaders after a committed step, kept in memory.
+
+Lightning goes on from such a state with the next batch. What it had still to do after the step, a validation and the
+end of an epoch, `finish_step` does first.
+
+What a rank brings into a new world, what the world then lacks, and how ranks get it from each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
+
+from moe_lightning import seams
+from moe_lightning.balancing.repair import Repair, repair_placements, repair_stages
+from moe_lightning.checkpoint.full_state import broadcast_dense, share_optimizers
+from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.memory import MemoryCheckpoint, fetch
+from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, StorageInventory, plan_recovery
+from moe_lightning.checkpoint.repair import RecoverySources, storage_inventory
+from moe_lightning.checkpoint.storage.registry import place_of
+from moe_lightning.data.loader import StepLoader, follow_schedule
+from moe_lightning.elastic.worker import PeerFailed
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
+from moe_lightning.parallel.context import World, agree
+from moe_lightning.strategies.dense_parameters import Rows
+from moe_lightning.strategies.rank_state import RankState
+from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states
+
+Phase = Literal["leaving", "rendezvous", "groups", "plan", "movement", "settling"]
+
+PHASES: tuple[str, ...] = get_args(Phase)
+"""Of a recovery, in their order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport:
+    """How one world followed another.
+
+    Attributes:
+        reason: one sentence.
+        step: optimizer steps that the run goes on from.
+        steps_lost: committed steps that are run again.
+        lost_ranks: ranks of the world before that are not in the one after: dead, expelled or gone on notice.
+        ranks_before, ranks_after: sizes of the two worlds; 0 before for a process that was in none.
+        restored: where the experts' state came from, in words with counts.
+        stale_experts: those that came back older than the step.
+        min_replicas: nodes that hold each expert now.
+        began_at: seconds since the epoch at which this rank saw the fault.
+        seconds: of each of PHASES that there was, and their "total".
+    """
+
+    reason: str
+    step: int
+    steps_lost: int
+    lost_ranks: tuple[int, ...]
+    ranks_before: int
+    ranks_after: int
+    restored: str
+    stale_experts: int
+    min_replicas: int
+    began_at: float
+    seconds: dict[str, float]
+
+
+class RecoveryListener:
+    """Has a part in recoveries, or hears of them: `ElasticWorlds.listeners`."""
+
+    def publish_snapshots(self) -> None:
+        """Snapshots are about to be looked for: one that is half done shall be found."""
+
+    def count_stale(self, versions: Mapping[tuple[int, int], int]) -> None:
+        """Experts of the live state, by (layer, expert), came back as they were at these steps; newcomers learn next
+        what is counted.
+        """
+
+    def recovered(self, report: RecoveryReport) -> None:
+        """A recovery has ended."""
+
+
+@dataclass
+class Stopwatch:
+    """Seconds of the phases of a recovery."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+class RecoveryPlanner:
+    """Looks at saved state only when live state is not enough: that reads files, and a plan is waited for.
+
+    Args:
+        listeners: publish their snapshots before they are looked for.
+
+    Attributes:
+        sources: where saved state lies; None where nothing is saved.
+        storage: the checkpoint that the last plan counted on; None where it counted on none.
+    """
+
+    def __init__(self, listeners: Sequence[RecoveryListener]) -> None:
+        self._listeners = listeners
+        self.sources: RecoverySources | None = None
+        self.storage: Checkpoint | None = None
+
+    def plan(
+        self,
+        inventories: list[RankInventory],
+        world: World,
+        *,
+        num_layers: int,
+        num_experts: int,
+        last_step: int,
+        has_trained: bool,
+    ) -> tuple[RecoveryPlan, list[RankInventory]]:
+        """The plan, the same on every rank, and the inventories it was made from; collective.
+
+        Args:
+            inventories: of all ranks, with snapshots or without.
+            num_layers, num_experts: L and E.
+            last_step: that this rank committed.
+            has_trained: this rank's values are not, or may not be, those that were built.
+
+        Raises:
+            ConfigurationError: no source is left.
+            PeerFailed: nor was there one yet: fresh processes have what was built.
+        """
+        shape = {"num_layers": num_layers, "num_experts": num_experts}
+        plan = plan_recovery(inventories, None, **shape)
+        if plan.level == "live" and not plan.reads and not plan.stale:
+            return plan, inventories
+        if self.sources is not None:
+            if not any(inventory.snapshots for inventory in inventories):
+                inventories = self._with_snapshots(inventories, self.sources, world)
+            plan = plan_recovery(inventories, self._newest_on_storage(self.sources, world), **shape)
+        if plan.level == "nothing" and not any(all_gather_json(has_trained, world)):
+            fresh = [replace(inventory, live_version=0) for inventory in inventories]
+            plan = plan_recovery(fresh, None, **shape)  # nobody has trained yet: what was built is the state
+            if plan.level == "nothing":
+                raise PeerFailed(
+                    "no rank that has trained is left, and parameters that only lost ranks had are saved nowhere, so "
+                    "all ranks start anew",
+                    "death",
+                )
+        if plan.level == "nothing":
+            saves = "save more often or with protection=arc" if self.sources else "add a PartialExpertsCheckpoint"
+            raise ConfigurationError(
+                f"no rank, snapshot or checkpoint holds every expert and every part of dense parameters any more, the "
+                f"last committed step was {last_step}: raise min_replicas, use dense=hsdp instead of fsdp, or {saves}"
+            )
+        return plan, inventories
+
+    def _with_snapshots(
+        self, inventories: list[RankInventory], sources: RecoverySources, world: World
+    ) -> list[RankInventory]:
+        """The first rank of every node reports what lies in its memory."""
+        for listener in self._listeners:
+            listener.publish_snapshots()
+        mine = inventories[world.rank]
+        first = next(inventory.rank for inventory in inventories if inventory.node == mine.node)
+        found = sources.snapshots() if world.rank == first else []
+        return [RankInventory.from_json(e) for e in all_gather_json(mine.with_snapshots(found).to_json(), world)]
+
+    def _newest_on_storage(self, sources: RecoverySources, world: World) -> StorageInventory | None:
+        """The newest checkpoint that is whole or can be mended, as rank 0 finds it."""
+        checkpoint = sources.newest_checkpoint() if world.rank == 0 else None
+        own = None
+        if checkpoint is not None:
+            own = [str(checkpoint.path), checkpoint.substitutes, storage_inventory(checkpoint).to_json()]
+        found = all_gather_json(own, world)[0]
+        self.storage = None
+        if found is None:
+            return None
+        self.storage = checkpoint or Checkpoint(place_of(found[0]), substitutes=found[1])
+        return StorageInventory.from_json(found[2])
+
+
+_LOOPS, _LOADERS, _CALLBACKS = "loops", "loaders", "callbacks"
+_SCHEDULERS, _NEXT_SCHEDULERS = "lr_schedulers", "lr_schedulers_next_epoch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitProgress:
+    """The fit loop as a checkpoint of this moment would describe it.
+
+    Attributes:
+        step: optimizer steps done.
+        loops: state_dict of the fit loop and its parts.
+        loaders: positions of the training loaders.
+        lr_schedulers: their state_dicts.
+        lr_schedulers_next_epoch: the same after the end of the epoch, at which plateaus count; None before.
+        validation_is_due: it follows on this step, and did not end yet.
+        epoch_is_over: the step is the last one of an epoch, whose end did not come yet.
+    """
+
+    step: int
+    loops: dict[str, Any]
+    loaders: list[dict[str, Any]]
+    lr_schedulers: list[dict[str, Any]]
+    lr_schedulers_next_epoch: list[dict[str, Any]] | None = None
+    validation_is_due: bool = False
+    epoch_is_over: bool = False
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer, *, after_step: bool) -> FitProgress:
+        """Of a trainer in `on_train_batch_end` after an optimizer step, or in `on_train_start`."""
+        loop = trainer.fit_loop
+        return cls(
+            validation_is_due=after_step and seams.is_validation_due(trainer),
+            epoch_is_over=after_step and loop.epoch_loop.batch_progress.is_last_batch,
+            step=trainer.global_step,
+            loops=copy.deepcopy(loop.state_dict()),
+            loaders=loader_states(trainer.train_dataloader),
+            lr_schedulers=_schedulers(trainer),
+        )
+
+    def after_epoch(self, trainer: pl.Trainer) -> FitProgress:
+        """Of the same step, in `on_train_epoch_start` of the next epoch."""
+        return replace(self, epoch_is_over=False, lr_schedulers_next_epoch=_schedulers(trainer))
+
+    def dump(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """For another rank: with the live state of the callbacks; tensors and plain values."""
+        return {
+            "step": self.step,
+            _LOOPS: self.loops,
+            _LOADERS: self.loaders,
+            _SCHEDULERS: self.lr_schedulers,
+            _NEXT_SCHEDULERS: self.lr_schedulers_next_epoch,
+            _CALLBACKS: seams.callback_states(trainer),
+        }
+
+    @classmethod
+    def adopt(cls, dump: dict[str, Any], trainer: pl.Trainer, *, with_callbacks: bool) -> FitProgress:
+        """Take over another rank's progress, and the state of its callbacks where this rank has none of the run."""
+        if with_callbacks:
+            seams.load_callbacks(trainer, dump, is_checkpoint=False)
+        return cls(
+            step=dump["step"],
+            loops=dump[_LOOPS],
+            loaders=dump[_LOADERS],
+            lr_schedulers=dump[_SCHEDULERS],
+            lr_schedulers_next_epoch=dump[_NEXT_SCHEDULERS],
+        )
+
+    @classmethod
+    def from_checkpoint(cls, dump: dict[str, Any], trainer: pl.Trainer) -> FitProgress:
+        """The progress in a checkpoint of Lightning's, with the state of the callbacks taken over; `restore` it, then
+        ask for `with_dues`."""
+        seams.load_callbacks(trainer, dump, is_checkpoint=True)
+        return cls(
+            step=dump["global_step"],
+            loops=dump["loops"]["fit_loop"],
+            loaders=dump[LOADERS_KEY],
+            lr_schedulers=dump["lr_schedulers"],
+        )
+
+    def with_dues(self, trainer: pl.Trainer) -> FitProgress:
+        """Of a trainer that was just restored to a checkpoint: what was still to be done when that was saved."""
+        loop = trainer.fit_loop.epoch_loop
+        batches: Any = loop.batch_progress
+        if batches.total.completed == batches.total.processed:  # saved at the end of training
+            return self
+        is_due = not seams.validates_by_time(trainer) and seams.is_validation_due(trainer)  # clocks of ranks differ
+        return replace(self, validation_is_due=is_due, epoch_is_over=batches.is_last_batch)
+
+    def restore(self, trainer: pl.Trainer) -> None:
+        """Set the fit loop back to this progress; its next run goes on from here.
+
+        Raises:
+            ConfigurationError: a training loader that has no position to go back to.
+        """
+        loop = trainer.fit_loop
+        if trainer.validating:  # the fault came in the middle of a validation
+            seams.abandon_validation(trainer)
+        trainer.training = True
+        loop.load_state_dict(copy.deepcopy(self.loops))
+        follow_schedule(trainer)
+        ended = None if self.epoch_is_over else self.lr_schedulers_next_epoch
+        for config, state in zip(trainer.lr_scheduler_configs, ended or self.lr_schedulers, strict=True):
+            config.scheduler.load_state_dict(copy.deepcopy(state))
+        loaders = list(seams.tree_leaves(trainer.train_dataloader))
+        if not all(isinstance(loader, StepLoader) for loader in loaders):
+            raise ConfigurationError(
+                "in-process recovery needs training loaders that can go back to a step: return a torch DataLoader "
+                "over a map-style dataset, or a StepLoader"
+            )
+        for loader, state in zip(loaders, self.loaders, strict=True):
+            loader.load_state_dict(dict(state))
+        seams.restart_loaders(trainer)
+
+
+def finish_step(trainer: pl.Trainer, progress: FitProgress | None, *, with_newcomers: bool) -> None:
+    """What was still to be done after the step that a fit was restored to; collective.
+
+    Lightning itself, loaded in this place, takes both as done.
+
+    Args:
+        with_newcomers: some ranks did not see the epoch; what its steps logged is dropped then, because the ranks
+            could not reduce it together.
+    """
+    assert progress is not None, "a recovery restored it"
+    if progress.validation_is_due:
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        validation.restarting = False
+        trainer.validating = True
+        validation.run()
+        trainer.training = True
+    if progress.epoch_is_over:
+        seams.end_epoch(trainer, drop_logged=with_newcomers)
+
+
+def _schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    return [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
+
+
+def shared_progress(
+    kept: FitProgress | None, trainer: pl.Trainer, version: int, world: World, *, is_live: bool
+) -> FitProgress:
+    """The progress at a version, from whoever has it; collective.
+
+    Args:
+        kept: what this rank could take its fit loop back to.
+        is_live: this rank's state counts.
+    """
+    if is_live and _step_of(kept) != version == trainer.global_step:
+        # It failed between the update and the end of its step, or before its first one.
+        kept = FitProgress.of(trainer, after_step=kept is not None)
+    mine = [kept.step, kept.validation_is_due, kept.epoch_is_over] if is_live and kept is not None else [-1] * 3
+    everyones = all_gather_json(mine, world)
+    steps = [step for step, _, _ in everyones]
+    if any(step != version for step in steps):
+        source = steps.index(version)
+        dump = kept.dump(trainer) if world.rank == source and kept is not None else None
+        dump = broadcast_object(dump, source, world)
+        if _step_of(kept) != version or not is_live:
+            kept = FitProgress.adopt(dump, trainer, with_callbacks=not is_live)
+    assert kept is not None
+    # One that was further than others does again what they have still to do.
+    validation, epoch = (any(entry[i] for entry in everyones if entry[0] == version) for i in (1, 2))
+    return replace(kept, validation_is_due=validation, epoch_is_over=epoch)
+
+
+def _step_of(kept: FitProgress | None) -> int:
+    return kept.step if kept is not None else -1
+
+
+def set_up_data(trainer: pl.Trainer) -> None:
+    """Make all loaders that a fit will need, before its first world trains or before this process is in one: Lightning
+    makes them when they are needed, with barriers, which those who have theirs do not join in."""
+    loop = trainer.fit_loop
+    loop.setup_data()
+    if trainer.enable_validation and trainer.val_dataloaders is None:
+        trainer.validating = True
+        loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
+
+
+def inventory_of(
+    state: RankState, *, former: World, rank: int, node: str, version: int, counts: bool, is_prepared: bool
+) -> RankInventory:
+    """What a rank holds as it leaves its former world.
+
+    Args:
+        former: that world.
+        rank, node: its place in the new one.
+        version: committed optimizer steps of its live state.
+        counts: whether that state is whole and of this run.
+        is_prepared: it was ready for the update after that.
+    """
+    experts, (sharded, owned) = state.experts, state.dense_parts(former)
+    numbers = {layer: number for number, layer in enumerate(state.layers)}
+    stacks = zip(experts.layers, experts.stacks, strict=True)
+    held = [(numbers[layer], expert) for layer, stack in stacks for _, expert in stack.held()]
+    return RankInventory(
+        rank=rank,
+        node=node,
+        live_version=version if counts else -1,
+        prepared=counts and is_prepared,
+        experts=tuple(held),
+        sharded_dense=sharded if counts or not state.is_shared else (),
+        owned_dense=owned,
+        replayed_dense=state.replay.names if state.replay is not None else (),
+        replay_version=state.replay.version if state.replay is not None and counts else -1,
+    )
+
+
+def repaired(plan: RecoveryPlan, state: RankState, world: World, *, min_replicas: int) -> Repair:
+    """The placements of the new world; rank 0 warns where slots are too few for what is wished for.
+
+    Args:
+        min_replicas: nodes that shall hold each expert.
+    """
+    options: dict[str, Any] = {"nodes": plan.nodes, "min_replicas": min_replicas, "max_slots": state.max_slots}
+    if state.stages is None:
+        repair, most = repair_placements(plan.held, **options), len(set(plan.nodes))
+    else:
+        ranks = state.moves.ranks_of_layers(world)
+        repair = repair_stages(plan.held, ranks, **options)
+        most = min((len({plan.nodes[rank] for rank in own}) for own in ranks), default=1)
+    if repair.min_replicas < min(min_replicas, most):
+        rank_zero_warn(
+            f"slots are left for {repair.min_replicas} instead of {min_replicas} replicas of each expert: "
+            "another lost node may cost state until ranks come back"
+        )
+    return repair
+
+
+def fetch_missing(
+    planner: RecoveryPlanner, plan: RecoveryPlan, repair: Repair, world: World
+) -> MemoryCheckpoint | None:
+    """What the plan takes from snapshots and from storage, as far as this rank needs it; None where it is nothing.
+
+    Raises:
+        DamagedSnapshots: on every rank.
+    """
+    if plan.level == "live" and not plan.reads and not plan.from_storage:
+        return None
+    assert planner.sources is not None
+    needed = {
+        (index, expert)
+        for index, placement in enumerate(repair.placements)
+        for expert in placement.experts_on(world.rank)
+        if not plan.held[index, expert].any()
+    }
+    return fetch(plan, world, planner.sources.arenas, needed, storage=planner.storage)
+
+
+def share_state(state: RankState, plan: RecoveryPlan, world: World) -> None:
+    """Newcomers get what every rank has; those that made up for an update get what went with it; collective."""
+    newcomers = newcomers_of(plan, world)
+    if not (newcomers or plan.apply_prepared):
+        return
+    source, own = plan.live_ranks[0], state.training_state()
+    share_optimizers(own, {*newcomers, *plan.apply_prepared}, world, source)
+    if newcomers:
+        broadcast_dense(own, world, source, but=state.shared_names())
+
+
+def fetch_rows(state: RankState, plan: RecoveryPlan, world: World) -> Rows | None:
+    """What this rank will hold of the dense parameters in another world, where ranks share them; collective there, and
+    changes nothing yet that counts.
+    """
+    if state.stages is not None:
+        rows = state.moves.fetch(plan.shards, world, is_live=world.rank in plan.live_ranks)
+    elif state.parts.is_wished:
+        rows = state.parts.fetch(plan.shards, world.row_cut.part, world)
+    else:
+        return None
+    agree(world)  # all have theirs, and go on, or none does
+    return rows
+
+
+def enter_experts(state: RankState, plan: RecoveryPlan, repair: Repair, world: World) -> None:
+    """Bring experts to where the placements of another world want them; collective there."""
+    if state.stages is not None:
+        state.moves.enter_world(world, repair.placements, plan.held, plan.nodes)
+    else:
+        state.experts.enter_world(world, repair.placements, plan.held, state.optimizers, plan.nodes)
+
+
+def restore_missing(state: RankState, plan: RecoveryPlan, saved: MemoryCheckpoint | None) -> None:
+    """Read what the plan takes from snapshots and storage into the live state.
+
+    Args:
+        saved: what was fetched of it.
+    """
+    if saved is None:
+        return
+    own = state.training_state()
+    if plan.level == "live":
+        if plan.lacks_dense:
+            own.restore_dense(saved)
+        own.restore_experts(saved, {(la, e) for la, e in np.argwhere(~plan.held.any(axis=2)).tolist()})
+        return
+    own.restore_model(saved)
+    own.restore_optimizers(saved)
+    state.restored = saved
+    state.go_on_from(saved)
+
+
+def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:
+    """Ranks whose own state does not count."""
+    return tuple(rank for rank in range(world.size) if rank not in plan.live_ranks)
+
+
+def brought_progress(kept: FitProgress | None, state: RankState, plan: RecoveryPlan, world: World) -> FitProgress:
+    """The fit loop's progress at the plan's version, from whoever has it; collective.
+
+    Args:
+        kept: what this rank could take its fit loop back to.
+    """
+    trainer = state.trainer
+    if plan.level == "live":
+        is_live = world.rank not in newcomers_of(plan, world)
+        return shared_progress(kept, trainer, plan.version, world, is_live=is_live)
+    saved = state.restored
+    assert saved is not None
+    return FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
