@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.snapshotter import SnapshotReport, Window
 from moe_lightning.cli.short_training import (
     ModelOptions,

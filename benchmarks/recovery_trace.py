@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.recovery_runs import DiaryReader, run_elastic, run_plain
 from benchmarks.recovery_worker import Task
-from moe_lightning.algorithms.faults import Absence, Change, slot_absences
+from moe_lightning.callbacks.fault_injection import Absence, Change, slot_absences
 from moe_lightning.elastic.launcher import RanksFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import cap_nodes, read_trace

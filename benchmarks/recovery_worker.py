@@ -18,9 +18,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.fault_injection import FaultInjection
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.cli.short_training import StepClock, gpt, quiet_trainer, random_text, write_job
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.strategies import ExpertParallelStrategy

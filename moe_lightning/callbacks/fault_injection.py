@@ -1,4 +1,13 @@
-"""Faults on purpose, to see a run recover: the callback over `algorithms.faults` and `elastic.fault_effects`.
+"""Fault injection for tests of recovery.
+
+Faults on purpose, as text and as plans: which rank suffers what, where in which step, and when nodes come and go.
+
+parse_faults("kill", "rank=1,step=30")
+parse_faults("stop", "rank=0,step=40,seconds=5,place=backward; rank=2,step=60,seconds=5")
+
+What faults on purpose do to processes, snapshots and disks.
+
+Faults on purpose, to see a run recover: the callback over `callbacks.fault_injection` and `callbacks.fault_injection`.
 
 Every fault strikes once in a run: its mark in the run directory outlives the process that it kills, and the step that
 is repeated afterwards passes it by.
@@ -7,14 +16,19 @@ is repeated afterwards passes it by.
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import lightning.pytorch as pl
 from annotated_types import Interval
@@ -23,26 +37,302 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from moe_lightning.algorithms.faults import (
-    Absence,
-    Change,
-    Fault,
-    Kind,
-    Place,
-    distinct,
-    next_loss_s,
-    parse_faults,
-    returns_at_s,
-    slot_absences,
-)
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
+from moe_lightning.checkpoint.arena import Arena, arena_path
 from moe_lightning.config import validated
-from moe_lightning.elastic import fault_effects
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.simulate.failures import cap_nodes, read_trace
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
+
+Kind = Literal["kill", "stop", "slow", "drop_node", "corrupt_arena", "fill_disk"]
+Place = Literal["forward", "backward", "gradients", "update", "step_end", "validation", "recovery"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+PLACES: tuple[Place, ...] = get_args(Place)
+
+_PASSED_AT_ANY_STEP = ("validation", "recovery")
+"""Places that not every step has: the first one from the step on counts."""
+
+# What each kind takes beside rank and step: its default, or None where it must be given.
+_OPTIONS: dict[Kind, dict[str, Any]] = {
+    "kill": {"place": "forward"},
+    "stop": {"place": "forward", "seconds": 10.0},
+    "slow": {"factor": 2.0, "steps": 10},
+    "drop_node": {"place": "forward"},
+    "corrupt_arena": {"place": "forward"},
+    "fill_disk": {"folder": None, "megabytes": None, "seconds": 10.0},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        kind: "kill" (SIGKILL), "stop" (SIGSTOP, and SIGCONT after `seconds`), "slow" (forward and backward take
+            `factor` times as long for `steps` steps), "drop_node" (all ranks of the rank's node are killed and their
+            snapshots deleted), "corrupt_arena" (every snapshot of the rank is damaged), "fill_disk" (at most
+            `megabytes` of a `folder` are taken for `seconds`).
+        rank: of the world in which the step is trained.
+        step: optimizer steps done before.
+        place: before the "forward" or "backward" pass; with the step's "gradients" summed; in the "update", when this
+            rank has applied it and others may not have; at "step_end"; in a "validation" or at the end of a
+            "recovery", the first from the step on.
+
+    Raises:
+        ConfigurationError: a value that cannot be.
+    """
+
+    kind: Kind
+    rank: int
+    step: int
+    place: Place = "forward"
+    seconds: float = 10.0
+    factor: float = 2.0
+    steps: int = 10
+    folder: str = ""
+    megabytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigurationError(f"a fault {self.kind!r} is not known: use one of {', '.join(KINDS)}")
+        if self.place not in PLACES:
+            raise ConfigurationError(f"{self.kind}: place={self.place} is not known: use one of {', '.join(PLACES)}")
+        if self.rank < 0 or self.step < 0:
+            raise ConfigurationError(f"{self.kind}: rank={self.rank} and step={self.step} must be at least 0")
+        if self.steps < 1:
+            raise ConfigurationError(f"{self.kind}: steps={self.steps} must be at least 1")
+        if not 0 < self.seconds < math.inf:
+            raise ConfigurationError(f"{self.kind}: seconds={self.seconds:g} must be above 0 and finite")
+        if not 1 < self.factor < math.inf:
+            raise ConfigurationError(f"{self.kind}: factor={self.factor:g} must be above 1 and finite")
+        if self.kind == "fill_disk" and not (self.folder and 0 < self.megabytes < math.inf):
+            raise ConfigurationError(
+                f"fill_disk: folder={self.folder} and megabytes={self.megabytes:g} must name a folder and a finite "
+                "number above 0"
+            )
+
+    @property
+    def name(self) -> str:
+        """Tells it from all other faults of a run."""
+        return f"{self.kind}.rank{self.rank}.step{self.step}.{self.place}"
+
+    def is_due(self, *, step: int, place: Place) -> bool:
+        """Whether it strikes here, on its rank."""
+        if place != self.place:
+            return False
+        return step >= self.step if place in _PASSED_AT_ANY_STEP else step == self.step
+
+    def slows(self, step: int) -> bool:
+        """Whether a step is one of those that it makes slow."""
+        return self.kind == "slow" and self.step <= step < self.step + self.steps
+
+
+def parse_faults(kind: Kind, texts: str | Sequence[str] | None) -> tuple[Fault, ...]:
+    """Faults of one kind from "rank=1,step=30" and its like, several separated by semicolons or in a list.
+
+    Raises:
+        ConfigurationError: a name that the kind does not take, one that is missing or comes twice, a value that is no
+            number or out of range, the same fault twice.
+    """
+    lines = [] if texts is None else [texts] if isinstance(texts, str) else list(texts)
+    faults = [_parsed(kind, part.strip()) for line in lines for part in str(line).split(";") if part.strip()]
+    if lines and not faults:
+        raise ConfigurationError(f"{kind}={lines[0]!r} names no fault: write {_example(kind)}, or null for none")
+    return distinct(faults)
+
+
+def distinct(faults: Iterable[Fault]) -> tuple[Fault, ...]:
+    """The faults in the order of their steps.
+
+    Raises:
+        ConfigurationError: one comes twice; as each strikes once in a run, the second never would.
+    """
+    known: dict[str, Fault] = {}
+    for fault in sorted(faults, key=lambda f: (f.step, f.name)):
+        if fault.name in known:
+            raise ConfigurationError(
+                f"{fault.kind} strikes rank {fault.rank} twice at step {fault.step}, {fault.place}: change one"
+            )
+        known[fault.name] = fault
+    return tuple(known.values())
+
+
+def _parsed(kind: Kind, text: str) -> Fault:
+    given: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (equals and name and value):
+            raise ConfigurationError(f"{kind}={text!r} cannot be read at {part.strip()!r}: write {_example(kind)}")
+        if name in given:
+            raise ConfigurationError(f"{kind}={text!r} says {name} twice: say it once")
+        given[name] = value
+    options = _OPTIONS[kind]
+    taken = ("rank", "step", *options)
+    for name in given:
+        if name not in taken:
+            raise ConfigurationError(f"{kind}={text!r}: {name} is not one of {', '.join(taken)}")
+    for name in taken:
+        if name not in given and options.get(name) is None:
+            raise ConfigurationError(f"{kind}={text!r} lacks {name}: write {_example(kind)}")
+    return Fault(kind=kind, **{**options, **_values(kind, given)})
+
+
+def _values(kind: Kind, given: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, text in given.items():
+        whole = name in ("rank", "step", "steps")
+        try:
+            values[name] = text if name in ("place", "folder") else int(text) if whole else float(text)
+        except ValueError:
+            raise ConfigurationError(f"{kind}: {name}={text} is not {'an integer' if whole else 'a number'}") from None
+    return values
+
+
+def _example(kind: Kind) -> str:
+    extra = {"fill_disk": ",folder=FOLDER,megabytes=100", "stop": ",seconds=10", "slow": ",factor=2"}
+    return f"rank=1,step=30{extra.get(kind, '')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """At one moment some nodes leave and then some come."""
+
+    time_s: float
+    failed: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absence:
+    """A slot has no node from `from_s` on, until `to_s`."""
+
+    from_s: float
+    to_s: float = math.inf
+
+    def covers(self, time_s: float) -> bool:
+        """Whether the slot is empty then."""
+        return self.from_s <= time_s < self.to_s
+
+
+def slot_absences(changes: Iterable[Change], num_slots: int, *, speed: float = 1.0) -> list[tuple[Absence, ...]]:
+    """When each of so many slots has no node, as nodes come and go: who comes takes the lowest free slot.
+
+    Args:
+        changes: ascending in time, never more than `num_slots` nodes at once; the first one fills the slots at the
+            start.
+        num_slots: workers of the run.
+        speed: seconds of the changes that pass in one second.
+
+    Raises:
+        ConfigurationError: more nodes than slots, a node that leaves without being there, or a speed of 0 or less.
+    """
+    if not 0 < speed < math.inf:
+        raise ConfigurationError(f"speed={speed:g} must be above 0 and finite")
+    slot_of: dict[int, int] = {}
+    empty_since = dict.fromkeys(range(num_slots), 0.0)
+    absences: list[list[Absence]] = [[] for _ in range(num_slots)]
+    for change in changes:
+        time_s = change.time_s / speed
+        for node in change.failed:
+            if node not in slot_of:
+                raise ConfigurationError(f"node {node} leaves at {change.time_s:g} s without being there")
+            empty_since[slot_of.pop(node)] = time_s
+        for node in change.joined:
+            if not empty_since:
+                raise ConfigurationError(
+                    f"node {node} comes at {change.time_s:g} s, but none of {num_slots} slots is free"
+                )
+            slot = min(empty_since)
+            since_s = empty_since.pop(slot)
+            if since_s < time_s:
+                absences[slot].append(Absence(from_s=since_s, to_s=time_s))
+            elif time_s > 0:  # another node at the same moment: its predecessor's process ends all the same
+                absences[slot].append(Absence(from_s=time_s, to_s=time_s))
+            slot_of[node] = slot
+    for slot, since_s in empty_since.items():
+        absences[slot].append(Absence(from_s=since_s))
+    return [tuple(found) for found in absences]
+
+
+def next_loss_s(absences: Sequence[Absence], time_s: float) -> float | None:
+    """The next moment after `time_s` at which the slot loses its node."""
+    return min((absence.from_s for absence in absences if absence.from_s > time_s), default=None)
+
+
+def returns_at_s(absences: Sequence[Absence], time_s: float) -> float:
+    """From when on the slot has a node: `time_s` itself where it has one."""
+    return next((absence.to_s for absence in absences if absence.covers(time_s)), time_s)
+
+
+_HELPER = Path(__file__).with_name("fault_helper.py")
+
+
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL to processes, this one last; those that are gone already are passed over."""
+    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def stop_self(seconds: float) -> None:
+    """SIGSTOP to this process; a helper continues it after a while."""
+    _helped("continue", os.getpid(), seconds)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def drop_arenas(arenas: Path | None) -> None:
+    """Delete a node's snapshots, as if its memory were gone; an agent may still finish what it is writing."""
+    if arenas is not None:
+        shutil.rmtree(arenas, ignore_errors=True)
+
+
+def damage_snapshots(arenas: Path | None, rank: int) -> int:
+    """Turn round one byte in every piece of a rank's snapshots; how many pieces.
+
+    Raises:
+        ConfigurationError: the rank has no snapshots.
+    """
+    if arenas is None or not arena_path(arenas, rank).exists():
+        raise ConfigurationError(
+            f"corrupt_arena: rank {rank} has no snapshots at this step: use callbacks=partial_experts, or a later step"
+        )
+    arena = Arena(arena_path(arenas, rank))
+    blocks = {piece.at.data_offset: piece for table in arena.tables() for piece in table.placed if piece.nbytes}
+    for piece in blocks.values():
+        arena.payload(piece)[piece.nbytes // 2] ^= 0xFF
+    arena.close()
+    return len(blocks)
+
+
+def fill_disk(folder: Path, megabytes: float, seconds: float) -> int:
+    """Take at most so much space of a folder's file system for a while, whatever becomes of this process; bytes taken.
+
+    Raises:
+        ConfigurationError: the folder cannot be written to.
+    """
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigurationError(f"fill_disk: folder={folder} is not a folder that can be written to")
+    return int(_helped("fill", folder, megabytes, seconds).split()[0])
+
+
+def _helped(*arguments: object) -> str:
+    """Start the helper, and return what it says when it is ready."""
+    command = [sys.executable, "-I", "-S", str(_HELPER), *map(str, arguments)]
+    helper = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True, text=True
+    )
+    assert helper.stdout is not None
+    with helper.stdout:
+        said = helper.stdout.readline()
+    if not said:
+        raise RuntimeError(f"{_HELPER.name} {arguments[0]} ended with {helper.wait()}")
+    return said
+
 
 _Texts = str | Sequence[str] | None
 
@@ -53,7 +343,7 @@ _FOREVER_S = 1e8  # a node that never comes: the launcher ends who waits for it
 class FaultInjection(Callback):
     """Kills, stops, slows ranks and takes nodes, snapshots and disks away, where and when it is told to.
 
-    Faults are texts such as "rank=1,step=30", several separated by semicolons or in a list; `algorithms.faults.Fault`
+    Faults are texts such as "rank=1,step=30", several separated by semicolons or in a list; `callbacks.fault_injection.Fault`
     says what each takes. Ranks are those of the world in which the step is trained.
 
     Args:
@@ -204,20 +494,20 @@ class FaultInjection(Callback):
 
     def _apply(self, fault: Fault, trainer: pl.Trainer) -> None:
         if fault.kind == "kill":
-            fault_effects.kill([os.getpid()])
+            kill([os.getpid()])
         elif fault.kind == "stop":
-            fault_effects.stop_self(fault.seconds)
+            stop_self(fault.seconds)
         elif fault.kind == "drop_node":
-            fault_effects.kill(pid for pid in self._peers if pid != os.getpid())
+            kill(pid for pid in self._peers if pid != os.getpid())
             self._lose_node(trainer)
         elif fault.kind == "corrupt_arena":
-            fault_effects.damage_snapshots(_arenas(trainer), fault.rank)
+            damage_snapshots(_arenas(trainer), fault.rank)
         elif fault.kind == "fill_disk":
-            fault_effects.fill_disk(Path(fault.folder), fault.megabytes, fault.seconds)
+            fill_disk(Path(fault.folder), fault.megabytes, fault.seconds)
 
     def _lose_node(self, trainer: pl.Trainer) -> None:
-        fault_effects.drop_arenas(_arenas(trainer))
-        fault_effects.kill([os.getpid()])
+        drop_arenas(_arenas(trainer))
+        kill([os.getpid()])
 
     def _mark(self, name: str, **facts: float) -> bool:
         """Note that something has happened; False where it had before."""

@@ -1,4 +1,9 @@
-"""Lets a run go on when ranks die, hang, come back or leave: the callback over the strategy's elastic worlds.
+"""Fault recovery: training goes on when ranks die, hang, return or leave.
+
+The recoveries of a run as a table: recoveries.csv beside a CSV logger's metrics, a table of W&B, text of
+TensorBoard.
+
+Lets a run go on when ranks die, hang, come back or leave: the callback over the strategy's elastic worlds.
 
 Survivors keep their process and their state. What a lost rank held comes from live replicas, else from snapshots in
 memory, else from storage; then the failed step runs again with the same samples (Lazarus 4.3, REFT 4.3).
@@ -6,17 +11,20 @@ memory, else from storage; then the failed step runs again with the same samples
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
-from moe_lightning.callbacks.recovery_table import log_table
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.protection import PROTECTIONS, ProtectionLayout, choose_protection, protected_by
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
@@ -24,6 +32,58 @@ from moe_lightning.strategies.elastic_worlds import ElasticWorlds, WorldChanged
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.rank_state import replay_peer, verify_replay
 from moe_lightning.strategies.recovery import RecoveryListener, RecoveryReport
+
+COLUMNS = (
+    "step",
+    "began_at",
+    "reason",
+    "lost_ranks",
+    "ranks_before",
+    "ranks_after",
+    "restored",
+    "steps_lost",
+    "stale_experts",
+    "total_s",
+)
+
+
+def table_row(report: RecoveryReport) -> list[Any]:
+    """The values of `COLUMNS`; the time in UTC, lost ranks with spaces between them."""
+    return [
+        report.step,
+        datetime.fromtimestamp(report.began_at, UTC).isoformat(timespec="milliseconds"),
+        report.reason,
+        " ".join(map(str, report.lost_ranks)),
+        report.ranks_before,
+        report.ranks_after,
+        report.restored,
+        report.steps_lost,
+        report.stale_experts,
+        round(report.seconds["total"], 3),
+    ]
+
+
+def log_table(loggers: Iterable[Logger], reports: Sequence[RecoveryReport]) -> None:
+    """Add the last of this process's recoveries to the table of each logger; on the logging rank only."""
+    rows = [table_row(report) for report in reports]
+    for logger in loggers:
+        if isinstance(logger, CSVLogger):
+            _append(Path(logger.log_dir) / "recoveries.csv", rows[-1])
+        elif isinstance(logger, WandbLogger):
+            import wandb
+
+            table: Any = wandb.Table(columns=list(COLUMNS), data=rows)
+            logger.log_metrics({"recovery/table": table}, reports[-1].step)
+        elif isinstance(logger, TensorBoardLogger):
+            text = "  \n".join(f"**{name}** {value}" for name, value in zip(COLUMNS, rows[-1], strict=True))
+            logger.experiment.add_text("recovery/table", text, reports[-1].step)
+
+
+def _append(path: Path, row: Sequence[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        csv.writer(file).writerows([COLUMNS, row] if is_new else [row])
 
 
 @validated

@@ -1,12 +1,23 @@
-"""Keeps the ranks evenly busy: moves experts now and then, lets them visit other ranks step by step, and gives slow
+"""Load balancer: expert migration, shadow experts and shares of tokens by measured loads and speeds.
+
+Which MoE layers of a model a rank plans for, and what ranks that plan for others know together.
+
+A state of the balancer is of all layers, whatever the mesh: {"loads": [L][E], "averages": [L], "interval": steps}.
+
+The ranks among which a balancer spreads experts, and on how many nodes each must stay.
+
+What the load balancer says of its work: numbers of each layer, and the errors of its model.
+
+Keeps the ranks evenly busy: moves experts now and then, lets them visit other ranks step by step, and gives slow
 ranks fewer tokens and samples.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,22 +26,21 @@ import lightning.pytorch as pl
 import torch
 from annotated_types import Interval
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.allocation import AllocationPolicy
+from moe_lightning.balancing.cluster import Cluster, balance_ratio, imbalance
 from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy
-from moe_lightning.callbacks.balance_metrics import layer_metrics, movement_metrics, tell_errors
-from moe_lightning.callbacks.balanced_ranks import balanced_ranks, min_replicas
 from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate
-from moe_lightning.callbacks.own_layers import OwnLayers, together
-from moe_lightning.callbacks.speed_follower import SpeedFollower, SpeedPolicy
+from moe_lightning.callbacks.speeds import SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
-from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.placement import Placement, uniform_placement
+from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.dispatch.shadow_exchange import StepVisits
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
@@ -40,6 +50,178 @@ from moe_lightning.plots import svg, time_line
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.placed_experts import MigrationReport
 from moe_lightning.strategies.steps import Steps
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLayers:
+    """All layers, or those of the pipeline stages on this rank.
+
+    Attributes:
+        numbers: which of the model's.
+        total: layers of the model.
+    """
+
+    numbers: tuple[int, ...]
+    total: int
+
+    def part(self, state: State) -> State:
+        """What a state says of these layers.
+
+        Raises:
+            ConfigurationError: the state of a model with other layers.
+        """
+        if len(state["loads"]) != self.total:
+            raise ConfigurationError(
+                f"the balancer's state is of {len(state['loads'])} MoE layers, but the model has {self.total}: resume "
+                "with the model that wrote the checkpoint"
+            )
+        return state | {name: [state[name][number] for number in self.numbers] for name in ("loads", "averages")}
+
+    def whole(self, own: State, known: State | None) -> State:
+        """A state of all layers: of these as they say, of the others as it was known, or nothing.
+
+        Args:
+            own: of these layers.
+            known: of all layers of some model.
+        """
+        if known is None or len(known["loads"]) != self.total:
+            nothing = [0] * len(own["loads"][0]) if own["loads"] else []
+            known = {"loads": [nothing] * self.total, "averages": [None] * self.total}
+        state = own | {name: list(known[name]) for name in ("loads", "averages")}
+        for at, number in enumerate(self.numbers):
+            for name in ("loads", "averages"):
+                state[name][number] = own[name][at]
+        return state
+
+
+def together(told: Sequence[tuple[Sequence[int], State | None]], total: int) -> State | None:
+    """What ranks know together: of each layer what the first that plans for it says, else what the first says that
+    knows anything.
+
+    Args:
+        told: of each rank the layers that it plans for, and its state of all layers.
+        total: layers of the model.
+    """
+    known = next((state for _, state in told if state is not None), None)
+    for numbers, state in reversed(told):
+        if state is not None and numbers:
+            layers = OwnLayers(numbers=tuple(numbers), total=total)
+            known = layers.whole(layers.part(state), known)
+    return known
+
+
+def balanced_ranks(strategy: ExpertParallelStrategy, ranks_per_node: int | None) -> Cluster:
+    """The ranks that share the experts of a layer, in a pipeline those of this rank's stages; collective there.
+
+    Args:
+        ranks_per_node: consecutive ranks that fail together; None: the nodes that the strategy knows.
+
+    Raises:
+        ConfigurationError: what cannot be balanced.
+    """
+    experts, stages = strategy.experts, strategy.state.stages
+    sizes = {layer.num_experts for layer in strategy.state.layers}
+    if len(sizes) > 1:
+        raise ConfigurationError(
+            f"LoadBalancer plans all MoE layers together, but they have {sorted(sizes)} experts: give them equally many"
+        )
+    if stages is not None and (bare := stages.without_layers):
+        raise ConfigurationError(
+            f"LoadBalancer plans in every stage of mesh.pp, but the ranks of stages {bare} have no MoE layer: cut the "
+            "model otherwise (mesh.pp, schedule, moe_every), or drop the callback"
+        )
+    room = {slots for layer in experts.room for slots in layer}
+    if len(room) > 1:
+        raise ConfigurationError(
+            f"LoadBalancer needs as many slots on every rank, but ranks keep {sorted(room)}: "
+            f"set the strategy's slots, to {max(room)} or more"
+        )
+    if len(experts.layers[0].dispatcher.groups) > 1:
+        raise ConfigurationError("LoadBalancer needs one dispatch group: drop the strategy's ep_size")
+    if ranks_per_node is not None and strategy.elastic is not None:
+        raise ConfigurationError(
+            f"ranks_per_node={ranks_per_node} counts consecutive ranks, but ranks of an elastic run are in order of "
+            "birth and their nodes are known: leave it out (null)"
+        )
+    nodes: Sequence[int] = strategy.node_of
+    if ranks_per_node is not None:
+        nodes = [rank // ranks_per_node for rank in range(strategy.world.size)]
+    # Ranks of an elastic run may have kept more room than those that came later, or from another stage.
+    slots = room.pop() if strategy.elastic is None else min(all_gather_json(room.pop(), strategy.worlds.mesh.world))
+    return Cluster(node_of=tuple(nodes) if stages is None else stages.nodes(nodes), slots_per_rank=slots)
+
+
+def min_replicas(strategy: ExpertParallelStrategy, wanted: int | None) -> int:
+    """Nodes that hold each expert: what is wanted, but never less than what recovery relies on.
+
+    Raises:
+        ConfigurationError: less is wanted.
+    """
+    promised = strategy.placing.promised_replicas
+    if wanted is not None and wanted < promised:
+        raise ConfigurationError(
+            f"LoadBalancer's min_replicas={wanted} would move experts away from nodes that FaultRecovery's "
+            f"min_replicas={promised} relies on: leave it out (null), or use at least {promised}"
+        )
+    return promised if wanted is None else wanted
+
+
+_TOLERATED_ERROR = 0.1
+
+
+def layer_metrics(layers: Mapping[int, MoELayer], planner: BalancePlanner) -> Iterator[Metric]:
+    """Evenness, shadows and forecasts of every layer that is planned, by its number."""
+    for index, (number, layer) in enumerate(layers.items()):
+        area = f"balance/layer{number:02d}"
+        for name, value in _layer_numbers(layer).items():
+            yield Metric(name=f"{area}/{name}", value=value)
+        plan, error = planner.plans[index], planner.forecast_error[index]
+        yield Metric(name=f"{area}/shadows_count", value=float(plan.num_copies if plan is not None else 0))
+        if error is not None:
+            yield Metric(name=f"{area}/forecast_error_ratio", value=error)
+
+
+def movement_metrics(reports: Sequence[MigrationReport], visits: StepVisits | None) -> Iterator[Metric]:
+    """Experts that moved since the last log, and those that visited other ranks in the last step."""
+    moved = sum(report.moved_states for report in reports)
+    yield Metric(name="balance/migrated_states", value=float(moved))
+    yield Metric(name="balance/migrated_bytes", value=float(sum(r.sent_bytes for r in reports)), over_ranks="sum")
+    migration_ms = 1e3 * sum(report.migration_s for report in reports)
+    yield Metric(name="balance/migration_ms", value=migration_ms, over_ranks="max")
+    sent, trans_s, agg_s = (visits.sent_bytes, visits.trans_wait_s, visits.agg_wait_s) if visits else (0, 0.0, 0.0)
+    yield Metric(name="balance/shadow_bytes", value=float(sent), over_ranks="sum")
+    yield Metric(name="balance/exposed_trans_ms", value=1e3 * trans_s, over_ranks="max")
+    yield Metric(name="balance/exposed_agg_ms", value=1e3 * agg_s, over_ranks="max")
+
+
+def tell_errors(errors: Mapping[str, float]) -> None:
+    """Say where the performance model misses what was measured."""
+    bad = {name: error for name, error in errors.items() if error > _TOLERATED_ERROR}
+    if bad:
+        listed = ", ".join(f"{name} {100 * error:.0f} %" for name, error in bad.items())
+        rank_zero_info(
+            f"LoadBalancer: the performance model misses measured times by more than 10 % ({listed}), so shadows may "
+            "be planned where they do not pay: calibrate on an idle machine, or use shadows=none"
+        )
+
+
+def _layer_numbers(layer: MoELayer) -> dict[str, float]:
+    """How even the last micro-batch was on plain expert parallelism and how even it is now."""
+    loads = layer.dispatcher.last_rank_loads
+    if layer.statistics is None or loads is None:
+        return {}
+    tokens_E, speeds_N = layer.statistics.computed_NE.numpy().sum(axis=0), layer.dispatcher.speeds
+    plain = uniform_placement(layer.num_experts, len(loads))
+    before = balanced_quota(tokens_E, plain.replicas).sum(axis=0)
+    numbers = {
+        "imbalance_before_ratio": imbalance(before, speeds_N),
+        "imbalance_after_ratio": imbalance(loads, speeds_N),
+    }
+    quotient = balance_ratio(before, loads)
+    return numbers | ({"rb_ratio": quotient} if math.isfinite(quotient) else {})
+
 
 _DENSE_STEPS = range(2, 6)
 """Steps whose dense layers are timed: the first ones warm the machine up."""

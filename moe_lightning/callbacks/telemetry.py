@@ -1,16 +1,23 @@
-"""What a training step did, as metrics: throughput, gradient norm, and for each MoE layer how evenly tokens fell on
+"""Metrics of training steps: throughput, gradient norm, balance of every MoE layer.
+
+Which ranks hold which expert, as a CSV that grows where it changes.
+
+What a training step did, as metrics: throughput, gradient norm, and for each MoE layer how evenly tokens fell on
 experts and ranks.
 
 Names are `area/layerNN/name_unit`. Everything is read on logging steps only; on the others nothing is copied from the
 device.
+
+Lightning's table of layers, for a model whose experts are spread over ranks.
 """
 
 from __future__ import annotations
 
+import csv
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,17 +29,42 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.callbacks.placement_table import PlacementTable
 from moe_lightning.callbacks.wandb_logger import log_histograms
 from moe_lightning.config import validated
 from moe_lightning.models.gpt_module import SupervisedModule
-from moe_lightning.models.size import model_size
+from moe_lightning.models.size import model_size, whole_parameters
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.context import ExchangeClock
+from moe_lightning.seams import SummaryShown, SummaryTable
+
+
+class PlacementTable:
+    """A CSV of `step,layer,ranks`, then for each expert the ranks that hold it, with spaces between them; a rank that
+    holds several replicas stands as often. A layer gets a line where its placement is another than the last written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: dict[int, list[str]] = {}
+
+    def write(self, step: int, layers: Sequence[MoELayer]) -> None:
+        """Add the placements after a step where they have changed."""
+        changed = {}
+        for index, layer in enumerate(layers):
+            replicas_EN = layer.dispatcher.placement.replicas
+            holders = [" ".join(str(n) for n, count in enumerate(row) for _ in range(count)) for row in replicas_EN]
+            line = [str(replicas_EN.shape[1]), *holders]
+            if self._written.get(index) != line:
+                self._written[index] = changed[index] = line
+        if changed:
+            with self._path.open("a", newline="") as file:
+                csv.writer(file).writerows([step, index, *line] for index, line in changed.items())
+
 
 Reduction = Literal["same", "sum", "mean", "max"]
 
@@ -338,3 +370,47 @@ def reduced(metrics: list[Metric], trainer: pl.Trainer) -> dict[str, float]:
             local = torch.tensor([values[name] for name in names], device=trainer.strategy.root_device)
             values |= zip(names, trainer.strategy.reduce(local, reduce_op=kind).tolist(), strict=True)
     return values
+
+
+_NOT_APPLICABLE = "n/a"
+
+
+class WholeModelSummary(SummaryTable):
+    """Counts as if all experts were here; `Params per Device` is what this rank holds."""
+
+    @property
+    @override
+    def param_nums(self) -> list[int]:
+        modules = dict(self.module.named_modules())
+        return [whole_parameters(modules[name]) for name in self.layer_names]
+
+    @property
+    @override
+    def total_parameters(self) -> int:
+        return whole_parameters(self.module)
+
+    @property
+    @override
+    def trainable_parameters(self) -> int:
+        return whole_parameters(self.module, trained=True)
+
+    @override
+    def columns(self, stock: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+        modules = dict(self.module.named_modules())
+        held = (sum(p.numel() for p in modules[name].parameters()) for name in self.layer_names)
+        here = [get_human_readable_count(count) for count in held]
+        here += [_NOT_APPLICABLE] * (len(stock[0][1]) - len(here))  # a row of Lightning's for what no layer owns
+        place = [name for name, _ in stock].index("Params") + 1
+        return [*stock[:place], ("Params per Device", here), *stock[place:]]
+
+
+@validated
+class ExpertModelSummary(SummaryShown):
+    """Lightning's summary with the parameters of the whole model, each expert once, and beside them those that rank 0
+    holds. The one that a Trainer adds by itself takes rank 0's slots for the model.
+
+    Args:
+        max_depth: of the layers that the table lists; 0 shows none, -1 all.
+    """
+
+    table = WholeModelSummary

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
 from moe_lightning.balancing.rules import STRATEGIES
 from moe_lightning.callbacks.calibration import measure_exchange, measure_experts
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.cli.capacity import check_processes
 from moe_lightning.cli.measurement import machine
 from moe_lightning.cli.short_training import (

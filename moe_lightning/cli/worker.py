@@ -257,7 +257,7 @@ def _built_group(config: Mapping[str, Any], group: str) -> list[Any]:
 def agreed_checkpoint(run: Run, config: Mapping[str, Any]) -> str | None:
     """The checkpoint that all ranks go on from, or None: rank 0 looks, after it has kept older worlds from committing;
     collective."""
-    from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+    from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
     from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
     strategy = run.trainer.strategy

@@ -24,8 +24,8 @@ import xxhash
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.elastic.worker import RunFinished
 from moe_lightning.parallel import exchange, sequence

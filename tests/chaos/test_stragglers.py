@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from moe_lightning.callbacks import speed_follower
+from moe_lightning.callbacks import speeds
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import SETTINGS, Hold, Kill, assert_same_losses, elastic_run, reference
@@ -33,7 +33,7 @@ class SlowWorker(pl.Callback):
         if trainer.strategy.elastic is not None:
             TestClock.rank = trainer.strategy.elastic.engine.task.slot
         TestClock.slow = {SLOW: (2.5, 0, 10**9)}
-        speed_follower.RankClock = TestClock  # type: ignore[misc]
+        speeds.RankClock = TestClock  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         samples = trainer.strategy.steps.stream.num_samples  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.moe.adapters import add_adapters
 from tests.distributed import balanced_training

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel import fsdp
 from moe_lightning.state.tensors import is_cut, local

@@ -21,7 +21,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.agent_control import agent_alive, request_stop
 from moe_lightning.checkpoint.arena import digest_of
 from moe_lightning.checkpoint.directory import run_of

@@ -18,8 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from moe_lightning.callbacks.dynamic_k import DynamicK
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.checkpoint import DynamicK, PartialExpertsCheckpoint
 from moe_lightning.checkpoint.agent_control import agent_alive, request_stop
 from moe_lightning.checkpoint.directory import checkpoints, run_of
 from moe_lightning.checkpoint.loader import find_newest

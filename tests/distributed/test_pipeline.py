@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.data.loader import StepLoader
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import ConfigurationError

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moe_lightning import ContextParallel, RoutingReplay
-from moe_lightning.callbacks.compile_dense import CompileDense
-from moe_lightning.callbacks.recompute_dense import RecomputeDense
-from moe_lightning.callbacks.routing_recorder import RoutingRecorder
+from moe_lightning.callbacks.dense_blocks import CompileDense, RecomputeDense
+from moe_lightning.callbacks.routing import RoutingRecorder
 from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.moe.replayed_routing import Piece, read_samples, write_piece
 from tests.distributed.harness import run_ranks

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from moe_lightning import ExpertParallelStrategy
-from moe_lightning.callbacks import speed_follower
+from moe_lightning.callbacks import speeds
 from moe_lightning.callbacks.load_balancer import LoadBalancer
-from moe_lightning.callbacks.speed_follower import SpeedFollower, SpeedPolicy
+from moe_lightning.callbacks.speeds import SpeedFollower, SpeedPolicy
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import NUM_EXPERTS, random_placement
@@ -193,7 +193,7 @@ class Slices(pl.Callback):
 def uneven(rank: int, world_size: int, *, balancer: dict[str, Any], slow_ranks: Any = None, **options: Any) -> Any:
     slices = Slices()
     TestClock.rank, TestClock.slow = rank, slow_ranks or {}
-    speed_follower.RankClock = TestClock  # type: ignore[misc]
+    speeds.RankClock = TestClock  # type: ignore[misc]
     callbacks = (LoadBalancer(**EAGER | {"shadows": "none", **balancer}), slices)
     result = train(rank, world_size, callbacks=callbacks, **options)
     return result | {"samples": slices.samples}

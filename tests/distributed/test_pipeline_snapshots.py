@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from benchmarks.checkpoint_bubbles import bubble_table
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
 from tests.agents import agent_ahead
 from tests.distributed.harness import run_ranks

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_lightning import CompileDense, ConfigurationError, GPTModule, OptimizerConfig, RecomputeDense
-from moe_lightning.callbacks.compile_dense import dense_parts
+from moe_lightning.callbacks.dense_blocks import dense_parts
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
 from tests.parameters import slow

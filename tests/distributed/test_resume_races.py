@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.commit import prune, try_commit
 from moe_lightning.checkpoint.directory import checkpoints, newest_world
 from moe_lightning.checkpoint.storage.posix import PosixStorage

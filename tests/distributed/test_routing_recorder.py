@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_lightning.callbacks.routing_recorder import RoutingRecorder
+from moe_lightning.callbacks.routing import RoutingRecorder
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import ForcedRouting, Popularity
 from tests.distributed.harness import RankFailure, run_ranks

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from moe_lightning import kernels as ops
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.state import tensors
 from moe_lightning.strategies import world_ddp
 from tests.distributed.training import RandomTokens, Recorder, make_trainer

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from moe_lightning import kernels as ops
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.strategies import steps as step_weights
 from moe_lightning.strategies import world_ddp

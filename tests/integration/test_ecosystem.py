@@ -26,7 +26,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
 
 from moe_lightning import CompileDense, ConfigurationError, ExpertModelSummary, GPTModule, OptimizerConfig
-from moe_lightning.callbacks.compile_dense import dense_parts
+from moe_lightning.callbacks.dense_blocks import dense_parts
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.models.size import model_size
 from tests.distributed.harness import run_ranks

@@ -26,8 +26,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
 from moe_lightning import ExpertParallelStrategy, GPTModule, OptimizerConfig
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from tests.distributed.training import TINY, RandomTokens, quiet
 
 _FOREVER = 1_000_000

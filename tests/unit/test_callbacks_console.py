@@ -16,12 +16,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, OptimizerConfig
+from moe_lightning.callbacks.checkpoint import LatestCheckpoint
 from moe_lightning.callbacks.console import Console
-from moe_lightning.callbacks.full_checkpoint import LatestCheckpoint
-from moe_lightning.callbacks.summary import Summary, ngram_losses, render
+from moe_lightning.callbacks.summary import Summary, ngram_cross_entropy, ngram_losses, render
 from moe_lightning.callbacks.telemetry import Telemetry, perplexity
 from moe_lightning.cli.worker import Run, measure
-from moe_lightning.data.ngram import ngram_cross_entropy
 from moe_lightning.data.text import TextData
 from tests.distributed.training import TINY, RandomTokens
 

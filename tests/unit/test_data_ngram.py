@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.data import ngram
+from moe_lightning.callbacks import summary
+from moe_lightning.callbacks.summary import ngram_cross_entropy
 from moe_lightning.data.corpus import prepare_corpus
-from moe_lightning.data.ngram import ngram_cross_entropy
 from moe_lightning.errors import ConfigurationError
 
 
@@ -76,7 +76,7 @@ def test_reaches_the_entropy_of_a_chain_of_that_order(order: int) -> None:
 def test_pieces_and_dtypes_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     text = np.random.default_rng(1).integers(0, 9, 5000)
     whole = ngram_cross_entropy(text[:4000], text[4000:], 2, 9)
-    monkeypatch.setattr(ngram, "_PIECE", 77)
+    monkeypatch.setattr(summary, "_PIECE", 77)
     for dtype in (np.uint8, np.uint16, np.int64, np.uint64):
         tokens = text.astype(dtype)
         assert ngram_cross_entropy(tokens[:4000], tokens[4000:], 2, 9) == pytest.approx(whole, rel=1e-12)
@@ -87,8 +87,8 @@ def test_the_chosen_discounts_are_near_the_best_for_unseen_text(monkeypatch: pyt
     train, val = text[:40_000], text[40_000:]
     chosen = ngram_cross_entropy(train, val, 2, 32)
     fixed = []
-    for discount in ngram._DISCOUNTS:
-        monkeypatch.setattr(ngram, "_DISCOUNTS", (discount,))
+    for discount in summary._DISCOUNTS:
+        monkeypatch.setattr(summary, "_DISCOUNTS", (discount,))
         fixed.append(ngram_cross_entropy(train, val, 2, 32))
     assert chosen < min(fixed) + 0.002
     assert max(fixed) > min(fixed) + 0.05

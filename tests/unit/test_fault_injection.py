@@ -12,11 +12,10 @@ import pytest
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
-from moe_lightning.algorithms.faults import PLACES, Absence
-from moe_lightning.callbacks.fault_injection import FaultInjection, _Clock
+from moe_lightning.callbacks import fault_injection
+from moe_lightning.callbacks.fault_injection import PLACES, Absence, FaultInjection, _Clock
 from moe_lightning.checkpoint.arena import Arena, arena_path, digest_of
 from moe_lightning.checkpoint.snapshotter import Snapshotter
-from moe_lightning.elastic import fault_effects
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, RandomTokens, make_trainer
@@ -40,7 +39,7 @@ def strikes(rank: int, world_size: int, folder: str, faults: dict[str, Any], run
         struck.append((injection._step, place))
 
     seen: set[str] = set()
-    fault_effects.kill = note  # type: ignore[assignment]  # in this process only
+    fault_injection.kill = note  # type: ignore[assignment]  # in this process only
     for _ in range(runs):
         injection = FaultInjection(folder, **faults)
         trainer = make_trainer(
@@ -94,7 +93,7 @@ def test_a_trace_needs_workers_that_come_back(tmp_path: Path) -> None:
 
 STOPPER = """
 import sys, time
-from moe_lightning.elastic.fault_effects import stop_self
+from moe_lightning.callbacks.fault_injection import stop_self
 began = time.monotonic()
 stop_self(0.3)
 print(time.monotonic() - began)
@@ -111,7 +110,7 @@ def test_a_stopped_process_is_continued() -> None:
 def test_a_process_that_dies_while_it_is_stopped_is_let_be() -> None:
     with Program(*SLEEPER) as sleeper:
         arguments = ("continue", str(sleeper.process.pid), "0.1")
-        with Program("-I", "-S", fault_effects._HELPER, *arguments) as helper:
+        with Program("-I", "-S", fault_injection._HELPER, *arguments) as helper:
             helper.wait_for(lambda: helper.out == "ready\n")
             sleeper.process.kill()
             sleeper.process.wait()
@@ -119,11 +118,11 @@ def test_a_process_that_dies_while_it_is_stopped_is_let_be() -> None:
 
 
 def test_space_is_taken_and_given_back(tmp_path: Path) -> None:
-    taken = fault_effects.fill_disk(tmp_path, 3.0, 0.01)
+    taken = fault_injection.fill_disk(tmp_path, 3.0, 0.01)
     assert taken == 3_000_000
     assert list(tmp_path.iterdir()) == [], "the file has no name"
     with pytest.raises(ConfigurationError, match="is not a folder that can be written to"):
-        fault_effects.fill_disk(tmp_path / "missing", 1.0, 1.0)
+        fault_injection.fill_disk(tmp_path / "missing", 1.0, 1.0)
 
 
 def test_a_full_disk_is_no_failure_of_the_helper(tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_a_full_disk_is_no_failure_of_the_helper(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20)); sys.argv = sys.argv[1:];"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    ran = run_program("-I", "-c", limited, fault_effects._HELPER, "fill", tmp_path, "100", "0.01")
+    ran = run_program("-I", "-c", limited, fault_injection._HELPER, "fill", tmp_path, "100", "0.01")
     assert (ran.returncode, ran.stdout) == (0, f"{2 << 20} bytes\n")
 
 
@@ -141,7 +140,7 @@ def test_every_piece_of_a_rank_is_damaged(tmp_path: Path) -> None:
     snapshotter = Snapshotter(arena_path(tmp_path, 0), run="r", session="1", rank=0, world_size=1, state=state)
     snapshotter.start(1, state, fresh=set(state))
     snapshotter.finish()
-    assert fault_effects.damage_snapshots(tmp_path, 0) == sum(tensor.numel() > 0 for tensor in state.values())
+    assert fault_injection.damage_snapshots(tmp_path, 0) == sum(tensor.numel() > 0 for tensor in state.values())
     arena = Arena(arena_path(tmp_path, 0))
     [table] = arena.tables()
     for placed in table.placed:
@@ -150,8 +149,8 @@ def test_every_piece_of_a_rank_is_damaged(tmp_path: Path) -> None:
     arena.close()
     snapshotter.close()
     with pytest.raises(ConfigurationError, match="rank 3 has no snapshots at this step"):
-        fault_effects.damage_snapshots(tmp_path, 3)
-    fault_effects.drop_arenas(tmp_path)
+        fault_injection.damage_snapshots(tmp_path, 3)
+    fault_injection.drop_arenas(tmp_path)
     assert not tmp_path.exists()
 
 
@@ -159,7 +158,7 @@ def test_the_dead_are_passed_over_and_the_living_killed() -> None:
     with Program(*SLEEPER) as gone, Program(*SLEEPER) as alive:
         gone.process.kill()
         gone.process.wait()
-        fault_effects.kill([gone.process.pid, alive.process.pid])
+        fault_injection.kill([gone.process.pid, alive.process.pid])
         assert alive.end().returncode == -signal.SIGKILL
 
 

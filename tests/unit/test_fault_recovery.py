@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from moe_lightning.callbacks.fault_recovery import FaultRecovery
-from moe_lightning.callbacks.recovery_table import COLUMNS, log_table, table_row
+from moe_lightning.callbacks.fault_recovery import COLUMNS, FaultRecovery, log_table, table_row
 from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy

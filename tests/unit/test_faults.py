@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.faults import (
+from moe_lightning.callbacks.fault_injection import (
     KINDS,
     PLACES,
     Absence,

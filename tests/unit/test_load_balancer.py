@@ -16,8 +16,7 @@ from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.packing import packed_placement
 from moe_lightning.balancing.planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
 from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES
-from moe_lightning.callbacks.balanced_ranks import balanced_ranks, min_replicas
-from moe_lightning.callbacks.load_balancer import LoadBalancer
+from moe_lightning.callbacks.load_balancer import LoadBalancer, balanced_ranks, min_replicas
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_lightning.callbacks.own_layers import OwnLayers, together
+from moe_lightning.callbacks.load_balancer import OwnLayers, together
 from moe_lightning.errors import ConfigurationError
 
 FIRST, SECOND = OwnLayers(numbers=(0, 2), total=4), OwnLayers(numbers=(1, 3), total=4)

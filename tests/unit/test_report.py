@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from moe_lightning import MoELayer
-from moe_lightning.callbacks.placement_table import PlacementTable
-from moe_lightning.callbacks.recovery_table import COLUMNS
+from moe_lightning.callbacks.fault_recovery import COLUMNS
+from moe_lightning.callbacks.telemetry import PlacementTable
 from moe_lightning.cli import report
 from moe_lightning.cli.bench import main
 from moe_lightning.cli.report_sections import read_placements

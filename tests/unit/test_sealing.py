@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from moe_lightning.callbacks.full_checkpoint import LatestCheckpoint
+from moe_lightning.callbacks.checkpoint import LatestCheckpoint
 from moe_lightning.checkpoint import checksum, files
 from moe_lightning.checkpoint.checksum import check_file
 from moe_lightning.checkpoint.files import SealedFiles, read_file, write_file

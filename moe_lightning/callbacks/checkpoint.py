@@ -1,4 +1,15 @@
-"""Partial-experts checkpoints that do not stall training: the callback over `moe_lightning.checkpoint`.
+"""Checkpoint callbacks: partial-experts checkpoints, Dynamic-K, full checkpoints.
+
+Dynamic-K: save more experts as faults use up the budget of lost tokens (PEC 3.4; MoC-System 5.3).
+
+Full checkpoints named after their step, the last one at the end of the run.
+
+What is told of partial checkpoints as they are made.
+
+What partial checkpoints may lose: the tokens that a restore lost are counted, and DynamicK, where that callback is
+used, raises K so that they keep its budget.
+
+Partial-experts checkpoints that do not stall training: the callback over `moe_lightning.checkpoint`.
 
 After an optimizer step the state is copied into host memory while the next forward and backward run; a process of its
 own writes it to storage and commits it (PEC 3.2; MoC-System 5). Of each layer's E experts a snapshot holds K_snapshot
@@ -10,28 +21,280 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.callbacks import checkpoint_budget as budget
-from moe_lightning.callbacks.checkpoint_metrics import log_checkpoint, log_committed
+from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks.load_balancer import LoadBalancer
+from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
+from moe_lightning.checkpoint.agent_control import warnings_of
 from moe_lightning.checkpoint.directory import checkpoints, enter_world, next_world, run_of
+from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings, Order
 from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.repair import RecoverySources, fallback_room
+from moe_lightning.checkpoint.selection import DynamicK as DynamicKRule
+from moe_lightning.checkpoint.selection import parse_scopes, worst_case_plt
 from moe_lightning.checkpoint.session import CheckpointSession
-from moe_lightning.checkpoint.snapshotter import CopyWindows
+from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
 from moe_lightning.checkpoint.storage.interface import URL
-from moe_lightning.checkpoint.storage.registry import absolute, shared_place
+from moe_lightning.checkpoint.storage.registry import absolute, place_of, shared_place
+from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.config import Coefficient, PositiveInt, Seconds, validated
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.recovery import RecoveryListener
+
+
+@validated
+class DynamicK(Callback):
+    """Raises K_persist of PartialExpertsCheckpoint so that the proportion of lost tokens stays below a threshold.
+
+    It doubles K when the level's share of the budget is spent, or when one more fault could exceed the budget: the
+    total stays below
+    the threshold however the routing is skewed.
+
+    Args:
+        threshold: proportion of lost tokens (PLT) that the whole training may cost.
+
+    Raises:
+        ConfigurationError: the threshold is not between 0 and 1.
+    """
+
+    def __init__(self, threshold: float = 0.0375) -> None:
+        if not 0 < threshold < 1:
+            raise ConfigurationError(f"threshold={threshold} is a share of all tokens: use a value between 0 and 1")
+        self.threshold = threshold
+        self._rule: DynamicKRule | None = None
+        self._saved: dict[str, Any] = {}
+
+    def start(self, *, k0: int, num_experts: int, predicted_plt: Callable[[int], float]) -> int:
+        """Begin with K experts a layer, or go on from where this run is: what was spent stays spent however often its
+        world or its interval changes. Returns the K to use.
+
+        Args:
+            predicted_plt: K -> PLT that one more fault may cost at most.
+        """
+        known = self._rule.state_dict() if self._rule is not None else self._saved
+        self._rule = DynamicKRule(k0=k0, num_experts=num_experts, predicted_plt=predicted_plt, threshold=self.threshold)
+        if known:
+            self._rule.load_state_dict(known)
+        return self._rule.k
+
+    def after_fault(self, plt: float) -> int:
+        """Account for what a restore lost; returns the K to use from now on."""
+        assert self._rule is not None
+        return self._rule.after_fault(plt)
+
+    def before_checkpoint(self, cost: Callable[[int], float]) -> int:
+        """The K to use for the next checkpoint, from what a restore of it would cost at each K."""
+        assert self._rule is not None
+        return self._rule.before_checkpoint(cost)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._rule.state_dict() if self._rule is not None else dict(self._saved)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved, self._rule = dict(state_dict), None
+
+
+@validated
+class LatestCheckpoint(ModelCheckpoint):
+    """Lightning's ModelCheckpoint that keeps the newest `step-NNNNNNN.ckpt` files and also writes one when training
+    ends.
+
+    Args:
+        dirpath: folder of the checkpoints.
+        every_n_train_steps: optimizer steps between checkpoints.
+        save_top_k: 1 keeps the newest checkpoint only, -1 all of them.
+    """
+
+    def __init__(
+        self, dirpath: str | Path, *, every_n_train_steps: PositiveInt = 1000, save_top_k: Literal[1, -1] = 1
+    ) -> None:
+        super().__init__(
+            dirpath=dirpath,
+            filename="step-{step:07d}",
+            auto_insert_metric_name=False,
+            every_n_train_steps=every_n_train_steps,
+            save_top_k=save_top_k,
+            enable_version_counter=False,
+        )
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not getattr(trainer, "fast_dev_run", False):
+            seams.save_as_last(self, trainer)
+
+
+def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float) -> None:
+    """Log the last snapshot, the last checkpoint that the agent has committed and the proportion of lost tokens; warn
+    of what the agent complains of.
+    """
+    metrics: dict[str, float] = {
+        "plt": plt,
+        "k_snapshot": session.k_snapshot,
+        "k_persist": session.k_persist,
+        "predicted_bytes": session.predicted_bytes,
+    }
+    report, status = session.last_report, session.status()
+    if report is not None:
+        metrics |= {"snapshot_ms": 1e3 * report.copy_s, "snapshot_bytes": report.copied_bytes}
+        copied = report.copied_by_window
+        metrics |= {f"copied_{window.value}_bytes": size for window, size in copied.items()}
+        if copied and report.copied_bytes:
+            metrics["copied_in_bubbles"] = copied[Window.BUBBLE] / report.copied_bytes
+    if status.committed_step is not None:
+        metrics |= {"persist_ms": 1e3 * status.persist_s, "persist_bytes": status.persist_bytes}
+    for warning in warnings_of(status):
+        rank_zero_warn(warning)
+    for logger in trainer.loggers:
+        logger.log_metrics({f"checkpoint/{name}": value for name, value in metrics.items()}, trainer.global_step)
+    log_committed(trainer, status.committed_path)
+
+
+def log_committed(trainer: pl.Trainer, path: str | None) -> None:
+    """Tell W&B's loggers of the newest whole checkpoint, where there is one."""
+    for logger in trainer.loggers:
+        if isinstance(logger, QuietWandbLogger) and path:
+            logger.log_checkpoint(place_of(path))
+
+
+class TokenCounts:
+    """Assignments of each expert that the ledger has not recorded yet.
+
+    Attributes:
+        total: int64 [L, E]; None before the first.
+    """
+
+    def __init__(self, total: Tensor | None = None) -> None:
+        self.total = total
+
+    def add(self, module: nn.Module) -> None:
+        """Those of the last micro-batch."""
+        layers = moe_layers(module)
+        counts = [layer.statistics.computed_NE.sum(dim=0) for layer in layers if layer.statistics is not None]
+        if counts and len(counts) == len(layers):
+            stacked = torch.stack(counts)
+            self.total = stacked if self.total is None else self.total + stacked
+
+    def record(self, checkpoint_ledger: CheckpointLedger | None) -> None:
+        """Into the ledger, where there is one."""
+        if self.total is not None and checkpoint_ledger is not None:
+            checkpoint_ledger.ledger.record(self.total.cpu().numpy())
+            self.total = None
+
+
+def computed_in(strategy: ExpertParallelStrategy) -> torch.dtype | None:
+    """What experts compute in, where that is less than their weights; None: it is not."""
+    layers = strategy.experts.layers
+    is_less = bool(layers) and strategy.flight_dtype.itemsize < layers[0].experts.dtype.itemsize
+    return strategy.flight_dtype if is_less else None
+
+
+def count_losses(checkpoint_ledger: CheckpointLedger, restored: CheckpointSource) -> float:
+    """Account for experts that came back older than the checkpoint; the PLT that this restore cost."""
+    saved = restored.read_object("ledger")
+    lost = checkpoint_ledger.restore(saved, restored.first_step, restored.expert_versions())
+    if lost.any():
+        stale = int((lost > 0).sum())
+        rank_zero_warn(
+            f"{stale} experts were restored from older versions: {int(lost.sum())} assignments lost, "
+            f"PLT {100 * checkpoint_ledger.ledger.plt:.3f} percent so far"
+        )
+    return checkpoint_ledger.ledger.plt_of(lost.sum(axis=1))
+
+
+def count_stale(checkpoint_ledger: CheckpointLedger, versions: Mapping[tuple[int, int], int]) -> float:
+    """Account for experts of the live state that came back older, given by (layer, expert); the PLT that it cost."""
+    lost = checkpoint_ledger.lose(versions)
+    rank_zero_warn(
+        f"{len(versions)} experts came back older: {int(lost.sum())} assignments lost, "
+        f"PLT {100 * checkpoint_ledger.ledger.plt:.3f} percent so far"
+    )
+    return checkpoint_ledger.ledger.plt_of(lost.sum(axis=1))
+
+
+def new_ledger(
+    trainer: pl.Trainer, state: TrainingState, settings: CheckpointSettings, counts: Tensor, steps: int
+) -> CheckpointLedger:
+    """Of a run that begins, from the assignments of its first steps, int64 [L, E]."""
+    per_step: IntArray = counts.sum(dim=1).cpu().numpy() // max(1, steps)
+    planned = (per_step * planned_steps(trainer)).clip(min=1)
+    return state.checkpoint_ledger(planned, scopes=parse_scopes(settings.scopes), order=settings.order)
+
+
+def choose_k(
+    trainer: pl.Trainer, session: CheckpointSession, settings: CheckpointSettings, *, interval: int, lost: float = 0.0
+) -> None:
+    """Let DynamicK raise K for this interval, and after a restore that lost tokens; where none are lost, leave it.
+
+    Args:
+        interval: steps between checkpoints.
+        lost: PLT that faults have cost since K was chosen last.
+    """
+    dynamic = _dynamic_k(trainer)
+    if dynamic is None or settings.lossless:
+        return
+    total_steps = planned_steps(trainer)
+
+    def predicted_plt(k: int) -> float:
+        if settings.order != "sequential":
+            return 0.0  # there is no bound: `bound_cost` looks at every checkpoint
+        copied = max(k, session.k_snapshot)
+        return worst_case_plt(
+            num_experts=session.num_experts, k=k, k_snapshot=copied, interval=interval, total_steps=total_steps
+        )
+
+    k = dynamic.start(k0=session.k_persist, num_experts=session.num_experts, predicted_plt=predicted_plt)
+    if lost:
+        k = dynamic.after_fault(lost)
+    if k > session.k_persist:
+        rank_zero_warn(
+            f"DynamicK writes {k} experts of each layer instead of {session.k_persist}: with fewer, the next "
+            f"fault could bring the lost tokens above {100 * dynamic.threshold:.2f} percent"
+        )
+    session.raise_k(k)
+
+
+def bound_cost(
+    trainer: pl.Trainer, session: CheckpointSession, checkpoint_ledger: CheckpointLedger, *, order: Order
+) -> None:
+    """Under the load-aware orders: let DynamicK raise K until a restore of the next checkpoint keeps the budget."""
+    dynamic = _dynamic_k(trainer)
+    if dynamic is not None and order != "sequential":
+        cost = lambda k: checkpoint_ledger.cost(checkpoint_ledger.plan(max(k, session.k_snapshot), k))  # noqa: E731
+        session.raise_k(dynamic.before_checkpoint(cost))
+
+
+def planned_steps(trainer: pl.Trainer) -> int:
+    """Optimizer steps of the whole training.
+
+    Raises:
+        ConfigurationError: it has no end.
+    """
+    steps = trainer.estimated_stepping_batches
+    if steps == float("inf"):
+        raise ConfigurationError(
+            "the proportion of lost tokens needs the length of the training: give the Trainer max_steps or max_epochs"
+        )
+    return int(steps)
+
+
+def _dynamic_k(trainer: pl.Trainer) -> DynamicK | None:
+    return next((c for c in trainer.callbacks if isinstance(c, DynamicK)), None)  # type: ignore[attr-defined]
 
 
 @validated
@@ -101,7 +364,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         self._moments: Collection[str] = ()  # that the session has room for
         self._received_ledger: dict[str, Any] | None = None
         self._is_interrupted = self._is_saving = self._experts_moved = False
-        self._counts = budget.TokenCounts()
+        self._counts = TokenCounts()
         self._lost_plt = 0.0  # by faults that the choice of K does not know yet
         self._saved_at = -1  # the step of the last checkpoint, at which its window began
         self._world_number = 0  # of this start of a run in which worlds do not change, once it has one
@@ -183,7 +446,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
     def count_stale(self, versions: Mapping[tuple[int, int], int]) -> None:
         self._counts.record(self.checkpoint_ledger)
         if self.checkpoint_ledger is not None:
-            self._lost_plt += budget.count_stale(self.checkpoint_ledger, versions)
+            self._lost_plt += count_stale(self.checkpoint_ledger, versions)
 
     @property
     def _run_name(self) -> str:
@@ -196,7 +459,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         self._is_interrupted = True
         elastic = self._strategy.elastic if self._strategy is not None else None
         if elastic is not None and elastic.has_rolled_back:
-            self.checkpoint_ledger, self._counts, self._lost_plt = None, budget.TokenCounts(), 0.0
+            self.checkpoint_ledger, self._counts, self._lost_plt = None, TokenCounts(), 0.0
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -210,7 +473,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._received_ledger = state_dict.get("checkpoint_ledger")
-        self._counts, self._lost_plt = budget.TokenCounts(state_dict.get("counts")), state_dict.get("lost_plt", 0.0)
+        self._counts, self._lost_plt = TokenCounts(state_dict.get("counts")), state_dict.get("lost_plt", 0.0)
 
     @property
     def plt(self) -> float:
@@ -283,7 +546,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         self._adapt(trainer, strategy)
         assert self.session is not None
         if self.checkpoint_ledger is not None:
-            budget.bound_cost(trainer, self.session, self.checkpoint_ledger, order=self.settings.order)
+            bound_cost(trainer, self.session, self.checkpoint_ledger, order=self.settings.order)
         self._is_interrupted = False
         self.session.save(trainer.global_step, self.checkpoint_ledger, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
@@ -326,7 +589,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
             self.checkpoint_ledger.reassign(state.owners())
         elif state.num_experts and self._counts.total is not None:
             steps = trainer.global_step - max(0, self._saved_at)
-            self.checkpoint_ledger = budget.new_ledger(trainer, state, self.settings, self._counts.total, steps)
+            self.checkpoint_ledger = new_ledger(trainer, state, self.settings, self._counts.total, steps)
             if self._received_ledger is not None:
                 self.checkpoint_ledger.load_state_dict(self._received_ledger)
         self._received_ledger = None
@@ -341,7 +604,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
             node_peers=strategy.worlds.mesh.node_peers,
             node=strategy.worlds.node,
             layout=self._layout(strategy) if self._layout is not None else None,
-            computed_in=budget.computed_in(strategy),
+            computed_in=computed_in(strategy),
             experts_move=any(isinstance(c, LoadBalancer) for c in trainer.callbacks),  # type: ignore[attr-defined]
             world_number=strategy.worlds.number or self._world_number,
         )
@@ -349,8 +612,8 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
             self._world_number = self.session.world_number
         if self.checkpoint_ledger is not None:
             if restored is not None and restored.keys("ledger"):
-                self._lost_plt += budget.count_losses(self.checkpoint_ledger, restored)
-            budget.choose_k(trainer, self.session, self.settings, interval=self._interval(), lost=self._lost_plt)
+                self._lost_plt += count_losses(self.checkpoint_ledger, restored)
+            choose_k(trainer, self.session, self.settings, interval=self._interval(), lost=self._lost_plt)
             self._lost_plt = 0.0
         strategy.checkpoints.release()
         self._moments = state.moment_shapes().keys()
@@ -362,7 +625,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         if not wanted or session.adapted is not None or self.checkpoint_ledger is None or not session.has_saved:
             return
         if session.adapt(overlap_s=self._overlap_s, step_s=self._step_s):
-            budget.choose_k(trainer, session, self.settings, interval=self._interval())
+            choose_k(trainer, session, self.settings, interval=self._interval())
             rank_zero_info(
                 f"checkpoints from now on: K_snapshot={session.k_snapshot}, K_persist={session.k_persist}, "
                 f"every {self._interval()} steps (copies hide under {1e3 * self._overlap_s:.0f} ms)"
