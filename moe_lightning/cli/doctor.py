@@ -25,6 +25,6 @@ def examined(composed: DictConfig) -> None:
     composed.resume, composed.elastic.enabled, composed.logger = False, False, {}
     composed.trainer.limit_val_batches, composed.objective = 0, None
     given = composed.callbacks.get(_CALLBACK) or {}
-    target = {"_target_": "moe_lightning.callbacks.parity_doctor.ParityDoctor"}
+    target = {"_target_": "moe_lightning.doctor.parity_doctor.ParityDoctor"}
     kept = {name: node for name, node in composed.callbacks.items_ex(resolve=False) if name not in _LEFT_OUT}
     composed.callbacks = kept | {_CALLBACK: {**target, **given}}

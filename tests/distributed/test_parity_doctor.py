@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from moe_lightning.callbacks.parity_doctor import ParityDoctor
+from moe_lightning.doctor.parity_doctor import ParityDoctor
 from moe_lightning.errors import ParityError
 from moe_lightning.user_errors import sentence_of
 from tests.distributed.harness import run_ranks
@@ -178,7 +178,7 @@ def test_nothing_is_left_out(case: str, mesh: dict[str, int]) -> None:
 SCRIPT = """
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
-from moe_lightning.callbacks.parity_doctor import ParityDoctor
+from moe_lightning.doctor.parity_doctor import ParityDoctor
 from tests.distributed.training import OwnModule, RandomTokens
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_lightning.callbacks.doctor_digests import Sharing, Spans, digests_of, samples_in
+from moe_lightning.doctor.recorder import Sharing, Spans, digests_of, samples_in
 
 WHOLE = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(1))
 SECTIONS = (8, 4)

@@ -11,10 +11,9 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch.utils.data import DataLoader, IterableDataset
 
-from moe_lightning.algorithms.run_comparison import compare
-from moe_lightning.algorithms.step_record import Digest, StepRecord
-from moe_lightning.callbacks.doctor_reference import one_process_loader
-from moe_lightning.callbacks.parity_doctor import ParityDoctor
+from moe_lightning.doctor.comparison import Digest, StepRecord, compare
+from moe_lightning.doctor.parity_doctor import ParityDoctor
+from moe_lightning.doctor.reference import one_process_loader
 from moe_lightning.errors import ConfigurationError
 
 

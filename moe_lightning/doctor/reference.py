@@ -20,8 +20,8 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.callbacks.doctor_recorder import Recorder
 from moe_lightning.data.loader import StepLoader
+from moe_lightning.doctor.recorder import Recorder
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
