@@ -19,10 +19,12 @@ from moe_lightning.arguments import Count, InputFile, OutputFile, option
 from moe_lightning.arrays import FloatArray
 from moe_lightning.balancing.rules import STRATEGIES, Strategy
 from moe_lightning.callbacks.load_balancer import LoadBalancer
-from moe_lightning.cli.measurement import goal, machine, medians_of
 from moe_lightning.cli.short_training import (
     ModelOptions,
     balancer_of,
+    goal,
+    machine,
+    medians_of,
     most_skewed,
     on_ranks,
     own_cores,

@@ -37,7 +37,7 @@ from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.selection import full_selection, sequential_selection
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.cli.capacity import check_processes
-from moe_lightning.cli.measurement import interleaved, machine
+from moe_lightning.cli.short_training import interleaved, machine
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import table
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from benchmarks.compare_contenders import BASES, SAVINGS, TRAININGS
 from moe_lightning.arguments import Count, OutputFile, OutputFolder, option
-from moe_lightning.cli.measurement import machine, medians_of
-from moe_lightning.cli.short_training import ModelOptions, on_ranks, own_cores, pinning
+from moe_lightning.cli.short_training import ModelOptions, machine, medians_of, on_ranks, own_cores, pinning
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import table
 

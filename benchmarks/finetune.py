@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from moe_lightning.arguments import Count, option
-from moe_lightning.cli.measurement import goal, machine
-from moe_lightning.cli.short_training import on_ranks
+from moe_lightning.cli.short_training import goal, machine, on_ranks
 from moe_lightning.text_table import table
 
 SHAPES: dict[str, dict[str, int]] = {

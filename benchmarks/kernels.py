@@ -22,7 +22,7 @@ from benchmarks import kernels_cuda
 from benchmarks.kernel_contenders import SIZES, Contender, Shape, contenders
 from moe_lightning import kernels as ops
 from moe_lightning.arguments import Count, option
-from moe_lightning.cli.measurement import interleaved_medians, machine
+from moe_lightning.cli.short_training import interleaved_medians, machine
 from moe_lightning.dispatch.quota import balanced_quota, plan_dispatch
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import pool

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_lightning.arguments import Count, InputFile, option
-from moe_lightning.cli.measurement import interleaved_medians, machine
+from moe_lightning.cli.short_training import interleaved_medians, machine
 from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import ForcedRouting

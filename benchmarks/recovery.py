@@ -29,8 +29,7 @@ from benchmarks.recovery_runs import (
 from benchmarks.recovery_trace import Replay, format_table, replay_all
 from benchmarks.recovery_worker import Task
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
-from moe_lightning.cli.measurement import goal, machine, medians_of
-from moe_lightning.cli.short_training import failing_as_mistakes
+from moe_lightning.cli.short_training import failing_as_mistakes, goal, machine, medians_of
 from moe_lightning.config import NonNegativeInt, Seconds
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.plots import phase_lines, require, svg

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.uneven_worker import CONTENDERS, SPEEDS, Contender, Scenario
 from moe_lightning.arguments import Count, OutputFile, option
-from moe_lightning.cli.measurement import goal, machine
-from moe_lightning.cli.short_training import ModelOptions, on_ranks, own_cores
+from moe_lightning.cli.short_training import ModelOptions, goal, machine, on_ranks, own_cores
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.plots import bar_chart, line_chart, require, svg
 from moe_lightning.text_table import table

@@ -30,10 +30,10 @@ from moe_lightning.balancing.rules import STRATEGIES
 from moe_lightning.callbacks.calibration import measure_exchange, measure_experts
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.cli.capacity import check_processes
-from moe_lightning.cli.measurement import machine
 from moe_lightning.cli.short_training import (
     ModelOptions,
     balancer_of,
+    machine,
     most_skewed,
     on_ranks,
     trace_gpt,

@@ -1,28 +1,337 @@
-"""Hydra's composition errors as one sentence each, with the nearest key or the choices there are."""
+"""Composition and validation of configurations, with one-line errors.
+
+Ranges of arguments of other libraries' constructors, whose annotations say types only.
+
+Checks a configuration against the constructors it names, then calls them.
+
+Hydra would answer a misspelt argument or a wrong type with a traceback from deep inside a constructor; here it is one
+sentence with the key as the user typed it.
+
+What a composed configuration must be before anything is built from it or moved for it.
+
+Hydra's composition errors as one sentence each, with the nearest key or the choices there are.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import itertools
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
+from annotated_types import Interval
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
+from hydra.utils import instantiate
 from omegaconf import Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from moe_lightning.cli import model_bases
-from moe_lightning.cli.validation import check_run_name
-from moe_lightning.config import shown
+from moe_lightning.config import TARGET, Coefficient, Fraction, NonNegativeInt, PositiveInt, hints_of, require, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text
 from moe_lightning.user_errors import one_line, suggestion
+
+_Limit = Annotated[int, Interval(ge=-1)]  # -1: none
+_Share = NonNegativeInt | Fraction
+
+_LIMITS: dict[str, dict[str, Any]] = {
+    "lightning.pytorch.trainer.trainer.Trainer": {
+        "accumulate_grad_batches": PositiveInt,
+        "check_val_every_n_epoch": PositiveInt | None,
+        "gradient_clip_val": Coefficient | None,
+        "limit_predict_batches": _Share | None,
+        "limit_test_batches": _Share | None,
+        "limit_train_batches": _Share | None,
+        "limit_val_batches": _Share | None,
+        "log_every_n_steps": NonNegativeInt | None,
+        "max_epochs": _Limit | None,
+        "max_steps": _Limit,
+        "min_epochs": NonNegativeInt | None,
+        "min_steps": NonNegativeInt | None,
+        "num_nodes": PositiveInt,
+        "num_sanity_val_steps": _Limit | None,
+        "overfit_batches": _Share,
+        "reload_dataloaders_every_n_epochs": NonNegativeInt,
+        "val_check_interval": PositiveInt | Annotated[float, Interval(gt=0, le=1)] | str | None,
+    },
+}
+
+
+def limits_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Annotations of some arguments that stand in place of the function's own."""
+    return _LIMITS.get(f"{function.__module__}.{function.__qualname__}", {})
+
+
+_REFUSALS = (ValueError, TypeError, LookupError, OSError, ModuleNotFoundError, ArithmeticError)
+_FILLED_LATER = {"vocab_size": "auto", "num_classes": "auto"}  # decided by the data
+
+_TYPED = {"module.config": "model", "module.optimizer": "optimizer", "trainer.devices": "ranks"}
+"""Keys of the composed configuration that take what users type elsewhere."""
+
+_NAMED = re.compile(r"(\w+)=")
+
+
+def build_object(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
+    """Instantiate a node of the configuration, the nested ones before it.
+
+    Args:
+        node: with `_target_`.
+        key: where the node is, for messages.
+        arguments: objects passed beside the node's own values.
+
+    Raises:
+        ConfigurationError: the constructor refuses its arguments.
+    """
+    built = {str(name): _built(child, _child(key, name)) for name, child in node.items()}
+    try:
+        return instantiate(built, **arguments, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+    # Only here: launchers use this module, and importing Lightning would take them seconds.
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    if isinstance(cause, ConfigurationError):
+        raise ConfigurationError(_with_key(str(cause), node, key)) from cause
+    if isinstance(cause, (*_REFUSALS, MisconfigurationException)):
+        raise ConfigurationError(f"{typed(key)} cannot be built: {one_line(cause)}") from cause
+    raise cause
+
+
+def _built(value: Any, key: str) -> Any:
+    if isinstance(value, Mapping):
+        if TARGET in value:
+            return build_object(value, key)
+        return {name: _built(child, _child(key, name)) for name, child in value.items()}
+    if isinstance(value, list):
+        return [_built(child, f"{key}[{index}]") for index, child in enumerate(value)]
+    return value
+
+
+def _with_key(message: str, node: Mapping[str, Any], key: str) -> str:
+    """A constructor's sentence that begins with one of its arguments, with the argument's whole key."""
+    match = _NAMED.match(message)
+    return f"{typed(_child(key, match[1]))}{message[match.end(1) :]}" if match and match[1] in node else message
+
+
+def typed(key: str) -> str:
+    """The key as users type it."""
+    for composed, name in _TYPED.items():
+        if key == composed or key.startswith((f"{composed}.", f"{composed}[")):
+            return name + key[len(composed) :]
+    return key
+
+
+def check_arguments(node: Any, key: str = "") -> None:
+    """Check the names and values of all arguments below a node against the constructors' annotations.
+
+    Raises:
+        ConfigurationError: a class that cannot be imported, an argument it lacks, or a value that does not fit.
+    """
+    if isinstance(node, Mapping):
+        if TARGET in node:
+            _check_call(node, key)
+        for name, child in node.items():
+            check_arguments(child, _child(key, name))
+    elif isinstance(node, Sequence) and not isinstance(node, str):
+        for index, child in enumerate(node):
+            check_arguments(child, f"{key}[{index}]")
+
+
+def _child(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)
+
+
+def _check_call(node: Mapping[str, Any], key: str) -> None:
+    function = located(node[TARGET], key)
+    parameters = inspect.signature(function).parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    hints = hints_of(function) | limits_of(function)
+    for name, value in _arguments(node):
+        if name not in parameters and not open_ended:
+            raise ConfigurationError(
+                f"{typed(_child(key, name))} is not an argument of {function.__name__}{suggestion(name, parameters)}: "
+                f"it takes {', '.join(parameters)}"
+            )
+        if (name in _FILLED_LATER and value == _FILLED_LATER[name]) or _is_default(value, parameters.get(name)):
+            continue
+        if name in hints:
+            require(value, hints[name], typed(_child(key, name)))
+
+
+def _arguments(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those of the call; `_target_` and its like are Hydra's."""
+    return ((name, value) for name, value in node.items() if not (name.startswith("_") and name.endswith("_")))
+
+
+def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
+    """Whether it is what the constructor takes by itself, which not every library's annotations allow."""
+    return parameter is not None and type(value) is type(parameter.default) and value == parameter.default
+
+
+def located(target: Any, key: str) -> Callable[..., Any]:
+    """The class or function of a dotted name; what else goes wrong in importing a module is its author's to see in
+    full.
+    """
+    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
+        raise ConfigurationError(f"{key}.{TARGET}={shown(target)} must be the dotted name of a class or function")
+    module, attributes = target, list[str]()
+    while True:
+        try:
+            found = importlib.import_module(module)
+            break
+        except ModuleNotFoundError as error:
+            if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+                raise ConfigurationError(
+                    f"{key}.{TARGET}={target} needs a missing package: {one_line(error)}"
+                ) from error
+            module, _, name = module.rpartition(".")
+            attributes.insert(0, name)
+            if not module:
+                raise ConfigurationError(
+                    f"{key}.{TARGET}={target} cannot be imported ({one_line(error)}): give PACKAGE.MODULE.CLASS"
+                ) from None
+    for name in attributes:
+        if not hasattr(found, name):
+            raise ConfigurationError(f"{key}.{TARGET}={target} does not exist: {module} has no {name}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise ConfigurationError(f"{key}.{TARGET}={target} is not a class or function: name one")
+    return found
+
+
+_GROUPS = ("model", "optimizer", "data", "strategy", "trainer", "module")
+COLLECTIONS = ("callbacks", "logger", "elastic")
+"""Groups of which a run may have nothing."""
+_PLAIN: dict[str, Any] = {
+    "run_dir": str,
+    "ranks": Annotated[int, Interval(ge=-1)] | Literal["auto", "-1"] | list[int],
+    "seed": Annotated[int, Interval(ge=0, le=2**32 - 1)],
+    "resume": bool | str,
+    "resume_overrides": bool,
+    "task": Literal["train", "validate"],
+    "objective": str | None,
+    "doctor": bool,
+}
+KEYS = ("run_name", *_PLAIN, *_GROUPS, *COLLECTIONS)
+"""Top-level keys of moe-train."""
+
+_LONGEST_UNKNOWN_NAME = 200  # bytes of a folder's name; file systems allow 255, and moe-train appends .1, .2, ...
+_REFERENCE = re.compile(r"\$\{\.*([A-Za-z_]\w*)")
+
+
+def check_recipe(raw: Mapping[str, Any]) -> None:
+    """Refuse top-level keys that nobody reads: neither moe-train nor an interpolation.
+
+    Args:
+        raw: the configuration before interpolations are resolved.
+
+    Raises:
+        ConfigurationError: a recipe without its package line, or such a key.
+    """
+    if "recipes" in raw:
+        raise ConfigurationError(
+            "the recipe's keys stand below 'recipes' and would change nothing: "
+            "begin its file with the line '# @package _global_'"
+        )
+    referred = set(_REFERENCE.findall(str(raw)))
+    for key in raw:
+        if key not in KEYS and key not in referred:
+            raise ConfigurationError(
+                f"{key} is no key of moe-train and nothing refers to ${{{key}}}{suggestion(str(key), KEYS)}: "
+                f"use one of {', '.join(KEYS)}"
+            )
+
+
+def check_top_level(config: Mapping[str, Any]) -> None:
+    """Check the keys that no constructor will see.
+
+    Raises:
+        ConfigurationError: one of them has a value it cannot have.
+    """
+    check_run_name(config["run_name"])
+    for name, hint in _PLAIN.items():
+        require(config[name], hint, name)
+    check_groups(config)
+    for name in _GROUPS:
+        if TARGET not in config[name]:
+            raise ConfigurationError(f"{name} names no class: choose a {name} of the group, or give {name}.{TARGET}")
+
+
+def check_groups(config: Mapping[str, Any]) -> None:
+    """Refuse plain values in place of groups, before interpolations look into them.
+
+    Raises:
+        ConfigurationError: the group.
+    """
+    for name in (*_GROUPS, *COLLECTIONS):
+        if name not in config:
+            raise ConfigurationError(f"a run needs a {name}: choose one, {name}=NAME, or leave it as it is")
+        value = config[name]
+        if not isinstance(value, Mapping) and not _REFERENCE.search(str(value)):
+            raise ConfigurationError(f"{name}={shown(value)} must be a group's choice or a mapping, not a plain value")
+
+
+def check_run_name(name: object) -> None:
+    """Refuse names that are no folder of their own below outputs.
+
+    Raises:
+        ConfigurationError: no text, an empty part, a part that leads elsewhere, or one that no file system takes.
+    """
+    for part in name.split("/") if isinstance(name, str) else [""]:
+        if part.strip() in ("", ".", "..") or part.startswith(("-", "~")):
+            raise ConfigurationError(
+                f"run_name={shown(name)} is no name of a folder below outputs: use words such as run_name=first_try, "
+                "or hydra.run.dir=FOLDER for another place"
+            )
+        if not part.isprintable() or len(part.encode()) > _LONGEST_UNKNOWN_NAME:
+            raise ConfigurationError(
+                f"run_name={shown(name)} cannot name a folder: use at most {_LONGEST_UNKNOWN_NAME} printable characters"
+            )
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Check every name and value against the constructors, in the order in which users think of them.
+
+    Raises:
+        ConfigurationError: one sentence about the first thing that is wrong.
+    """
+    for name in (*_GROUPS, *COLLECTIONS):
+        check_arguments(config[name], name)
+    trainer = config["trainer"]
+    if trainer.get("max_steps", -1) == -1 and trainer.get("max_epochs") == -1 and trainer.get("max_time") is None:
+        raise ConfigurationError(
+            "trainer.max_steps=-1 with trainer.max_epochs=-1 would train without an end: give one of them, "
+            "or trainer.max_time=DD:HH:MM:SS"
+        )
+    check_group(config, "callbacks")
+    check_group(config, "logger")
+
+
+def check_group(config: Mapping[str, Any], group: str) -> None:
+    """Refuse entries of a group of named objects that name no class.
+
+    Raises:
+        ConfigurationError: a key was set of an entry that the chosen group does not have.
+    """
+    for name, node in config[group].items():
+        if node is None:
+            continue
+        if not isinstance(node, Mapping):
+            raise ConfigurationError(f"{group}.{name}={shown(node)} must be a mapping, or null to leave it out")
+        if TARGET not in node:
+            raise ConfigurationError(
+                f"{group}.{name} has {', '.join(map(str, node)) or 'no keys'} but no {TARGET}: the chosen {group} do "
+                f"not include it{suggestion(name, config[group])}, drop the key or give {group}.{name}.{TARGET}"
+            )
+
 
 CONFIG_DIR = Path(__file__).parent.parent / "conf"
 CONFIG_NAME = "train"

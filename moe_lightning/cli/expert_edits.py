@@ -1,4 +1,13 @@
-"""`moe-ckpt edit`: prune, merge and duplicate the experts of a checkpoint file, at the step boundary that it is.
+"""`moe-ckpt edit`: prune, merge and duplicate the experts of a checkpoint file.
+
+Experts made of others: the rows of a stack, whatever they hold, multiplied by a table of shares.
+
+Experts that are pruned, merged and duplicated, as a table: which of the old experts each new one is made of.
+
+Every tensor with a row for each expert, weights, router rows and moments, is multiplied by the same table, so that
+they stay together. Rows of one old expert are copies to the last bit.
+
+`moe-ckpt edit`: prune, merge and duplicate the experts of a checkpoint file, at the step boundary that it is.
 
 The file holds experts stacked [E, ...] whatever ranks wrote it, so the edited one trains on, on any number of ranks.
 Weights, router rows and biases and the optimizer's moments are edited alike. The report is the validation loss of the
@@ -18,15 +27,119 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_lightning.algorithms.expert_edits import ExpertEdit, edit_tables
 from moe_lightning.checkpoint.files import read_file, write_file
 from moe_lightning.cli.capacity import GIB, machine_memory
 from moe_lightning.cli.resume import config_of
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state.expert_mixing import mixed
 
 if TYPE_CHECKING:
     from moe_lightning.models.gpt_module import GPTModule
+
+
+def mixed(value: Tensor, table: NDArray[np.float64]) -> Tensor:
+    """Rows [new experts, ...] of a tensor [E, ...]: copies of single rows, or sums in double precision, in the order of
+    the experts; zeros without a share. Tensors without a row for each expert stay.
+
+    Args:
+        table: shares [new experts, E], see `cli.expert_edits`.
+    """
+    if value.shape[:1] != (table.shape[1],):
+        return value
+    rows = value.new_zeros(len(table), *value.shape[1:])
+    for row, shares in zip(rows, table, strict=True):
+        parts = np.flatnonzero(shares).tolist()
+        if len(parts) == 1:
+            row.copy_(value[parts[0]])
+        elif parts:
+            row.copy_(sum(value[e].double() * float(shares[e]) for e in parts))
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertEdit:
+    """What becomes of one layer's experts. The order: those that stay, a merged one in the place of its first part;
+    then the copies.
+
+    Attributes:
+        prune: experts that go.
+        merge: groups of experts that become one.
+        duplicate: experts that get a copy, as often as they are named.
+    """
+
+    prune: tuple[int, ...] = ()
+    merge: tuple[tuple[int, ...], ...] = ()
+    duplicate: tuple[int, ...] = ()
+
+    def table(self, loads_E: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Shares [new experts, E] of the old experts in each new one; rows add up to 1.
+
+        Args:
+            loads_E: tokens of each expert, in proportion to which merged experts count; all zeros means equally.
+
+        Raises:
+            ConfigurationError: an expert that there is not, one in two places, or none left.
+        """
+        num_experts = len(loads_E)
+        merged = [expert for group in self.merge for expert in group]
+        used = [*self.prune, *merged]
+        for expert in (*used, *self.duplicate):
+            if not 0 <= expert < num_experts:
+                raise ConfigurationError(f"expert {expert} is not in the layer: name some of 0 to {num_experts - 1}")
+        for expert in used:
+            if used.count(expert) > 1 or (expert in self.prune and expert in self.duplicate):
+                raise ConfigurationError(f"expert {expert} is named twice: prune it, or merge it, or duplicate it")
+        if any(len(group) < 2 for group in self.merge):
+            raise ConfigurationError(f"merging {self.merge} needs two experts at least in each group, such as 0+3")
+        group_of = {group[0]: group for group in self.merge}
+        gone = {*self.prune, *merged} - set(group_of)
+        rows = [_shares(group_of.get(e, (e,)), loads_E) for e in range(num_experts) if e not in gone]
+        rows += [_shares((e,), loads_E) for e in self.duplicate]
+        if len(rows) == 0:
+            raise ConfigurationError(f"pruning all {num_experts} experts leaves none: keep one at least")
+        return np.stack(rows)
+
+
+def edit_tables(
+    edits: Sequence[ExpertEdit], num_experts: int, loads_LE: NDArray[np.int64] | None, *, fold: int = 1
+) -> list[NDArray[np.float64]]:
+    """The table of each layer, see `ExpertEdit.table`; all of them have equally many rows.
+
+    Args:
+        edits: one for each layer.
+        num_experts: E, before.
+        loads_LE: tokens of each expert; None: merged experts count equally.
+        fold: rows of all tables are there this many times.
+
+    Raises:
+        ConfigurationError: an edit that cannot be, loads of other sizes, or layers that would differ.
+    """
+    if loads_LE is None:
+        loads_LE = np.zeros((len(edits), num_experts), dtype=np.int64)
+    if loads_LE.shape != (len(edits), num_experts):
+        raise ConfigurationError(
+            f"the loads are of {loads_LE.shape} (layers, experts), the checkpoint has {(len(edits), num_experts)}: "
+            "give those of its own run"
+        )
+    tables = [np.tile(edit.table(loads_E), (fold, 1)) for edit, loads_E in zip(edits, loads_LE, strict=True)]
+    sizes = {len(table) for table in tables}
+    if len(sizes) > 1:
+        raise ConfigurationError(
+            f"the layers would have {sorted(sizes)} experts: edit them so that all have equally many"
+        )
+    return tables
+
+
+def least_loaded(loads_E: NDArray[np.int64], count: int) -> tuple[int, ...]:
+    """The experts with fewest tokens, those of lower number first among equals, ascending."""
+    return tuple(sorted(np.argsort(loads_E, kind="stable")[:count].tolist()))
+
+
+def _shares(experts: Sequence[int], loads_E: NDArray[np.int64]) -> NDArray[np.float64]:
+    row = np.zeros(len(loads_E))
+    weights = loads_E[list(experts)].astype(np.float64)
+    row[list(experts)] = weights / weights.sum() if weights.any() else 1 / len(experts)
+    return row
+
 
 _PER_EXPERT = ("LoadBalancer", "PartialExpertsCheckpoint", "DynamicK")
 """Callbacks whose state counts the experts: they begin anew."""
@@ -259,8 +372,8 @@ def _losses(source: Path, target: Path, batches: int) -> tuple[float, float] | N
         return None
     import lightning.pytorch as pl
 
-    from moe_lightning.cli.instantiation import build_object
-    from moe_lightning.cli.quiet import quiet_libraries
+    from moe_lightning.cli.composition import build_object
+    from moe_lightning.cli.run_setup import quiet_libraries
 
     quiet_libraries()
     from moe_lightning.models.gpt_module import GPTModule

@@ -1,4 +1,6 @@
-"""One check of moe-bench gpu-check in a process of its own: python -m moe_lightning.cli.gpu_check_worker NAME DEVICE.
+"""Whether communicators of a device can be aborted under way and made again in the same process.
+
+One check of moe-bench gpu-check in a process of its own: python -m moe_lightning.cli.gpu_check_worker NAME DEVICE.
 
 Prints a note and exits with 0, or fails in any way it likes.
 """
@@ -14,13 +16,40 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moe_lightning import kernels as ops
-from moe_lightning.comm.reconnection import exchanged_after_abort
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import load_balancing_loss
 from moe_lightning.moe.router import Router, RouterConfig
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import exchange_rows
+
+
+def exchanged_after_abort(rank: int, size: int, folder: Path, device: torch.device, timeout: timedelta) -> bool:
+    """Exchange rows among ranks that meet in a folder, abort the groups, meet again, exchange; whether rows arrived.
+
+    On CUDA rank 0 waits for an exchange that nobody joins when it aborts; gloo cannot abort, and is only made again.
+    """
+    arrived = []
+    for attempt in range(2):
+        store = FileStore(str(folder / f"meeting-{attempt}"), size)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        world = World.connect(device, timeout)
+        rows = torch.full((size, 4), float(rank), device=device)
+        got = exchange_rows(rows, [1] * size, [1] * size, world)
+        arrived.append(got[:, 0].tolist() == [float(peer) for peer in range(size)])
+        if device.type == "cuda" and not attempt:
+            if rank == 0:
+                dist.all_reduce(rows, group=world.compute, async_op=True)
+            for group in world.groups:
+                group.abort()
+        dist.destroy_process_group()
+    return all(arrived)
+
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest error relative to the largest value."""

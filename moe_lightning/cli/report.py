@@ -1,4 +1,10 @@
-"""moe-bench report RUN: a run as one HTML page to read and to send, with everything in the file itself.
+"""`moe-bench report RUN`: one HTML page of a run.
+
+One HTML page that needs nothing else: escaped text, tables, SVG pictures that follow light and dark.
+
+The sections of a run's page: pictures and tables of what the run recorded, or what to turn on.
+
+moe-bench report RUN: a run as one HTML page to read and to send, with everything in the file itself.
 
 Loss and speed, loads of experts, imbalance, placements, recoveries, checkpoints and the configuration, from what
 moe-train leaves in the run directory. A section without data says what to turn on.
@@ -6,19 +12,424 @@ moe-train leaves in the run directory. A section without data says what to turn 
 
 from __future__ import annotations
 
+import csv
+import html
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from moe_lightning.arguments import OutputFile, option
-from moe_lightning.cli import report_sections as sections
-from moe_lightning.cli.plot import Metrics, finite, metrics_files, read_all_metrics
-from moe_lightning.cli.report_html import cards, page
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.cli.plot import (
+    Metrics,
+    balance_pictures,
+    checkpoint_pictures,
+    finite,
+    metrics_files,
+    read_all_metrics,
+    recovery_lanes,
+)
+from moe_lightning.cli.run_directory import checkpoints as checkpoints_in
+from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.moe.forced_routing import read_loads
+from moe_lightning.plots import grid, heat_map, line_chart, phase_lines, svg
+
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+_STYLE = """
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #1c1f24; --soft: #5b6470; --line: #d9dde3; --card: #f5f7fa;
+  --accent: #3b6fb6; }
+@media (prefers-color-scheme: dark) { :root { --paper: #15181d; --ink: #e6e9ee; --soft: #9aa4b2; --line: #333a44;
+  --card: #1e232a; --accent: #7fb0f0; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 60rem; padding: 1rem; background: var(--paper); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { margin: 0 0 0.25rem; font-size: 1.6rem; overflow-wrap: anywhere; }
+h2 { margin: 2.5rem 0 0.5rem; padding-bottom: 0.25rem; border-bottom: 1px solid var(--line); font-size: 1.25rem; }
+p { margin: 0.5rem 0; max-width: 46rem; overflow-wrap: anywhere; }
+a { color: var(--accent); }
+nav { display: flex; flex-wrap: wrap; gap: 0.25rem 1rem; margin: 0.75rem 0; }
+.soft, figcaption { color: var(--soft); }
+.missing { padding: 0.6rem 0.9rem; border-left: 3px solid var(--accent); background: var(--card); }
+dl.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: 0.75rem; margin: 1rem 0; }
+dl.cards div { padding: 0.6rem 0.8rem; border-radius: 0.5rem; background: var(--card); }
+dl.cards dt { color: var(--soft); font-size: 0.85rem; }
+dl.cards dd { margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+figure { margin: 1rem 0; }
+figcaption { font-size: 0.9rem; }
+.wide { overflow-x: auto; }
+figure.picture { display: inline-block; width: 49%; min-width: min(100%, 27rem); vertical-align: top; }
+figure svg { display: block; width: 100%; height: auto; }
+figure svg text { fill: var(--ink); }
+figure svg .paper path { fill: none !important; }
+table { width: max-content; min-width: 100%; border-collapse: collapse; font-size: 0.9rem;
+  font-variant-numeric: tabular-nums; }
+th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
+td { max-width: 22rem; overflow-wrap: anywhere; }
+th { color: var(--soft); font-weight: 600; white-space: nowrap; }
+pre { overflow-x: auto; padding: 0.8rem; border-radius: 0.5rem; background: var(--card); font-size: 0.8rem; }
+summary { cursor: pointer; color: var(--accent); }
+@media (max-width: 40rem) { figure.picture { width: 100%; }
+  table { width: 100%; } td, th { padding: 0.3rem; overflow-wrap: anywhere; white-space: normal; } }
+@media print { details > * { display: block; } nav { display: none; } }
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+        name: of its anchor, letters only.
+        parts: HTML, of the functions below.
+    """
+
+    name: str
+    title: str
+    parts: Sequence[str]
+
+
+def escaped(text: object) -> str:
+    """Text for elements and attributes: markup and control characters in it are harmless."""
+    return html.escape(_CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text)))
+
+
+def paragraph(text: str) -> str:
+    return f"<p>{escaped(text)}</p>"
+
+
+def missing(text: str) -> str:
+    """What a section says that has nothing to show: what to turn on."""
+    return f'<p class="missing">{escaped(text)}</p>'
+
+
+def figure(picture: str, title: str, caption: str, more: str = "") -> str:
+    """An SVG picture, named for those who cannot see it, with what is said of it and what belongs to it."""
+    named = f'<svg role="img" aria-label="{escaped(title)}" {picture.strip().removeprefix("<svg ")}'
+    return f'<figure class="picture">{named}<figcaption>{escaped(caption)}</figcaption>{more}</figure>'
+
+
+def cards(numbers: Sequence[tuple[str, str]]) -> str:
+    """Numbers at a glance: what, and how much with its unit."""
+    items = "".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in numbers)
+    return f'<dl class="cards">{items}</dl>'
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]], caption: str) -> str:
+    """Rows under a head; on a phone its cells break."""
+    heads = "".join(f'<th scope="col">{escaped(name)}</th>' for name in head)
+    lines = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = f"<thead><tr>{heads}</tr></thead><tbody>{lines}</tbody>"
+    return f'<figure><div class="wide"><table>{body}</table></div><figcaption>{escaped(caption)}</figcaption></figure>'
+
+
+def folded(summary: str, part: str) -> str:
+    """A part that is shown when its heading is opened."""
+    return f"<details><summary>{escaped(summary)}</summary>{part}</details>"
+
+
+def listing(text: str) -> str:
+    return f"<pre>{escaped(text)}</pre>"
+
+
+def page(title: str, subtitle: str, head: Sequence[str], sections: Sequence[Section]) -> str:
+    """The whole document; it is well-formed XML too, and nothing in it may run or be fetched."""
+    links = "".join(f'<a href="#{section.name}">{escaped(section.title)}</a>' for section in sections)
+    body = "\n".join(
+        f'<section id="{section.name}"><h2>{escaped(section.title)}</h2>\n' + "\n".join(section.parts) + "\n</section>"
+        for section in sections
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:"/>
+<link rel="icon" href="data:,"/>
+<title>{escaped(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<header><h1>{escaped(title)}</h1><p class="soft">{escaped(subtitle)}</p></header>
+<nav aria-label="Sections">{links}</nav>
+<main>
+{"".join(head)}
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+_LOSS = re.compile(r"(.*[/_])?loss(_step|_epoch)?")
+_MAX_POINTS = 600
+_MAX_ROWS = 50
+_MAX_LAYERS = 16
+"""Layers with a picture of their own."""
+_MAX_SAMPLES = 120
+_MIB = 2**20
+_TELEMETRY = "callbacks=default and logger=default record it (or give a Trainer the callback Telemetry and a CSVLogger)"
+_WORDS = {
+    "imbalance": "1 is even; the run waits for its busiest rank.",
+    "checkpoint_ms": "Training waits only for the first; copies and writes run beside it.",
+    "checkpoint_mb": "Experts that were not written anew are carried over from the checkpoint before.",
+    "plt": "Tokens whose updates a restore lost, of all that experts were trained on.",
+    "k": "K_snapshot and K_persist: the others of a layer stay as they were saved last.",
+}
+
+
+def training(metrics: Metrics, logged: Metrics) -> Section:
+    """Losses, speed, gradient norm and learning rate; of what was logged, where losses were not finite."""
+    losses = {name: values for name, values in metrics.items() if _is_loss(name)}
+    parts = []
+    for title, unit, caption, lines in (
+        ("loss", "loss (nats)", "Mean over the tokens of the global batch.", losses),
+        ("speed", "tokens/s", "Of all ranks, validation excluded.", _named(metrics, "train/tokens_per_s")),
+        ("time of a step", "ms", "Of the slowest rank.", _named(metrics, "train/step_ms", "comm/exchange_ms")),
+        ("gradient norm", "norm", "Over the whole model, before clipping.", _named(metrics, "train/gradient_norm")),
+        ("learning rate", "learning rate", "Of the first group of parameters.", _named(metrics, "train/lr")),
+    ):
+        if lines:
+            parts.append(_chart(lines, title, unit, caption))
+    lost = {name: [s for s, v in logged[name].items() if not math.isfinite(v)] for name in logged if _is_loss(name)}
+    for name, steps in lost.items():
+        if steps:
+            parts.append(missing(f"{name} was NaN or infinite {len(steps):,} times, first at step {steps[0]:,}."))
+    if not losses and not any(lost.values()):
+        parts.append(missing(f"No losses were logged: {_TELEMETRY}, and the module logs its loss with self.log."))
+    return Section(name="training", title="Loss and speed", parts=parts)
+
+
+def loads(directory: Path) -> Section:
+    """A heat map for each MoE layer."""
+    file = directory / "expert_load.csv"
+    if not file.is_file():
+        text = "No loads of experts were recorded: callbacks.telemetry.expert_load_path='${run_dir}/expert_load.csv'."
+        return Section(name="loads", title="Expert loads", parts=[missing(text)])
+    steps, shares_LSE = read_loads(file)
+    parts = [
+        paragraph(
+            f"Share of a layer's assignments that each of its experts got; {100 / shares_LSE.shape[2]:.3g} % is even."
+        )
+    ]
+    num_layers, samples, _ = shares_LSE.shape
+    shown = min(num_layers, _MAX_LAYERS)
+    if shown < num_layers:
+        parts.append(paragraph(f"{shown} of {num_layers} MoE layers are shown, evenly spread over the model."))
+    groups = np.array_split(np.arange(samples), min(samples, _MAX_SAMPLES))
+    for layer in np.linspace(0, num_layers - 1, shown).round().astype(int).tolist():
+        shares_SE = shares_LSE[layer]
+        means_SE = np.stack([shares_SE[group].mean(axis=0) for group in groups])
+        title = f"experts of MoE layer {layer}"
+        busiest = int(shares_SE.mean(axis=0).argmax())
+        caption = f"Busiest on average: expert {busiest}, {100 * shares_SE[:, busiest].mean():.3g} %."
+        picture = heat_map(means_SE, [steps[0], *(steps[group[-1]] for group in groups[1:])], title)
+        parts.append(figure(svg(picture), f"heat map of the loads of the {title}", caption))
+    return Section(name="loads", title="Expert loads", parts=parts)
+
+
+def imbalance(metrics: Metrics) -> Section:
+    """Busiest over mean, before and after balancing."""
+    parts = _pictures(balance_pictures(metrics))
+    dropped = {n: v for n, v in metrics.items() if n.endswith("/dropped_fraction") and any(v.values())}
+    if dropped:
+        parts.append(_chart(dropped, "dropped assignments", "fraction", "Above the capacity limit of the layer."))
+    if not parts:
+        parts = [missing(f"Nothing says how even the work was: {_TELEMETRY}.")]
+    elif not any(name.endswith("/imbalance_before_ratio") for name in metrics):
+        parts.append(
+            missing("Nothing evens it out: callbacks=load_balancer places replicas, and compares with plain EP.")
+        )
+    return Section(name="imbalance", title="Imbalance", parts=parts)
+
+
+def placements(directory: Path, metrics: Metrics) -> Section:
+    """Which ranks hold which experts at the end, and what moved."""
+    parts: list[str] = []
+    file = directory / "placement.csv"
+    if file.is_file():
+        placed = read_placements(file)
+        last = {layer: states[-1] for layer, states in placed.items()}
+        parts += _placed(last)
+        times = max(map(len, placed.values()))
+        parts.insert(0, paragraph(f"Logging steps saw {times} placements of a layer; these are the last."))
+    else:
+        parts.append(
+            missing("No placements were recorded: callbacks.telemetry.placement_path='${run_dir}/placement.csv'.")
+        )
+    moved = _named(metrics, "balance/migrated_states")
+    shadows = {name: values for name, values in metrics.items() if name.endswith("/shadows_count")}
+    for lines, title, unit, caption in (
+        (moved, "experts that moved", "states", "Since the logging step before."),
+        (shadows, "shadows", "count", "Copies of weights for one step, planned by the performance model."),
+    ):
+        if lines:
+            parts.append(_chart(lines, title, unit, caption))
+    return Section(name="placements", title="Placements and replicas", parts=parts)
+
+
+def _placed(last: Mapping[int, tuple[int, NDArray[np.int64]]]) -> Iterator[str]:
+    """Pictures of the last placements: ranks and experts of each layer, or of large clusters the replicas alone."""
+    counts_LE = [replicas_EN.sum(axis=1) for _, replicas_EN in last.values()]
+    if len(last) > _MAX_LAYERS:
+        if len({len(counts_E) for counts_E in counts_LE}) == 1:
+            title = "replicas of the experts, all ranks together"
+            picture = grid(np.stack(counts_LE).astype(float), title, "layer", "expert", "replicas")
+            yield figure(svg(picture), title, "The table placement.csv names the ranks.")
+        return
+    for layer, (step, replicas_EN) in last.items():
+        title = f"replicas of the experts of MoE layer {layer}, from step {step} on"
+        most = int(replicas_EN.sum(axis=1).max())
+        caption = f"{replicas_EN.shape[0]} experts on {replicas_EN.shape[1]} ranks, at most {most} replicas of one."
+        picture = grid(replicas_EN.T.astype(float), title, "rank", "expert", "replicas")
+        yield figure(svg(picture), title, caption)
+
+
+def recoveries(directory: Path, metrics: Metrics) -> Section:
+    """What failed, how long it took, and what it cost."""
+    parts = []
+    rows: list[list[str]] = []
+    head: list[str] = []
+    for file in metrics_files(directory, "recoveries.csv"):
+        try:
+            with file.open(newline="", encoding="utf-8") as lines:
+                head, *found = list(csv.reader(lines)) or [[]]
+        except (ValueError, OSError, csv.Error) as error:
+            raise ConfigurationError(f"{file} is no table of recoveries: move it away") from error
+        rows += found
+    lanes = recovery_lanes(metrics)
+    if lanes:
+        title = "recoveries: from the fault as a survivor saw it until training goes on"
+        parts.append(
+            figure(svg(phase_lines(lanes, title)), title, "Seconds of each phase; one lane for each recovery.")
+        )
+    if rows:
+        shown = rows[-_MAX_ROWS:]
+        caption = f"The last {len(shown)} of {len(rows)}; steps lost are those that ran again."
+        parts.append(table([name.replace("_", " ") for name in head], shown, caption))
+    if not parts:
+        text = "No rank was lost. callbacks=fault_recovery lets the others train on when one is."
+        parts = [missing(text)]
+    return Section(name="recoveries", title="Recoveries", parts=parts)
+
+
+def checkpoints(directory: Path, metrics: Metrics) -> Section:
+    """What checkpoints cost, which ones there are, and how old their experts are."""
+    parts = _pictures(checkpoint_pictures(metrics))
+    if not parts:
+        parts.append(missing("No costs of checkpoints were logged: callbacks=partial_experts measures every one."))
+    folder = directory / "checkpoints"
+    rows: list[list[object]] = []
+    ages: list[str] = []
+    for found in checkpoints_in(folder)[:_MAX_ROWS]:
+        try:
+            if not found.path.is_dir():
+                rows.append([found.path.name, found.step, _mib(found.path.stat().st_size), "all", "one file"])
+                continue
+            checkpoint = Checkpoint(found.path)
+            age_LE = np.maximum(checkpoint.step - checkpoint.expert_versions(), 0)
+        except (CheckpointError, OSError) as error:
+            rows.append([found.path.name, found.step, "", "", f"damaged: {error}"])
+            continue
+        name, manifest = checkpoint.path.name, checkpoint.manifest
+        oldest = f"the oldest was saved {age_LE.max(initial=0)} steps before"
+        rows.append([name, checkpoint.step, _mib(manifest.payload_bytes), _mib(manifest.new_bytes), oldest])
+        if age_LE.size and not ages:
+            title = f"age of the experts in {name}"
+            caption = "Steps since an expert was saved; 0 is as new as the checkpoint."
+            picture = grid(age_LE.astype(float), title, "layer", "expert", "steps")
+            ages.append(figure(svg(picture), title, caption))
+    if rows:
+        head = ["checkpoint", "step", "state (MiB)", "of it new (MiB)", "experts"]
+        parts += [*ages, table(head, rows, f"The newest {len(rows)} in the run directory.")]
+    else:
+        parts.append(
+            missing("No checkpoints lie in the run directory: callbacks=default or partial_experts writes them.")
+        )
+    return Section(name="checkpoints", title="Checkpoints", parts=parts)
+
+
+def configuration(config: Mapping[str, Any], file: Path) -> Section:
+    """The composed configuration, its plain values as a table and the whole as text."""
+    if not config:
+        text = f"There is no {file.name}: moe-train leaves it in the run directory."
+        return Section(name="configuration", title="Configuration", parts=[missing(text)])
+    areas = [(name, value) for name, value in config.items() if not isinstance(value, dict | list)]
+    module = config.get("module")
+    model = module.get("config") if isinstance(module, dict) else None
+    inside = model.items() if isinstance(model, dict) else ()
+    areas += [(f"model.{name}", value) for name, value in inside if not isinstance(value, dict | list)]
+    rows = [(name, "none" if value is None else value) for name, value in areas if name != "model._target_"]
+    whole = folded(
+        "The whole configuration", listing(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+    )
+    parts = [table(["key", "value"], rows, f"From {file.name}."), whole]
+    return Section(name="configuration", title="Configuration", parts=parts)
+
+
+def read_placements(path: Path) -> dict[int, list[tuple[int, NDArray[np.int64]]]]:
+    """The placements of each layer: since which step, and replicas [experts, ranks].
+
+    Raises:
+        ConfigurationError: a file that Telemetry did not write.
+    """
+    found: dict[int, list[tuple[int, NDArray[np.int64]]]] = {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for step, layer, ranks, *holders in csv.reader(file):
+                replicas_EN = np.zeros((len(holders), int(ranks)), dtype=np.int64)
+                for expert, held in enumerate(holders):
+                    np.add.at(replicas_EN[expert], [int(rank) for rank in held.split()], 1)
+                found.setdefault(int(layer), []).append((int(step), replicas_EN))
+    except (ValueError, IndexError, OSError) as error:
+        raise ConfigurationError(f"{path} has no lines of step, layer, ranks, holders: move it away") from error
+    if not all(replicas_EN.size for states in found.values() for _, replicas_EN in states) or not found:
+        raise ConfigurationError(f"{path} has no lines of step, layer, ranks, holders: move it away")
+    return found
+
+
+def _is_loss(name: str) -> bool:
+    return _LOSS.fullmatch(name) is not None and "layer" not in name
+
+
+def _named(metrics: Metrics, *names: str) -> dict[str, Mapping[int, float]]:
+    return {name: metrics[name] for name in names if metrics.get(name)}
+
+
+def _chart(lines: Mapping[str, Mapping[int, float]], title: str, unit: str, caption: str) -> str:
+    """Lines over steps, and their numbers below for those who read tables."""
+    points = {name: _thinned(list(values.items()), _MAX_POINTS) for name, values in lines.items()}
+    rows = [
+        [name, f"{step:,.0f}", f"{value:.6g}"]
+        for name, line in points.items()
+        for step, value in _thinned(line, max(1, _MAX_ROWS // len(points)))
+    ]
+    numbers = folded(f"Numbers of: {title}", table(["metric", "step", unit], rows, "Averages of neighbors."))
+    picture = svg(line_chart(points, title, "step", unit))
+    return figure(picture, f"{title} over steps, {unit}", caption, numbers)
+
+
+def _thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """At most so many points: each the mean of its neighbours, at the last one's place."""
+    groups = np.array_split(np.array(points, dtype=np.float64), min(len(points), most))
+    return [(float(group[-1, 0]), float((group[:, 1] / len(group)).sum())) for group in groups]  # a sum may overflow
+
+
+def _pictures(found: Any) -> list[str]:
+    return [figure(svg(picture), name.replace("_", " "), _WORDS.get(name, "")) for name, picture in found]
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / _MIB:,.2f}"
+
 
 _CARDS = {
     "steps": ("steps", "{:,.0f}"),
@@ -69,13 +480,13 @@ def render(directory: Path) -> str:
     logged = _counted(read_all_metrics(files), summary.get("steps"))
     metrics = finite(logged)
     body = [
-        sections.training(metrics, logged),
-        sections.loads(directory),
-        sections.imbalance(metrics),
-        sections.placements(directory, metrics),
-        sections.recoveries(directory, metrics),
-        sections.checkpoints(directory, metrics),
-        sections.configuration(config, config_file),
+        training(metrics, logged),
+        loads(directory),
+        imbalance(metrics),
+        placements(directory, metrics),
+        recoveries(directory, metrics),
+        checkpoints(directory, metrics),
+        configuration(config, config_file),
     ]
     name = str(config.get("run_name") or directory.resolve().name)
     return page(name, f"a run of moe-lightning, {_size(config, metrics)}", [cards(_numbers(summary, metrics))], body)

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from moe_lightning.cli.instantiation import located
+from moe_lightning.cli.composition import located
 from moe_lightning.config import TARGET, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import open_text

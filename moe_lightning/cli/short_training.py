@@ -1,4 +1,9 @@
-"""Short measured trainings: ranks on this machine that run one function each, and the small GPT that they train."""
+"""Short measured trainings on this machine, with interleaved rounds and medians.
+
+Timing that survives a noisy machine: interleaved rounds, medians, ratios inside one run.
+
+Short measured trainings: ranks on this machine that run one function each, and the small GPT that they train.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +36,6 @@ from moe_lightning.balancing.cluster import balance_ratio, imbalance
 from moe_lightning.balancing.rules import Strategy
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.cli.capacity import check_processes
-from moe_lightning.cli.measurement import synchronize
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
@@ -45,6 +49,63 @@ from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.simulate.routing import load_trace
 from moe_lightning.strategies import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import PlacedExperts
+
+
+def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 0) -> dict[str, list[float]]:
+    """What each contender returns in each round; they take turns, so that a slow spell of the machine hits all.
+
+    Args:
+        contenders: functions that measure a whole unit of work.
+        rounds: measurements of each.
+        warmup: calls of each before, which do not count.
+    """
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(warmup + rounds):
+        for name, measure in contenders.items():
+            found[name].append(measure())
+    return {name: values[warmup:] for name, values in found.items()}
+
+
+def interleaved_medians(
+    contenders: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2
+) -> dict[str, float]:
+    """Median seconds that each contender takes, in turns."""
+    seconds = interleaved({name: partial(timed, call) for name, call in contenders.items()}, rounds, warmup)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a call, until the accelerator has done it."""
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    """Wait for the accelerator, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def medians_of(rows: Sequence[Mapping[str, Any]], *, but: Iterable[str] = ()) -> dict[str, float]:
+    """The median of every figure over rows that all have it, those left out that are named."""
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0] if name not in but}
+
+
+def goal(what: str, reached: float, most: float, form: str = "{:.2f}", note: str = "") -> str:
+    """Whether what was reached is at most the goal, in a line."""
+    verdict = "met   " if reached <= most else "missed"
+    return f"{verdict}  {what}: {form.format(reached)}, goal at most {most:.2f}{note}"
+
+
+def machine() -> str:
+    """One line that says where and how something was measured."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "unpinned"
+    return f"{device}, torch {torch.__version__}, {torch.get_num_threads()} thread(s), cores {affinity}"
+
 
 MODULE = "moe_lightning.cli.short_training"
 _VOCABULARY = 256

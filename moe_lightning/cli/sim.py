@@ -1,4 +1,10 @@
-"""`moe-sim`: what a run would do on a cluster that is not there, and which recipe suits it.
+"""`moe-sim`: simulation of runs on clusters, and recommended recipes.
+
+What moe-sim simulates, from its configuration.
+
+A recommended policy as a recipe for `moe-train`.
+
+`moe-sim`: what a run would do on a cluster that is not there, and which recipe suits it.
 
     moe-sim [key=value ...]             simulate one policy, or several on the same failures (compare=[ds,lazarus])
     moe-sim recommend [key=value ...]   choose slots, replicas, protection, checkpoints and write a recipe for moe-train
@@ -27,19 +33,187 @@ from omegaconf.errors import OmegaConfBaseException
 from moe_lightning import __version__, plots, user_errors
 from moe_lightning.arguments import output_file
 from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes, dotted, known_keys, unknown_key
-from moe_lightning.cli.overrides import read_settings, refuse_option
-from moe_lightning.cli.scenarios import given, scenario_of
-from moe_lightning.cli.vocabulary import SIM
-from moe_lightning.config import NonNegativeInt, PositiveInt, fits, require, shown
+from moe_lightning.cli.overrides import SIM, read_settings, refuse_option
+from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, build_config, fits, require, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.event_loop import simulate
+from moe_lightning.simulate.failures import Failures
+from moe_lightning.simulate.hardware import Hardware, load_hardware, preset
+from moe_lightning.simulate.mesh import Mesh
 from moe_lightning.simulate.mesh_search import MeshReport, mesh_report, search_mesh
-from moe_lightning.simulate.policy import POLICIES
-from moe_lightning.simulate.recommend import FailingCluster, recommend
-from moe_lightning.simulate.routing import Exponent, RoutingKind
-from moe_lightning.simulate.scenario import Report
+from moe_lightning.simulate.policy import POLICIES, policy
+from moe_lightning.simulate.recommend import Advice, FailingCluster, recommend
+from moe_lightning.simulate.routing import Exponent, RoutingKind, make_routing
+from moe_lightning.simulate.scenario import Report, Scenario
+from moe_lightning.simulate.workload import Workload, gpt_workload
 from moe_lightning.text_table import table
 from moe_lightning.user_errors import suggestion
+
+_MOST_MODEL_BYTES = 10**18
+"""Of its training: beyond the largest clusters."""
+_BYTES_VOCABULARY = 256
+
+
+def _workload(config: Mapping[str, Any]) -> Workload:
+    from moe_lightning.cli.capacity import check_model
+    from moe_lightning.models.gpt import GPTConfig
+    from moe_lightning.models.size import least_gpt_parameters
+    from moe_lightning.moe.router import RouterConfig
+
+    model = _arguments(config["model"], GPTConfig, "model")
+    if model["vocab_size"] == "auto":
+        model["vocab_size"] = _BYTES_VOCABULARY
+    if not isinstance(model["router"], Mapping):
+        raise ConfigurationError(
+            f"model.router={shown(model['router'])} must be a mapping: set model.router.NAME=value"
+        )
+    router = _arguments(model["router"], RouterConfig, "model.router")
+    if not fits(router.get("forced"), dict[str, Any] | None):
+        raise ConfigurationError(f"model.router.forced={shown(router['forced'])} must be null or a mapping")
+    model["router"] = build_config(RouterConfig, router | {"forced": None}, key="model.router")
+    described_model = build_config(GPTConfig, model, key="model")
+    sizes = {f"model.{key}": value for key, value in model.items() if type(value) is int}
+    check_model(sizes, least_gpt_parameters(described_model), _MOST_MODEL_BYTES)
+    return gpt_workload(described_model, rank_batch=config["rank_batch"], global_batch=config["global_batch"])
+
+
+def _arguments(node: Mapping[str, Any], kind: type, key: str) -> dict[str, Any]:
+    """Those of the one kind of object that the simulator knows here."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if node.get(TARGET, name) != name:
+        raise ConfigurationError(f"{key}.{TARGET}={shown(node[TARGET])} must be {name}: choose a model of text")
+    return {argument: value for argument, value in node.items() if argument != TARGET}
+
+
+def _hardware(config: Mapping[str, Any]) -> Hardware:
+    changes = {key: value for key, value in config["hardware"].items() if key != "preset"}
+    name = str(config["hardware"]["preset"])
+    if name.endswith(".json"):
+        given = {key: value for key, value in changes.items() if value is not None and key != "ranks_per_node"}
+        return build_config(
+            Hardware, vars(load_hardware(Path(name), changes["ranks_per_node"])) | given, key="hardware"
+        )
+    return preset(name, **changes)
+
+
+def _mesh(config: Mapping[str, Any]) -> Mesh:
+    return build_config(Mesh, given(config, "mesh", "search"), key="mesh")
+
+
+def given(config: Mapping[str, Any], group: str, but: str) -> dict[str, Any]:
+    """Those of a group's keys that are set."""
+    return {key: value for key, value in config[group].items() if key != but and value is not None}
+
+
+def scenario_of(config: Mapping[str, Any], name: str) -> Scenario:
+    """The scenario of a policy: that of the configuration, or another one on the same failures.
+
+    Raises:
+        ConfigurationError: a part that cannot be.
+    """
+    workload = _workload(config)
+    failures = build_config(Failures, config["failures"], key="failures")
+    routing = config["routing"]
+    duration_s = 3600.0 * config["hours"]
+    changes = {key: value for key, value in config["policy"].items() if key != "name"}
+    shared = {"slots": changes["slots"]}  # the memory of a rank is the same whatever the policy
+    return Scenario(
+        workload=workload,
+        hardware=_hardware(config),
+        policy=policy(name, **changes) if name == config["policy"]["name"] else policy(name, key="compare", **shared),
+        routing=make_routing(
+            routing["kind"],
+            num_experts=workload.num_experts,
+            num_layers=workload.num_layers,
+            exponent=routing["exponent"],
+            path=routing["path"],
+        ),
+        events=failures.events(config["nodes"], duration_s, config["seed"]),
+        num_nodes=config["nodes"],
+        duration_s=duration_s,
+        mesh=_mesh(config),
+    )
+
+
+_HEAD = "# @package _global_\n# Recommended by moe-sim for "
+
+
+def is_recommended(path: Path) -> bool:
+    """Whether a file is a recipe that moe-sim wrote, which it may write again."""
+    return path.is_file() and path.read_text(errors="replace").startswith(_HEAD)
+
+
+def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mesh) -> str:
+    """The YAML of a recipe that trains as advised; the callbacks start from the files of conf/callbacks.
+
+    Args:
+        advice: what to choose.
+        config: moe-sim's configuration.
+        path: where the recipe will lie, for its launch command.
+        mesh: over which the model was simulated.
+    """
+    policy, report = advice.policy, advice.report
+    balancer: dict[str, Any] = _load_balancer() | {
+        "rebalance_every": policy.rebalance_every,
+        "min_replicas": policy.min_replicas,
+        "ranks_per_node": config["hardware"]["ranks_per_node"] or 1,
+    }
+    if policy.placement is not None:
+        balancer["placement"] = policy.placement
+    recovery: dict[str, Any] = {
+        "_target_": "moe_lightning.callbacks.fault_recovery.FaultRecovery",
+        "min_replicas": policy.min_replicas,
+        "protection": policy.protection,
+        "failures": config["failures"]["simultaneous"],
+    }
+    body: dict[str, Any] = {
+        "model": dict(config["model"]),  # as it was simulated, whatever file or overrides it came from
+        "strategy": {"slots": policy.slots, **_mesh_of_recipe(mesh)},
+        "callbacks": {
+            "partial_experts_checkpoint": {
+                "every_n_steps": policy.interval_steps,
+                "k_snapshot": policy.k_snapshot,
+                "k_persist": policy.k_persist,
+                "lossless": policy.lossless,
+            },
+            "dynamic_k": {"threshold": policy.plt_threshold},
+            "load_balancer": balancer,
+            "fault_recovery": recovery,
+        },
+    }
+    if config["global_batch"]:
+        body["data"] = {"global_batch_size": config["global_batch"]}
+    head = (
+        f"{_HEAD}{config['nodes']} nodes: {report.goodput:.4g} samples/s, "
+        f"PLT {report.plt:.5f} predicted.\n#\n{_about(mesh)}"
+        f"#   moe-train --config-dir {path.parent.parent} recipes={path.stem}\n"
+        "defaults:\n  - override /callbacks: partial_experts\n\n"
+    )
+    return head + OmegaConf.to_yaml(OmegaConf.create(body))
+
+
+def _about(mesh: Mesh) -> str:
+    """A comment on what of the mesh a recipe of moe-train does not say."""
+    axes = f"pp={mesh.pp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
+    schedule = (
+        f"micro_batches={mesh.micro_batches or 'null'} chunks={mesh.chunks} recompute={str(mesh.recompute).lower()}"
+    )
+    return "" if mesh.is_plain else f"# Simulated with {axes} {schedule}.\n#\n"
+
+
+def _mesh_of_recipe(mesh: Mesh) -> dict[str, Any]:
+    """The arguments of the strategy that lay the model over the ranks; none where data parallelism alone does."""
+    axes = {"pp": mesh.pp, "cp": mesh.cp, "tp": mesh.tp}
+    chosen = {"dense": mesh.dense, "shard_size": mesh.shard_size, "mesh": axes if mesh.unit > 1 else None}
+    return {} if mesh.is_plain else {key: value for key, value in chosen.items() if value}
+
+
+def _load_balancer() -> dict[str, Any]:
+    """Its node as conf/callbacks has it."""
+    node = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "callbacks" / "load_balancer.yaml"), resolve=False)
+    assert isinstance(node, dict)
+    return dict(node["load_balancer"])
+
 
 CONFIG_NAME = "simulate"
 
@@ -296,7 +470,6 @@ def _recommend(config: Mapping[str, Any]) -> int:
         raise ConfigurationError(
             f"recipe={target} must be recipes/NAME.yaml, where moe-train --config-dir looks for it"
         )
-    from moe_lightning.cli.recipe import is_recommended, recipe_text
 
     if target.exists() and not is_recommended(target):
         raise ConfigurationError(f"recipe={target} exists and is not moe-sim's own: name another file")

@@ -1,4 +1,15 @@
-"""`moe-train`: compose a configuration, start its ranks, and say in one sentence what is wrong where something is.
+"""`moe-train`: compose a configuration and start its ranks.
+
+What a search optimizes: a metric that the trained run logged last. The rank that logs leaves the metrics in the run
+directory, where the command that started the ranks reads them, whichever launcher it used.
+
+`moe-train doctor=true`: the run that the configuration describes, for some steps beside one process.
+
+Whether a run is elastic, and how: the `elastic` keys of the configuration, checked.
+
+How many ranks a run gets, and on what device.
+
+`moe-train`: compose a configuration, start its ranks, and say in one sentence what is wrong where something is.
 
 Each run gets its ranks from a configuration file written into its run directory. Workers never see the command line,
 so neither they nor the jobs of a multirun can start the command again.
@@ -7,6 +18,8 @@ so neither they nor the jobs of a multirun can start the command again.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import re
 import signal
@@ -18,32 +31,231 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from moe_lightning import __version__, user_errors
+from moe_lightning.cli.capacity import check_processes
 from moe_lightning.cli.composition import (
+    COLLECTIONS,
     CONFIG_DIR,
     CONFIG_NAME,
+    KEYS,
+    check_arguments,
+    check_groups,
+    check_recipe,
+    check_top_level,
     composition_mistakes,
     fixed_keys,
     known_keys,
     with_quotes,
 )
-from moe_lightning.cli.doctor import examined
-from moe_lightning.cli.elastic import elastic_options
-from moe_lightning.cli.objective import objective_of
-from moe_lightning.cli.overrides import read_settings, refuse_option
-from moe_lightning.cli.rank_count import is_externally_launched, with_ranks
+from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option
 from moe_lightning.cli.resume import changes, check_changes, config_of, told
-from moe_lightning.cli.run_directory import RunDirectory, remove_empty
-from moe_lightning.cli.run_lock import locked
-from moe_lightning.cli.validation import COLLECTIONS, KEYS, check_groups, check_recipe, check_top_level
-from moe_lightning.cli.vocabulary import TRAIN
+from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
+from moe_lightning.config import TARGET, fits, shown
+from moe_lightning.elastic.launcher import ElasticLauncher
+from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import in_columns
+from moe_lightning.user_errors import suggestion
+
+_MOST_NAMED = 12
+
+
+def write_metrics(path: Path, metrics: Mapping[str, float]) -> None:
+    """Leave the last value of every logged metric: the whole file or none."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(dict(metrics), indent=2) + "\n")
+    fresh.replace(path)
+
+
+def objective_of(path: Path, name: str) -> float:
+    """The metric of this name in a file that `write_metrics` has left.
+
+    Raises:
+        ConfigurationError: no run has left its metrics, the name is none of them, or its value is not finite.
+    """
+    try:
+        metrics: dict[str, float] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        raise ConfigurationError(
+            f"objective={name} cannot be told, because the run has left no metrics in {path}: give the same command "
+            "with task=validate for metrics of the validation, or with resume=false"
+        ) from None
+    if name not in metrics:
+        near = suggestion(name, metrics)
+        some = ", ".join(sorted(metrics)[:_MOST_NAMED]) or "none"
+        raise ConfigurationError(
+            f"objective={name} is no metric that the run logged{near}: it logged {some}"
+            f"{', ...' if len(metrics) > _MOST_NAMED else ''}; the same command with one of them need not train again"
+        )
+    if not math.isfinite(metrics[name]):
+        raise ConfigurationError(
+            f"objective={name} came out as {metrics[name]}, which nothing can be compared with: "
+            "narrow the search to values at which training stays finite, such as lower learning rates"
+        )
+    return metrics[name]
+
+
+_FOLDER = "doctor"
+_CALLBACK = "parity_doctor"
+_LEFT_OUT = ("checkpoint", "partial_experts_checkpoint", "fault_recovery", "fault_injection", "dynamic_k")
+"""Callbacks that write checkpoints, or need some: nothing goes on from this run."""
+
+
+def examined(composed: DictConfig) -> None:
+    """Let a run be a short one of its own, which leaves nothing in the folder of the run that it examines.
+
+    Raises:
+        ConfigurationError: it does not train.
+    """
+    if composed.get("task") != "train":
+        raise ConfigurationError(f"doctor=true compares steps of training, and task={composed.task} has none: drop one")
+    OmegaConf.set_struct(composed, False)
+    composed.run_dir = f"{composed.run_dir}/{_FOLDER}"
+    composed.resume, composed.elastic.enabled, composed.logger = False, False, {}
+    composed.trainer.limit_val_batches, composed.objective = 0, None
+    given = composed.callbacks.get(_CALLBACK) or {}
+    target = {"_target_": "moe_lightning.doctor.parity_doctor.ParityDoctor"}
+    kept = {name: node for name, node in composed.callbacks.items_ex(resolve=False) if name not in _LEFT_OUT}
+    composed.callbacks = kept | {_CALLBACK: {**target, **given}}
+
+
+_LAST_PORT = 65535
+
+
+def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, Any] | None:
+    """Arguments of ElasticLauncher; None for a run that is not elastic.
+
+    Args:
+        external: torchrun, srun or the like started these ranks.
+
+    Raises:
+        ConfigurationError: a key or value that it cannot have, nothing that recovers, or ranks that end together.
+    """
+    options = dict(config["elastic"])
+    enabled, settings = options.pop("enabled", "auto"), options.pop("settings", {})
+    if not isinstance(settings, Mapping):
+        raise ConfigurationError(
+            f"elastic.settings={shown(settings)} must be a mapping: set elastic.settings.NAME=value"
+        )
+    for kind, values, key in ((ElasticSettings, settings, "elastic.settings"), (ElasticLauncher, options, "elastic")):
+        check_arguments({TARGET: f"{kind.__module__}.{kind.__qualname__}", **values}, key)
+    _check_address(options.get("lighthouse"))
+    waits = ElasticSettings(**settings)
+    recovers = bool(config["callbacks"].get("fault_recovery"))
+    if not fits(enabled, bool | Literal["auto"]):
+        raise ConfigurationError(f"elastic.enabled={shown(enabled)} must be true, false or auto")
+    if enabled is True and external:
+        raise ConfigurationError(
+            "elastic.enabled=true, but torchrun or srun started these ranks and ends all of them with the first: "
+            "run moe-train itself on every node, with elastic.lighthouse=HOST:PORT"
+        )
+    if enabled is True and not recovers:
+        raise ConfigurationError("elastic.enabled=true needs a callback that recovers: use callbacks=fault_recovery")
+    return None if external or not (enabled and recovers) else {**options, "settings": waits}
+
+
+def _check_address(lighthouse: str | None) -> None:
+    if lighthouse is None:
+        return
+    host, _, port = lighthouse.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) <= _LAST_PORT:
+        raise ConfigurationError(
+            f"elastic.lighthouse={shown(lighthouse)} must be HOST:PORT with a port from 1 to {_LAST_PORT}"
+        )
+
+
+_CPU_RANKS = 2
+_RANKS_OF_A_CORE = 4
+"""Beyond, a warning says that they wait for each other."""
+
+
+def is_externally_launched() -> bool:
+    """Whether torchrun, srun or the like started this process as one rank of several."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return True
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+
+
+def with_ranks(config: Mapping[str, Any], *, external: bool) -> dict[str, Any]:
+    """The configuration with accelerator and devices decided.
+
+    Raises:
+        ConfigurationError: devices that this machine lacks, or several nodes without anything that starts them.
+    """
+    trainer = dict(config["trainer"])
+    gpus = _visible_gpus()
+    accelerator = trainer.get("accelerator", "auto")
+    if accelerator == "auto":
+        accelerator = "gpu" if gpus else "cpu"
+    if accelerator not in ("cpu", "gpu", "cuda"):
+        raise ConfigurationError(
+            f"trainer.accelerator={shown(accelerator)} is not supported: choose one of cpu, gpu, auto"
+        )
+    if accelerator in ("gpu", "cuda") and not gpus:
+        raise ConfigurationError(
+            f"trainer.accelerator={accelerator}, but torch sees no GPU here: use trainer.accelerator=cpu"
+        )
+    trainer["accelerator"] = accelerator
+    if external:
+        trainer |= _ranks_from_environment()
+    else:
+        if trainer.get("num_nodes", 1) != 1:
+            raise ConfigurationError(
+                f"trainer.num_nodes={trainer['num_nodes']} needs a launcher on every node: "
+                "start moe-train with torchrun or srun"
+            )
+        trainer["devices"] = _devices(trainer.get("devices", "auto"), accelerator, gpus)
+    return {**config, "trainer": trainer}
+
+
+def _devices(wanted: Any, accelerator: str, gpus: int) -> int | list[int]:
+    on_gpus = accelerator in ("gpu", "cuda")
+    if wanted in ("auto", -1, "-1"):
+        return gpus if on_gpus else _CPU_RANKS
+    if isinstance(wanted, list) and on_gpus and all(isinstance(index, int) for index in wanted):
+        missing = [index for index in wanted if not 0 <= index < gpus]
+        if missing or not wanted:
+            raise ConfigurationError(
+                f"ranks={wanted} names GPUs beyond the {gpus} that torch sees: use 0 to {gpus - 1}"
+            )
+        return wanted
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
+        raise ConfigurationError(f"ranks={shown(wanted)} must be a number of at least 1, or auto")
+    if not on_gpus:
+        check_processes(wanted)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if wanted > _RANKS_OF_A_CORE * cores:
+            print(
+                f"moe-train: ranks={wanted} share {cores} cores, so a step takes {wanted / cores:.0f} times as long: "
+                f"more than {_RANKS_OF_A_CORE * cores} are for trying things out",
+                file=sys.stderr,
+            )
+    if on_gpus and wanted > gpus:
+        raise ConfigurationError(
+            f"ranks={wanted} is more than the {gpus} GPUs that torch sees: lower it, or use trainer.accelerator=cpu"
+        )
+    return wanted
+
+
+def _ranks_from_environment() -> dict[str, int]:
+    """Ranks per node and nodes, as torchrun or SLURM state them."""
+    if "WORLD_SIZE" in os.environ:
+        world = int(os.environ["WORLD_SIZE"])
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        return {"devices": local, "num_nodes": max(1, world // local)}
+    nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+    return {"devices": int(os.environ["SLURM_STEP_NUM_TASKS"]) // nodes, "num_nodes": nodes}
+
+
+def _visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

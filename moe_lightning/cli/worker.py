@@ -53,10 +53,9 @@ def train(config: Mapping[str, Any]) -> None:
         ConfigurationError, CheckpointError: a mistake of the user.
         Interrupted: the run was ended by Ctrl-C or SIGTERM.
     """
-    from moe_lightning.callbacks.graceful_stop import GracefulStop
-    from moe_lightning.cli.objective import write_metrics
-    from moe_lightning.cli.quiet import quiet_libraries
     from moe_lightning.cli.run_directory import RunDirectory
+    from moe_lightning.cli.run_setup import GracefulStop, quiet_libraries
+    from moe_lightning.cli.train import write_metrics
     from moe_lightning.elastic.worker import Interrupted
 
     quiet_libraries()
@@ -113,7 +112,7 @@ def build(config: Mapping[str, Any]) -> Run:
     """
     import lightning.pytorch as pl
 
-    from moe_lightning.cli.instantiation import build_object
+    from moe_lightning.cli.composition import build_object
 
     config, parts = _parts(config)
     trainer = build_object(
@@ -142,9 +141,8 @@ def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import Strategy
 
-    from moe_lightning.cli.instantiation import build_object
-    from moe_lightning.cli.model_room import check_room
-    from moe_lightning.cli.validation import check_config
+    from moe_lightning.cli.composition import build_object, check_config
+    from moe_lightning.cli.run_setup import check_room
 
     check_config(config)
     pl.seed_everything(config["seed"], verbose=False)
@@ -169,7 +167,7 @@ def _check_pretrained(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: it is no folder of a checkpoint, or of a model that is not known.
     """
-    from moe_lightning.cli.instantiation import build_object
+    from moe_lightning.cli.composition import build_object
 
     model = config["module"].get("config")
     if isinstance(model, Mapping) and model.get("pretrained") is not None:
@@ -213,9 +211,8 @@ def _expect(built: object, kind: type, key: str) -> None:
 
 def _records(config: Mapping[str, Any]) -> list[pl.Callback]:
     """Callbacks that every run has."""
-    from moe_lightning.callbacks.graceful_stop import GracefulStop
     from moe_lightning.cli.run_directory import RunDirectory
-    from moe_lightning.cli.run_record import ResumedWithOverrides, RunRecord
+    from moe_lightning.cli.run_setup import GracefulStop, ResumedWithOverrides, RunRecord
 
     records: list[pl.Callback] = [RunRecord(RunDirectory(Path(config["run_dir"])), config), GracefulStop()]
     return [*records, ResumedWithOverrides()] if config["resume_overrides"] else records
@@ -246,7 +243,7 @@ def _built_group(config: Mapping[str, Any], group: str) -> list[Any]:
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
 
-    from moe_lightning.cli.instantiation import build_object
+    from moe_lightning.cli.composition import build_object
 
     built = {f"{group}.{name}": build_object(node, f"{group}.{name}") for name, node in config[group].items() if node}
     for key, thing in built.items():

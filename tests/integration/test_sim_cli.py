@@ -11,8 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from moe_lightning.cli.composition import CONFIG_DIR
-from moe_lightning.cli.instantiation import check_arguments
+from moe_lightning.cli.composition import CONFIG_DIR, check_arguments
 from moe_lightning.cli.sim import main
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware

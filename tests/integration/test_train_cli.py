@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_lightning.cli.run_directory import RunDirectory
-from moe_lightning.cli.run_lock import locked
+from moe_lightning.cli.run_directory import RunDirectory, locked
 from tests.commands import TINY, moe_train, write_words
 from tests.parameters import slow
 from tests.programs import Program, Watched, children_of, run_program

@@ -15,8 +15,7 @@ from moe_lightning import user_errors
 from moe_lightning.callbacks.fault_injection import Kind
 from moe_lightning.cli import train, worker
 from moe_lightning.cli.composition import CONFIG_DIR
-from moe_lightning.cli.elastic import elastic_options
-from moe_lightning.cli.rank_count import with_ranks
+from moe_lightning.cli.train import elastic_options, with_ranks
 from tests.commands import WORDS, write_words
 from tests.sweep.cases import Case
 from tests.sweep.values import VALUES, keys_of

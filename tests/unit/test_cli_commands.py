@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from moe_lightning import __version__
-from moe_lightning.cli import ckpt, rank_count
+from moe_lightning.cli import ckpt, train
 from moe_lightning.cli.commands import moe_bench, moe_ckpt, moe_sim, moe_train
-from moe_lightning.cli.rank_count import with_ranks
+from moe_lightning.cli.train import with_ranks
 from moe_lightning.text_table import in_columns
 from tests.programs import users_environment
 
@@ -57,8 +57,8 @@ def test_ctrl_c_during_imports_is_quiet(tmp_path: Path) -> None:
 
 
 def test_many_ranks_on_few_cores_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(rank_count, "_visible_gpus", lambda: 0)
-    monkeypatch.setattr(rank_count.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(train, "_visible_gpus", lambda: 0)
+    monkeypatch.setattr(train.os, "sched_getaffinity", lambda process: {0, 1})
     for ranks, words in ((8, ""), (64, "moe-train: ranks=64 share 2 cores, so a step takes 32 times as long")):
         with_ranks({"trainer": {"accelerator": "cpu", "devices": ranks}}, external=False)
         err = capsys.readouterr().err

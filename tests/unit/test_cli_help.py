@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from moe_lightning import __version__
-from moe_lightning.cli import rank_count
+from moe_lightning.cli import train
 from moe_lightning.cli.composition import CONFIG_DIR, as_folder_name, fixed_keys, known_keys
-from moe_lightning.cli.rank_count import is_externally_launched, with_ranks
-from moe_lightning.cli.train import main
+from moe_lightning.cli.train import is_externally_launched, main, with_ranks
 from moe_lightning.errors import ConfigurationError
 
 
@@ -89,7 +88,7 @@ def test_jobs_are_named_by_what_is_swept() -> None:
 
 
 def _devices(monkeypatch: pytest.MonkeyPatch, gpus: int, **trainer: Any) -> Any:
-    monkeypatch.setattr(rank_count, "_visible_gpus", lambda: gpus)
+    monkeypatch.setattr(train, "_visible_gpus", lambda: gpus)
     decided = with_ranks(
         {"trainer": {"accelerator": "auto", "devices": "auto", "num_nodes": 1} | trainer}, external=False
     )
@@ -114,7 +113,7 @@ def test_ranks_of_torchrun_and_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     assert not is_externally_launched()
-    monkeypatch.setattr(rank_count, "_visible_gpus", lambda: 8)
+    monkeypatch.setattr(train, "_visible_gpus", lambda: 8)
     config = {"trainer": {"accelerator": "auto", "devices": "auto", "num_nodes": 1}}
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.cli.objective import objective_of, write_metrics
+from moe_lightning.cli.train import objective_of, write_metrics
 from moe_lightning.elastic.launcher import RanksFailed
 from moe_lightning.elastic.worker import RankFailure
 from moe_lightning.errors import ConfigurationError

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.cli.run_directory import RunDirectory
-from moe_lightning.cli.run_lock import locked
+from moe_lightning.cli.run_directory import RunDirectory, locked
 from moe_lightning.errors import ConfigurationError
 from tests.forks import FORKS, fork, kill
 

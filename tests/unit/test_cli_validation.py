@@ -10,10 +10,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes
-from moe_lightning.cli.elastic import elastic_options
-from moe_lightning.cli.train import resolved
-from moe_lightning.cli.validation import KEYS, check_config, check_run_name
+from moe_lightning.cli.composition import CONFIG_DIR, KEYS, check_config, check_run_name, composition_mistakes
+from moe_lightning.cli.train import elastic_options, resolved
 from moe_lightning.errors import ConfigurationError
 
 

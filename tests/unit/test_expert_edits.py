@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
-from moe_lightning.algorithms.expert_edits import ExpertEdit, least_loaded
 from moe_lightning.checkpoint.files import read_file, write_file
 from moe_lightning.cli import expert_edits
 from moe_lightning.cli.ckpt import main
-from moe_lightning.cli.expert_edits import edit_file, parse_edits
+from moe_lightning.cli.expert_edits import ExpertEdit, edit_file, least_loaded, parse_edits
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.router import Router, RouterConfig
 from tests.distributed.training import TINY, RandomTokens, quiet

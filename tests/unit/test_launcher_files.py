@@ -16,10 +16,8 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from moe_lightning.cli.composition import CONFIG_DIR
-from moe_lightning.cli.elastic import elastic_options
-from moe_lightning.cli.train import resolved
-from moe_lightning.cli.validation import check_config
+from moe_lightning.cli.composition import CONFIG_DIR, check_config
+from moe_lightning.cli.train import elastic_options, resolved
 from moe_lightning.elastic.launcher import ElasticLauncher
 from moe_lightning.elastic.protocol import Address, read_secret
 from moe_lightning.elastic.rendezvous_host import RendezvousHost

@@ -19,7 +19,7 @@ from moe_lightning.callbacks.fault_recovery import COLUMNS
 from moe_lightning.callbacks.telemetry import PlacementTable
 from moe_lightning.cli import report
 from moe_lightning.cli.bench import main
-from moe_lightning.cli.report_sections import read_placements
+from moe_lightning.cli.report import read_placements
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from tests.unit.test_plot import recovery, write_metrics

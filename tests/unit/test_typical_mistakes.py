@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from moe_lightning.cli import bench, ckpt, sim, train, worker
-from moe_lightning.cli.overrides import read_settings
-from moe_lightning.cli.validation import KEYS
-from moe_lightning.cli.vocabulary import TRAIN
+from moe_lightning.cli.composition import KEYS
+from moe_lightning.cli.overrides import TRAIN, read_settings
 from tests.commands import write_words
 from tests.unit.typical_mistakes import MISTAKES
 
