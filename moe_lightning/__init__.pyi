@@ -1,22 +1,22 @@
 # The public names of moe_lightning with their modules: the one list, from which __init__.py loads them on first use.
-from moe_lightning.callbacks.compile_dense import CompileDense as CompileDense
-from moe_lightning.callbacks.dynamic_k import DynamicK as DynamicK
+from moe_lightning.callbacks.checkpoint import DynamicK as DynamicK
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint as PartialExpertsCheckpoint
+from moe_lightning.callbacks.dense_blocks import CompileDense as CompileDense
+from moe_lightning.callbacks.dense_blocks import RecomputeDense as RecomputeDense
 from moe_lightning.callbacks.fault_recovery import FaultRecovery as FaultRecovery
 from moe_lightning.callbacks.huggingface_export import HuggingFaceExport as HuggingFaceExport
 from moe_lightning.callbacks.huggingface_export import export_to_huggingface as export_to_huggingface
 from moe_lightning.callbacks.load_balancer import LoadBalancer as LoadBalancer
-from moe_lightning.callbacks.model_summary import ExpertModelSummary as ExpertModelSummary
-from moe_lightning.callbacks.parity_doctor import ParityDoctor as ParityDoctor
-from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint as PartialExpertsCheckpoint
-from moe_lightning.callbacks.recompute_dense import RecomputeDense as RecomputeDense
-from moe_lightning.callbacks.routing_replay import RoutingReplay as RoutingReplay
-from moe_lightning.data.step_loader import StepLoader as StepLoader
-from moe_lightning.data.step_sampler import StepSampler as StepSampler
+from moe_lightning.callbacks.routing import RoutingReplay as RoutingReplay
+from moe_lightning.callbacks.telemetry import ExpertModelSummary as ExpertModelSummary
+from moe_lightning.data.loader import StepLoader as StepLoader
+from moe_lightning.data.sampler import StepSampler as StepSampler
+from moe_lightning.doctor.parity_doctor import ParityDoctor as ParityDoctor
 from moe_lightning.errors import CheckpointError as CheckpointError
 from moe_lightning.errors import ConfigurationError as ConfigurationError
 from moe_lightning.errors import ParityError as ParityError
 from moe_lightning.models.gpt import GPT as GPT
-from moe_lightning.models.gpt_config import GPTConfig as GPTConfig
+from moe_lightning.models.gpt import GPTConfig as GPTConfig
 from moe_lightning.models.gpt_module import GPTModule as GPTModule
 from moe_lightning.models.gpt_module import OptimizerConfig as OptimizerConfig
 from moe_lightning.models.huggingface.module import HuggingFaceConfig as HuggingFaceConfig
@@ -24,17 +24,17 @@ from moe_lightning.models.huggingface.module import HuggingFaceModule as Hugging
 from moe_lightning.models.swin import SwinConfig as SwinConfig
 from moe_lightning.models.swin import SwinModule as SwinModule
 from moe_lightning.models.upcycling import UpcyclingConfig as UpcyclingConfig
-from moe_lightning.modules.context import ContextParallel as ContextParallel
-from moe_lightning.modules.forced_routing import ForcedRouting as ForcedRouting
-from moe_lightning.modules.losses import auxiliary_loss as auxiliary_loss
-from moe_lightning.modules.losses import global_mean as global_mean
-from moe_lightning.modules.losses import global_sum as global_sum
-from moe_lightning.modules.moe_layer import MoELayer as MoELayer
-from moe_lightning.modules.router import RouterConfig as RouterConfig
-from moe_lightning.modules.routing_replay import record_routing as record_routing
-from moe_lightning.modules.routing_replay import replay_routing as replay_routing
+from moe_lightning.moe.forced_routing import ForcedRouting as ForcedRouting
+from moe_lightning.moe.layer import MoELayer as MoELayer
+from moe_lightning.moe.losses import auxiliary_loss as auxiliary_loss
+from moe_lightning.moe.losses import global_mean as global_mean
+from moe_lightning.moe.losses import global_sum as global_sum
+from moe_lightning.moe.replayed_routing import record_routing as record_routing
+from moe_lightning.moe.replayed_routing import replay_routing as replay_routing
+from moe_lightning.moe.router import RouterConfig as RouterConfig
+from moe_lightning.parallel.sequence import ContextParallel as ContextParallel
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy as ExpertParallelStrategy
-from moe_lightning.strategies.gradient_norm import gradient_norms as gradient_norms
+from moe_lightning.strategies.steps import gradient_norms as gradient_norms
 
 __all__: list[str]
 __version__: str

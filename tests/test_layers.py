@@ -17,44 +17,47 @@ from moe_lightning import ExpertParallelStrategy
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_lightning"
 
-# Rooms of the package that a room may import, besides itself and SHARED.
+# Packages and modules of moe_lightning that each may import, besides itself and SHARED.
 MAY_IMPORT = {
-    "algorithms": set[str](),
     "kernels": set[str](),
-    "state": {"algorithms"},
-    "comm": {"algorithms", "kernels", "state"},
-    "modules": {"comm", "kernels", "state"},
-    "models": {"modules", "kernels"},
-    "checkpoint": {"algorithms", "comm", "kernels", "state"},
-    "data": {"algorithms", "modules", "seams"},
-    "simulate": {"algorithms", "modules", "models", "text_table"},
-    "elastic": {"arguments", "comm", "checkpoint"},
+    "parallel": {"compat"},
+    "dispatch": {"kernels", "parallel"},
+    "balancing": {"dispatch"},
+    "state": {"dispatch", "parallel"},
+    "moe": {"dispatch", "kernels", "parallel", "state"},
+    "models": {"kernels", "moe", "parallel"},
+    "data": {"dispatch", "moe", "compat"},
+    "checkpoint": {"dispatch", "kernels", "parallel", "state"},
+    "simulate": {"balancing", "checkpoint", "dispatch", "models", "moe", "parallel", "text_table"},
+    "elastic": {"arguments", "parallel"},
+    "strategies": {"balancing", "checkpoint", "compat", "data", "dispatch", "elastic", "kernels", "moe", "parallel"},
     "arguments": {"__version__"},
-    "seams": set[str](),
-    "fsdp_seams": set[str](),
-    "plots": {"algorithms"},
+    "plots": {"balancing"},
+    "compat": set[str](),
+    "arrays": set[str](),
     "text_table": set[str](),
     "errors": set[str](),
     "config": set[str](),
     "registry": set[str](),
-    "mistakes": set[str](),
-    "bounded_files": set[str](),
+    "user_errors": set[str](),
+    "files": set[str](),
 }
-MAY_IMPORT["strategies"] = {
-    *MAY_IMPORT["checkpoint"],
-    "modules",
-    "checkpoint",
-    "data",
-    "elastic",
-    "seams",
-    "fsdp_seams",
-}
-MAY_IMPORT["callbacks"] = {*MAY_IMPORT, "strategies"}
-MAY_IMPORT["cli"] = {*MAY_IMPORT, "callbacks", "__version__"}
+MAY_IMPORT["strategies"].add("state")
+MAY_IMPORT["doctor"] = {*MAY_IMPORT["strategies"], "strategies"}
+MAY_IMPORT["callbacks"] = {*MAY_IMPORT}
+MAY_IMPORT["cli"] = {*MAY_IMPORT, "__version__"}
 MAY_IMPORT |= {"conf": set(), "__init__": set(MAY_IMPORT)}
-SHARED = {"errors", "config", "registry", "mistakes", "bounded_files"}
-MAY_COMMUNICATE = {"comm", "elastic", "strategies", "fsdp_seams"}
-WITHOUT_LIGHTNING = {"algorithms", "kernels", "state", "comm", "modules", "checkpoint", *SHARED}
+SHARED = {"arrays", "errors", "config", "registry", "user_errors", "files"}
+MAY_COMMUNICATE = {"parallel", "dispatch", "elastic", "strategies", "compat"}
+WITHOUT_LIGHTNING = {"kernels", "state", "parallel", "dispatch", "balancing", "moe", "checkpoint", *SHARED}
+PLANNING = (
+    *("arrays", "parallel/mesh", "dispatch/placement", "dispatch/quota", "dispatch/shadow_plan"),
+    *("balancing/allocation", "balancing/cluster", "balancing/cost_model", "balancing/forecast", "balancing/migration"),
+    *("balancing/packing", "balancing/repair", "balancing/replica_placement", "balancing/rules"),
+    *("balancing/shadow_search", "checkpoint/selection", "checkpoint/schedule", "checkpoint/sharding"),
+    *("checkpoint/protection", "checkpoint/recovery_plan", "doctor/comparison"),
+)
+"""Modules that plan: integers and tables in, integers and tables out."""
 UNSAFE_CALLS = {
     "pickle.load",
     "pickle.loads",
@@ -150,6 +153,7 @@ def test_only_the_rooms_for_it_communicate() -> None:
     wrong = [
         f"{path}:{line}: {room} may not use {name}"
         for path, room in source_files(but=MAY_COMMUNICATE)
+        if path.name != "gpu_check_worker.py"  # it checks communicators themselves
         for line, name in names_used(path)
         if is_under(name, "torch.distributed")
         and not (room == "checkpoint" and is_under(name, "torch.distributed.checkpoint"))
@@ -172,18 +176,24 @@ def test_lower_rooms_do_without_lightning() -> None:
 
 def test_launchers_start_without_lightning() -> None:
     """Importing it takes seconds, and only the ranks that they start need it."""
-    commands = {PACKAGE / "cli" / f"{name}.py" for name in ("train", "worker", "elastic", "instantiation")}
-    launchers = {PACKAGE / "elastic" / f"{name}.py" for name in ("launcher", "elastic_launcher")}
-    waiting, seen = [*commands, *launchers], set[Path]()
+    starts = [PACKAGE / f"{name}.py" for name in ("cli/train", "cli/worker", "cli/composition", "elastic/launcher")]
+    for start in starts:
+        for path, name in imported_in_turn(start):
+            assert not is_under(name, "lightning"), f"{start}: {path} imports {name}"
+
+
+def imported_in_turn(start: Path) -> Iterator[tuple[Path, str]]:
+    """What importing a file imports, by itself and by files of the package."""
+    waiting, seen = [start], {start}
     while waiting:
         path = waiting.pop()
-        seen.add(path)
         for name in imported_at_once(path):
-            assert not is_under(name, "lightning"), f"{path} imports {name}"
+            yield path, name
             inside = PACKAGE.parent.joinpath(*name.split("."))
             files = (inside.with_suffix(".py"), inside.parent.with_suffix(".py"), inside / "__init__.py")
-            waiting += [f for f in files if f.is_relative_to(PACKAGE) and f.is_file() and f not in seen]
-    assert seen > commands | launchers
+            found = {f for f in files if f.is_relative_to(PACKAGE) and f.is_file()} - seen
+            seen |= found
+            waiting += found
 
 
 def imported_at_once(path: Path) -> Iterator[str]:
@@ -205,13 +215,20 @@ def test_only_the_command_line_knows_hydra() -> None:
     assert not wrong
 
 
-def test_algorithms_do_no_input_or_output() -> None:
-    for path, _ in source_files(rooms={"algorithms"}):
+def test_planning_does_no_input_or_output() -> None:
+    for path in (PACKAGE / f"{name}.py" for name in PLANNING):
         for line, name in names_used(path):
             assert not is_under(name, "os", "pathlib", "io", "socket", "subprocess", "time"), f"{path}:{line}: {name}"
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call):
                 assert dotted(node.func) not in ("open", "print", "input"), f"{path}:{node.lineno}"
+
+
+def test_planning_needs_neither_ranks_nor_lightning() -> None:
+    """A simulator or another framework can import it."""
+    for start in (PACKAGE / f"{name}.py" for name in PLANNING):
+        for path, name in imported_in_turn(start):
+            assert not is_under(name, "torch.distributed", "lightning"), f"{start}: {path} imports {name}"
 
 
 def test_nothing_is_left_undone() -> None:
@@ -234,7 +251,7 @@ def test_nothing_is_unpickled_unverified() -> None:
     for path, _ in source_files():
         # fit(..., weights_only=False) is the user's own word for a file, and ends in this function alone.
         trusted = [n for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef) and n.name == "load_trusted"]
-        assert not trusted or path == PACKAGE / "checkpoint" / "plain_values.py"
+        assert not trusted or path == PACKAGE / "checkpoint" / "loader.py"
         allowed = {id(call) for function in trusted for call in ast.walk(function)}
         for node in ast.walk(tree(path)):
             if not isinstance(node, ast.Call) or id(node) in allowed:
@@ -263,7 +280,7 @@ def calls_of(names: set[str], path: Path) -> set[str]:
 def test_no_object_travels_as_a_pickle() -> None:
     """Nor by Lightning, which sends objects by the strategy's broadcast alone: ours has its own."""
     for path, _ in source_files():
-        assert not calls_of(OBJECT_COLLECTIVES, path), f"{path}: objects travel by comm.collect"
+        assert not calls_of(OBJECT_COLLECTIVES, path), f"{path}: objects travel by parallel.collectives"
     assert ExpertParallelStrategy.broadcast.__module__ == "moe_lightning.strategies.world_ddp"
     for package in (lightning.pytorch, lightning.fabric):
         folder = Path(package.__path__[0])

@@ -1,0 +1,1 @@
+"""Lightning callbacks: load balancing, checkpoints, fault recovery, telemetry, loggers."""

@@ -31,7 +31,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from moe_lightning import seams
 from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
@@ -48,6 +47,7 @@ from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
 from moe_lightning.checkpoint.storage.interface import URL
 from moe_lightning.checkpoint.storage.registry import absolute, place_of, shared_place
 from moe_lightning.checkpoint.training_state import TrainingState
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import Coefficient, PositiveInt, Seconds, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import moe_layers
@@ -136,7 +136,7 @@ class LatestCheckpoint(ModelCheckpoint):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not getattr(trainer, "fast_dev_run", False):
-            seams.save_as_last(self, trainer)
+            private_lightning.save_as_last(self, trainer)
 
 
 def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float) -> None:
@@ -298,7 +298,7 @@ def _dynamic_k(trainer: pl.Trainer) -> DynamicK | None:
 
 
 @validated
-class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
+class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener):
     """Saves directories `step-...` under `dirpath`, whole or not at all; resume with `ckpt_path=` such a directory,
     `dirpath` or "last".
 
@@ -505,7 +505,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._counts.add(pl_module)
-        is_update = not seams.is_accumulating(trainer)
+        is_update = not private_lightning.is_accumulating(trainer)
         if self._windows is not None:
             (self._windows.updated if is_update else self._windows.end_batch)()
         if trainer.global_step == self._saved_at or not is_update or self._keeps_nothing(trainer):

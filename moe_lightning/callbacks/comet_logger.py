@@ -9,13 +9,13 @@ from pathlib import Path
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from moe_lightning import seams
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
 from moe_lightning.user_errors import missing_for_logger
 
 
 @validated
-class Comet(seams.LateComet):
+class Comet(private_lightning.LateComet):
     """Lightning's CometLogger, begun with the first numbers and ended with the process. Each start is an
     experiment of its own.
 

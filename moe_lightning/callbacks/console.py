@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Column
 from typing_extensions import override
 
-from moe_lightning import seams
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
 from moe_lightning.data.images import ImageData
 from moe_lightning.data.instructions import InstructionData
@@ -87,9 +87,9 @@ class Console(ProgressBar):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._enabled or seams.is_accumulating(trainer):
+        if not self._enabled or private_lightning.is_accumulating(trainer):
             return
-        logs = seams.logs_now(trainer)
+        logs = private_lightning.logs_now(trainer)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=trainer.global_step)
             if logs:

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
-from moe_lightning import seams
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 
 
@@ -53,13 +53,13 @@ class CSV(CSVLogger):
     @rank_zero_experiment
     def experiment(self) -> Any:
         """The writer; before the first numbers what begins it."""
-        return super().experiment if seams.has_begun(self) else NotBegun(self)
+        return super().experiment if private_lightning.has_begun(self) else NotBegun(self)
 
     @override
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None) -> None:
         """Keep them until the first numbers."""
-        if seams.has_begun(self):
+        if private_lightning.has_begun(self):
             super().log_hyperparams(params)
         elif params is not None:
             self._parameters.append(params)
@@ -67,7 +67,7 @@ class CSV(CSVLogger):
     @override
     @rank_zero_only
     def save(self) -> None:
-        if seams.has_begun(self):
+        if private_lightning.has_begun(self):
             super().save()
 
     def begin(self) -> Any:

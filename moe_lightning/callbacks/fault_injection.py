@@ -343,8 +343,8 @@ _FOREVER_S = 1e8  # a node that never comes: the launcher ends who waits for it
 class FaultInjection(Callback):
     """Kills, stops, slows ranks and takes nodes, snapshots and disks away, where and when it is told to.
 
-    Faults are texts such as "rank=1,step=30", several separated by semicolons or in a list; `callbacks.fault_injection.Fault`
-    says what each takes. Ranks are those of the world in which the step is trained.
+    Faults are texts such as "rank=1,step=30", several separated by semicolons or in a list; `Fault` lists their keys.
+    Ranks are those of the world in which the step is trained.
 
     Args:
         dirpath: a private folder of the run, for the marks of what has struck.

@@ -23,9 +23,9 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from moe_lightning import seams
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.protection import PROTECTIONS, ProtectionLayout, choose_protection, protected_by
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, WorldChanged
@@ -184,7 +184,7 @@ class FaultRecovery(Callback, RecoveryListener):
             checkpoint.protect_with(self._layout)
             elastic.planner.sources = checkpoint.recovery_sources(_strategy(trainer))
             elastic.listeners.insert(0, checkpoint)
-        seams.run_fit_by(trainer, elastic.run)
+        private_lightning.run_fit_by(trainer, elastic.run)
 
     def _layout(self, strategy: ExpertParallelStrategy) -> ProtectionLayout:
         """Who protects whose snapshots in the present world."""
@@ -204,7 +204,7 @@ class FaultRecovery(Callback, RecoveryListener):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer = None
         _strategy(trainer).steps.repairs_replicas = False
-        seams.run_fit_as_usual(trainer)
+        private_lightning.run_fit_as_usual(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -272,7 +272,7 @@ class FaultRecovery(Callback, RecoveryListener):
         self.reports.append(report)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(logger, CSVLogger):
-                seams.forget_version(logger)
+                private_lightning.forget_version(logger)
         if trainer.is_global_zero:
             bar = trainer.progress_bar_callback
             (print if bar is None else bar.print)(_sentence(report))

@@ -29,7 +29,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from moe_lightning import seams
 from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.allocation import AllocationPolicy
 from moe_lightning.balancing.cluster import Cluster, balance_ratio, imbalance
@@ -38,6 +37,7 @@ from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy
 from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate
 from moe_lightning.callbacks.speeds import SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
@@ -453,7 +453,7 @@ class LoadBalancer(Callback):
     ) -> None:
         if self.planner is None:
             return
-        self._is_last_micro_batch = not seams.is_accumulating(trainer)
+        self._is_last_micro_batch = not private_lightning.is_accumulating(trainer)
         if self._is_new_step:
             self._is_new_step = False
             self._counts = [{} for _ in self._counts]
@@ -530,7 +530,7 @@ class LoadBalancer(Callback):
         if self._clock is not None:
             self._clock.end_micro_batch(keep=self._steps in _DENSE_STEPS)
         self._following.end_micro_batch()
-        if seams.is_accumulating(trainer):
+        if private_lightning.is_accumulating(trainer):
             return
         self._is_new_step = True
         self._steps += 1
@@ -539,7 +539,7 @@ class LoadBalancer(Callback):
             self._take_dense_times(trainer, self.planner, self._clock)
         if self._following.end_step():
             self.planner.take_speeds(self._following.experts.speeds)
-        if seams.logs_now(trainer):
+        if private_lightning.logs_now(trainer):
             pl_module.log_dict(reduced(list(self._metrics(trainer, self.planner)), trainer))
 
     def _take_dense_times(self, trainer: pl.Trainer, planner: BalancePlanner, clock: DenseClock) -> None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning import seams
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import read_routing_trace
@@ -97,7 +97,7 @@ class RoutingRecorder(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        accumulating = seams.is_accumulating(trainer)
+        accumulating = private_lightning.is_accumulating(trainer)
         iteration = trainer.global_step + 1 if accumulating else trainer.global_step
         stages = stages_of(trainer)
         if (iteration - 1) % self._every or not (trainer.is_global_zero or stages is not None):

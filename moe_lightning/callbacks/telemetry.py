@@ -33,14 +33,14 @@ from lightning.pytorch.utilities.model_summary.model_summary import get_human_re
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning import seams
 from moe_lightning.callbacks.wandb_logger import log_histograms
+from moe_lightning.compat import private_lightning
+from moe_lightning.compat.private_lightning import SummaryShown, SummaryTable
 from moe_lightning.config import validated
 from moe_lightning.models.gpt_module import SupervisedModule
 from moe_lightning.models.size import model_size, whole_parameters
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.context import ExchangeClock
-from moe_lightning.seams import SummaryShown, SummaryTable
 
 
 class PlacementTable:
@@ -182,11 +182,11 @@ class Telemetry(Callback):
             part, parts = _part_of_layers(trainer)
             self._tokens += _num_tokens(batch) if part == 0 else 0  # those who compute the other parts have them, too
             self._flops += (getattr(pl_module, "flops_per_batch", None) or 0) / parts
-        if seams.is_accumulating(trainer):
+        if private_lightning.is_accumulating(trainer):
             return
         self._steps += 1
         self._watch_exchanges(trainer)
-        if not seams.logs_now(trainer):
+        if not private_lightning.logs_now(trainer):
             return
         self._warn_of_nan(trainer, outputs)
         layers = moe_layers(pl_module)
@@ -302,7 +302,7 @@ def _num_tokens(batch: Any) -> int | Tensor:
     """Elements of the batch's first tensor where it holds token ids [B, L], without the padding that a mask beside it
     names: a bool tensor of the same shape, or the entry attention_mask. Else its samples.
     """
-    tensors = [leaf for leaf in seams.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in private_lightning.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if not tensors or not tensors[0].ndim:
         return 0
     masks = [t for t in tensors[1:] if t.dtype is torch.bool and t.shape == tensors[0].shape]

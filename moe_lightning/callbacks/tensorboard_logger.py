@@ -14,8 +14,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from moe_lightning import seams
 from moe_lightning.callbacks.csv_logger import NotBegun
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
 from moe_lightning.user_errors import missing_for_logger
 
@@ -43,7 +43,7 @@ class TensorBoard(TensorBoardLogger):
     @rank_zero_experiment
     def experiment(self) -> Any:
         """TensorBoard's writer; before the first numbers what begins it."""
-        return super().experiment if seams.has_begun(self) else NotBegun(self)
+        return super().experiment if private_lightning.has_begun(self) else NotBegun(self)
 
     @override
     @rank_zero_only
@@ -54,7 +54,7 @@ class TensorBoard(TensorBoardLogger):
         step: int | None = None,
     ) -> None:
         """Keep them until the first numbers."""
-        if seams.has_begun(self):
+        if private_lightning.has_begun(self):
             super().log_hyperparams(params, metrics, step)
         else:
             self._parameters.append((params, metrics, step))
@@ -62,7 +62,7 @@ class TensorBoard(TensorBoardLogger):
     @override
     @rank_zero_only
     def save(self) -> None:
-        if seams.has_begun(self):
+        if private_lightning.has_begun(self):
             super().save()
 
     def begin(self) -> Any:

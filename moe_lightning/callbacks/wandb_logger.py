@@ -22,10 +22,10 @@ from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning import seams
 from moe_lightning.callbacks.csv_logger import NotBegun
 from moe_lightning.callbacks.wandb_artifacts import RUN_ID, CheckpointUploads, resumed_artifact
 from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
 
 _MOST_BINS = 512
@@ -66,7 +66,7 @@ class QuietWandbLogger(WandbLogger):
         options |= {"group": group} if group is not None else {}
         options |= {"tags": list(tags)} if tags else {}
         super().__init__(project=project, name=name, save_dir=save_dir, offline=offline, **options)
-        seams.drop_wandb_option(self, "anonymous")
+        private_lightning.drop_wandb_option(self, "anonymous")
         self._parameters: list[dict[str, Any] | Namespace] = []
         self._log_checkpoints = log_model
         self._checkpoint: Place | None = None
@@ -80,13 +80,13 @@ class QuietWandbLogger(WandbLogger):
         """W&B's run; the same one for every process that logs into this directory, one after the other. Lightning asks
         for it before it has checked anything, so the run begins when something is asked of it.
         """
-        return NotBegun(self) if seams.wandb_run(self) is None else super().experiment
+        return NotBegun(self) if private_lightning.wandb_run(self) is None else super().experiment
 
     @override
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         """Keep them until the run begins."""
-        if seams.wandb_run(self) is None:
+        if private_lightning.wandb_run(self) is None:
             self._parameters.append(params)
         else:
             super().log_hyperparams(params)
@@ -138,13 +138,13 @@ class QuietWandbLogger(WandbLogger):
         if self._uploads is None:
             run = self.experiment
             run.config  # noqa: B018  # begins it here: only uploads are for the thread
-            self._uploads = CheckpointUploads(seams.wandb_run(self))
+            self._uploads = CheckpointUploads(private_lightning.wandb_run(self))
         return self._uploads
 
     def begin(self) -> Any:
         """W&B's run, from now on."""
         # An agent of a sweep names the run that it starts.
-        seams.name_wandb_run(self, lambda folder: os.environ.get("WANDB_RUN_ID") or lasting_run_id(folder))
+        private_lightning.name_wandb_run(self, lambda folder: os.environ.get("WANDB_RUN_ID") or lasting_run_id(folder))
         run = super().experiment
         kept, self._parameters = self._parameters, []
         for params in kept:

@@ -1,0 +1,1 @@
+"""Partial checkpoints: selection, snapshots in memory, persistence, restore, protection."""

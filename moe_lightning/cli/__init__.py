@@ -1,0 +1,1 @@
+"""Commands: moe-train, moe-ckpt, moe-sim, moe-bench."""

@@ -29,10 +29,10 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
-from moe_lightning import seams
 from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
 from moe_lightning.cli.capacity import check_model, check_processes, check_sample, machine_memory, whole_memory
 from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.compat import private_lightning
 from moe_lightning.data.text import TextData
 from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule
@@ -227,7 +227,7 @@ class GracefulStop(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if seams.is_accumulating(trainer):
+        if private_lightning.is_accumulating(trainer):
             return
         interval = trainer.log_every_n_steps if trainer.world_size > 1 else 1  # type: ignore[attr-defined]
         if trainer.global_step % max(1, interval) == 0:

@@ -1,0 +1,1 @@
+"""Data modules and loaders whose samples do not depend on the number of ranks."""

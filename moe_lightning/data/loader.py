@@ -33,7 +33,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from moe_lightning import seams
+from moe_lightning.compat import private_lightning
 from moe_lightning.data.sampler import SamplerOrder, StandIn, StepSampler, StepSlice, mixed_seed
 from moe_lightning.errors import ConfigurationError
 
@@ -338,7 +338,7 @@ def _with_plain_mistakes(batches: Iterable[Any]) -> Iterator[Any]:
         raise ConfigurationError(str(error).rpartition("ConfigurationError: ")[2].rstrip()) from cause
 
 
-class _SeenIndices(seams.BatchIndices):
+class _SeenIndices(private_lightning.BatchIndices):
     """What Lightning's prediction writers ask for the indices of this rank's samples; a stand-in is none of them."""
 
     def __next__(self) -> list[int]:
@@ -405,8 +405,8 @@ def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
 def batches_of(loader: DataLoader[Any]) -> Any:
     """The batch sampler of a loader, of which Lightning may have made another one."""
     batches: object = loader.batch_sampler
-    if isinstance(batches, seams.BatchIndices):  # what Lightning makes of a loader it predicts with
-        batches = seams.batches_of(batches)
+    if isinstance(batches, private_lightning.BatchIndices):  # what Lightning makes of a loader it predicts with
+        batches = private_lightning.batches_of(batches)
     return batches
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
-from moe_lightning import seams
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.loader import StepLoader, batches_of, factors_of, kept_options, reason_in_batches
 from moe_lightning.data.sampler import OwnGenerators, StepSampler, mixed_seed
@@ -207,7 +207,7 @@ def fingerprint(sample: Any) -> int:
     """A number that tells samples apart, the same in every process: of the values in nested containers; of objects
     other than tensors, arrays, numbers and texts only the type counts."""
     digest = xxhash.xxh3_64()
-    for leaf in seams.tree_leaves(sample):
+    for leaf in private_lightning.tree_leaves(sample):
         if isinstance(leaf, Tensor):
             leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         if isinstance(leaf, np.ndarray) and leaf.dtype != object:
@@ -221,7 +221,7 @@ def fingerprint(sample: Any) -> int:
 
 def _require_plain(state: Any, name: str) -> None:
     """Of what a checkpoint reads back without unpickling code."""
-    for leaf in seams.tree_leaves(state):
+    for leaf in private_lightning.tree_leaves(state):
         if leaf is not None and type(leaf) not in (bool, int, float, str, bytes) and not isinstance(leaf, Tensor):
             raise ConfigurationError(
                 f"The state_dict of the stream {name} holds a {type(leaf).__name__}, which no checkpoint could be read "
@@ -318,7 +318,7 @@ class StreamLoader(StepLoader):
         self._mark = state_dict.get("stream")
         if self._mark is not None:
             self._reader.know(self._mark)
-            seams.forget_workers(self._loader)  # theirs do not know it
+            private_lightning.forget_workers(self._loader)  # theirs do not know it
 
 
 @dataclass(frozen=True)

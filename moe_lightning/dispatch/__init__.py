@@ -1,0 +1,1 @@
+"""Dispatch of tokens to replicated experts: placement, quotas, transports, gradients of replicas."""

@@ -1,9 +1,9 @@
 """Shadows at run time: weights of an expert visit other ranks for one step (Trans), gradients go home (Agg).
 
 Both are exchanges on the background group. Trans of the next block starts under the experts of this block and goes on
-under its dense layers, cut as `balancing.cost_model` says; Agg starts as soon as the gradients of a block exist, which is
-before those of its residents are computed, and all Aggs end before replicas are summed. Pro-Prophet (V) cuts Agg in two
-as well and starts each part under a stated computation; starting it at once needs no hooks in the backward pass.
+under its dense layers, cut as `balancing.cost_model` says; Agg starts as soon as the gradients of a block exist, which
+is before those of its residents are computed, and all Aggs end before replicas are summed. Pro-Prophet (V) cuts Agg in
+two as well and starts each part under a stated computation; starting it at once needs no hooks in the backward pass.
 
 Parameters do not change inside a step, so micro-batches share one Trans, add their gradients up, and share one Agg.
 

@@ -1,0 +1,1 @@
+"""Comparison of a distributed run with one process."""

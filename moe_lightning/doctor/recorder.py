@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from moe_lightning import seams
+from moe_lightning.compat import private_lightning
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.doctor.comparison import NOISE, tensors_of
@@ -298,7 +298,7 @@ class Recorder(Callback):
         if not self._note:
             self._note = {"rank": self.world.rank, "micros": [], "gradients": [], "clipped": [], "updates": []}
             self._note["weights"] = [note_of(b, b.of(local(b.parameter.detach()))) for b in blocks(trainer, pl_module)]
-        leaves = [leaf for leaf in seams.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        leaves = [leaf for leaf in private_lightning.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         self._micro, self._pieces = _Micro(None), {}
         if place.knows_samples:
             self._micro.count = len(leaves[0]) if leaves else 1
@@ -353,7 +353,7 @@ class Recorder(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._micro = None
-        if seams.is_accumulating(trainer) or not self._note:
+        if private_lightning.is_accumulating(trainer) or not self._note:
             return
         here = list(blocks(trainer, pl_module))
         self._note["clipped"] = _of_gradients(here)

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from torchmetrics import Metric
 from typing_extensions import override
 
-from moe_lightning import seams
+from moe_lightning.compat import private_lightning
 from moe_lightning.data.loader import StepLoader
 from moe_lightning.doctor.recorder import Recorder
 from moe_lightning.errors import ConfigurationError
@@ -85,7 +85,7 @@ class _Trainer(pl.Trainer):
 
 def pristine_copy(module: pl.LightningModule) -> pl.LightningModule:
     """Of a module that no strategy has cut yet."""
-    trainer = seams.trainer_of(module)
+    trainer = private_lightning.trainer_of(module)
     module.trainer = None  # it would be copied, too
     try:
         return copy.deepcopy(module)
@@ -129,7 +129,7 @@ def one_process_loader(trainer: pl.Trainer) -> Any:
         sampler.bind(rank=0, world_size=1, pieces=1)
         return StepLoader(loader.dataset, sampler, collate_fn=loader.collate_fn)
 
-    return seams.tree_map(whole, trainer.train_dataloader)
+    return private_lightning.tree_map(whole, trainer.train_dataloader)
 
 
 def follow(
@@ -179,7 +179,7 @@ def _strategy(trainer: pl.Trainer) -> tuple[Strategy, int]:
     """Of the reference, and how many micro-batches make its step."""
     theirs = trainer.strategy
     if isinstance(theirs, ExpertParallelStrategy):
-        samplers = [loader.step_sampler for loader in seams.tree_leaves(trainer.train_dataloader)]
+        samplers = [loader.step_sampler for loader in private_lightning.tree_leaves(trainer.train_dataloader)]
         pieces = max(sampler.pieces for sampler in samplers)
         return ExpertParallelStrategy(seed=theirs.steps.stream.seed), trainer.accumulate_grad_batches * pieces
     return SingleDeviceStrategy(theirs.root_device), trainer.accumulate_grad_batches * trainer.world_size

@@ -1,0 +1,1 @@
+"""Elastic membership of ranks: rendezvous, launchers, preemption."""

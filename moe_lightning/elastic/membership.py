@@ -22,7 +22,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.registry import Registry
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 LOOPBACK = "127.0.0.1"
@@ -81,8 +81,8 @@ def token_of(member_id: str) -> str:
 
 
 class Membership(Protocol):
-    """One worker's view of who trains: `elastic.rendezvous_client` shows the order of the calls and `ElasticEngine` says what each
-    of them promises. `join`, `guard` and `close` belong to one thread; the rest may be called from any.
+    """Membership of one worker: `elastic.rendezvous_client` shows the order of the calls and `ElasticEngine` documents
+    each of them. `join`, `guard` and `close` belong to one thread; the rest may be called from any.
 
     Attributes:
         task: what the launcher said.

@@ -1,0 +1,1 @@
+"""Models: GPT, SwinV2-MoE, Hugging Face architectures; upcycling; optimizers for stacked experts."""

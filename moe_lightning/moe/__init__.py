@@ -1,0 +1,1 @@
+"""MoE layer: router, experts, losses, keyed randomness."""

@@ -1,0 +1,1 @@
+"""Process groups, collectives, and the axes of the mesh: data, sequence, tensor, pipeline."""

@@ -1,0 +1,1 @@
+"""Simulation of runs on clusters that fail."""

@@ -1,0 +1,1 @@
+"""State of a run as keyed pieces of tensors."""

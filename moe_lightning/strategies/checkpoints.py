@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from moe_lightning import seams
 from moe_lightning.checkpoint.checksum import check_file
 from moe_lightning.checkpoint.directory import has_manifest
 from moe_lightning.checkpoint.full_state import (
@@ -29,6 +28,7 @@ from moe_lightning.checkpoint.repair import find_usable, mended
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.checkpoint.storage.registry import place_of, storage_of
 from moe_lightning.checkpoint.training_state import random_state
+from moe_lightning.compat import private_lightning
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World
@@ -88,7 +88,7 @@ class Checkpoints:
         is_open = is_in_step(trainer)
         checkpoint[LOADERS_KEY] = loader_states(trainer.train_dataloader, is_in_step=is_open)
         if is_open and checkpoint[LOADERS_KEY] and "loops" in checkpoint:
-            seams.leave_open_step_out(checkpoint["loops"]["fit_loop"], trainer.accumulate_grad_batches)
+            private_lightning.leave_open_step_out(checkpoint["loops"]["fit_loop"], trainer.accumulate_grad_batches)
 
     def may_change(self, file: object) -> bool:
         """Whether a file of Lightning's own may be written or deleted: not while steps of a window are run again, whose
@@ -104,7 +104,7 @@ class Checkpoints:
         """What this rank adds to a directory checkpoint beside tensors; collective, as Lightning's own dump is."""
         trainer, rank = self._state.trainer, self._worlds.present.rank
         with self._leave_state_out():
-            dump = seams.dump_trainer(trainer)
+            dump = private_lightning.dump_trainer(trainer)
         objects: dict[str, Any] = {f"rng/{rank}": random_state(self._worlds.present.device)}
         if rank == 0:
             kept = {key: value for key, value in dump.items() if key not in ("state_dict", "optimizer_states")}

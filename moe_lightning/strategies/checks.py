@@ -29,9 +29,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moe_lightning import seams
+from moe_lightning.compat import private_lightning
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import moe_layers
+from moe_lightning.parallel.mesh import MeshShape
+from moe_lightning.parallel.pipeline import ScheduleName
 from moe_lightning.state.tensors import cut_of, cuts_of, frozen_base, is_cut, local, swap_parameters
 
 
@@ -62,7 +64,7 @@ def check_module(
     finetuning = next((c for c in callbacks if isinstance(c, BaseFinetuning)), None)
     if finetuning is not None and fixed_groups is not None and trainer.state.fn == TrainerFn.FITTING:
         raise ConfigurationError(f"{type(finetuning).__name__} adds parameter groups, but {fixed_groups}")
-    if seams.was_compiled(module) and moe_layers(module):
+    if private_lightning.was_compiled(module) and moe_layers(module):
         raise ConfigurationError(
             "torch.compile of the whole module cannot follow tokens, whose numbers are known at run time only: "
             "give the Trainer the module itself, and CompileDense() among the callbacks"
@@ -282,3 +284,56 @@ def _like(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) 
     known = inspect.signature(type(optimizer)).parameters
     options = {name: copy.deepcopy(value) for name, value in group.items() if name in known and name != "params"}
     return type(optimizer)([parameter], **options)
+
+
+def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int) -> int:
+    """Micro-batches of a batch; 1 without a pipeline.
+
+    Args:
+        wanted: by the user.
+        ranks: of the pipeline.
+
+    Raises:
+        ConfigurationError: a schedule that cannot run so many, or what has no meaning without a pipeline.
+    """
+    if ranks == 1:
+        if wanted is not None or schedule != "1f1b":
+            raise ConfigurationError(
+                f"schedule={schedule} and micro_batches={wanted} are for pipelines, and mesh.pp is 1: drop them"
+            )
+        return 1
+    micros = 2 * ranks if wanted is None else wanted
+    if micros < ranks:
+        raise ConfigurationError(
+            f"micro_batches={micros} cannot fill the {ranks} stages of mesh.pp: use at least {ranks}"
+        )
+    if schedule == "interleaved" and micros % ranks:
+        raise ConfigurationError(
+            f"schedule=interleaved needs a multiple of mesh.pp={ranks} micro-batches, not micro_batches={micros}: use "
+            f"{micros // ranks * ranks} or {(micros // ranks + 1) * ranks}"
+        )
+    return micros
+
+
+def check_for_pipeline(module: pl.LightningModule) -> None:
+    """
+    Raises:
+        ConfigurationError: what cannot be trained in stages.
+    """
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            "manual optimization calls backward inside of a step, which mesh.pp cuts in stages: use automatic "
+            "optimization, or mesh.pp=1"
+        )
+
+
+def check_for_recovery(axes: MeshShape, dense: str) -> None:
+    """
+    Raises:
+        ConfigurationError: a pipeline beside what elastic worlds cannot bring across with it.
+    """
+    if axes.pp > 1 and dense not in ("ddp", "zero1", "fsdp", "hsdp"):
+        raise ConfigurationError(
+            f"mesh.pp={axes.pp} beside dense={dense} cannot change its world, as elastic runs do: say "
+            "elastic.enabled=false, or use dense=ddp, zero1, fsdp or hsdp"
+        )

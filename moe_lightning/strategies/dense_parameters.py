@@ -40,24 +40,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning import seams
 from moe_lightning.checkpoint.optimizer_shards import States
 from moe_lightning.checkpoint.sharding import longest_processing_time
+from moe_lightning.compat import private_lightning
+from moe_lightning.compat.fsdp import end_backward
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.fsdp_seams import end_backward
 from moe_lightning.kernels import pack, packed_bytes, unpack
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_
 from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
-from moe_lightning.parallel.fsdp import (
-    is_sharded,
-    let_go_of_gathered,
-    materialise,
-    replace_parameters,
-    shard_dense,
-    sum_gradients,
-    undo_shard,
-)
 from moe_lightning.parallel.mesh import Groups, MeshShape, Part, RowCut, TensorCut, hybrid_shard_size, shard_groups
 from moe_lightning.parallel.tensor import Embedding, Parted, PartedForward, Shares, Style, TensorRanks, undo_parts
 from moe_lightning.registry import Registry
@@ -74,6 +65,15 @@ from moe_lightning.state.tensors import (
     whole_shape,
 )
 from moe_lightning.strategies.checks import cut_parameters, identical_buffers
+from moe_lightning.strategies.fsdp import (
+    is_sharded,
+    let_go_of_gathered,
+    materialise,
+    replace_parameters,
+    shard_dense,
+    sum_gradients,
+    undo_shard,
+)
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stages import StageCut, StageState
 
@@ -668,7 +668,7 @@ class DenseParts:
         """Deal the rows of what rank 0 has, or of this rank's parts by tensor index; collective. A module that is in
         rows already stays as it is.
         """
-        seams.evaluate_without_inference_mode(self._state.module.trainer)
+        private_lightning.evaluate_without_inference_mode(self._state.module.trainer)
         if self.is_in_rows:
             return
         for tensor in self._replicated():

@@ -54,18 +54,20 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,  # type: ignore[attr-defined]
+    PrefixStore,
     ProcessGroup,
     Store,
 )
 from torch.nn import parallel
 from torch.optim import Optimizer
 
-from moe_lightning import comm, seams
+from moe_lightning import dispatch
 from moe_lightning import kernels as ops
+from moe_lightning import parallel as own_parallel
 from moe_lightning.balancing.repair import Repair, repair_placements
 from moe_lightning.checkpoint.memory import DamagedSnapshots
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, without_snapshots
+from moe_lightning.compat import private_lightning
 from moe_lightning.data.loader import leave_schedule
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.transports import ExchangeBackend, Trip
@@ -409,7 +411,7 @@ def wait_for_ranks(world: World, engine: Membership, limit: int) -> WorldTooSmal
         time.sleep(_LOOK_S)
 
 
-_COLLECTIVES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (dist, parallel, comm))
+_COLLECTIVES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (dist, parallel, own_parallel, dispatch))
 """The folders whose code talks to other ranks."""
 
 _NETWORK_FAULT = re.compile(
@@ -605,7 +607,7 @@ class ElasticWorlds:
         self.report: RecoveryReport | None = None
         self._pending: Optimizer | None = None
         self._progress: FitProgress | None = None
-        self._batch_end: tuple[int, seams.BatchEnd] | None = None  # by the step that it belongs to
+        self._batch_end: tuple[int, private_lightning.BatchEnd] | None = None  # by the step that it belongs to
         self._is_torn = self._is_spare = False
         self._cause: str | None = None
         self._made_steps = False
@@ -755,7 +757,7 @@ class ElasticWorlds:
     def _remember_batch_end(self, fault: BaseException) -> None:
         """Keep what a fault has left to do of the last step, if that is committed."""
         trainer, is_prepared = self._state.trainer, self._pending is not None
-        left = seams.BatchEnd.left_by(fault, trainer, is_prepared=is_prepared)
+        left = private_lightning.BatchEnd.left_by(fault, trainer, is_prepared=is_prepared)
         if left is not None:
             self._batch_end = trainer.global_step + is_prepared, left
 
@@ -768,7 +770,7 @@ class ElasticWorlds:
         if self._batch_end is not None and not self.has_rolled_back:
             step, left = self._batch_end
         left = left if step == self.version else None
-        num_parts = seams.BatchEnd.num_parts(trainer)
+        num_parts = private_lightning.BatchEnd.num_parts(trainer)
         everyones = all_gather_json(num_parts if left is None else left.done, self._worlds.present)
         if min(everyones) < num_parts and self._has_newcomers:
             rank_zero_warn(

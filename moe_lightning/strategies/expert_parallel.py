@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from moe_lightning import seams
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.files import SUFFIX, reads_its_own_way
+from moe_lightning.checkpoint.files import SUFFIX
 from moe_lightning.checkpoint.full_state import hyper_parameters_with_objects
 from moe_lightning.checkpoint.storage.registry import place_of
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
 from moe_lightning.data.loader import follow_schedule
 from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS, PlanPlace, QuotaPolicy
@@ -51,10 +51,12 @@ from moe_lightning.moe.randomness import attach_stream
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.mesh import chosen_axes
-from moe_lightning.parallel.pipeline import ScheduleName, check_for_pipeline, chosen_micro_batches
+from moe_lightning.parallel.pipeline import ScheduleName
 from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
 from moe_lightning.strategies.checks import (
+    check_for_pipeline,
     check_module,
+    chosen_micro_batches,
     cut_parameters,
     identical_buffers,
     require_same_parameters,
@@ -69,7 +71,7 @@ from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.watch import LossWatch, StallWatch, StopOnNan
-from moe_lightning.strategies.world_ddp import WorldDDPStrategy
+from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_way
 
 _MOST_BYTES = 1 << 30
 _MOST_SHARE = 1 / 8
@@ -281,7 +283,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         slots: expert rows that every rank keeps for each layer, room for the replicas of later placements; vacant ones
             cost memory only. None: as many as the first placement needs.
         quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
-        dispatch: how tokens travel: "exchange" (uneven all-to-all), or a name of `dispatch.dispatcher.DISPATCH_BACKENDS`.
+        dispatch: how tokens travel: "exchange" (uneven all-to-all), or a name of `DISPATCH_BACKENDS`.
         plan: where it is planned who computes which tokens: "host", or "device", see `dispatch.transports`.
         kernels: their implementation in this process, see `kernels.set_backend`. None: as that says.
         dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
@@ -431,7 +433,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         super().setup(trainer)
         if self._pipeline is not None:
             self._pipeline.settle(self.experts.stack_of, str(trainer.precision))
-        seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
+        private_lightning.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
         if self.elastic is not None and self.elastic.is_newcomer:
             trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
 
@@ -498,7 +500,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         follow_schedule(self.state.trainer)
-        seams.end_resumed_epochs(self.state.trainer)
+        private_lightning.end_resumed_epochs(self.state.trainer)
 
     @override
     def on_train_end(self) -> None:
@@ -517,9 +519,9 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if self._kept is not None:
             self._kept.hand_out()
             self.state.parts.give_step_up(self.world)
-        seams.unclip(self.precision_plugin)
-        if (trainer := seams.trainer_of(self.lightning_module)) is not None:
-            seams.end_epochs_as_usual(trainer)
+        private_lightning.unclip(self.precision_plugin)
+        if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
+            private_lightning.end_epochs_as_usual(trainer)
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
             super().teardown()  # else experts were refused their places, and the user shall see that error
         if self._pipeline is not None:
@@ -657,7 +659,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             place = place_of(str(checkpoint_path))
             checkpoint = self.checkpoints.open(place, self.reachable, is_trusted=is_trusted)
         module = self.lightning_module
-        positions, trainer = take_positions(checkpoint), seams.trainer_of(module)
+        positions, trainer = take_positions(checkpoint), private_lightning.trainer_of(module)
         self._before_hooks = [] if module is None else list(module.parameters())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.step_data.restore(positions, trainer.train_dataloader)
@@ -687,7 +689,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         """Callbacks and steps see this rank's part of each sequence."""
         self._stalls.made_progress()
         batch = self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
-        trainer = seams.trainer_of(self.lightning_module)
+        trainer = private_lightning.trainer_of(self.lightning_module)
         if trainer is not None and trainer.training:
             begin_batch(trainer.train_dataloader)
         return batch
@@ -758,7 +760,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
         # Closure, hooks, clipping, `prepare`, update.
         updating = state.updates.around(optimizer, self.experts.stack_of)
-        with updating as see_blocks, seams.before_update(self.precision_plugin, prepare):
+        with updating as see_blocks, private_lightning.before_update(self.precision_plugin, prepare):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         state.spread(optimizer)
         state.after_update()

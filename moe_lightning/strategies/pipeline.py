@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchmetrics import Metric
 
-from moe_lightning import seams
 from moe_lightning.checkpoint.training_state import kept_generators
+from moe_lightning.compat import private_lightning
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import LayerStatistics, MoELayer
 from moe_lightning.parallel.collectives import broadcast_object
 from moe_lightning.parallel.context import Mesh, World, all_reduce_, broadcast_
-from moe_lightning.parallel.fsdp import GatheringStep, gathered, is_sharded
 from moe_lightning.parallel.pipeline import STAGES_PER_RANK, Pipe, ScheduleName
 from moe_lightning.state.tensors import is_cut
+from moe_lightning.strategies.fsdp import GatheringStep, gathered, is_sharded
 from moe_lightning.strategies.stages import Left, StageCut
 from moe_lightning.strategies.steps import Steps, without_traces
 from moe_lightning.strategies.worlds import Worlds
@@ -389,7 +389,7 @@ class Pipeline:
 
     def _pipe(self, run: _Run) -> Pipe:
         """For batches of the shapes of this one."""
-        leaves = [leaf for call in run.calls for leaf in seams.tree_leaves(call)]
+        leaves = [leaf for call in run.calls for leaf in private_lightning.tree_leaves(call)]
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
         rows = tuple(piece.rows for piece in run.pieces)
         key = run.is_training, run.step.__name__, rows, shapes, torch.is_inference_mode_enabled()
@@ -465,7 +465,7 @@ class Pipeline:
     def _loss(self, run: _Run, outcome: Any, auxiliary: Tensor) -> Tensor:
         """The loss of a micro-batch, weighed; zero where nothing is to be learned."""
         loss = outcome.get("loss") if isinstance(outcome, dict) else outcome
-        run.outcomes.append(seams.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, outcome))
+        run.outcomes.append(private_lightning.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, outcome))
         if not run.is_training:
             return torch.zeros((), device=self._mesh.whole.device)
         if not isinstance(loss, Tensor):

@@ -25,9 +25,8 @@ from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.router import Router
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.pipeline import check_for_recovery
 from moe_lightning.state.tensors import Updates, cuts_of, local, swap_parameters
-from moe_lightning.strategies.checks import require_host_updates, require_updates_by_expert
+from moe_lightning.strategies.checks import check_for_recovery, require_host_updates, require_updates_by_expert
 from moe_lightning.strategies.dense_parameters import (
     DENSE_SHARDINGS,
     DenseParts,

@@ -25,7 +25,6 @@ import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
-from moe_lightning import seams
 from moe_lightning.balancing.repair import Repair, repair_placements, repair_stages
 from moe_lightning.checkpoint.full_state import broadcast_dense, share_optimizers
 from moe_lightning.checkpoint.loader import Checkpoint
@@ -33,6 +32,7 @@ from moe_lightning.checkpoint.memory import MemoryCheckpoint, fetch
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, StorageInventory, plan_recovery
 from moe_lightning.checkpoint.repair import RecoverySources, storage_inventory
 from moe_lightning.checkpoint.storage.registry import place_of
+from moe_lightning.compat import private_lightning
 from moe_lightning.data.loader import StepLoader, follow_schedule
 from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
@@ -225,7 +225,7 @@ class FitProgress:
         """Of a trainer in `on_train_batch_end` after an optimizer step, or in `on_train_start`."""
         loop = trainer.fit_loop
         return cls(
-            validation_is_due=after_step and seams.is_validation_due(trainer),
+            validation_is_due=after_step and private_lightning.is_validation_due(trainer),
             epoch_is_over=after_step and loop.epoch_loop.batch_progress.is_last_batch,
             step=trainer.global_step,
             loops=copy.deepcopy(loop.state_dict()),
@@ -245,14 +245,14 @@ class FitProgress:
             _LOADERS: self.loaders,
             _SCHEDULERS: self.lr_schedulers,
             _NEXT_SCHEDULERS: self.lr_schedulers_next_epoch,
-            _CALLBACKS: seams.callback_states(trainer),
+            _CALLBACKS: private_lightning.callback_states(trainer),
         }
 
     @classmethod
     def adopt(cls, dump: dict[str, Any], trainer: pl.Trainer, *, with_callbacks: bool) -> FitProgress:
         """Take over another rank's progress, and the state of its callbacks where this rank has none of the run."""
         if with_callbacks:
-            seams.load_callbacks(trainer, dump, is_checkpoint=False)
+            private_lightning.load_callbacks(trainer, dump, is_checkpoint=False)
         return cls(
             step=dump["step"],
             loops=dump[_LOOPS],
@@ -265,7 +265,7 @@ class FitProgress:
     def from_checkpoint(cls, dump: dict[str, Any], trainer: pl.Trainer) -> FitProgress:
         """The progress in a checkpoint of Lightning's, with the state of the callbacks taken over; `restore` it, then
         ask for `with_dues`."""
-        seams.load_callbacks(trainer, dump, is_checkpoint=True)
+        private_lightning.load_callbacks(trainer, dump, is_checkpoint=True)
         return cls(
             step=dump["global_step"],
             loops=dump["loops"]["fit_loop"],
@@ -279,7 +279,9 @@ class FitProgress:
         batches: Any = loop.batch_progress
         if batches.total.completed == batches.total.processed:  # saved at the end of training
             return self
-        is_due = not seams.validates_by_time(trainer) and seams.is_validation_due(trainer)  # clocks of ranks differ
+        is_due = not private_lightning.validates_by_time(trainer) and private_lightning.is_validation_due(
+            trainer
+        )  # clocks of ranks differ
         return replace(self, validation_is_due=is_due, epoch_is_over=batches.is_last_batch)
 
     def restore(self, trainer: pl.Trainer) -> None:
@@ -290,14 +292,14 @@ class FitProgress:
         """
         loop = trainer.fit_loop
         if trainer.validating:  # the fault came in the middle of a validation
-            seams.abandon_validation(trainer)
+            private_lightning.abandon_validation(trainer)
         trainer.training = True
         loop.load_state_dict(copy.deepcopy(self.loops))
         follow_schedule(trainer)
         ended = None if self.epoch_is_over else self.lr_schedulers_next_epoch
         for config, state in zip(trainer.lr_scheduler_configs, ended or self.lr_schedulers, strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))
-        loaders = list(seams.tree_leaves(trainer.train_dataloader))
+        loaders = list(private_lightning.tree_leaves(trainer.train_dataloader))
         if not all(isinstance(loader, StepLoader) for loader in loaders):
             raise ConfigurationError(
                 "in-process recovery needs training loaders that can go back to a step: return a torch DataLoader "
@@ -305,7 +307,7 @@ class FitProgress:
             )
         for loader, state in zip(loaders, self.loaders, strict=True):
             loader.load_state_dict(dict(state))
-        seams.restart_loaders(trainer)
+        private_lightning.restart_loaders(trainer)
 
 
 def finish_step(trainer: pl.Trainer, progress: FitProgress | None, *, with_newcomers: bool) -> None:
@@ -325,7 +327,7 @@ def finish_step(trainer: pl.Trainer, progress: FitProgress | None, *, with_newco
         validation.run()
         trainer.training = True
     if progress.epoch_is_over:
-        seams.end_epoch(trainer, drop_logged=with_newcomers)
+        private_lightning.end_epoch(trainer, drop_logged=with_newcomers)
 
 
 def _schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:

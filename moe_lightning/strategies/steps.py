@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-from moe_lightning import seams
+from moe_lightning.compat import private_lightning
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
@@ -82,13 +82,15 @@ def without_traces(module: pl.LightningModule) -> Generator[None, None, None]:
         undo()
     for metric in _reduced(trainer):
         if id(metric) not in seen:
-            values = {name: _copy(value) for name, value in seams.initial_values(metric).items()}
-            seams.set_values(metric, values, updates=metric.update_count)
+            values = {name: _copy(value) for name, value in private_lightning.initial_values(metric).items()}
+            private_lightning.set_values(metric, values, updates=metric.update_count)
 
 
 def nothing_of(prediction: Any) -> Any:
     """A prediction with the rows of no sample."""
-    return seams.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf, prediction)
+    return private_lightning.tree_map(
+        lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf, prediction
+    )
 
 
 # ---------------------------------------------------------------------- metrics
@@ -96,12 +98,12 @@ def nothing_of(prediction: Any) -> Any:
 
 def _undo_of_metric(metric: Metric) -> Undo:
     values = {name: _copy(value) for name, value in metric.metric_state.items()}
-    return partial(seams.set_values, metric, values, updates=metric.update_count)
+    return partial(private_lightning.set_values, metric, values, updates=metric.update_count)
 
 
 def _reduced(trainer: pl.Trainer) -> list[Metric]:
     """Logged values that become a mean, sum or extreme over an epoch and over ranks."""
-    values = seams.logged_values(trainer)
+    values = private_lightning.logged_values(trainer)
     return [value for value in values if value.is_tensor and value.meta.on_epoch and value.meta.sync.should]
 
 
@@ -130,7 +132,7 @@ def _is_users(value: object) -> bool:
 
 def _undo_of_module(module: nn.Module, known: dict[int, Undo]) -> Undo:
     attributes = _undo_of_names(vars(module), known, but=_NOT_THE_USERS)
-    buffers = _undo_of_names(seams.buffers_of(module), known)
+    buffers = _undo_of_names(private_lightning.buffers_of(module), known)
 
     def undo() -> None:
         attributes()
@@ -429,7 +431,7 @@ class StepWeights:
         if self._is_told or self._watched >= _WATCHED_STEPS:
             return
         self._watched += 1
-        if any(_ignores_unevenly(leaf, parts) for leaf in seams.tree_leaves(arguments)):
+        if any(_ignores_unevenly(leaf, parts) for leaf in private_lightning.tree_leaves(arguments)):
             self._is_told = True
             rank_zero_warn(
                 f"the samples of a batch hold unlike numbers of targets {IGNORED_TARGET}, but the loss of a rank "
@@ -541,7 +543,7 @@ class SequenceParts:
         """
         if self._sharers is None:
             return batch
-        leaves = [leaf for leaf in seams.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in private_lightning.tree_leaves(batch) if isinstance(leaf, Tensor)]
         self._batches += 1
         is_looked_at = self._batches & (self._batches - 1) == 0  # the first ones, and then more and more rarely
         if is_looked_at and self._sharers.differ(_digest(leaves)):
@@ -565,7 +567,9 @@ class SequenceParts:
             )
         self._length = length // self.parts
         part = slice(self._sharers.rank * self._length, (self._sharers.rank + 1) * self._length)
-        return seams.tree_map(lambda leaf: leaf[:, part] if isinstance(leaf, Tensor) and leaf.ndim > 1 else leaf, batch)
+        return private_lightning.tree_map(
+            lambda leaf: leaf[:, part] if isinstance(leaf, Tensor) and leaf.ndim > 1 else leaf, batch
+        )
 
     def require_targets(self, batch: Any) -> None:
         """
@@ -573,7 +577,7 @@ class SequenceParts:
             ConfigurationError: sequences without targets beside them: made in the step, those at the borders of parts
                 would be lacking.
         """
-        if self.parts == 1 or sum(isinstance(leaf, Tensor) for leaf in seams.tree_leaves(batch)) > 1:
+        if self.parts == 1 or sum(isinstance(leaf, Tensor) for leaf in private_lightning.tree_leaves(batch)) > 1:
             return
         raise ConfigurationError(
             f"mesh.cp={self.parts} cuts sequences before the step sees them, which so cannot shift inputs to make "
@@ -594,7 +598,7 @@ class SequenceParts:
                 (leaf,) = sharers.gather([leaf], 1)
             return leaf if sharers.rank == 0 else leaf[:0]
 
-        return seams.tree_map(gathered, prediction)
+        return private_lightning.tree_map(gathered, prediction)
 
 
 def _digest(leaves: list[Tensor]) -> list[object]:

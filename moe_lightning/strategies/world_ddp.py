@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_all_start_methods
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
@@ -31,8 +32,9 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from moe_lightning import seams
-from moe_lightning.checkpoint.files import sealed
+from moe_lightning.checkpoint.files import write_file
+from moe_lightning.compat import private_lightning
+from moe_lightning.compat.private_lightning import SubprocessLauncher, WorkersLauncher
 from moe_lightning.elastic.membership import ElasticTask, Membership, membership_from_environment
 from moe_lightning.elastic.worker import leave_process_groups_at_exit
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
@@ -40,7 +42,6 @@ from moe_lightning.files import PrivateFolder
 from moe_lightning.parallel.collectives import broadcast_object, carry_objects_without_pickle, check_versions
 from moe_lightning.parallel.context import STORE_VARIABLE, World, all_reduce_, broadcast_, join_local_world
 from moe_lightning.parallel.gradient_hook import sum_over_ranks
-from moe_lightning.seams import SubprocessLauncher, WorkersLauncher
 from moe_lightning.strategies.checkpoints import decided
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, explained
 from moe_lightning.strategies.steps import explained_norm
@@ -279,7 +280,7 @@ class WorldDDPStrategy(DDPStrategy):
         is_alone = self.num_processes * self.num_nodes == 1 and ElasticTask.from_environment() is None
         if is_alone or self.cluster_environment is None:
             return None
-        if seams.is_interactive() and self.start_method != "fork":
+        if private_lightning.is_interactive() and self.start_method != "fork":
             raise ConfigurationError(
                 f"{self.num_processes} ranks in an interactive environment are forked: use "
                 "strategy='expert_parallel_notebook' or ExpertParallelStrategy(start_method='fork'), or run a script"
@@ -323,9 +324,9 @@ class WorldDDPStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        trainer = seams.trainer_of(self.lightning_module)
+        trainer = private_lightning.trainer_of(self.lightning_module)
         if trainer is not None:  # a strategy may be set up without a Trainer
-            seams.keep_samplers(trainer)
+            private_lightning.keep_samplers(trainer)
 
     @override
     def setup_distributed(self) -> None:
@@ -464,7 +465,7 @@ class WorldDDPStrategy(DDPStrategy):
     def keep_from_ddp(self, module: nn.Module, names: Collection[str]) -> None:
         """Parameters and buffers of the module that are neither broadcast nor summed here."""
         self._kept_from_ddp = names
-        seams.keep_from_ddp(module, names)
+        private_lightning.keep_from_ddp(module, names)
 
     @override
     def configure_ddp(self) -> None:
@@ -516,3 +517,41 @@ def _side_stream(device: torch.device) -> Iterator[None]:
     with side:
         yield
     present.wait_stream(side)
+
+
+class SealedFiles(TorchCheckpointIO):
+    """Files on this machine's file systems are on disk and sealed when a save returns, so that Lightning deletes older
+    ones only then; other places (`s3://...`) are written as stock Lightning does.
+
+    Raises:
+        CheckpointError: the storage failed.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        try:
+            write_file(checkpoint, Path(path))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be written ({error.strerror or error}): files that were there are as they were; make "
+                "room or choose another place, and go on from the newest"
+            ) from error
+
+
+def sealed(io: CheckpointIO) -> CheckpointIO:
+    """The same, with stock Lightning's way of writing files, its own or in what wraps it, replaced by this one."""
+    if type(io) is TorchCheckpointIO:
+        return SealedFiles()
+    if type(getattr(io, "checkpoint_io", None)) is TorchCheckpointIO:  # as AsyncCheckpointIO has one
+        io.checkpoint_io = SealedFiles()  # type: ignore[attr-defined]
+    return io
+
+
+def reads_its_own_way(io: CheckpointIO) -> bool:
+    """True if it is the user's, and what it writes may be no file of Lightning's: encrypted, say."""
+    while isinstance(inner := getattr(io, "checkpoint_io", None), CheckpointIO):
+        io = inner
+    return type(io).load_checkpoint is not TorchCheckpointIO.load_checkpoint

@@ -6,7 +6,7 @@ import pytest
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.mesh import MeshShape
-from moe_lightning.parallel.pipeline import check_for_recovery
+from moe_lightning.strategies.checks import check_for_recovery
 
 
 def test_what_worlds_cannot_bring_across_is_named() -> None:

@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader
 from moe_lightning.callbacks.checkpoint import LatestCheckpoint
 from moe_lightning.checkpoint import checksum, files
 from moe_lightning.checkpoint.checksum import check_file
-from moe_lightning.checkpoint.files import SealedFiles, read_file, write_file
+from moe_lightning.checkpoint.files import read_file, write_file
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import open_regular
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.world_ddp import SealedFiles
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 

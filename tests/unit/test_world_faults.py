@@ -8,12 +8,12 @@ import weakref
 import pytest
 import torch.distributed as dist
 
-from moe_lightning import comm
+from moe_lightning import parallel
 from moe_lightning.elastic.worker import PeerFailed, RunFinished
 from moe_lightning.errors import ConfigurationError, WorldCutError
 from moe_lightning.strategies.elastic_worlds import explained, is_worlds_fault, reason_of, scrub
 
-COLLECTIVE, OURS, USERS = str(dist.__file__), str(comm.__file__), "/home/user/train.py"
+COLLECTIVE, OURS, USERS = str(dist.__file__), str(parallel.__file__), "/home/user/train.py"
 
 
 def raised(error: Exception, file: str) -> Exception:

@@ -1,0 +1,1 @@
+"""Storage of checkpoints: POSIX file systems and object stores."""

@@ -1,5 +1,6 @@
-"""Every touch of what Lightning, torchmetrics and torch keep private, and so may change in any release: look here first
-when a new version breaks something. `tests/unit/test_seams.py` says which name changed.
+"""Private parts of Lightning and torchmetrics that this library uses.
+
+when a new version breaks something. `tests/unit/test_compat.py` says which name changed.
 
 Each seam says why it is there, and what public name would make it go.
 """

@@ -24,8 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from moe_lightning.errors import ConfigurationError
-from moe_lightning.fsdp_seams import (
+from moe_lightning.compat.fsdp import (
     begin_by_hand,
     can_be_undone,
     end_backward,
@@ -33,8 +32,9 @@ from moe_lightning.fsdp_seams import (
     sharded_modules,
     undo_fully_shard,
 )
+from moe_lightning.compat.private_lightning import trainer_of, tree_map
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
-from moe_lightning.seams import trainer_of, tree_map
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _HANDLES = "_moe_lightning_handles"

@@ -19,7 +19,7 @@ import torch
 import torchmetrics
 
 PACKAGE = Path(__file__).parents[2] / "moe_lightning"
-SEAMS = (PACKAGE / "seams.py", PACKAGE / "fsdp_seams.py")
+COMPAT = tuple(path for path in sorted((PACKAGE / "compat").glob("*.py")) if path.name != "__init__.py")
 
 SEEN = {"lightning": "2.6.6", "torch": "2.13.0", "torchmetrics": "1.9.0"}
 """The releases in which the names below were seen."""
@@ -114,7 +114,7 @@ PROPERTIES = {
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector.should_update_logs",
 }
 
-OF_TENSORS = {("ended_world.py", "_version")}
+OF_TENSORS = {("layer.py", "_version")}
 """What loggers of Lightning have too."""
 
 OTHERS = {
@@ -152,12 +152,12 @@ def found(name: str) -> object:
 def gone(name: str, what: str = "is gone") -> str:
     package = name.split(".")[0]
     version = {"lightning": lightning, "torch": torch, "torchmetrics": torchmetrics}[package].__version__
-    files = " or ".join(path.name for path in SEAMS)
-    return f"{name} {what} in {package} {version}; it was there in {SEEN[package]}: mend its seam in {files}"
+    files = " or ".join(path.name for path in COMPAT)
+    return f"{name} {what} in {package} {version}; it was there in {SEEN[package]}: replace its use in {files}"
 
 
-def test_a_name_that_is_gone_is_told_with_the_files_of_its_seam() -> None:
-    with pytest.raises(LookupError, match=r"^torch\.nowhere is gone in torch .*: mend its seam in seams\.py or fsdp_"):
+def test_a_name_that_is_gone_is_reported_with_the_files_that_use_it() -> None:
+    with pytest.raises(LookupError, match=r"^torch\.nowhere is gone in torch .*: replace its use in fsdp\.py or"):
         found("torch.nowhere")
 
 
@@ -261,11 +261,11 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and len(name) > 1
 
 
-def test_every_private_name_of_the_seams_has_a_canary() -> None:
+def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
     known = {name.rpartition(".")[2] for name in (*METHODS, *PROPERTIES)} | set().union(*ATTRIBUTES.values()) | OTHERS
     known |= {part for name in (*METHODS, *PROPERTIES, *ATTRIBUTES) for part in name.split(".")}
     of_the_files = {"_end_epoch_without_restart", "_fetcher", "_gather_in", "_is_begun", "_undo_group"}
-    assert {name for file in SEAMS for _, name in private_names(file)} - known == of_the_files
+    assert {name for file in COMPAT for _, name in private_names(file)} - known == of_the_files
 
 
 def test_nothing_private_of_lightning_is_touched_elsewhere() -> None:
@@ -283,7 +283,7 @@ def test_nothing_private_of_lightning_is_touched_elsewhere() -> None:
 
 
 def sources() -> list[Path]:
-    return [file for file in sorted(PACKAGE.rglob("*.py")) if file not in SEAMS]
+    return [file for file in sorted(PACKAGE.rglob("*.py")) if file not in COMPAT]
 
 
 @cache

@@ -1,7 +1,8 @@
-"""What torch's fully_shard has no public name for as of 2.13, above all undoing it: what it keeps private stands here
+"""Private parts of torch's `fully_shard` that this library uses.
+
 alone.
 
-`tests/unit/test_seams.py` says which name changed.
+`tests/unit/test_compat.py` says which name changed.
 """
 
 from __future__ import annotations
