@@ -85,10 +85,10 @@ def run_schedule(base: Path, seed: int, faults: Faults) -> None:
 
 @pytest.mark.parametrize("seed", [0, slow(1)])
 def test_kill_9_while_a_store_fails(seed: int, tmp_path: Path, faults: Faults) -> None:
-    run_schedule(tmp_path, seed, faults)
+    run_schedule(tmp_path, seed, faults)  # asserts after every kill
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3, *range(1000, 1067)])
 def test_kill_9_at_200_random_instants(seed: int, tmp_path: Path, faults: Faults) -> None:
-    run_schedule(tmp_path, seed, faults)
+    run_schedule(tmp_path, seed, faults)  # asserts after every kill

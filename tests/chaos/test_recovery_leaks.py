@@ -30,9 +30,9 @@ def run_recoveries(folder: Path, deaths: int) -> None:
 
 @pytest.mark.slow
 def test_nothing_leaks_over_8_recoveries(tmp_path: Path) -> None:
-    run_recoveries(tmp_path, 4)
+    run_recoveries(tmp_path, 4)  # asserts what stays
 
 
 @pytest.mark.slow
 def test_nothing_leaks_over_50_recoveries(tmp_path: Path) -> None:
-    run_recoveries(tmp_path, 25)
+    run_recoveries(tmp_path, 25)  # asserts what stays

@@ -56,7 +56,7 @@ def shared(chosen: dict[str, Any], seed: int, dense: str) -> dict[str, Any]:
     }
 
 
-def run_schedule(folder: Path, seed: int, dense: str = "ddp") -> None:
+def assert_losses_survive(folder: Path, seed: int, dense: str = "ddp") -> None:
     chosen = schedule(seed) if dense == "ddp" else shared(schedule(seed), seed, dense)
     print(f"fault schedule {seed}: {chosen}")
     with elastic_run(folder, workers=4, steps=STEPS, **chosen) as run:
@@ -68,23 +68,23 @@ def run_schedule(folder: Path, seed: int, dense: str = "ddp") -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [59, 1013])  # these come to every place, with and without a launcher that tells
 def test_random_faults(tmp_path: Path, seed: int) -> None:
-    run_schedule(tmp_path, seed)
+    assert_losses_survive(tmp_path, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "dense"), [(102, "hsdp")])  # from two copies to one and back, and from snapshots
 def test_random_faults_of_ranks_that_share_dense_state(tmp_path: Path, seed: int, dense: str) -> None:
-    run_schedule(tmp_path, seed, dense)
+    assert_losses_survive(tmp_path, seed, dense)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dense", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("seed", range(2000, 2020))
 def test_40_schedules_of_ranks_that_share_dense_state(tmp_path: Path, seed: int, dense: str) -> None:
-    run_schedule(tmp_path, seed, dense)
+    assert_losses_survive(tmp_path, seed, dense)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 5, 6, 7, *range(1000, 1195)])
 def test_200_schedules_of_random_faults(tmp_path: Path, seed: int) -> None:
-    run_schedule(tmp_path, seed)
+    assert_losses_survive(tmp_path, seed)

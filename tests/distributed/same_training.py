@@ -12,7 +12,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.training import train
 
 TOLERANCE = 1e-5
-STEPS = 12  # an epoch and a half
+STEPS = 10  # an epoch and a quarter
 SKEWED = {"router": {"forced": {"kind": "zipf", "exponent": 2.0}}}
 ACCUMULATED = {"batch_size": 7, "steps": 8, "trainer": {"accumulate_grad_batches": 3}}
 CASES: dict[str, dict[str, Any]] = {

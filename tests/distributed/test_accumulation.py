@@ -89,12 +89,12 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], *, states: bool
         np.testing.assert_allclose(found["state"][name], values, rtol=0, atol=5e-5, err_msg=name)
 
 
-def test_every_schedule_is_that_of_stock_lightning() -> None:
+@pytest.mark.parametrize("world_size", [slow(1), 2])
+def test_every_schedule_is_that_of_stock_lightning(world_size: int) -> None:
     runs: list[dict[str, Any]] = [{"schedule": schedule} for schedule in SCHEDULES]
     expected = run_ranks(1, fit_with, [run | {"stock": True} for run in runs])[0]
-    for world_size in (1, 2):
-        for found, reference in zip(run_ranks(world_size, fit_with, runs)[0], expected, strict=True):
-            assert_same(found, reference)
+    for found, reference in zip(run_ranks(world_size, fit_with, runs)[0], expected, strict=True):
+        assert_same(found, reference)
 
 
 @pytest.mark.parametrize("world_size", [1, slow(2)])

@@ -28,7 +28,7 @@ from tests.distributed.test_uneven_ranks import Slices
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
 from tests.parameters import slow
 
-STEPS = 20
+STEPS = 10  # of which an epoch has eight
 LLAMA = {
     "norm": "rmsnorm", "position": "rope", "qk_norm": True, "activation": "swiglu", "bias": False,
     "num_heads": 4, "num_kv_heads": 2, "tie_embeddings": True, "num_shared_experts": 1,
@@ -204,7 +204,8 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("writer", "readers"),
     [
-        ("dp2cp2", ["one", "dp2", "cp2"]),
+        ("dp2cp2", ["cp2"]),  # one rank and dense=zero1 read other cuts in other files
+        slow("dp2cp2", ["one", "dp2"]),
         slow("dp2", ["dp2cp2"]),
         slow("cp2", ["one", "dp2", "dp2cp2"]),
         slow("one", ["cp2", "dp2cp2"]),

@@ -254,7 +254,8 @@ def test_a_window_is_exact_however_state_is_shared(
 
 def test_a_window_resumes_on_other_ranks(root: Path, calm: Callable[..., Path]) -> None:
     options: dict[str, Any] = {"trainer": SMALL, "steps": 12, "draws": False}
-    lose_everything(root, 2, [saver(root, **WINDOW), KillLater(9, 0.0)], is_written=True, **options)
+    callbacks = [saver(root, **WINDOW), WaitForWriter(root, 1, 4, 7), KillLater(9, 0.0)]
+    lose_everything(root, 2, callbacks, is_written=True, **options)
     (root.parent / "losses").unlink()
     reference = losses(calm(1, **options))
     for ranks in (1, 4):
@@ -329,7 +330,7 @@ def test_experts_that_move_cut_a_window_short(root: Path, calm: Callable[..., Pa
 
 
 def test_the_length_of_a_window_comes_from_measured_times(root: Path) -> None:
-    finish(root, 2, [saver(root, k_snapshot=None, every_n_steps="auto"), Lengths(root)], trainer=SMALL, steps=40)
+    finish(root, 2, [saver(root, k_snapshot=None, every_n_steps="auto"), Lengths(root)], trainer=SMALL, steps=20)
     assert set(json.loads((root / "lengths").read_text())) <= set(range(1, EXPERTS + 1))
 
 

@@ -51,10 +51,10 @@ def run_schedule(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_random_faults(seed: int) -> None:
-    run_schedule(seed)
+    run_schedule(seed)  # waiting for each world is the assertion
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1200))
 def test_200_random_fault_schedules(seed: int) -> None:
-    run_schedule(seed)
+    run_schedule(seed)  # waiting for each world is the assertion

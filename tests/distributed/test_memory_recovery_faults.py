@@ -303,4 +303,4 @@ def refusals(rank: int, world_size: int, base: str) -> None:
 
 
 def test_what_cannot_be_protected_is_refused_by_all_ranks_alike(tmp_path: Path) -> None:
-    run_ranks(2, refusals, str(tmp_path))
+    run_ranks(2, refusals, str(tmp_path))  # which asserts on every rank

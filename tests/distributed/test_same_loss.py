@@ -44,14 +44,12 @@ def random_placement(seed: int, ranks: int) -> list[Any]:
         slow(2, [("plain", {}), ("plain", {"zero1": True}), ("accumulate", {"copies": 2}), ("llama", {"copies": 2})]),
         slow(2, [("top_1", {"copies": 2})]),
         (3, [("plain", {}), ("noisy", {})]),
+        # Each way to place experts once, then each training once; equal placements of both are slow rows.
         (
             4,
             [
-                ("plain", {}),
-                ("plain", {"copies": 2}),
                 ("plain", {"ep_size": 2}),
                 ("plain", {"ep_size": 1}),
-                ("plain", {"placement": random_placement(1, 4)}),
                 ("plain", {"placement": random_placement(2, 4), "quota": "equal"}),
             ],
         ),
@@ -65,6 +63,14 @@ def random_placement(seed: int, ranks: int) -> list[Any]:
                 ("llama", {}),
                 ("two_experts", {}),
                 ("skewed", {"copies": 4}),
+            ],
+        ),
+        slow(
+            4,
+            [
+                ("plain", {}),
+                ("plain", {"copies": 2}),
+                ("plain", {"placement": random_placement(1, 4)}),
                 ("skewed", {"placement": random_placement(4, 4)}),
             ],
         ),
@@ -111,9 +117,10 @@ def test_resume_on_another_number_of_ranks(writers: int, tmp_path: Path) -> None
 
 def test_resume_inside_an_epoch_with_another_cut(tmp_path: Path) -> None:
     path = str(tmp_path / "inside.ckpt")
-    run(2, steps=10, save_to=path)  # an epoch has 8 steps
+    run(2, steps=5, save_to=path)  # an epoch has 8 steps
     result = run(3, ckpt_path=path)[0]
-    np.testing.assert_allclose(result["losses"], reference("plain")["losses"][10:], rtol=0, atol=TOLERANCE)
+    assert len(result["losses"]) == STEPS - 5
+    np.testing.assert_allclose(result["losses"], reference("plain")["losses"][5:], rtol=0, atol=TOLERANCE)
 
 
 def test_the_same_ranks_twice_are_bit_equal() -> None:

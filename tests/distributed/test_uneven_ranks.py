@@ -115,9 +115,10 @@ def assert_same_training(expected: dict[str, Any], ranks: list[dict[str, Any]]) 
 def test_given_speeds_cut_from_the_first_batch_and_the_training_is_the_same(
     speeds: list[float], samples: list[int]
 ) -> None:
-    ranks = run(len(speeds), {"speeds": speeds, "rebalance_every": 5}, strategy={"slots": 4})
-    assert_same_training(reference(), ranks)
-    assert [result["samples"] for result in ranks] == [[count] * STEPS for count in samples]
+    steps = 30
+    ranks = run(len(speeds), {"speeds": speeds, "rebalance_every": 5}, strategy={"slots": 4}, steps=steps)
+    assert_same_training(reference(steps=steps), ranks)
+    assert [result["samples"] for result in ranks] == [[count] * steps for count in samples]
     rows = np.array([result["rows"] for result in ranks])[:, 10:].sum(axis=1)
     np.testing.assert_allclose(rows / rows.sum(), np.array(speeds) / sum(speeds), atol=0.05)
 
@@ -159,14 +160,14 @@ def test_even_speeds_change_nothing() -> None:
     assert [result["samples"] for result in even] == [result["samples"] for result in calm] == [[8] * 20] * 2
 
 
-def test_a_resume_on_other_ranks_goes_on_with_the_same_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [slow(1), 3])
+def test_a_resume_on_other_ranks_goes_on_with_the_same_samples(ranks: int, tmp_path: Path) -> None:
     path = str(tmp_path / "uneven.ckpt")
-    slow = {1: (2.0, 0, STEPS)}
-    run(2, {}, slow=slow, strategy={"slots": 6}, steps=25, save_to=path)
+    behind = {1: (2.0, 0, STEPS)}
+    run(2, {}, slow=behind, strategy={"slots": 6}, steps=25, save_to=path)
     expected = reference()["losses"][25:40]
-    for world_size in (1, 3):
-        for result in run(world_size, {}, slow=slow, strategy={"slots": 6}, steps=40, ckpt_path=path):
-            np.testing.assert_allclose(result["losses"], expected, rtol=0, atol=TOLERANCE)
+    for result in run(ranks, {}, slow=behind, strategy={"slots": 6}, steps=40, ckpt_path=path):
+        np.testing.assert_allclose(result["losses"], expected, rtol=0, atol=TOLERANCE)
 
 
 def refusals(rank: int, world_size: int, balancer: dict[str, Any]) -> str:

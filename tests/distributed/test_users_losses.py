@@ -140,15 +140,17 @@ def reference(kind: str, micros: int = 1) -> dict[str, Any]:
     ("kind", "world_size", "strategy", "micros"),
     [
         slow("mean", 2, {}, 1),
-        ("mean", 3, {"copies": 2}, 1),
-        ("mean", 4, {"zero1": True}, 1),
-        ("mean", 2, {"copies": 2}, 3),
+        slow("mean", 3, {"copies": 2}, 1),
+        ("mean", 4, {"zero1": True}, 1),  # cut optimizer states
+        ("mean", 2, {"copies": 2}, 3),  # replicas, micro-batches
         slow("mean", 4, {}, 2),
         ("manual", 3, {}, 1),
         slow("sum", 2, {}, 1),
         slow("sum", 3, {"copies": 2}, 1),
         ("sum", 4, {}, 3),
+        slow("mean in parts", 4, {"mesh": {"cp": 2}}, 1),
         ("mean in parts", 4, {"mesh": {"cp": 2}}, 3),
+        slow("sum in parts", 4, {"mesh": {"cp": 2}}, 3),
         ("sum in parts", 4, {"mesh": {"cp": 2}}, 1),
     ],
 )

@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 
-def examine(folder: Path, *arguments: str) -> None:
+def assert_nothing_is_found(folder: Path, *arguments: str) -> None:
     """Let the doctor find nothing."""
     done = moe_train(folder, "doctor=true", *arguments, "ranks=2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -41,7 +41,7 @@ def test_no_false_alarm_over_recipes(recipe: str, tmp_path: Path) -> None:
     require_extras(recipe)
     write_data(tmp_path)
     fitted = [] if recipe in ("long_context", "pipeline") else FITTED.get(recipe, [])  # their two ranks are there
-    examine(tmp_path, f"recipes={recipe}", *reduced(recipe, 4), *fitted)
+    assert_nothing_is_found(tmp_path, f"recipes={recipe}", *reduced(recipe, 4), *fitted)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_no_false_alarm_over_recipes_of_pretrained_models(recipe: str, mesh: lis
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = PRETRAINED[recipe][0].partition("=")[2]
     make_checkpoint(model, tmp_path / model, vocab_size=256)
-    examine(tmp_path, f"recipes={recipe}", *PRETRAINED[recipe], *SMALL_PRETRAINED, *mesh)
+    assert_nothing_is_found(tmp_path, f"recipes={recipe}", *PRETRAINED[recipe], *SMALL_PRETRAINED, *mesh)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_no_false_alarm_over_recipes_of_pretrained_models(recipe: str, mesh: lis
 )
 def test_no_false_alarm_over_settings(arguments: list[str], tmp_path: Path) -> None:
     write_data(tmp_path)
-    examine(tmp_path, "recipes=quickstart", *reduced("quickstart", 4), *arguments)
+    assert_nothing_is_found(tmp_path, "recipes=quickstart", *reduced("quickstart", 4), *arguments)
 
 
 def test_a_failing_doctor_ends_with_2(tmp_path: Path) -> None:

@@ -339,6 +339,7 @@ def test_a_plan_says_what_is_cut() -> None:
 
 
 def test_kernels_can_be_chosen() -> None:
+    # An unknown name would raise.
     run(snippet("docs/kernels.md", "kernels.set_backend"), {})
     kernels.set_backend("auto")
 

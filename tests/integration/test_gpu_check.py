@@ -15,7 +15,9 @@ from moe_lightning.cli import gpu_check
 from moe_lightning.cli.bench import main
 from moe_lightning.cli.gpu_check import NAMES, Options, outcomes_of, run
 from moe_lightning.cli.gpu_check_worker import CHECKS
+from tests.distributed.harness import run_ranks
 from tests.forks import PATIENCE_S
+from tests.parameters import slow
 
 ENDS_S = 20.0
 """More than it takes to end processes, and less than any of them would take."""
@@ -29,12 +31,27 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert told.count("\n") == 1
 
 
-def test_every_check_passes_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tuple(CHECKS) == NAMES
+@pytest.mark.parametrize("names", [("routing", "communicators"), slow(NAMES)], ids=len)
+def test_checks_pass_on_the_cpu_in_processes_of_their_own(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "NAMES", names)
     assert run(Options(stand_in=True)) == 0, capsys.readouterr().out
     told = capsys.readouterr().out
-    assert told.count("pass") == len(NAMES)
+    assert told.count("pass") == len(names)
     assert "no check failed" in told
+
+
+def notes(rank: int, world_size: int) -> dict[str, str]:
+    return {name: check(torch.device("cpu")) for name, check in CHECKS.items() if name != "communicators"}
+
+
+def test_every_check_passes_on_the_cpu() -> None:
+    """But for communicators, which start processes."""
+    assert tuple(CHECKS) == NAMES
+    (found,) = run_ranks(1, notes)
+    assert all(found.values())
+    assert {*found, "communicators"} == set(NAMES)
 
 
 def test_a_check_that_dies_or_hangs_ends_no_other(tmp_path: Path) -> None:

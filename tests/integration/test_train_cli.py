@@ -1,7 +1,7 @@
 """`moe-train` as a user runs it, on two ranks.
 
-The first run, torchrun's and those that signals end are processes of their own; the others are forked from one that has
-imported everything.
+Torchrun's runs and those that signals end are processes of their own; the others are forked from one that has imported
+everything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
     """A folder with a run of four steps on two ranks, and what it said."""
     folder = tmp_path_factory.mktemp("cli")
     write_words(folder, 3000)
-    return folder, run_program(*COMMAND, *RUN, "trainer.max_steps=4", "ranks=2", "logger=default", folder=folder)
+    return folder, _fork(folder, "trainer.max_steps=4", "ranks=2", "logger=default")
 
 
 @pytest.fixture

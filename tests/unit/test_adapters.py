@@ -172,7 +172,7 @@ def test_a_matrix_of_any_layout_is_quantised_without_a_warning() -> None:
     torch.set_warn_always(True)  # torch says such things once a process
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error")  # a warning is the failure
             quantise(torch.randn(64, 48).T)
             quantise(torch.randn(4, 128).T)
     finally:

@@ -147,6 +147,7 @@ def test_wrong_arguments(arguments: tuple[str, ...], message: str, capsys: pytes
     assert message in f"{refusal.value} {capsys.readouterr().err}"
 
 
+@pytest.mark.slow  # by default, tests/chaos kills ranks, and the tests above draw and print what was measured
 def test_a_rank_is_killed_and_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     results, drawn = tmp_path / "rows.json", tmp_path / "recovery.svg"
     small = "--quick --parts kill --ranks 2 --batch 4 --d-model 16 --d-expert 16"

@@ -233,5 +233,5 @@ def test_damage_is_an_error_or_another_value_but_nothing_else(value: Any, data: 
     message = bytearray(encode(value))
     for _ in range(data.draw(st.integers(1, 4))):
         message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(ForeignMessageError):
+    with contextlib.suppress(ForeignMessageError):  # any other error is the failure
         decode(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -27,6 +28,13 @@ def test_commands_are_found() -> None:
     assert len([c for page in PAGES for c in commands(page, "moe-bench")]) > 15
 
 
+@pytest.fixture(scope="module")
+def _configuration() -> Iterator[None]:
+    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+        yield
+
+
+@pytest.mark.usefixtures("_configuration")
 @pytest.mark.parametrize("arguments", TRAINING)
 def test_training_commands_compose(arguments: list[str]) -> None:
     overrides = [with_quotes(argument) for argument in arguments if argument != "-m"]
@@ -36,8 +44,7 @@ def test_training_commands_compose(arguments: list[str]) -> None:
     for plugin in plugins:  # proposes what is swept
         pytest.importorskip(plugin)
     assert swept or plugins or "-m" not in arguments
-    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
-        compose("train", first)
+    assert compose("train", first)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

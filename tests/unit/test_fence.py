@@ -144,7 +144,7 @@ def test_every_order_of_one_agents_and_a_newer_worlds_operations(root: Path, mon
 )
 def test_random_orders_of_two_agents_and_a_newer_world(seed: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    outcome(root, rng.choices(["old0", "old1", "new"], k=24), RANKS, monkeypatch)
+    outcome(root, rng.choices(["old0", "old1", "new"], k=24), RANKS, monkeypatch)  # which asserts
 
 
 def test_a_directory_that_took_the_name_of_a_swept_one_is_not_committed(root: Path) -> None:
@@ -187,7 +187,7 @@ def test_marks_only_grow_and_a_lower_world_is_refused_in_a_sentence(root: Path) 
 def test_a_lock_of_an_older_world_holds_nobody_up(root: Path) -> None:
     with world_lock(root, 1):
         enter_world(root, 2)
-        with world_lock(root), world_lock(root, 3):
+        with world_lock(root), world_lock(root, 3):  # would raise, or wait for ever
             pass
 
 

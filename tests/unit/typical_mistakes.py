@@ -614,11 +614,15 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("moe-train", "strategy.copies=two", "strategy.copies='two' must be an integer of at least 1 or null"),
     ("moe-train", "strategy.slots=auto", "strategy.slots='auto' must be an integer of at least 1 or null"),
     ("moe-train", "module.lr=1", "there is no key 'module.lr' (did you mean 'optimizer.lr'?): see moe-train --cfg job"),
-    ("moe-train", "module._target_=GPT", "module._target_=GPT cannot be imported: No module named 'GPT'"),
+    (
+        "moe-train",
+        "module._target_=GPT",
+        "module._target_=GPT cannot be imported (No module named 'GPT'): give",
+    ),
     (
         "moe-train",
         "model._target_=GPTConfig",
-        "model._target_=GPTConfig cannot be imported: No module named 'GPTConfig'",
+        "model._target_=GPTConfig cannot be imported (No module named 'GPTConfig'): give PACKAGE.MODULE.CLASS",
     ),
     ("moe-train", "trainer=fast", "there is no trainer 'fast': choose one of default"),
     ("moe-train", "trainer.fast_dev_run=true", ""),

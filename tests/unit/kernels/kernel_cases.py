@@ -47,7 +47,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
-def close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
     tolerance = TOLERANCE[expected.dtype] if tolerance is None else tolerance
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
@@ -56,7 +56,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> N
         assert error <= tolerance * max(1.0, float(expected.double().abs().max())), float(error)
 
 
-def equals_reference(operation: Callable[..., Tensor], *inputs: Tensor | None) -> None:
+def assert_equals_reference(operation: Callable[..., Tensor], *inputs: Tensor | None) -> None:
     """Compare value and gradients with the reference, and a second run with the first bit by bit."""
 
     def run(detached_is_zero: bool = False) -> list[Tensor]:
@@ -73,5 +73,5 @@ def equals_reference(operation: Callable[..., Tensor], *inputs: Tensor | None) -
     first, second = run(), run()
     tolerance = max(TOLERANCE[x.dtype] for x in (*inputs, *expected) if x is not None)
     for actual, again, wanted in zip(first, second, expected, strict=True):
-        close(actual, wanted, tolerance)
+        assert_close(actual, wanted, tolerance)
         assert torch.equal(actual, again), "two runs differ"

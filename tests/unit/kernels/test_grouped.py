@@ -9,7 +9,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import backends, torch_grouped
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
-from tests.unit.kernels.kernel_cases import DEVICE, close, equals_reference, randn
+from tests.unit.kernels.kernel_cases import DEVICE, assert_close, assert_equals_reference, randn
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -26,8 +26,8 @@ def test_values_and_gradients_are_those_of_the_reference(sizes, tail, dtype):
     x, weight = randn(sum(sizes) + tail, 16, dtype=dtype), randn(len(sizes), 16, 24, dtype=dtype, seed=1)
     turned, wide = weight.transpose(1, 2).contiguous().transpose(1, 2), randn(len(sizes), 16, 48, dtype=dtype)
     for one in (weight, turned, wide[..., ::2]):
-        equals_reference(lambda x, w: ops.grouped_mm(x, w, sizes), x, one)
-        close(ops.grouped_mm(x, one, sizes)[sum(sizes) :], x.new_zeros(tail, 24))
+        assert_equals_reference(lambda x, w: ops.grouped_mm(x, w, sizes), x, one)
+        assert_close(ops.grouped_mm(x, one, sizes)[sum(sizes) :], x.new_zeros(tail, 24))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
@@ -40,18 +40,18 @@ def test_a_layer_computes_what_the_reference_does(activation, bias):
     def compute(x, *parameters):
         return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
 
-    equals_reference(compute, randn(33, 16), *parameters)
+    assert_equals_reference(compute, randn(33, 16), *parameters)
 
 
 def test_tokens_are_gathered():
     sort = ops.sort_by_expert(torch.tensor([[0, 2], [2, -1], [1, 0]], device=DEVICE), 3)
     gathers = {"order_M": sort.order_M, "inverse_TK": sort.inverse_TK}
     x, weight = randn(3, 8), randn(3, 8, 16, seed=1)
-    equals_reference(lambda x, w: ops.grouped_mm(x, w, sort.tokens_per_expert_E, **gathers), x, weight)
+    assert_equals_reference(lambda x, w: ops.grouped_mm(x, w, sort.tokens_per_expert_E, **gathers), x, weight)
 
 
 def test_double_precision_goes_the_other_way():
-    equals_reference(lambda x, w: ops.grouped_mm(x, w, [2, 1]), randn(3, 5).double(), randn(2, 5, 3).double())
+    assert_equals_reference(lambda x, w: ops.grouped_mm(x, w, [2, 1]), randn(3, 5).double(), randn(2, 5, 3).double())
 
 
 @pytest.mark.parametrize(("width", "dtype", "unit"), [(6, torch.float32, 4), (12, torch.bfloat16, 8)])

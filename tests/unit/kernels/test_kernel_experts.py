@@ -14,8 +14,8 @@ from tests.unit.kernels.kernel_cases import (
     DEVICE,
     DTYPES,
     INTERPRETED,
-    close,
-    equals_reference,
+    assert_close,
+    assert_equals_reference,
     kernel_settings,
     randn,
     routings,
@@ -42,8 +42,8 @@ def test_grouped_mm_equals_reference(sizes, tail, widths, dtype, transposed, cou
     weight = randn(len(sizes), width_in, width_out, dtype=dtype, seed=1)
     if transposed:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    close(ops.grouped_mm(x, weight, COUNTS[counts](sizes))[sum(sizes) :], x.new_zeros(tail, width_out))
-    equals_reference(lambda x, w: ops.grouped_mm(x, w, COUNTS[counts](sizes)), x, weight)
+    assert_close(ops.grouped_mm(x, weight, COUNTS[counts](sizes))[sum(sizes) :], x.new_zeros(tail, width_out))
+    assert_equals_reference(lambda x, w: ops.grouped_mm(x, w, COUNTS[counts](sizes)), x, weight)
 
 
 @kernel_settings
@@ -52,7 +52,7 @@ def test_gather_in_the_load_equals_permute_first(routing, dtype):
     ids, num_experts = routing
     sort = ops.sort_by_expert(ids, num_experts)
     x, weight = randn(len(ids), 8, dtype=dtype), randn(num_experts, 8, 16, dtype=dtype, seed=1)
-    equals_reference(
+    assert_equals_reference(
         lambda x, w: ops.grouped_mm(x, w, sort.tokens_per_expert_E, order_M=sort.order_M, inverse_TK=sort.inverse_TK),
         x,
         weight,
@@ -72,7 +72,7 @@ def test_experts_of_rows_equal_reference(sizes, tail, widths, kind, dtype):
     x = randn(sum(sizes) + tail, width, dtype=dtype)
     up = randn(len(sizes), width, hidden * (2 if kind.startswith("swiglu") else 1), dtype=dtype, seed=1) / width**0.5
     down = randn(len(sizes), hidden, width, dtype=dtype, seed=2) / hidden**0.5
-    equals_reference(lambda x, u, d: ops.expert_mlp(x, u, d, torch.tensor(sizes), kind), x, up, down)
+    assert_equals_reference(lambda x, u, d: ops.expert_mlp(x, u, d, torch.tensor(sizes), kind), x, up, down)
 
 
 @kernel_settings
@@ -87,7 +87,7 @@ def test_experts_of_tokens_equal_reference(routing, kind, dtype):
     def experts(x, up, down, weights):
         return ops.expert_mlp(x, up, down, sort.tokens_per_expert_E, kind, sort=sort, weights_TK=weights)
 
-    equals_reference(experts, x, up, down, weights)
+    assert_equals_reference(experts, x, up, down, weights)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
@@ -105,7 +105,7 @@ def test_a_layer_is_the_same_on_all_bodies(activation, bias):
     with ops.backend("reference"):
         expected = run()
     for here, there in zip(actual, expected, strict=True):
-        close(here, there)
+        assert_close(here, there)
 
 
 def test_only_the_wanted_gradient_is_computed():
@@ -136,7 +136,7 @@ def test_gradients_equal_finite_differences():
 def test_activation_equals_reference(kind, gated, shape, dtype):
     h = randn(*shape, dtype=dtype) * 3
     gate = randn(shape[0], seed=1).sigmoid() if gated else None
-    equals_reference(lambda h, g: ops.expert_activation(h, kind, g), h, gate)
+    assert_equals_reference(lambda h, g: ops.expert_activation(h, kind, g), h, gate)
 
 
 def test_the_backward_keeps_h_only():

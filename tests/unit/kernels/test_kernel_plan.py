@@ -79,7 +79,7 @@ def test_plans_are_those_of_the_host() -> None:
 
 @pytest.mark.slow
 def test_thousands_of_plans_are_those_of_the_host() -> None:
-    compare(range(1000, 5000))
+    assert compare(range(1000, 5000)) > 0
 
 
 def in_blocks(rows: list[tuple[int, int]], num_ranks: int, block: int, is_packed: bool) -> list[tuple[int, int] | None]:

@@ -12,7 +12,7 @@ from tests.unit.kernels.kernel_cases import (
     DEVICE,
     DTYPES,
     INTERPRETED,
-    equals_reference,
+    assert_equals_reference,
     kernel_settings,
     randn,
     routings,
@@ -35,7 +35,7 @@ def test_top_k_equals_reference_with_ties_to_the_lower_id(data):
     assert ids.dtype == torch.int64
     assert torch.equal(ids, expected_ids)
     assert torch.equal(top, expected_scores)
-    equals_reference(lambda s: ops.top_k_routing(s, top_k)[0], scores)
+    assert_equals_reference(lambda s: ops.top_k_routing(s, top_k)[0], scores)
 
 
 def test_top_k_treats_both_zeros_alike():
@@ -64,10 +64,10 @@ def test_permute_and_unpermute_equal_reference(routing, width, dtype):
     x = randn(len(ids), width, dtype=dtype)
     rows = randn(len(sort.order_M), width, dtype=dtype, seed=1)
     weights = randn(*ids.shape, seed=2).sigmoid()
-    equals_reference(lambda x: ops.permute(x, sort.order_M, sort.inverse_TK), x)
-    equals_reference(lambda r: ops.unpermute(r, sort.inverse_TK, sort.order_M), rows)
-    equals_reference(lambda r, w: ops.unpermute(r, sort.inverse_TK, sort.order_M, w), rows, weights)
-    equals_reference(lambda w: ops.unpermute(rows, sort.inverse_TK, sort.order_M, w), weights)
+    assert_equals_reference(lambda x: ops.permute(x, sort.order_M, sort.inverse_TK), x)
+    assert_equals_reference(lambda r: ops.unpermute(r, sort.inverse_TK, sort.order_M), rows)
+    assert_equals_reference(lambda r, w: ops.unpermute(r, sort.inverse_TK, sort.order_M, w), rows, weights)
+    assert_equals_reference(lambda w: ops.unpermute(rows, sort.inverse_TK, sort.order_M, w), weights)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="blocks belong to the torch bodies")
@@ -78,9 +78,9 @@ def test_results_of_many_blocks_equal_those_of_one(drop, monkeypatch):
     x, rows, weights = randn(300, 24), randn(len(sort.order_M), 24, seed=4), randn(300, 2, seed=5)
     monkeypatch.setattr("moe_lightning.kernels.torch_kernels._BLOCK_BYTES", 64)
     monkeypatch.setattr("moe_lightning.kernels.torch_kernels._HEAP_BYTES", 64)
-    equals_reference(lambda x: ops.permute(x, sort.order_M, sort.inverse_TK), x)
-    equals_reference(lambda r, w: ops.unpermute(r, sort.inverse_TK, sort.order_M, w), rows, weights)
-    equals_reference(lambda h: ops.expert_activation(h, "swiglu"), rows)
+    assert_equals_reference(lambda x: ops.permute(x, sort.order_M, sort.inverse_TK), x)
+    assert_equals_reference(lambda r, w: ops.unpermute(r, sort.inverse_TK, sort.order_M, w), rows, weights)
+    assert_equals_reference(lambda h: ops.expert_activation(h, "swiglu"), rows)
 
 
 def test_an_infinite_row_reaches_its_own_token_only():
@@ -109,8 +109,8 @@ def test_chunk_order_and_gather_rows(sizes):
     inverse = ops.invert(index)
     assert torch.equal(index[inverse], torch.arange(len(index), device=DEVICE))
     x = randn(len(index), 5)
-    equals_reference(lambda x: ops.gather_rows(x, index), x)
-    equals_reference(lambda x: ops.gather_rows(x, index, inverse), x)
+    assert_equals_reference(lambda x: ops.gather_rows(x, index), x)
+    assert_equals_reference(lambda x: ops.gather_rows(x, index, inverse), x)
 
 
 def test_strided_inputs_are_handled():
@@ -119,9 +119,9 @@ def test_strided_inputs_are_handled():
     for actual, wanted in zip(sort, reference.sort_by_expert(ids, 3), strict=True):
         assert torch.equal(actual, wanted)
     x = randn(6, 4).t()
-    equals_reference(lambda x: ops.permute(x, sort.order_M, sort.inverse_TK), x)
+    assert_equals_reference(lambda x: ops.permute(x, sort.order_M, sort.inverse_TK), x)
     rows, weights = randn(16, 8)[:, ::2].t()[:8].t()[:8], randn(2, 4).t()
-    equals_reference(lambda r, w: ops.unpermute(r, sort.inverse_TK, sort.order_M, w), rows, weights)
+    assert_equals_reference(lambda r, w: ops.unpermute(r, sort.inverse_TK, sort.order_M, w), rows, weights)
     _, top_ids = ops.top_k_routing(randn(5, 3).t(), 2)
     assert top_ids.shape == (3, 2)
 
