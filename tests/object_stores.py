@@ -17,7 +17,7 @@ import fsspec
 import pytest
 import s3fs
 
-from moe_lightning.checkpoint.storage.interface import objects
+from moe_lightning.checkpoint.storage import objects
 from tests.forks import FORKS, PATIENCE_S
 
 BUCKET = "bucket"

@@ -19,7 +19,7 @@ from moe_lightning.checkpoint.agent import main as agent_main
 from moe_lightning.checkpoint.directory import checkpoints, enter_world
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
-from moe_lightning.checkpoint.storage.interface import posix
+from moe_lightning.checkpoint.storage import posix
 from moe_lightning.checkpoint.storage.posix import PosixStorage
 from tests.forks import PATIENCE_S, forked
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds

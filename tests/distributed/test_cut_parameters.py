@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.parallel import fsdp
 from moe_lightning.state.tensors import is_cut, local
-from moe_lightning.strategies import expert_parallel
+from moe_lightning.strategies import expert_parallel, fsdp
 from moe_lightning.strategies.dense_parameters import held_rows
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.harness import run_ranks

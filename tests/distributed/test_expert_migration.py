@@ -20,7 +20,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.placed_experts import PlacedExperts, grow, migrate_rows, next_slots
 from tests.distributed.balanced_training import random_placement, train
 from tests.distributed.harness import connect, run_ranks
-from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference
+from tests.distributed.same_training import CASES, STEPS, TOLERANCE, assert_same_training, on_one_world, reference
 from tests.distributed.training import OwnModule, make_trainer
 from tests.parameters import slow
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_after_a_migration_resumes_anywhere(tmp_path: Path) -> None
     run(4, steps=6, strategy=strategy, moving={"move_at": (1, 4), "slots": 5}, save_to=path)
     for world_size, options in ((1, {}), (2, strategy), (3, {})):
         moving = {"move_at": (8,), "slots": 5} if options else {}
-        for result in run(world_size, strategy=options, moving=moving, ckpt_path=path):
+        for result in run(world_size, steps=STEPS, strategy=options, moving=moving, ckpt_path=path):
             np.testing.assert_allclose(result["losses"], reference("plain")["losses"][6:], rtol=0, atol=TOLERANCE)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.parallel import fsdp
+from moe_lightning.strategies import fsdp
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import ACCUMULATED, CASES, assert_replicas_identical
 from tests.distributed.training import train

@@ -27,7 +27,7 @@ from moe_lightning.checkpoint.inspect import scope_bytes
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, Manifest, check_coverage
 from moe_lightning.checkpoint.snapshotter import Snapshotter
-from moe_lightning.checkpoint.storage.interface import durable, posix
+from moe_lightning.checkpoint.storage import durable, posix
 from moe_lightning.errors import CheckpointError
 from tests.programs import run_program
 from tests.unit.checkpoint_state import EXPERTS, EXTRA, Node, assert_holds, node, state_of

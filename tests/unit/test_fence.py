@@ -23,7 +23,7 @@ from moe_lightning.checkpoint.directory import (
     world_lock,
 )
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.storage.interface import posix
+from moe_lightning.checkpoint.storage import posix
 from moe_lightning.checkpoint.storage.posix import PosixStorage
 from moe_lightning.errors import CheckpointError
 from tests.unit.checkpoint_state import node
