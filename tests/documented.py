@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 PLUGINS = {"optuna": "hydra_plugins.hydra_optuna_sweeper", "submitit": "hydra_plugins.hydra_submitit_launcher"}

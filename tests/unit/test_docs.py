@@ -22,6 +22,12 @@ TRAINING = [
     if not any(argument.startswith(("--", "-sc")) for argument in arguments)
 ]
 
+FORMER = [
+    *("how-it-works", r"moe_lightning[./](algorithms|comm|modules)\b", r"\bseams\b", "ExpertEdits", "edit_experts"),
+    *("schedule_free", "schedulefree", r"elastic\.membership\.\w+_"),
+]
+"""Names of modules, features and keys that are gone."""
+
 
 def test_commands_are_found() -> None:
     assert len(TRAINING) > 30
@@ -54,9 +60,28 @@ def test_benchmarks_and_links_exist(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_modules_and_files_exist(page: Path) -> None:
+    """In backticks, import lines and link texts; `benchmarks` and `tests` lie in the checkout."""
+    text = page.read_text()
+    roots = "moe_lightning|kernels|benchmarks|tests|recipes"
+    names = re.findall(rf"`((?:{roots})/[\w./-]+)`", text)
+    dotted = re.findall(r"`(moe_lightning(?:\.\w+)+)`|(?:from|python -m) (moe_lightning[\w.]*)", text)
+    modules = [(first or second).replace(".", "/") for first, second in dotted]
+    gone = [name for name in names if not (ROOT / name).exists()]
+    gone += [m for m in modules if not any((ROOT / p).exists() for p in (m, f"{m}.py", str(Path(m).parent) + ".py"))]
+    assert [name for name in gone if not name.endswith("KIND")] == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "CHANGELOG.md", *PAGES], ids=lambda path: path.name)
+def test_no_former_name_is_left(page: Path) -> None:
+    former = ["how-it-works"] if page.name == "CHANGELOG.md" else FORMER
+    assert [word for word in former if re.search(word, page.read_text())] == []
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
-    assert all(f"({page.name})" in index for page in PAGES if page.name != "README.md")
+    assert all(f"{page.name})" in index for page in PAGES if page.name != "README.md")
 
 
 def test_every_recipe_is_described() -> None:
