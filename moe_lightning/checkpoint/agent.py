@@ -110,7 +110,7 @@ _LARGEST_MARGIN = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What is persisted next.
+    """Next snapshot to persist, as the nodes have agreed.
 
     Attributes:
         session: of the snapshots.
@@ -140,7 +140,7 @@ class Agreement:
         return read if max(abs(read.step), abs(read.margin)) < _LARGEST_STEP else None
 
     def later(self, newest: int) -> Agreement:
-        """What a node proposes that has passed this one, from its newest step."""
+        """Return the proposal of a node that has passed this step, from the node's newest step."""
         margin = max(1, 2 * self.margin)
         return Agreement(session=self.session, step=newest + margin, margin=margin)
 
@@ -205,7 +205,7 @@ def agreed_step(
 
 
 def _first_choice(agreed: Agreement | None, session: str, arenas: Sequence[Arena], common: int) -> Agreement:
-    """What waits already, unless nodes were late for that of late."""
+    """Return an agreement on what waits already, or ahead of it if nodes were late recently."""
     margin = agreed.margin if agreed is not None and agreed.session == session else 0
     step = max(arena.state.newest for arena in arenas) + margin if margin else common
     return Agreement(session=session, step=step, margin=margin)
@@ -293,8 +293,9 @@ def left_behind(arenas: Mapping[Path, Arena], session: str) -> list[Path]:
 
 
 def others_went_on(root: Place, job: Job) -> bool:
-    """Whether the other nodes will persist another step, or have persisted a later session's; asked less and less
-    often, as it looks at more than the parts that are waited for.
+    """Return True if the other nodes persist another step, or have persisted one of a later session.
+
+    Checked with exponentially growing pauses, as it reads more than the missing parts.
     """
     now = time.monotonic()
     if now - job.asked_at < min(_LONGEST_JOB_PAUSE_S, _PAUSE_S * 2 ** min(job.asked, 10)):
@@ -308,22 +309,22 @@ def others_went_on(root: Place, job: Job) -> bool:
 
 
 def is_superseded(root: Place, session: str) -> bool:
-    """Whether the others went on, in a world without this node, and save a later session."""
+    """Return True if the other nodes save a later session, in a world without this node."""
     agreed, committed = Agreement.read(root), headings(root)
     return (agreed is not None and agreed.session > session) or (bool(committed) and committed[0][1].session > session)
 
 
 def is_void(job: Job, arenas: Iterable[Arena]) -> bool:
-    """Whether training was rolled back: every rank of this node that lives has begun a later session."""
+    """Return True if training was rolled back: every live rank of this node has begun a later session."""
     arenas = list(arenas)
     followed = [a for a in arenas if any(table.session > job.session for table in a.waiting_tables())]
     return bool(followed) and all(arena in followed for arena in arenas if arena.writer_alive)
 
 
 def will_lack_parts(job: Job, arenas: Mapping[Path, Arena], root: Place) -> bool:
-    """Whether the parts of ranks of this node will never come, or the other nodes persist something else.
+    """Return True if parts of this node's ranks can no longer be written, or the other nodes persist another step.
 
-    A rank's arena that was left behind says nothing of that rank: it may have moved on to another node.
+    An arena that was left behind is ignored: its rank may have moved to another node.
     """
     left = left_behind(arenas, job.session)
     here = [(rank_of(path), arena) for path, arena in arenas.items() if path not in left]
@@ -337,9 +338,9 @@ def missing_parts(root: Place, job: Job) -> list[int]:
 
 
 def passed_by(arena: Arena, session: str, step: int) -> bool:
-    """Whether a rank will never deliver a session's step: it has none and is dead, or has newer ones.
+    """Return True if a rank can no longer provide a step of a session: it has no such snapshot and is dead or ahead.
 
-    A former session's snapshot of the step, which training came back to, says nothing.
+    Snapshots that a former session took of the same step do not count.
     """
     steps = [table.step for table in arena.tables() if table.session == session]
     return step not in steps and (max(steps, default=step) > step or not arena.writer_alive)
@@ -676,7 +677,7 @@ class Agent:
                 arena.transition(lambda s: s.finish_persist() if success else s.fail_persist(keep=keep))
 
     def _stands_aside(self, world: int) -> bool:
-        """Whether a newer world saves or has resumed: what this one has not committed is void then."""
+        """Return True if a newer world saves or has resumed, which voids what this one has not committed."""
         try:
             check_world(self.root, world)
         except Superseded as error:
@@ -705,7 +706,7 @@ class Agent:
         self._report(replace(self.status, error=problem, errors=self.status.errors + 1))
 
     def _pending(self) -> bool:
-        """Whether there is, or soon will be, something to persist."""
+        """Return True if a snapshot waits to be persisted or is being copied."""
         copying = any(arena.state.writing is not None and arena.writer_alive for arena in self._arenas.values())
         if copying or self._job is not None:
             return True

@@ -120,7 +120,7 @@ NO_STEP = -1
 
 
 class Status(IntEnum):
-    """What a buffer is for."""
+    """Role of a buffer in the triple buffer."""
 
     SNAPSHOT = 0
     PERSIST = 1
@@ -502,7 +502,7 @@ class Arena:
 
     @property
     def writer_alive(self) -> bool:
-        """Whether the process that writes snapshots lives (asked from another process)."""
+        """True if the process that writes snapshots is alive (for use in other processes)."""
         try:
             fcntl.flock(self._alive_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -517,7 +517,7 @@ class Arena:
 
     @property
     def replaced(self) -> bool:
-        """Whether the path now names another file, or none."""
+        """True if the path now names another file, or none."""
         try:
             return os.stat(self.path).st_ino != os.fstat(self._fd).st_ino
         except FileNotFoundError:

@@ -67,7 +67,7 @@ from moe_lightning.state.pieces import DTYPES, OBJECT, Location, Piece, is_exper
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """What stands before and after a tensor's raw bytes."""
+    """Bytes before and after a tensor's raw bytes in an archive."""
 
     prefix: bytes
     suffix: bytes
@@ -225,7 +225,7 @@ def write_part(
 def _due_groups(
     root: Place, table: SnapshotIndex, damaged: Collection[str], copy_every: int | None
 ) -> dict[str, list[Piece]]:
-    """What is to be written, by file group."""
+    """Return the pieces to write, by file group."""
     held, written_until = set[str](), -1
     previous = previous_of(root, table.session, table.step)
     if previous is not None:
@@ -389,7 +389,7 @@ def _assemble(root: Place, held: Place, parts: list[Part]) -> Manifest:
 
 
 def _freshest(parts: list[Part]) -> list[Piece]:
-    """Where several ranks wrote the same piece, the newest version, ties by rank."""
+    """Return one piece per key and offset: the newest version, ties by lowest rank."""
     best: dict[tuple[str, tuple[int, ...]], Piece] = {}
     for part in sorted(parts, key=lambda p: p.rank):
         for piece in part.stored:

@@ -51,13 +51,13 @@ _NAMED = re.compile(r"step-(\d{8,})(-\d+|-w\d+-[\w-]+)?")
 
 
 def part_name(rank: int) -> str:
-    """Of the file that says what a rank wrote."""
+    """Return the name of the file that lists what a rank wrote."""
     return f"part-{rank:05d}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heading:
-    """What is remembered of a manifest, whose pieces take many times as much.
+    """Summary of a manifest without its pieces, which take many times the memory.
 
     Attributes:
         names: of its data files; one name is one content, in whichever checkpoint.
@@ -100,12 +100,12 @@ def headings(root: Place) -> list[tuple[Place, Heading]]:
 
 
 def directories(root: Place) -> list[Place]:
-    """What lies in a directory under the name of a checkpoint, whether it is one or not, in the order of the names."""
+    """List everything in a directory with the name of a checkpoint, whether it is one or not, sorted by name."""
     return [root / name for name in sorted(storage_of(root).names(root)) if _NAMED.fullmatch(name)]
 
 
 def has_manifest(path: Place) -> bool:
-    """Whether a directory is a checkpoint, perhaps a damaged one."""
+    """Return True if a directory is a checkpoint, perhaps a damaged one."""
     return exists(storage_of(path), path / MANIFEST)
 
 
@@ -181,7 +181,7 @@ def run_of(root: Place) -> str | None:
 
 
 def run_record_problem(root: Place) -> str | None:
-    """What is wrong with the record of a directory's run; None where nothing is, or there is none."""
+    """Return the problem of the record of a directory's run; None if it is valid or absent."""
     return _recorded_run(root)[1]
 
 

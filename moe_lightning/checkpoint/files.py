@@ -86,8 +86,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def checkpoint_values(path: Place) -> dict[str, Any]:
-    """What Lightning keeps in a checkpoint beside tensors, of a file, a checkpoint directory or the newest in a
-    directory that can be read; nothing is compared with a checksum but this.
+    """Read Lightning's values of a checkpoint, without tensors.
+
+    The path is a file, a checkpoint directory, or a directory of which the newest readable checkpoint is taken. Only
+    what is read is compared with a checksum.
 
     Raises:
         CheckpointError: there is none.

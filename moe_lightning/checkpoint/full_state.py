@@ -296,7 +296,7 @@ def share_optimizers(state: State, takers: Collection[int], world: World, source
 
 @torch.no_grad()
 def broadcast_dense(state: State, world: World, source: int, *, but: Collection[str] = ()) -> int:
-    """What every rank has gets the source rank's values; bytes that travelled.
+    """Broadcast replicated dense state from the source rank; return the number of bytes sent.
 
     Optimizer states that one rank keeps for all (ZeRO-1) stay where they are.
 

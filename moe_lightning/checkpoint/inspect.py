@@ -167,7 +167,7 @@ def export_file(path: Path, target: Place, *, prefix: str = "") -> int:
 
 
 def tokenizer_beside(target: Place) -> Place:
-    """Where an export writes the tokenizer of the run: beside model.safetensors model.tokenizer.json."""
+    """Return the path of an exported tokenizer: model.tokenizer.json beside model.safetensors."""
     return target.with_suffix(".tokenizer.json")
 
 
@@ -261,7 +261,7 @@ def _is_own(path: Path) -> bool:
 
 @contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
-    """Whether nobody holds a lock of the directory; if so, nobody takes one while the context is open."""
+    """Lock all locks of the directory for the context; yield False if another process holds one."""
     with ExitStack() as stack:
         try:
             for lock in [path / LOCK, *path.glob("*.alive")]:

@@ -219,7 +219,7 @@ def relocated(table: SnapshotIndex, base: int) -> SnapshotIndex:
 
 
 def _room(nbytes: int) -> int:
-    """What `pack` gives a tensor of so many bytes."""
+    """Return the space that `pack` reserves for a tensor of so many bytes."""
     return -(-nbytes // 64) * 64
 
 

@@ -326,7 +326,7 @@ class Checkpoint(CheckpointSource):
         return {**self._stored} | {key: self._others[name].stored(key) for key, name in self.substitutes.items()}
 
     def stored(self, key: str) -> Sequence[Piece]:
-        """What the manifest says of a key; nothing where it has none."""
+        """Return the manifest's pieces of a key; none if it is unknown."""
         return self._stored.get(key, ())
 
     @cached_property
@@ -385,7 +385,7 @@ class Checkpoint(CheckpointSource):
         ]
 
     def is_intact(self, piece: Piece) -> bool:
-        """Whether the bytes of a piece match its checksum."""
+        """Return True if the bytes of a piece match its checksum."""
         try:
             digest, nbytes = self._digest(self._file(piece.at.file), piece.at.data_offset, piece.nbytes)
         except OSError:

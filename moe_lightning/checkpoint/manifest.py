@@ -51,7 +51,7 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 def is_whole(value: object, low: int = 0, high: int = LARGEST) -> bool:
-    """Whether a value is an integer within limits; booleans are none."""
+    """Return True if a value is an integer within limits; booleans are not."""
     return type(value) is int and low <= value <= high
 
 
@@ -173,7 +173,7 @@ def check_blocks(placed: Iterable[Piece], memory_bytes: int, origin: str) -> Non
 
 
 def _examined(piece: Piece) -> tuple[str | None, int, int]:
-    """(what is wrong with a piece, its layer, its expert); -1 of what is no expert's."""
+    """Return (problem of a piece or None, layer, expert); layer and expert are -1 for dense state."""
     if not (_is_text(piece.key) and _is_text(piece.group) and _is_text(piece.dtype)):
         return "has a key, group or dtype that is no text", -1, -1
     if not (_is_digest(piece.xxh3) and is_whole(piece.version, -1) and is_whole(piece.nbytes)):
@@ -187,7 +187,7 @@ def _examined(piece: Piece) -> tuple[str | None, int, int]:
 
 @lru_cache(maxsize=1 << 14)
 def _examined_outline(key: str, dtype: str, block: Block, nbytes: int) -> tuple[str | None, int, int]:
-    """What stays the same from one snapshot to the next, so that it is looked at once."""
+    """Check what is equal in all snapshots of a piece, so that it is cached."""
     problem, layer, expert = _problem_of_sizes(dtype, block, nbytes), -1, -1
     if problem is None:
         try:
@@ -261,7 +261,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class _Record:
-    """What parts and manifests have in common.
+    """Common fields of parts and manifests.
 
     Attributes:
         run: the training run it belongs to.
@@ -304,7 +304,7 @@ class _Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Part(_Record):
-    """What one rank wrote for one checkpoint."""
+    """Record of what one rank wrote for one checkpoint."""
 
     rank: int
 
@@ -478,7 +478,7 @@ _WRITTEN_HERE = re.compile(rf"{_WHOLE}|\.({_WHOLE})\.[0-9a-f]+\.new")
 
 
 def is_written_by_saves(name: str) -> bool:
-    """Whether a save gives files such names."""
+    """Return True if saves write files of such a name."""
     return _WRITTEN_HERE.fullmatch(name) is not None
 
 

@@ -102,7 +102,7 @@ def decode_snapshots(decodes: Sequence[Decode], library: SnapshotSet, world: Wor
 
 
 class _Parts:
-    """What this rank contributes: parities and shards, verified."""
+    """Verified parities and shards that this rank contributes."""
 
     def __init__(self, decodes: Sequence[Decode], library: SnapshotSet, rank: int) -> None:
         self.parities: dict[tuple[int, int], torch.Tensor] = {}

@@ -39,7 +39,7 @@ def pack_states(states: States) -> Tensor:
 
 
 def shapes_of(states: States) -> Shapes:
-    """What `unpack_states` needs to know."""
+    """Return the dtypes and shapes that `unpack_states` needs."""
     return {scope: (dtype_name(tensor), tuple(tensor.shape)) for scope, tensor in sorted(states.items())}
 
 
@@ -139,7 +139,7 @@ class AdamWReplay:
         return {"weight": weight.detach(), **dict(sorted(self._optimizer.state[weight].items()))}
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """Of `states` all but the weight."""
+        """Return `states` without the weight."""
         return {scope: value for scope, value in self.states(name).items() if scope != "weight"}
 
     def load(self, name: str, states: Mapping[str, Tensor]) -> None:

@@ -45,7 +45,7 @@ Order = Literal["sequential", "load_aware", "load_aware_global"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPlan:
-    """What one checkpoint copies and writes.
+    """Keys that one checkpoint copies and writes.
 
     Attributes:
         snapshot: experts copied to memory.
@@ -88,7 +88,7 @@ class CheckpointPlan:
 @validated
 @dataclass(frozen=True, kw_only=True)
 class PartialPolicy:
-    """How many experts a checkpoint saves, and in which order they take turns.
+    """Number of experts per checkpoint and the order of their turns.
 
     Attributes:
         k_snapshot: experts per layer copied to memory; may change between checkpoints (Dynamic-K): make a new policy.
@@ -172,7 +172,7 @@ class PartialPolicy:
 @validated
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """How a run is checkpointed.
+    """Settings of a run's checkpoints.
 
     Attributes:
         k_snapshot: experts of each layer copied into memory; None: all, "auto": as many as hide under forward and
@@ -213,7 +213,7 @@ class CheckpointSettings:
 
     @property
     def adapts_k(self) -> bool:
-        """Whether `k_snapshot` is chosen by measured times."""
+        """True if `k_snapshot` is chosen from measured times."""
         return self.k_snapshot == "auto" or (self.lossless and self.k_snapshot is None)
 
     def __post_init__(self) -> None:
@@ -238,10 +238,10 @@ that losses are never told too low."""
 
 @validated
 class CheckpointLedger:
-    """What one run has counted and committed; every rank keeps the same, from the same counts.
+    """Ledger of one run's counts and commits, equal on every rank.
 
-    They hold whose turn it is, which every rank knows when a snapshot is taken. What becomes of a snapshot only the
-    agents know: whatever they commit holds everything that was due by then (`Piece.due`), so turns need no answer.
+    Turns follow from the snapshots taken, which are equal on every rank. Only agents see which snapshots become
+    checkpoints; each one they commit holds everything that was due by then (`Piece.due`), so turns do not depend on it.
 
     Args:
         num_layers, num_experts: L and E.
@@ -323,7 +323,7 @@ class CheckpointLedger:
 
     @property
     def largest_dump_bytes(self) -> int:
-        """What `dump` may grow to once written out."""
+        """Return an upper bound of the bytes of `dump`."""
         table_bytes = self.ledger.processed.nbytes
         return (4 + _HISTORY) * (table_bytes + 64) + (16 << 10)
 

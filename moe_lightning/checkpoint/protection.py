@@ -28,7 +28,7 @@ BUFFERS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ProtectionLayout:
-    """Who keeps what for whom.
+    """Holders of the copies and parities of every rank's snapshot.
 
     Attributes:
         method: name of the protection that laid it out.
@@ -44,7 +44,7 @@ class ProtectionLayout:
 
     @property
     def protects(self) -> bool:
-        """Whether anything is kept twice."""
+        """True if any snapshot is protected."""
         return bool(self.groups) or any(self.holders)
 
     def group_of(self, rank: int) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class ProtectionLayout:
         return tuple(writer for writer, holders in enumerate(self.holders) if rank in holders)
 
     def survives(self, failed_nodes: Collection[int]) -> bool:
-        """Whether every rank's snapshot is there, or can be computed, without these nodes."""
+        """Return True if every rank's snapshot can be read or computed without these nodes."""
         failed = set(failed_nodes)
         lost = {rank for rank, node in enumerate(self.node_of) if node in failed}
         return all(self._recoverable(rank, lost) for rank in lost)
@@ -237,10 +237,10 @@ def choose_protection(
 
 
 def protection_cost(layout: ProtectionLayout, snapshot_bytes: Sequence[int]) -> ProtectionCost:
-    """What a layout costs when rank r's snapshot has snapshot_bytes[r].
+    """Return the cost of a layout if rank r's snapshot has snapshot_bytes[r] bytes.
 
-    Every protected rank also keeps its own snapshot of the protected version, because its arena goes on: recovery
-    needs the same version of everybody.
+    Every protected rank also keeps its own snapshot of the protected version: recovery needs the same version of all
+    ranks, and the arena holds newer ones.
     """
     memory, sent, received = ([0] * len(layout.node_of) for _ in range(3))
     for rank, holders in enumerate(layout.holders):

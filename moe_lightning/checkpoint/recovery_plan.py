@@ -41,7 +41,7 @@ from moe_lightning.arrays import IntArray
 
 
 class SnapshotKind(StrEnum):
-    """What a snapshot in memory is to its writer."""
+    """Kind of a snapshot in memory."""
 
     ARENA = "arena"  # its own, on its node
     COPY = "copy"  # kept by another rank (ARC)
@@ -130,7 +130,7 @@ class StorageInventory:
 
 @dataclass(frozen=True, kw_only=True)
 class RankInventory:
-    """What one rank of the new world holds.
+    """State that one rank of the new world has.
 
     Attributes:
         rank: in the new world.
@@ -191,7 +191,7 @@ Expert = tuple[int, int]
 
 
 class Origin(IntEnum):
-    """Where a unit of state comes from, in the order of preference."""
+    """Source of a unit of state, in the order of preference."""
 
     LIVE = 0
     ARENA = 1
@@ -250,7 +250,7 @@ class Decode:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryPlan:
-    """What every rank of the new world does.
+    """Plan of a recovery for all ranks of the new world.
 
     Attributes:
         level: "live": the ranks of `live_ranks` keep their state, the others receive it; "memory" and "storage":
@@ -300,7 +300,7 @@ class RecoveryPlan:
 
     @property
     def lacks_dense(self) -> bool:
-        """Whether dense state that no rank has is read from memory at level "live"."""
+        """True if dense state that no rank has is read from memory at level "live"."""
         return any(rank < 0 for _, rank in self.shards)
 
     def counts(self, among: Collection[Expert] | None = None) -> dict[Origin, int]:
@@ -520,7 +520,7 @@ class _Search:
         return (Origin.PARITY, "") if self._decode(session, step, writer) is not None else None
 
     def _decode(self, session: str, step: int, writer: int) -> Decode | None:
-        """How a lost snapshot is computed; None where another member of its sharding group is lost as well."""
+        """Return the decoding of a lost snapshot; None if another member of its sharding group is lost as well."""
         parities = self._parity.get((session, step, writer), {})
         if not parities:
             return None

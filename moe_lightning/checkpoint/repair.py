@@ -149,7 +149,7 @@ def _harmless(damage: Damage) -> str:
 def _sentence(
     damage: Damage, before: Checkpoint, after: Checkpoint, costs: Mapping[tuple[int, int], int] | None
 ) -> str:
-    """What was damaged, in which version each expert is read instead, and what that costs."""
+    """Describe the damage, the version that is read instead of each expert, and the tokens lost."""
     experts = sorted({parse_expert_key(key)[:2] for key in damage.keys})
     told = [_fate(expert, damage, before, after) for expert in experts[:_MOST_TOLD]]
     rest = f" and {len(experts) - _MOST_TOLD} more" if len(experts) > _MOST_TOLD else ""
@@ -168,7 +168,7 @@ def _fate(expert: tuple[int, int], damage: Damage, before: Checkpoint, after: Ch
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverySources:
-    """What a recovery may read.
+    """Sources of state for a recovery.
 
     Attributes:
         root: directory of the checkpoints.
@@ -215,14 +215,16 @@ def arenas_name(name: str, run: str, node: str, root: Place) -> str:
 
 
 def fallback_room(chosen: str | None, root: Place) -> Path:
-    """Where snapshots lie if not in shared memory: in the directory that was chosen, else beside the checkpoints, else,
-    where these are in no file system, among temporary files."""
+    """Return the directory of snapshots that do not fit into shared memory.
+
+    The chosen one, else the one of the checkpoints, else, if these are in no file system, that of temporary files.
+    """
     beside = root if isinstance(root, Path) else Path(tempfile.gettempdir())
     return Path(chosen) if chosen else beside
 
 
 def storage_inventory(checkpoint: Checkpoint) -> StorageInventory:
-    """What a checkpoint can contribute to a recovery."""
+    """Return the session, steps and versions of experts that a checkpoint holds."""
     versions = tuple(tuple(int(v) for v in layer) for layer in checkpoint.expert_versions())
     session, first = checkpoint.manifest.session, checkpoint.first_step
     return StorageInventory(session=session, step=checkpoint.step, first=first, versions=versions)

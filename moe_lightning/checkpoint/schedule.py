@@ -216,8 +216,7 @@ def window_length(num_experts: int, k: int) -> int:
 
 
 def most_frozen(num_experts: int, k: int, written: int) -> int:
-    """How many copies of an expert's weights a window can hold of `written` experts of one layer: those whose turns
-    come last."""
+    """Return the largest number of copies of weights in a window for `written` experts of a layer: with the last turns."""
     return sum(position // k for position in range(num_experts - written, num_experts))
 
 

@@ -268,8 +268,9 @@ def persist_selection(snapshot: Selection, *, k: int, persisted_version: IntArra
 
 @lru_cache(maxsize=1024)
 def longest_turn(*, num_experts: int, k_snapshot: int, k_persist: int) -> int:
-    """How many checkpoints old the oldest expert of a layer on storage ever is under sequential selection, after a
-    checkpoint of all experts.
+    """Return the largest age, in checkpoints, of an expert on storage under sequential selection.
+
+    Counted after a checkpoint of all experts:
 
     ceil(E / K_persist) - 1 where K_persist divides K_snapshot and that divides E, up to twice as much elsewhere: an
     expert that just missed its turn in a window waits until the window is back. Found by running the schedule until it
@@ -308,7 +309,7 @@ def _check_tables(unsaved: IntArray, owners: IntArray, k: int) -> tuple[int, int
 
 
 class Source(IntEnum):
-    """Where an expert's state is restored from after a fault."""
+    """Source of an expert's state in a restore after a fault."""
 
     LIVE = 0
     """A replica, parity or replay that gives the state exactly as of the recovery point: nothing is lost."""

@@ -79,8 +79,7 @@ def file_group(piece: StatePiece, window: ReplayWindow) -> str:
 def most_frozen_pieces(
     written: Mapping[str, StatePiece], num_experts: int, k: int, computed_in: torch.dtype | None
 ) -> dict[str, StatePiece]:
-    """What of frozen experts' weights a window may hold at most, whichever experts come last, under keys of its own: to
-    reserve room.
+    """Return the largest set of frozen weights that a window may hold, under keys of its own, to reserve space.
 
     Args:
         written: everything that this rank may write.
@@ -292,12 +291,12 @@ class CheckpointSession:
 
     @property
     def in_window(self) -> bool:
-        """Whether the snapshot that was begun last is completed by `save_more`."""
+        """True if the snapshot that was begun last is completed by `save_more`."""
         return self._window is not None
 
     @property
     def newest_step(self) -> int | None:
-        """Of the last published snapshot; None before the first."""
+        """Step of the last published snapshot; None before the first."""
         return self._snapshotter.newest_step
 
     def save_more(self, step: int) -> None:
@@ -346,7 +345,7 @@ class CheckpointSession:
 
     @property
     def protection(self) -> ProtectionReport | None:
-        """What protecting the last snapshot took; None before the first."""
+        """Report on the protection of the last snapshot; None before the first."""
         return self._protector.report if self._protector is not None else None
 
     def settle(self) -> None:
@@ -376,7 +375,7 @@ class CheckpointSession:
         return self._snapshotter.report
 
     def status(self) -> AgentStatus:
-        """What this node's agent last reported."""
+        """Last report of this node's agent."""
         return read_status(self._arenas)
 
     def adapt(self, *, overlap_s: float, step_s: float) -> bool:

@@ -200,7 +200,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """Which rank writes which experts and pieces of modules.
+    """Writers of experts and of pieces of modules.
 
     Attributes:
         expert_writer: (layer, expert) -> rank, for every selected expert.

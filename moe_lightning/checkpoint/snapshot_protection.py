@@ -108,7 +108,7 @@ _SLACK_BYTES = 64 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class ProtectionReport:
-    """What it took this rank to protect one snapshot.
+    """Bytes and seconds that this rank spent to protect one snapshot.
 
     Attributes:
         step: of the snapshot.
@@ -170,7 +170,7 @@ class Protector:
 
     @property
     def report(self) -> ProtectionReport | None:
-        """Of the newest protected version of this rank; None before the first."""
+        """Report on the newest protected version of this rank; None before the first."""
         return self._report
 
     def prepare(self, table: SnapshotIndex) -> None:

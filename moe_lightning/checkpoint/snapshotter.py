@@ -424,7 +424,7 @@ class Snapshotter:
         persist: Collection[str] | None,
         groups: Mapping[str, str],
     ) -> tuple[list[tuple[Piece, torch.Tensor]], list[Piece]]:
-        """What is copied, and what keeps the block of the newest snapshot; arguments as of `start`."""
+        """Return the pieces to copy and those that keep their block of the newest snapshot; arguments as of `start`."""
         older = {} if self._newest is None else {piece.key: piece for piece in self._newest.placed}
         copies: list[tuple[Piece, torch.Tensor]] = []
         carried: list[Piece] = []
@@ -510,7 +510,7 @@ class Snapshotter:
 
     @property
     def newest_step(self) -> int | None:
-        """Of the last published snapshot; None before the first."""
+        """Step of the last published snapshot; None before the first."""
         return None if self._newest is None else self._newest.step
 
     def close(self) -> None:

@@ -219,7 +219,7 @@ class TrainingState(State):
         }
 
     def load_of(self, writers: Writers) -> Counter[tuple[int, tuple[int, ...]]]:
-        """How many experts of each size, by the bytes of their tensors, every rank writes."""
+        """Count the experts that each rank writes, by (rank, bytes of their tensors)."""
         sizes = [self._expert_sizes(layer) for layer in range(self.num_layers)]
         return Counter((rank, sizes[layer]) for (layer, _), rank in writers.items())
 
@@ -353,7 +353,7 @@ class WindowReplay:
 
     @property
     def is_over(self) -> bool:
-        """Whether the state is whole again."""
+        """True if the state is whole again."""
         return self.step >= self.last
 
     @torch.no_grad()

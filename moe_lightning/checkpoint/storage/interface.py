@@ -44,10 +44,10 @@ class URL(PurePosixPath):
 
 @dataclass(frozen=True, kw_only=True)
 class Stat:
-    """What is known of a file without reading it.
+    """Size and version of a file, known without reading it.
 
     Attributes:
-        version: another one once the file at this place is another one.
+        version: changes when the file at this place is replaced.
     """
 
     nbytes: int
@@ -65,11 +65,11 @@ class Storage(Protocol):
         ...
 
     def names(self, path: Place) -> list[str]:
-        """What lies directly in a directory; nothing where there is none."""
+        """List the names in a directory; none if there is no directory."""
         ...
 
     def is_dir(self, path: Place) -> bool:
-        """Whether there is a directory."""
+        """Return True if there is a directory."""
         ...
 
     def read(self, path: Place) -> bytes:
@@ -136,7 +136,7 @@ class Storage(Protocol):
         ...
 
     def staging(self, root: Place, session: str, step: int, world: int) -> Place:
-        """Where the parts of a checkpoint are written."""
+        """Return the directory in which the parts of a checkpoint are written."""
         ...
 
     def owner(self, path: Place) -> tuple[int, str, int] | None:
@@ -186,7 +186,7 @@ class Storage(Protocol):
         ...
 
     def is_own(self, path: Place) -> bool:
-        """Whether a checkpoint lies at this place itself, and not at another one that is only linked here."""
+        """Return True if a checkpoint lies at this place itself and is not linked from another."""
         ...
 
     def retire(self, path: Place) -> None:
@@ -202,12 +202,12 @@ class Storage(Protocol):
         ...
 
     def unread(self, path: Place) -> AbstractContextManager[bool]:
-        """Whether nobody holds a lease on a checkpoint; nobody takes one while the context is open."""
+        """Yield True if no reader holds a lease on a checkpoint; none can be taken while the context is open."""
         ...
 
 
 def exists(storage: Storage, path: Place) -> bool:
-    """Whether there is a file."""
+    """Return True if there is a file."""
     try:
         storage.stat(path)
     except (FileNotFoundError, NotADirectoryError):

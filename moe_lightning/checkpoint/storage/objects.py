@@ -60,8 +60,7 @@ _BLOCKS = 16
 
 
 class ObjectStorage(ABC):
-    """What all stores of objects have in common; `storage.Storage` says what each call promises. A store of another
-    kind overrides the six calls that are abstract here.
+    """Base class of object stores; `Storage` documents each call. A store overrides the six abstract calls.
 
     Args:
         scheme: of its URLs.
@@ -80,7 +79,7 @@ class ObjectStorage(ABC):
 
     @abstractmethod
     def names(self, path: Place) -> list[str]:
-        """What comes next in the names of objects behind a prefix and a slash, each once."""
+        """List the next component of the names of objects below a prefix, each once."""
 
     @abstractmethod
     def read_range(self, path: Place, start: int, stop: int | None) -> bytes:
@@ -338,7 +337,7 @@ class FsspecStorage(ObjectStorage):
             return
 
     def _try(self, path: Place, action: Callable[[Any], T], *, is_put: bool = False) -> T:
-        """What an action on the store returns.
+        """Run an action on the store, with retries, and return its result.
 
         Raises:
             OSError: it failed for good, or again and again; in words, and with the place.
@@ -366,7 +365,7 @@ def _store(scheme: str, process: int) -> Any:
 
 
 def _create_option(store: Any) -> dict[str, Any] | None:
-    """What makes `pipe_file` put only what is not there; None where nothing does."""
+    """Return the arguments that make `pipe_file` fail if the object exists; None if there are none."""
     parameters = inspect.signature(getattr(store, "_pipe_file", store.pipe_file)).parameters
     if "mode" in parameters:
         return {"mode": "create"}

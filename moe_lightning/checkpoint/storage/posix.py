@@ -52,7 +52,7 @@ def lease(directory: Path) -> Generator[None, None, None]:
 
 @contextmanager
 def unread(directory: Path) -> Generator[bool, None, None]:
-    """Whether nobody reads a checkpoint; nobody begins to as long as the context is open and the answer was yes."""
+    """Yield True if no process reads a checkpoint; none can begin to while the context is open."""
     try:
         fd = os.open(directory / MANIFEST, os.O_RDWR | os.O_CLOEXEC)  # network file systems lock writable files only
     except FileNotFoundError:

@@ -70,7 +70,7 @@ def shared_place(text: str | os.PathLike[str]) -> Place:
 
 
 def storage_of(place: Place) -> Storage:
-    """What reads and writes at a place."""
+    """Return the storage that reads and writes at a place."""
     return _made(place.scheme) if isinstance(place, URL) else _POSIX
 
 
