@@ -44,8 +44,8 @@ from moe_lightning.checkpoint.selection import DynamicK as DynamicKRule
 from moe_lightning.checkpoint.selection import parse_scopes, worst_case_plt
 from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
+from moe_lightning.checkpoint.storage import absolute, place_of, shared_place
 from moe_lightning.checkpoint.storage.interface import URL
-from moe_lightning.checkpoint.storage.registry import absolute, place_of, shared_place
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import Coefficient, PositiveInt, Seconds, validated

@@ -58,9 +58,8 @@ from moe_lightning.checkpoint.arena import ARENAS, Arena, TripleBuffer, newest_c
 from moe_lightning.checkpoint.commit import missing_ranks, prune, try_commit, withdraw_part, write_part
 from moe_lightning.checkpoint.directory import Superseded, check_world, headings, read_manifest, world_lock
 from moe_lightning.checkpoint.manifest import FileRecord, Manifest
-from moe_lightning.checkpoint.storage.durable import lock_exclusively, write_durably
-from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import place_of, storage_of
+from moe_lightning.checkpoint.storage import place_of, storage_of
+from moe_lightning.checkpoint.storage.interface import Place, lock_exclusively, write_durably
 from moe_lightning.errors import CheckpointError
 
 

@@ -50,7 +50,7 @@ import torch
 import xxhash
 
 from moe_lightning.checkpoint.manifest import LARGEST, check_blocks, check_pieces, check_record, read_object
-from moe_lightning.checkpoint.storage.durable import lock_exclusively
+from moe_lightning.checkpoint.storage.interface import lock_exclusively
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import Piece
 

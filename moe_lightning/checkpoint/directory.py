@@ -42,8 +42,8 @@ from functools import lru_cache
 import xxhash
 
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest
+from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, Stat, exists
-from moe_lightning.checkpoint.storage.registry import storage_of
 from moe_lightning.errors import CheckpointError
 
 RECORD = "run.json"

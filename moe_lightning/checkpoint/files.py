@@ -22,8 +22,7 @@ from moe_lightning.checkpoint.checksum import SealingFile, check_file
 from moe_lightning.checkpoint.directory import directories, has_manifest, headings
 from moe_lightning.checkpoint.full_state import read_checkpoint
 from moe_lightning.checkpoint.loader import Checkpoint, tensors_in
-from moe_lightning.checkpoint.storage.durable import sync_directory
-from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.checkpoint.storage.interface import Place, sync_directory
 from moe_lightning.errors import CheckpointError
 
 SUFFIX = ".ckpt"

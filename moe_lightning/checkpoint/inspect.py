@@ -33,8 +33,8 @@ from moe_lightning.checkpoint.files import (
 )
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import Manifest
+from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, exists
-from moe_lightning.checkpoint.storage.registry import storage_of
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import OBJECT, is_moment, is_replayed
 

@@ -36,8 +36,8 @@ from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.checksum import check_archive
 from moe_lightning.checkpoint.directory import checkpoints, directories, has_manifest, read_manifest
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest, check_coverage
+from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import storage_of
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import open_regular
 from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, by_key, is_expert_key, parse_expert_key, replay_key

@@ -25,12 +25,12 @@ import numpy as np
 
 from moe_lightning.checkpoint.arena import existing_arenas
 from moe_lightning.checkpoint.directory import checkpoints, run_of, run_record_problem
-from moe_lightning.checkpoint.inventory import local_inventory
 from moe_lightning.checkpoint.loader import Checkpoint, Damage, Found, unreadable
+from moe_lightning.checkpoint.memory import local_inventory
 from moe_lightning.checkpoint.policy import unseen_tokens
 from moe_lightning.checkpoint.recovery_plan import SnapshotInventory, StorageInventory
+from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import storage_of
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import is_expert_key, parse_expert_key
 

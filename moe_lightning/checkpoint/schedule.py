@@ -216,7 +216,7 @@ def window_length(num_experts: int, k: int) -> int:
 
 
 def most_frozen(num_experts: int, k: int, written: int) -> int:
-    """Return the largest number of copies of weights in a window for `written` experts of a layer: with the last turns."""
+    """Return the most copies of weights in a window of `written` experts of a layer: those whose turns come last."""
     return sum(position // k for position in range(num_experts - written, num_experts))
 
 

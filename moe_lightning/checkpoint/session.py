@@ -31,8 +31,8 @@ from moe_lightning.checkpoint.repair import arenas_name, fallback_room
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration, ReplayWindow, adapt, most_frozen
 from moe_lightning.checkpoint.snapshot_protection import ProtectionReport, Protector
 from moe_lightning.checkpoint.snapshotter import CopyWindows, SnapshotReport, Snapshotter
+from moe_lightning.checkpoint.storage import absolute, pause_s
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import absolute, pause_s
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.errors import CheckpointError, ConfigurationError, WorldCutError
 from moe_lightning.parallel.collectives import all_gather_json

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from moe_lightning.checkpoint.arena import Arena, SnapshotIndex, block_bytes, digest_of
-from moe_lightning.checkpoint.inventory import (
+from moe_lightning.checkpoint.memory import (
     COPIES,
     PARITIES,
     Snapshot,

@@ -25,8 +25,8 @@ from moe_lightning.checkpoint.full_state import (
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.repair import find_usable, mended
+from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import place_of, storage_of
 from moe_lightning.checkpoint.training_state import random_state
 from moe_lightning.compat import private_lightning
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError

@@ -31,7 +31,7 @@ from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.memory import MemoryCheckpoint, fetch
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, StorageInventory, plan_recovery
 from moe_lightning.checkpoint.repair import RecoverySources, storage_inventory
-from moe_lightning.checkpoint.storage.registry import place_of
+from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.compat import private_lightning
 from moe_lightning.data.loader import StepLoader, follow_schedule
 from moe_lightning.elastic.worker import PeerFailed

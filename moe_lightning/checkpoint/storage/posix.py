@@ -23,8 +23,14 @@ import numpy as np
 import torch
 
 from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED, delete_staging
-from moe_lightning.checkpoint.storage.durable import directory_lock, identity_of, sync_directory, write_durably
-from moe_lightning.checkpoint.storage.interface import Place, Stat
+from moe_lightning.checkpoint.storage.interface import (
+    Place,
+    Stat,
+    directory_lock,
+    identity_of,
+    sync_directory,
+    write_durably,
+)
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import check_regular, open_regular, read_bytes
 
