@@ -1,33 +1,17 @@
-"""Persist agent: one process per node that writes snapshots to storage.
+"""Persist agent: one process per node that writes snapshots to storage, also after the workers are dead.
 
-The very directory of checkpoints that an agent writes to, whatever its path leads to by now: a run may be moved, and
-a copy of it may lie in its place.
+The agent watches the arenas of a private directory, writes waiting snapshots as parts of checkpoints, commits a
+checkpoint when every rank's part is there (on whichever node that happens), and prunes old ones. Everything it needs
+after its own death is in the arenas and in the storage. It reports progress and failures in `status.json`; no process
+waits for it. It writes to the very directory it was started for, even if the path leads to another one by now.
 
-How the agents of several nodes come to persist the same step, without a word to each other but one small file.
+All nodes must persist the same step, although snapshots are replaced within a step or two. `.next.json` in the storage
+names the next snapshot to persist: the first one of a step or later. All ranks take snapshots of the same steps, so
+nodes that read it in time hold the same one; a node that has passed the step proposes a later one, further ahead each
+time. The papers (MoC-System 5.2, REFT 4.2) leave open how nodes agree.
 
-Every node's snapshots come and go within a step or two, and its agent looks at them in its own time: two agents that
-each chose for themselves could choose different steps again and again. So `.next.json` in the storage says which
-snapshot is persisted next: the first one of a step or later. All ranks take snapshots of the same steps, so nodes that
-learn of it before they have passed it hold the same one. A node that has passed it asks for a later one, further ahead
-each time, until all of them hear in time.
-
-The papers (MoC-System 5.2, REFT 4.2) leave open how nodes agree.
-
-Which snapshot an agent persists next, and whether what it persists can still become a checkpoint.
-
-Reads the files again that checkpoints carry over from each other, while nothing waits to be written.
-
-A carried file is one inode in all checkpoints that name it: damage to it reaches every one of them, and it is never
-written again by itself. So each is read back from storage within a number of commits; one that is damaged, or lost, is
-named, and the next checkpoint gets its experts from memory, in a file of its own.
-
-The persist agent: one process per node that writes snapshots to storage, and goes on doing so when the workers are
-dead.
-
-It watches the arenas of a private directory, writes the snapshots that wait there as parts of checkpoints, commits
-them when every rank's part is there (whichever node that happens on), and prunes old ones. Everything it needs to go
-on after its own death lies in the arenas and in the storage. It tells the workers what it did, and what failed, in
-`status.json`; nobody ever waits for it.
+A carried file is one inode in all checkpoints that name it, so damage reaches all of them. While idle, the agent reads
+carried files back within a number of commits; experts of a damaged or lost file are written anew from memory.
 
     python -m moe_lightning.checkpoint.agent --arenas DIR --checkpoints ROOT
 """

@@ -1,11 +1,11 @@
-"""Seals of single-file checkpoints: the checksum of the whole file, in the comment at the end of its zip archive.
+"""Checksum of single-file checkpoints, in the comment at the end of their zip archive.
 
-torch writes a checkpoint as a zip archive, whose last record may carry a comment that every reader passes over. The
-seal stands there, so it travels with the file, and torch and stock Lightning read the file as ever:
+torch writes a checkpoint as a zip archive, whose last record may have a comment that all readers skip. With the
+checksum there, torch and stock Lightning read the file as before:
 
-    archive as torch wrote it (its last two bytes, the length of the comment, now say so) | SEAL | xxh3 of the archive
+    archive as torch wrote it (its last two bytes are the length of the comment) | marker | xxh3 of the archive
 
-torch's own CRC-32 guards tensors only, and loading does not compare it.
+torch's own CRC-32 covers tensors only, and loading does not compare it.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
 """Parts of ranks and the commit of a checkpoint without collectives.
 
-The byte format of torch.distributed.checkpoint files, written without serialising tensors through Python.
+Each rank writes its share of a checkpoint: data files, and a part that lists them. Whichever process finds every
+rank's part in the staging directory commits the checkpoint; pruning deletes old ones. Two agents may try at the same
+time: both happen under a lock that is released when its holder dies, and every step can be repeated after a crash.
 
-Stock `dcp.load` reads every tensor with `torch.load` from a slice of a file. Such a slice is a fixed prefix, the raw
-bytes and a fixed suffix, which depend on dtype and shape only; they are produced once by torch itself (saving a tensor
-whose data are left out) and cached. So raw memory goes to the file as it is, and our own reader finds the raw bytes
-again at a known offset, without unpickling.
-
-Writes a rank's share of a checkpoint: data files, and the part that lists them.
-
-Commit of a checkpoint without collectives: whoever finds every rank's part in the staging directory gives it a
-name; and pruning.
-
-Two agents may try at the same time: both happen under a lock that dies with its holder, and every step can be repeated
-after a crash.
+Data files have the byte format of torch.distributed.checkpoint, without serializing tensors through Python. `dcp.load`
+reads each tensor with `torch.load` from a slice of a file: a fixed prefix, the raw bytes and a fixed suffix. Prefix and
+suffix depend on dtype and shape only; torch itself produces them once, and they are cached.
 """
 
 from __future__ import annotations

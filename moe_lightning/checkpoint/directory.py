@@ -1,8 +1,5 @@
 """Checkpoint directories: staging, parts, pruning, and the fence between worlds.
 
-Checkpoint directories: ranks write their parts side by side, whoever completes the set commits, and old ones are
-pruned.
-
     ROOT/run.json                       the run that the directory belongs to
     ROOT/.staging-wWORLD-SESSION-STEP/  parts being written: data files and part-RANK.json
     ROOT/step-00000120/                 a checkpoint: data files, .metadata (for stock dcp.load), MANIFEST.json
@@ -10,22 +7,17 @@ pruned.
 On a file system a directory gets its name by a rename after everything in it, MANIFEST.json last, has been forced to
 disk, so a checkpoint that has a name is whole. Data files are immutable. Experts that were not saved this time are hard
 links to the files of the checkpoint before; where links cannot be made, the manifest refers to `../step-.../file`, and
-pruning counts such references. Two agents may try to commit or prune at the same time: both happen under a lock that
-the kernel releases when its holder dies. Agents of an older world cannot commit (`fence.py`). Object stores do all of
-this otherwise (`object_storage.py`).
+pruning counts such references. Object stores do all of this otherwise (`storage/objects.py`).
 
-Which world may write: once a newer one has begun to save or to resume, an older one cannot commit any more.
-
-Worlds are numbered; the directory of checkpoints remembers the newest by a mark, an empty file `.world-NUMBER`. There
-is no compare-and-set on a file system, and a lock would be held by whoever was stopped in the middle of a commit. So
-both sides use what is atomic (a rename of the staging directory, or a conditional put of its manifest), and of the two
-calls on one directory one fails:
+Worlds are numbered, and only the newest may commit. An empty file `.world-NUMBER` marks the newest. A lock would stay
+with a process that was stopped in the middle of a commit, so the fence relies on two calls on one directory of which
+exactly one succeeds (renames of the staging directory, or conditional puts of its manifest):
 
     a newer world:   1. write its mark durably      2. close the staging directories of older worlds
     an older world:  1. make a staging directory    2. look for newer marks    3. write    4. commit it
 
-If the older world's second step saw no newer mark, its directory was there before the newer world's second step, which
-closes it. When `enter_world` returns, whatever older worlds could commit is committed and nothing follows.
+If the older world's second step found no newer mark, its directory existed before the newer world's second step, which
+closes it. After `enter_world` returns, no older world can commit.
 """
 
 from __future__ import annotations

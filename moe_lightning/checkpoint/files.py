@@ -1,9 +1,6 @@
 """Single-file checkpoints (`.ckpt`) of Lightning, written durably with a checksum.
 
-Lightning checkpoint files (`.ckpt`): written durably under a seal, and for `moe-ckpt` which one a path means, what
-it holds, whether it is whole.
-
-Lightning's single-file checkpoints, written durably under a seal.
+For `moe-ckpt`: the file that a path means, its content, and its verification.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """Full state in the layout of a single process, and the live state that joining ranks receive.
 
-Full checkpoints in the layout of a single process: experts stacked [E, ...] whatever the placement was.
+In full checkpoints experts are stacked [E, ...] under any placement. Rank 0 collects what other ranks own, so the file
+is the one that stock Lightning would write for the same module on one device; it loads there, and on any number of
+ranks under any placement.
 
-Rank 0 collects what other ranks own, so the file is the one that stock Lightning would write for the same module on
-one device: it loads there, and on any number of ranks under any placement.
-
-The live state of a run as a newcomer needs it: what is replicated on every rank comes from one of them.
-
-A process that joins a running world has built the same model and optimizers, but its values are those of the start and
-its optimizers have made no states yet. It is told which states there are, makes them, and then receives every dense
-tensor by broadcast; experts come by migration. Nothing that travels is unpickled.
+A process that joins a running world has built the same model and optimizers, with initial values and without optimizer
+states. It receives the names and shapes of these states, creates them, and then gets every dense tensor by broadcast;
+experts come by migration. Nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Inspection of checkpoints and removal of abandoned snapshot buffers, for `moe-ckpt`.
 
-What `moe-ckpt` does, as functions: sizes, verification of whole directories, export.
-
-Arenas that nobody serves or writes any more: what runs leave in memory when their agents are killed as well.
+Sizes, verification of whole directories, export; and removal of arenas that no agent serves and no process writes,
+which runs leave in memory when their agents are killed as well.
 """
 
 from __future__ import annotations

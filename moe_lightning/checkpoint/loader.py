@@ -1,16 +1,12 @@
-"""Verified reads of checkpoints by key, without unpickling.
-
-Tensors and plain values from archives of torch, whoever wrote these: no code is unpickled, and nothing in one takes
-more memory than the archive itself, but for tensors that repeat their numbers, within a limit.
-
-What a restore reads from: a checkpoint on storage or snapshots in memory, by key, in pieces that may be rows of a
-tensor.
-
-Reads checkpoints: verified first, by key, for any number of ranks, without unpickling tensors.
+"""Verified reads of checkpoints by key, for any number of ranks, without unpickling tensors.
 
 Verification compares the checksum of every file, `.metadata` included, with the manifest, and checks that every key is
 there exactly once. Tensors are then read as raw bytes at the offsets that the manifest gives; objects are unpickled
-with `weights_only=True`. A damaged tensor of an expert can be read from elsewhere (`mending.py`).
+with `weights_only=True`. A damaged tensor of an expert can be read from elsewhere (`repair.py`). `CheckpointSource` is
+the interface of restores: a checkpoint on storage or snapshots in memory, in pieces that may be rows of a tensor.
+
+Archives of torch from any writer are read without unpickling code; no record takes more memory than the archive itself,
+except tensors that repeat their elements, within a limit.
 """
 
 from __future__ import annotations
@@ -154,7 +150,7 @@ class CheckpointSource(ABC):
     @property
     def first_step(self) -> int:
         """The step after which what is no expert was taken: training goes on from there, and from `step` on its state
-        is whole (`replay_window.py`). Of all but windows `step`."""
+        is whole (`training_state.py`). Of all but windows `step`."""
         return self.step
 
     def key_at(self, key: str, step: int) -> str:

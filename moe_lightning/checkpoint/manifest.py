@@ -1,14 +1,9 @@
 """Checkpoint manifest: content and checksums of a directory, with the schema of everything that is read.
 
-What manifests, parts and tables of snapshots may say: types, limits, and that every piece lies inside its file or
-memory. A checksum vouches for bytes, not for who wrote them, so nothing is computed with before it was checked here.
-
-The manifest: what a checkpoint directory holds, with checksums; written last, it is the commit.
-
-A manifest, and the part that each rank contributes to it, is JSON in an envelope with its own checksum. Nothing of a
-checkpoint is interpreted in any other way before the manifest vouched for it.
-
-Deletion of what interrupted saves left behind: only files that a save writes, and never through a link.
+The manifest is written last and is the commit. A manifest, and the part that each rank contributes to it, is JSON in an
+envelope with its own checksum; nothing else of a checkpoint is interpreted before the manifest is verified. A checksum
+does not prove who wrote the bytes, so types, limits, and that every piece lies inside its file or memory are checked
+here before any use. Deletion of what interrupted saves left removes only files that a save writes, and follows no link.
 """
 
 from __future__ import annotations
@@ -271,7 +266,7 @@ class _Record:
         files: file name -> record, `.metadata` included.
         stored: every piece of every key.
         extra: what rank 0 gave to `Snapshotter.start`.
-        world: number of the world that wrote it (`fence.py`); 0: of none.
+        world: number of the world that wrote it (`directory.py`); 0: of none.
     """
 
     run: str
@@ -285,7 +280,7 @@ class _Record:
 
     @property
     def first_step(self) -> int:
-        """The step after which the oldest of a window was taken (`replay_window.py`): a restore runs the steps from
+        """The step after which the oldest of a window was taken (`training_state.py`): a restore runs the steps from
         there to `step` again. Of any other checkpoint `step`."""
         return min(self.step, int(self.extra.get("replayed_from", self.step)))
 

@@ -248,11 +248,11 @@ def _intact(unit: Iterable[tuple[Piece, torch.Tensor]]) -> bool:
     return all(digest_of(data) == piece.xxh3 for piece, data in unit)
 
 
-Place = tuple[str, int, int]
+SnapshotPlace = tuple[str, int, int]
 """(kind, writer, step) of a snapshot"""
 
 
-def decode_snapshots(decodes: Sequence[Decode], library: SnapshotSet, world: World) -> list[tuple[int, Place]]:
+def decode_snapshots(decodes: Sequence[Decode], library: SnapshotSet, world: World) -> list[tuple[int, SnapshotPlace]]:
     """Add the computed snapshots to the assemblers' libraries; collective.
 
     Returns:
@@ -308,7 +308,7 @@ class _Parts:
         self.parities: dict[tuple[int, int], torch.Tensor] = {}
         self.tables = {}
         self.sizes: dict[int, int] = {}
-        self.problems: list[Place] = []
+        self.problems: list[SnapshotPlace] = []
         self._decodes = decodes
         self._shards: dict[tuple[int, int], torch.Tensor] = {}
         for index, decode in enumerate(decodes):

@@ -1,14 +1,11 @@
-"""Optimizer shards of other ranks: their exchange, and their replay on the host.
+"""Optimizer shards of other ranks (ZeRO-1): their exchange, and their replay on the host.
 
-Optimizer states that one rank keeps for all (ZeRO-1), on their way to other ranks.
-
-Keeps a peer's optimizer shard on the host by repeating its AdamW steps from gradients (AOR).
-
-Under ZeRO-1 one rank keeps the moments of a parameter, but every rank has its weight and its summed gradient. So a peer
-that steps copies of weight and moments with the same gradients and hyperparameters holds the same state, bit by bit,
-without any traffic. The steps are those of torch's own AdamW; its `foreach` and plain forms round alike, its fused form
+Under ZeRO-1 one rank has the moments of a parameter, but every rank has its weight and its summed gradient. A peer that
+steps copies of weight and moments with the same gradients and hyperparameters has the same state, bit by bit, without
+any traffic (AOR). The steps are those of torch's own AdamW; its `foreach` and plain forms round alike, its fused form
 does not. Devices may round differently than the host, therefore `verify` compares checksums with the owner and corrects
-what differs.
+differences.
+
 Sources: REFT 4.2, eq. 3. Ours: Adam instead of the paper's eq. 4 (plain SGD), the check.
 """
 

@@ -1,15 +1,10 @@
 """Checkpoint policy: settings, the keys of the next checkpoint, and the record of past ones.
 
-From a policy to the keys that the next checkpoint copies and writes.
-
 Every rank computes the same plan alone: from the ordinal of the checkpoint, or from counters that are equal
-everywhere. The result is what `Snapshotter.start` takes: keys to copy, keys meant for storage, and the file each of
-them goes to.
+everywhere. The result is the input of `Snapshotter.start`: keys to copy, keys meant for storage, and the file of each.
+The ledger records tokens, versions and turns of experts.
+
 Sources: PEC 3.1-3.2, MoC-System 3 and 5.1.
-
-How a run is checkpointed, as the user says it.
-
-What a run remembers about its partial checkpoints: tokens, versions, and whose turn is next.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Where snapshots are kept a second time, so that they outlive their node: copies (ARC) or parities (AEC).
+"""Protection of snapshots on other nodes: copies (ARC) or parities (AEC).
 
 ARC with shifts 1..p: the snapshot of node i is copied to nodes i-1, ..., i-p of a ring; any p failures are survived.
 AEC: the snapshot of a member of a sharding group is cut into m-1 sub-shards; member i keeps the XOR of sub-shard
 phi(i, j) of every other member j. One failure in each group is survived, for 1/(m-1) of the memory of a copy. Both
 together survive no more than ARC alone, so two failures need ARC with two shifts. Members of a group and the holders of
 copies are ranks on different nodes: a node with several ranks belongs to as many groups.
+
 Sources: REFT 4.1-4.3. Ours: uneven nodes, groups of bounded size, memory of all buffers.
 
 Shapes: N ranks; node_of[N]; W bytes of each rank's snapshot.

@@ -1,24 +1,16 @@
 """Recovery plan: the newest version that can be restored from what the survivors have, and its sources.
 
-What a rank can contribute to a recovery: its live state, the snapshots on its node, the checkpoint on storage.
-
-Inventories travel as JSON; `to_json` and `from_json` are each other's inverse.
-
-What a recovery will do: where every unit of state comes from, and at which version.
-
-The recovery plan: from what the survivors hold to the newest version that can be restored, and how.
-
-After a fault the ranks of the new world exchange inventories, and every rank computes the same plan from them. A
-*point* is a version at which the state of everything that is no expert ("dense", optimizer, random generators, ...)
-has a source: the live state of survivors, the snapshots of one session in memory, or the checkpoint on storage. At a
-point every expert is taken from its newest version that is not younger; one that is older than the point is *stale*.
-Where a point is the last step of a window (`replay_window.py`), one that is older than the window's first step is.
+After a fault the ranks of the new world exchange inventories (as JSON), and every rank computes the same plan from
+them. A *point* is a version at which all state but experts ("dense", optimizer, random generators, ...) has a source:
+the live state of survivors, the snapshots of one session in memory, or the checkpoint on storage. At a point every
+expert is taken from its newest version that is not younger; one that is older than the point is *stale*, or, if the
+point is the last step of a window (`training_state.py`), one that is older than the window's first step.
 
 The rule, with points ordered live > (session, step):
     whole   = the newest point without stale experts
     newest  = the newest point
     choose whole, unless it is older than the checkpoint on storage; then choose newest, memory before storage.
-So all ranks rather repeat a few steps than lose tokens, but never more steps than storage would cost.
+So all ranks repeat a few steps rather than lose tokens, but never more steps than storage would cost.
 Within a point the order of sources is live > arena > copy > parity > storage (MoC-System 5.1, REFT 4.3). Snapshots
 of one session only are combined: an older session's later steps may have been rolled back.
 
@@ -258,7 +250,7 @@ class RecoveryPlan:
             source, training starts anew.
         version: updates contained in the restored state; 0 where there is no source.
         resumes_at: the step that training goes on from: `version`, unless that is the last step of a window that is run
-            again (`replay_window.py`).
+            again (`training_state.py`).
         session: of the snapshots that are read; None where none is.
         apply_prepared: ranks that must apply the update that they have prepared, before anything else.
         live_ranks: ranks whose live state is then of `version`, at level "live"; the first of them is the source of

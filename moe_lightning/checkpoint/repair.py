@@ -1,17 +1,13 @@
 """Repair of damaged checkpoints, and the sources of a restore that a node sees.
 
-Puts a damaged checkpoint together again, so that one bad byte costs one expert some tokens and not the run.
+Every piece has a checksum of its own, so damage is located to the tensor. A damaged expert tensor is read in the newest
+version, not younger than its own, that is undamaged in any stored checkpoint: a second copy of the same version costs
+nothing, an older one the tokens in between (`CheckpointSource.expert_versions`, counted by the ledger). If there is
+none, no checkpoint with that expert can be used. Everything else is new in each checkpoint: if it is damaged, the
+checkpoint before is tried. The same holds for windows whose steps are run again, because those promise that nothing is
+lost.
 
-Every piece has a checksum of its own, so damage to a file is found to the tensor. A damaged expert tensor is read in
-the newest version, not younger than its own, that any kept checkpoint has undamaged: a second copy of the same version
-costs nothing, an older one the tokens in between (`CheckpointSource.expert_versions` tells, the ledger counts). Where
-none is left, no checkpoint with that expert can be used. Everything else is new in each checkpoint: where it is
-damaged, the checkpoint before is looked at. So it is of windows whose steps are run again, because those promise that
-nothing is lost.
-
-Sources for falling back by expert: PEC 3.1 (experts tolerate older state); the papers know no damage on storage.
-
-Where the saved state of a run lies, as one node sees it: snapshots in its memory, checkpoints on storage.
+Sources for falling back by expert: PEC 3.1 (experts tolerate older state); the papers do not treat damage on storage.
 """
 
 from __future__ import annotations

@@ -1,31 +1,22 @@
 """Selection of experts for partial checkpoints, the ledger of lost tokens, and Dynamic-K.
 
-Which experts a partial checkpoint saves: sequential and load-aware selection, and the share of them that goes to
-storage.
+Partial Experts Checkpointing saves K of the E experts of every MoE layer; the others keep their older version. Every
+rank computes the whole selection (sequential or load-aware) alone, from the ordinal of the checkpoint or from counters
+that are equal everywhere, so saving needs no communication. Sources: PEC 3.1 and Alg. 1, MoC-System 3 and 5.
 
-Partial Experts Checkpointing saves K of the E experts of every MoE layer and lets the others keep their older version.
-Every rank computes the whole selection alone from the ordinal of the checkpoint or from counters that are equal
-everywhere, so saving needs no communication. Sources: PEC 3.1 and Alg. 1, MoC-System 3 and 5.
+The token ledger counts the routed tokens behind each expert's state: live, newest copy in host memory, newest copy on
+storage. Unsaved tokens are differences, so a token can be lost only once (PLT). A checkpoint records these numbers as
+of its step; the newest one whose persist completed is the recovery point. Tokens processed after it are trained again
+and are not lost. Sources: PEC eq. 4, MoC-System eq. 7 and 5.1.
 
-Shapes: L MoE layers, E experts a layer, K saved experts a layer.
+Dynamic-K saves more experts as faults use up the budget of lost tokens: K starts small and doubles until all experts
+are saved. Level j (K0, 2 K0, 4 K0, ... E) may spend threshold * 2^-(j+1): the loss per fault halves when K doubles, so
+every level lasts for about the same number of faults, and all levels together stay below the threshold. Because one
+fault can overshoot a limit that is checked only afterwards, K also doubles when one more fault at the present K might
+break the threshold. Sources: PEC 3.2, MoC-System 5.3 (which print no limit per K).
 
-The token ledger: how many tokens each expert's live state has seen, and how many a restore throws away (PLT).
-
-Every expert's state is the result of a number of routed tokens. The ledger keeps that number for the live state, for
-the newest copy in host memory and for the newest copy on storage, so "unsaved tokens" are differences and a token can
-be lost only once. A checkpoint remembers these numbers as of its step; the newest one whose persist completed is the
-recovery point. Tokens processed after the recovery point are trained again and are not lost. Sources: PEC eq. 4,
-MoC-System eq. 7 and 5.1.
-
-Shapes: L MoE layers, E experts a layer. Counts are routed assignments actually processed (after any capacity drops).
-
-Dynamic-K: save more experts as faults use up the budget of lost tokens.
-
-K starts small and doubles until all experts are saved. Level j (K0, 2 K0, 4 K0, ... E) may spend threshold * 2^-(j+1):
-the loss per fault halves when K doubles, so every level lasts for about the same number of faults, and all levels
-together stay below the threshold. Because one fault can overshoot a limit that is checked only afterwards, K also
-doubles when one more fault at the present K might break the threshold. Sources: PEC 3.2, MoC-System 5.3 (which print
-no limit per K).
+Shapes: L MoE layers, E experts a layer, K saved experts a layer. Counts are routed assignments actually processed
+(after any capacity drops).
 """
 
 from __future__ import annotations

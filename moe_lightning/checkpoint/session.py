@@ -1,11 +1,7 @@
 """Checkpoint session of one start of a run: snapshotter, agent, and the content of each snapshot.
 
-What one rank copies at each step of a window of sparse snapshots (`checkpoint/schedule.py`).
-
-One start of a run as its checkpoints see it: this rank's snapshotter, this node's agent, and what is saved when.
-
-Saving needs no messages: every rank takes the same decisions from the same counts. Ranks talk when a session opens, and
-once more when K_snapshot and the interval adapt themselves to measured times.
+Saving needs no messages: every rank takes the same decisions from the same counts. Ranks communicate when a session
+opens, and when K_snapshot and the interval adapt to measured times.
 """
 
 from __future__ import annotations
@@ -120,7 +116,7 @@ class CheckpointSession:
         layout: who protects whose snapshots; None: nobody.
         computed_in: what experts compute in, where that is less than their weights.
         experts_move: room for all experts that may ever be in this rank's slots; else for those that it writes now.
-        world_number: of this world (`fence.py`), rank 0's counts; 0: the next one that the directory has not seen.
+        world_number: of this world (`directory.py`), rank 0's counts; 0: the next one that the directory has not seen.
 
     Attributes:
         k_snapshot, k_persist: in force now; 0 for a dense model.

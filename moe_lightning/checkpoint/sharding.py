@@ -1,19 +1,13 @@
 """Shards of a checkpoint over data-parallel ranks, and its size.
 
-How large a checkpoint is, from a description of the model's tensors, without allocating any.
-
-What counts as saved is a parameter: which kinds of state exist and their bytes, which of them partial saving applies
-to, and buffers that are saved as they are. PEC's and MoC-System's printed sizes follow from different choices, given
-here as constants.
-Sources: PEC 4, MoC-System eq. 5-6 and Table 3.
-
-Who writes what: the shards of a checkpoint over the data-parallel ranks, and the bytes each rank is predicted to
-write.
+Sizes come from a description of the model's tensors, without allocating any. `Accounting` says what counts: the kinds
+of state and their bytes per parameter, which of them are partial, and buffers that are saved as they are; constants
+give the choices behind PEC's and MoC-System's printed sizes. Sources: PEC 4, MoC-System eq. 5-6 and Table 3.
 
 EE deals the selected experts over the expert-parallel groups that hold the same experts; EN spreads the non-expert
 modules evenly over all ranks; AN does the same on top of the experts' bytes of this very checkpoint, so that ranks
-without a selected expert take more. Modules that are larger than a rank's fair share (embeddings) are split by rows.
-Only replicated state can be sharded so; state that is already sharded (ZeRO-3, FSDP) is written by its owners.
+without a selected expert write more. Modules larger than a rank's fair share (embeddings) are split by rows. Only
+replicated state is sharded so; state that is already sharded (ZeRO-3, FSDP) is written by its owners.
 Sources: PEC 3.2, MoC-System 4.
 
 Rank layout: data-parallel rank r has expert-parallel rank r mod D_ep in group r div D_ep, and expert-parallel rank q

@@ -1,15 +1,12 @@
-"""Protection of snapshots by copies and parities on other nodes.
-
-The files in which protected snapshots lie: ordinary arenas with one block a version.
-
-Protects snapshots against the loss of their node while training goes on: copies and parities on other nodes.
+"""Protection of snapshots against the loss of their node, while training goes on.
 
 At a fixed point of a step every rank calls `start` with the step of a published snapshot. Its own packed snapshot is
-kept aside (`prepare` does that earlier, in the snapshot's thread), and one asynchronous exchange on the background
-group carries it to the ranks that keep copies (ARC), or its sub-shards to the members of its sharding group (AEC),
-which keep their XOR and all tables of contents. A thread waits for what arrives and publishes it; the next `start`
-waits for the thread. A protected version needs nothing but these files, so that arenas may go on meanwhile; one that
-not all ranks have finished is torn, and the one before it counts.
+stored in a protected file (`prepare` does that earlier, in the snapshot's thread), and one asynchronous exchange on the
+background group sends it to the ranks that store copies (ARC), or its sub-shards to the members of its sharding group
+(AEC), which store their XOR and all tables of contents. A thread waits for what arrives and publishes it; the next
+`start` waits for the thread. A protected version needs nothing but these files, which are ordinary arenas with one
+block a version; one that not all ranks have finished is torn, and the one before it counts.
+
 Sources: REFT 4.1-4.3.
 """
 

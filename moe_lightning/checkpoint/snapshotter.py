@@ -1,23 +1,17 @@
 """Copies of a rank's state into its arena in planned windows of a step.
 
-The way of a GPU's bytes into an arena: through two small page-locked buffers, chunk by chunk.
-
-An arena itself is not page-locked: that takes as long as a step, again after every recovery, and containers allow
-little locked memory. One buffer is filled by the device while the other is emptied by this thread.
-
-The windows of a step in which a snapshot is copied: measured, planned by HAS, and kept by the copying thread.
-
-Source: REFT 4.1, Alg. 1. Ours: the seconds of the windows are those of the last steps of the running training instead
-of derived from a pipeline's shape; a plan takes twice the time that the bandwidth asks for, and each one that made
-training wait doubles that for those after it.
-
-Copies a rank's state into its arena while the next forward and backward run, and measures what training has to wait.
-
-After the optimizer step of iteration k, `start` hands the live tensors to a background thread; before the optimizer
+After the optimizer step of iteration k, `start` passes the live tensors to a background thread; before the optimizer
 step of iteration k + 1, `wait_before_update` waits until the copy is complete and returns the seconds of that stall.
 The thread copies in chunks, so that `CopyWindows` can keep it out of windows in which bandwidth matters more. A
 snapshot may be taken over several steps (`start(until=...)`, then `add`). Nothing here communicates.
-Sources: PEC 3.2, MoC-System 5.2.
+
+Bytes of a GPU go through two small page-locked buffers: one is filled by the device while this thread empties the
+other. An arena itself is not page-locked, because that takes as long as a step, again after every recovery, and
+containers allow little locked memory.
+
+Sources: PEC 3.2, MoC-System 5.2; windows REFT 4.1, Alg. 1. Ours: the seconds of the windows are those of the last steps
+of the running training instead of derived from a pipeline's shape; a plan takes twice the time that the bandwidth asks
+for, and each one that made training wait doubles that for those after it.
 """
 
 from __future__ import annotations
@@ -319,7 +313,7 @@ class Snapshotter:
         objects: number of object keys (`start(objects=...)`) to reserve room for.
         object_bytes: room of each.
         windows: when copies may go on; None: always.
-        world: number of the world (`fence.py`).
+        world: number of the world (`directory.py`).
 
     Attributes:
         on_published: called in the background thread with the table of every snapshot that is whole, before `finish`

@@ -1,18 +1,13 @@
 """State of a training run in checkpoints: the pieces this rank writes, their restore, replayed windows.
 
-The global random generators of a rank, in checkpoints.
-
-A training run's state as checkpoints have it: which pieces this rank writes, and how they come back.
-
 A replicated expert is written by one of its holders, a dense tensor in row shards by all ranks, for the whole session
-by the same rank: shards are balanced on top of the mean bytes of experts per checkpoint, because an arena reserves room
-for the keys of its rank once. When experts move, only who has lost an expert stops writing it.
+by the same rank: shards are balanced on top of the mean bytes of experts per checkpoint, because an arena reserves
+memory for the keys of its rank once. When experts move, only a rank that has lost an expert stops writing it.
 
-The steps of a window that a restore runs again, until the state of every expert is whole.
-
-Training itself runs them, from the same samples; after each update this puts experts whose turn is yet to come back to
-the weights of the step, and gives those whose turn it is their whole state. What the update made of them is discarded;
-their gradients count in the norm, as they did. Source: MoEvement (arXiv 2412.15411) 3.
+After a restore to a window, training runs the window's steps again from the same samples, until the state of every
+expert is whole. After each update, experts whose turn is yet to come are set to the weights of the step, and those
+whose turn it is get their whole state. Their updates are discarded; their gradients count in the norm, as before.
+Source: MoEvement (arXiv 2412.15411) 3.
 """
 
 from __future__ import annotations

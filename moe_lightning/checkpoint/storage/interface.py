@@ -79,7 +79,7 @@ class Storage(Protocol):
         ...
 
     def read(self, path: Place) -> bytes:
-        """A file of at most `bounded_files.MOST_BYTES`; OSError where it is larger, or no regular file."""
+        """A file of at most `files.MOST_BYTES`; OSError where it is larger, or no regular file."""
         ...
 
     def chunks(

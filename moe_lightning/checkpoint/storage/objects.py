@@ -1,21 +1,18 @@
-"""Checkpoints in object stores, through fsspec.
-
-Checkpoints in a store of objects, which knows no rename, links or locks.
+"""Checkpoints in object stores, through fsspec (S3, GCS, Azure and others).
 
     ROOT/step-00000120-w5-SESSION/    a checkpoint, from its first part on; one session's step has one name
-        .begun                        told to newer worlds by the store's listing
+        .begun                        makes the attempt visible to newer worlds in the store's listing
         part-RANK.json, *.distcp      parts being written; an attempt's data files have names that no other attempt uses
         MANIFEST.json                 the commit: put only if there is none
 
-Whoever closes what is being written puts a *void* manifest there first, so that of commit and close exactly one
-succeeds. A manifest that is pruned becomes void, too: a process that was stopped in the middle of its commit finds the
-name taken when it wakes. Void manifests are deleted after ten minutes. Files that are carried over are referred to.
+Stores have no rename, links or locks. To close what is being written, a process puts a *void* manifest there first, so
+that of commit and close exactly one succeeds. A manifest that is pruned becomes void, too: a process that was stopped
+in the middle of its commit then finds the name used. Void manifests are deleted after ten minutes. Files that are
+carried over are referred to.
 
-There are no locks: agents of one world may assemble the same checkpoint twice, and the first one's is it. There are no
-leases: keep as many checkpoints as a reader needs time. A store must list what was put, as S3, GCS and Azure do; where
+Without locks, agents of one world may assemble the same checkpoint twice, and the first one counts. There are no
+leases: keep checkpoints for as long as a reader needs them. A store must list what was put, as S3, GCS and Azure do; if
 it lists late, an older world may still commit, and what it commits is whole.
-
-Object stores by fsspec: S3, GCS, Azure and what else has a file system of its own there.
 
 Endpoints, credentials and time-outs are given in fsspec's own ways: the environment of the provider
 (`AWS_ACCESS_KEY_ID`, ...), `~/.config/fsspec/*.json`, or `FSSPEC_S3_ENDPOINT_URL` and the like.

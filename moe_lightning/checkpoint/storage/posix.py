@@ -1,9 +1,7 @@
-"""Checkpoints on a POSIX file system.
+"""Checkpoints on a POSIX file system: a commit is a rename, carried files are hard links.
 
-Who reads a checkpoint holds a lease on it, and pruning leaves it alone: a shared lock on its manifest, which the
-kernel releases when the reader dies.
-
-Checkpoints on a file system: a commit is a rename, carried files are hard links, locks die with their holders.
+A reader holds a lease on its checkpoint, a shared lock on the manifest, and pruning skips it. The kernel releases
+leases and locks when their holder dies.
 """
 
 from __future__ import annotations
