@@ -97,7 +97,7 @@ class Agreement:
 
     Attributes:
         session: of the snapshots.
-        step: the first snapshot of this step or later; negative while nobody has chosen.
+        step: the first snapshot of this step or later; negative while none is chosen.
         margin: how many steps ahead of itself the last node that was late has asked for.
     """
 
@@ -107,7 +107,7 @@ class Agreement:
 
     @property
     def is_open(self) -> bool:
-        """Nobody has chosen a step yet."""
+        """True if no step has been chosen yet."""
         return self.step < 0
 
     @classmethod
@@ -275,7 +275,7 @@ def left_behind(arenas: Mapping[Path, Arena], session: str) -> list[Path]:
     ]
 
 
-def others_went_on(root: Place, job: Job) -> bool:
+def others_advanced(root: Place, job: Job) -> bool:
     """Return True if the other nodes persist another step, or have persisted one of a later session.
 
     Checked with exponentially growing pauses, as it reads more than the missing parts.
@@ -311,8 +311,8 @@ def will_lack_parts(job: Job, arenas: Mapping[Path, Arena], root: Place) -> bool
     """
     left = left_behind(arenas, job.session)
     here = [(rank_of(path), arena) for path, arena in arenas.items() if path not in left]
-    late = {rank for rank, arena in here if passed_by(arena, job.session, job.step)}
-    return (bool(late) and not late.isdisjoint(missing_parts(root, job))) or others_went_on(root, job)
+    late = {rank for rank, arena in here if cannot_provide(arena, job.session, job.step)}
+    return (bool(late) and not late.isdisjoint(missing_parts(root, job))) or others_advanced(root, job)
 
 
 def missing_parts(root: Place, job: Job) -> list[int]:
@@ -320,7 +320,7 @@ def missing_parts(root: Place, job: Job) -> list[int]:
     return missing_ranks(storage_of(root).staging(root, job.session, job.step, job.world), job.world_size)
 
 
-def passed_by(arena: Arena, session: str, step: int) -> bool:
+def cannot_provide(arena: Arena, session: str, step: int) -> bool:
     """Return True if a rank can no longer provide a step of a session: it has no such snapshot and is dead or ahead.
 
     Snapshots that a former session took of the same step do not count.
@@ -332,15 +332,15 @@ def passed_by(arena: Arena, session: str, step: int) -> bool:
 _DATA = re.compile(r".+\.rank(\d+)\.step(\d+)\.distcp")
 
 
-class Scrubber:
-    """The carried files of one node's ranks.
+class CarriedFileVerifier:
+    """Verification of the carried files of one node's ranks, a little at a time.
 
     Args:
         within: commits within which every carried file is read.
 
     Attributes:
         damaged: names of files that the newest checkpoint carries and that are not as they were written.
-        problems: a sentence for each file that was ever found damaged.
+        problems: one sentence for each file that was ever found damaged.
     """
 
     def __init__(self, within: int) -> None:
@@ -448,7 +448,7 @@ class Agent:
         self.arenas_path, self.root, self.keep_last = arenas, root, keep_last
         self.poll_s, self.grace_s, self.retry_s, self.commit_timeout_s = poll_s, grace_s, retry_s, commit_timeout_s
         self.copy_every, self._own_root = copy_every or None, OwnRoot(root, identity)
-        self._scrubber = Scrubber(verify_within)
+        self._verifier = CarriedFileVerifier(verify_within)
         self.status = AgentStatus()
         self._arenas: dict[Path, Arena] = {}
         self._damaged: set[Path] = set()  # arenas that were passed over
@@ -459,7 +459,7 @@ class Agent:
         self._stop = threading.Event()
 
     def run(self) -> int:
-        """Serve until told to stop, or until the workers have been gone for the grace period; then persist what waits.
+        """Serve until stopped, or until the workers have been gone for the grace period; then persist what waits.
         Arenas that are deleted end it at once.
 
         Returns:
@@ -471,13 +471,13 @@ class Agent:
             now = time.monotonic()
             if any(arena.writer_alive for arena in self._arenas.values()):
                 alive_at = now
-            told = self._stop.is_set() or (self.arenas_path / STOP).exists()
+            is_stopping = self._stop.is_set() or (self.arenas_path / STOP).exists()
             gone = now - alive_at > self.grace_s
             if not self.arenas_path.exists():
                 return self._leave()  # somebody took the node's snapshots away
-            if (told or gone) and not busy and (self._failures >= _LAST_ATTEMPTS or not self._pending()):
+            if (is_stopping or gone) and not busy and (self._failures >= _LAST_ATTEMPTS or not self._pending()):
                 return self._leave()
-            if not busy and (told or not self.scrub()):
+            if not busy and (is_stopping or not self.verify_carried()):
                 time.sleep(self.poll_s)
 
     def stop(self) -> None:
@@ -492,31 +492,31 @@ class Agent:
         try:
             if self._job is not None or any(has_work(arena) for arena in self._arenas.values()):
                 self._own_root.check()
-            self._take_up()
+            self._choose_job()
             if self._finish():  # perhaps an agent before this one, or another node's, wrote everything
                 return True
             written = self._write()
             if written and self._finish(has_written=True):
                 return True
             if self._job is not None:
-                self._give_up_if_hopeless(self._job)
+                self._end_job_if_void(self._job)
             return written
         except (OSError, CheckpointError) as error:
             # A newer world takes directories away, which shows in many ways.
             is_own = not isinstance(error, Elsewhere)
-            if is_own and self._job is not None and self._stands_aside(self._job.world):
+            if is_own and self._job is not None and self._is_fenced(self._job.world):
                 return True
             # Storage may recover; a snapshot that makes no whole checkpoint stays as it is.
             keep = isinstance(error, OSError) or self._failures < _LAST_ATTEMPTS
             self._fail(complaint_of(error, self.root), keep=keep, withdraw=is_own)
             return True
 
-    def scrub(self) -> bool:
+    def verify_carried(self) -> bool:
         """Read a little of what checkpoints carry over, and report damage; False where nothing is left to be read."""
-        has_read = self._scrubber.work()
-        for problem in self._scrubber.problems[self.status.damaged :]:
+        has_read = self._verifier.work()
+        for problem in self._verifier.problems[self.status.damaged :]:
             print(problem, flush=True)
-            self._report(replace(self.status, damage=problem, damaged=len(self._scrubber.problems)))
+            self._report(replace(self.status, damage=problem, damaged=len(self._verifier.problems)))
         return has_read
 
     # --- steps of a round -------------------------------------------------------------------------------------------
@@ -538,9 +538,9 @@ class Agent:
                     self._damaged.add(path)
         for arena in self._arenas.values():
             if arena.state.writing is not None and not arena.writer_alive:
-                arena.abort_of_the_dead()
+                arena.abort_if_writer_died()
 
-    def _take_up(self) -> None:
+    def _choose_job(self) -> None:
         """Choose the step to persist, and make its snapshots P."""
         if self._job is None:
             states = [(arena.state, arena.writer_alive) for arena in self._arenas.values()]
@@ -566,7 +566,7 @@ class Agent:
         if session is None:
             return None, []
         world = max(table.world for table in waiting if table.session == session)
-        if self._stands_aside(world) or is_superseded(self.root, session):
+        if self._is_fenced(world) or is_superseded(self.root, session):
             return None, []
         left = left_behind(self._arenas, session)
         return session, [arena for path, arena in self._arenas.items() if path not in left]
@@ -585,7 +585,7 @@ class Agent:
         if not todo:
             return False
         with ThreadPoolExecutor(max_workers=min(4, len(todo))) as pool:
-            damaged = frozenset(self._scrubber.damaged)
+            damaged = frozenset(self._verifier.damaged)
             write = partial(write_part, self.root, damaged=damaged, copy_every=self.copy_every)
             parts = pool.map(lambda item: write(item[2], item[1].payload), todo)
             for (path, _, _), part in zip(todo, parts, strict=True):
@@ -618,7 +618,7 @@ class Agent:
             )
         )
         for path in left_behind(self._arenas, job.session):
-            self._let_go(path, delete=True)
+            self._close_arena(path, delete=True)
         agreed = Agreement.read(self.root)
         if agreed is not None and agreed.session == job.session and not agreed.is_open and agreed.step <= job.step:
             propose(self.root, agreed, agreed.fulfilled(), world=job.world)
@@ -629,15 +629,15 @@ class Agent:
         """Nothing here makes the commit a failure."""
         try:
             ranks = {rank_of(path) for path in self._arenas}
-            self._scrubber.committed(committed, read_manifest(committed), ranks)
+            self._verifier.committed(committed, read_manifest(committed), ranks)
             prune(self.root, self.keep_last, world=world, with_reserve=self.copy_every is not None)
         except (OSError, CheckpointError) as error:
             where = getattr(error, "filename", None) or self.root
             reason = error.strerror if isinstance(error, OSError) else error
             print(f"what is old could not be deleted or read again at {where}: {reason}", flush=True)
 
-    def _give_up_if_hopeless(self, job: Job) -> None:
-        """End the job if parts are missing that will never come (looked at only now and then: it reads tables)."""
+    def _end_job_if_void(self, job: Job) -> None:
+        """End the job if parts are missing that cannot come any more (checked every 0.2 s, as it reads tables)."""
         now = time.monotonic()
         if now - job.checked < _HOPE_S:
             return
@@ -659,7 +659,7 @@ class Agent:
             if job is not None and index is not None and arena.state.buffers[index].step == job.step:
                 arena.transition(lambda s: s.finish_persist() if success else s.fail_persist(keep=keep))
 
-    def _stands_aside(self, world: int) -> bool:
+    def _is_fenced(self, world: int) -> bool:
         """Return True if a newer world saves or has resumed, which voids what this one has not committed."""
         try:
             check_world(self.root, world)
@@ -710,10 +710,10 @@ class Agent:
         """
         unsaved = self._pending()
         for path in list(self._arenas):
-            self._let_go(path, delete=not unsaved)
+            self._close_arena(path, delete=not unsaved)
         return 1 if unsaved else 0
 
-    def _let_go(self, path: Path, *, delete: bool) -> None:
+    def _close_arena(self, path: Path, *, delete: bool) -> None:
         arena = self._arenas.pop(path)
         if delete:
             arena.delete()

@@ -1,4 +1,4 @@
-"""The workers' side of the persist agent: start it, read what it reports, tell it to stop."""
+"""Workers' side of the persist agent: start, status, stop."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class AgentHandle:
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Ask for an agent: one that was told to leave stays.
+        """Ask for an agent; one that was asked to stop goes on.
 
         Raises:
             ConfigurationError: one serves that writes elsewhere, and it does not leave.

@@ -423,7 +423,7 @@ class Arena:
         """
         capacity = {block_bytes(size): count for size, count in sorted(capacity.items())}
         if path.exists():
-            with contextlib.suppress(FileNotFoundError), _passing_over_damage():
+            with contextlib.suppress(FileNotFoundError), _skipping_damage():
                 arena = cls(path, hold_alive=True)
                 if arena.capacity == capacity and arena.table_bytes == table_bytes and not arena.replaced:
                     arena.transition(lambda state: state.abort_snapshot().drop_waiting())
@@ -502,7 +502,7 @@ class Arena:
         fcntl.flock(self._alive_fd, fcntl.LOCK_UN)
         return False
 
-    def abort_of_the_dead(self) -> None:
+    def abort_if_writer_died(self) -> None:
         """Give up the snapshot that a dead writer left unfinished (asked again under the lock: a new writer may be
         there by now)."""
         self.transition(lambda s: s if s.writing is None or self.writer_alive else s.abort_snapshot())
@@ -617,7 +617,7 @@ def capacity_of(sizes: Iterable[int]) -> dict[int, int]:
 
 
 @contextlib.contextmanager
-def _passing_over_damage() -> Iterator[None]:
+def _skipping_damage() -> Iterator[None]:
     try:
         yield
     except DamagedArena as error:

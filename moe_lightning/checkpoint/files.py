@@ -15,7 +15,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.checksum import SealingFile, check_file
+from moe_lightning.checkpoint.checksum import ChecksummedFile, check_file
 from moe_lightning.checkpoint.directory import directories, has_manifest, headings
 from moe_lightning.checkpoint.full_state import read_checkpoint
 from moe_lightning.checkpoint.loader import Checkpoint, tensors_in
@@ -46,8 +46,10 @@ class FileSummary:
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint file whole or not at all, sealed (`sealing.py`), on disk when this returns; torch and stock
-    Lightning read it.
+    """Write a checkpoint file with its checksum, whole or not at all; it is on disk when this returns.
+
+    torch and stock Lightning read it.
+
 
     Raises:
         OSError: the storage failed; what was written is removed.
@@ -58,12 +60,12 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
     staged = path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
     try:
         with open(staged, "wb") as file:
-            sealing = SealingFile(file)
+            target = ChecksummedFile(file)
             try:
-                torch.save(checkpoint, cast(IO[bytes], sealing))  # it needs write and flush only
+                torch.save(checkpoint, cast(IO[bytes], target))  # it needs write and flush only
             except RuntimeError as error:
-                raise sealing.error or error from error
-            sealing.seal()
+                raise target.error or error from error
+            target.finish()
         os.rename(staged, path)
     except BaseException:
         staged.unlink(missing_ok=True)

@@ -74,7 +74,7 @@ def _is_plain(value: object) -> bool:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-    except Exception:  # whoever saves it will say why
+    except Exception:  # saving it raises the reason
         return True
     try:
         load_plain(buffer.getvalue(), "a hyper-parameter")
@@ -110,8 +110,8 @@ def full_model_state(
     collected = collect_on_root(mine, world)
     if world.rank:
         return {}
-    told = {key.removesuffix("/whole"): value for key, value in collected.items() if key.endswith("/whole")}
-    whole = dict(state) | told | {key: _joined(collected, key, cut, world.row_cut) for key, cut in cuts.items()}
+    uncut = {key.removesuffix("/whole"): value for key, value in collected.items() if key.endswith("/whole")}
+    whole = dict(state) | uncut | {key: _joined(collected, key, cut, world.row_cut) for key, cut in cuts.items()}
     return whole | {key: _stack(collected, key, stack) for key, stack in experts.items()}
 
 
@@ -230,8 +230,8 @@ def _stack(collected: Mapping[str, Tensor], key: str, stack: ExpertStack) -> Ten
 
 
 def _joined(collected: Mapping[str, Tensor], key: str, cut: TensorCut, among: RowCut) -> Tensor:
-    told = {part: collected.get(f"{key}/rows/{index}") for index, part in enumerate(among.parts)}
-    return joined({part: values for part, values in told.items() if values is not None}, cut)
+    parts = {part: collected.get(f"{key}/rows/{index}") for index, part in enumerate(among.parts)}
+    return joined({part: values for part, values in parts.items() if values is not None}, cut)
 
 
 def _optimizer_entries(
@@ -283,11 +283,13 @@ def _cut_entry(entry: Mapping[str, Any], parameter: nn.Parameter, state: State) 
 _BUCKET_ELEMENTS = 1 << 22
 
 
-def share_optimizers(state: State, takers: Collection[int], world: World, source: int) -> None:
-    """The takers' optimizers get the source rank's hyperparameters and scalars, and states filled with zeros where
-    they have none; collective."""
+def broadcast_optimizers(state: State, receivers: Collection[int], world: World, source: int) -> None:
+    """Broadcast the source rank's hyperparameters and scalars to the receivers' optimizers; collective.
+
+    States that a receiver lacks are created, filled with zeros.
+    """
     objects, shapes = broadcast_object((state.objects(), state.moment_shapes()), source, world)
-    if world.rank in takers:
+    if world.rank in receivers:
         state.adopt(objects, shapes)
 
 

@@ -123,7 +123,7 @@ def _verdict(path: Place) -> Verdict:
     try:
         Checkpoint(path).verify()
     except CheckpointError as error:
-        # Whoever prunes takes the manifest away before anything else.
+        # Pruning removes the manifest before anything else.
         is_pruned = not has_manifest(path)
         return Verdict(name=path.name, problem=None if is_pruned else str(error), is_pruned=is_pruned)
     return Verdict(name=path.name, problem=None)
@@ -235,7 +235,7 @@ def orphans(rooms: Iterable[Path] = ()) -> list[Orphan]:
 
 
 def remove(orphan: Orphan) -> bool:
-    """Delete its files, and the directory if nothing else lies in it; False where somebody uses it by now."""
+    """Delete its files, and the directory if nothing else lies in it; False if a process uses it by now."""
     with _claimed(orphan.path) as is_free:
         if not is_free:
             return False

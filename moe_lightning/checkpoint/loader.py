@@ -178,7 +178,7 @@ class CheckpointSource(ABC):
         """uint8 [nbytes]: the payload of a piece."""
 
     def release(self) -> None:  # noqa: B027  # most hold none
-        """Everything was restored: let go of tensors in memory. What is asked for later can still be read."""
+        """Release tensors in memory after a restore. Later reads still work."""
 
     def keys(self, prefix: str = "") -> list[str]:
         """All keys that begin with a prefix, sorted."""

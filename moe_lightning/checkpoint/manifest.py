@@ -285,7 +285,7 @@ class _Record:
         return min(self.step, int(self.extra.get("replayed_from", self.step)))
 
     def dump(self) -> bytes:
-        return _seal(_jsonable(self), _FORMATS[self.first_step < self.step])
+        return _dump_envelope(_jsonable(self), _FORMATS[self.first_step < self.step])
 
     @classmethod
     def parse(cls, data: bytes, origin: str) -> Self:
@@ -294,11 +294,11 @@ class _Record:
         Raises:
             CheckpointError: it is damaged, of another format, or names files outside its directory.
         """
-        return cls(**_typed(_unseal(data, origin), cls, origin))
+        return cls(**_typed(_parse_envelope(data, origin), cls, origin))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part(_Record):
+class RankPart(_Record):
     """Record of what one rank wrote for one checkpoint."""
 
     rank: int
@@ -445,12 +445,12 @@ def _typed(values: dict[str, Any], record: type[_Record], origin: str) -> dict[s
     return {name: value for name, value in values.items() if name in known} | {"files": files, "stored": stored}
 
 
-def _seal(values: dict[str, Any], form: int) -> bytes:
+def _dump_envelope(values: dict[str, Any], form: int) -> bytes:
     body = json.dumps(values, separators=(",", ":")).encode()
     return b'{"format":%d,"xxh3":"%s","body":%s}\n' % (form, xxhash.xxh3_64_hexdigest(body).encode(), body)
 
 
-def _unseal(data: bytes, origin: str) -> dict[str, Any]:
+def _parse_envelope(data: bytes, origin: str) -> dict[str, Any]:
     """The body, if its bytes match the checksum before them."""
     envelope = _ENVELOPE.match(data)
     if envelope is None or not data.endswith(b"}\n"):
@@ -480,7 +480,7 @@ def is_written_by_saves(name: str) -> bool:
 def delete_staging(path: Path) -> None:
     """Delete a staging directory; it stays where something lies in it that no save writes, or where it is a link.
 
-    Somebody may still be writing there: who finds a file or the directory gone is told by the error.
+    A process that is still writing there gets an error when it finds a file or the directory gone.
     """
     if path.is_symlink():
         return

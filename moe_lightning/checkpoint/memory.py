@@ -37,10 +37,10 @@ from moe_lightning.checkpoint.recovery_plan import (
     Expert,
     HeldExpert,
     Origin,
-    Read,
     RecoveryPlan,
     SnapshotInventory,
     SnapshotKind,
+    UnitRead,
 )
 from moe_lightning.errors import CheckpointError
 from moe_lightning.kernels import pack, xor_parity
@@ -210,7 +210,7 @@ class SnapshotSet:
         candidates = [s for origin in (Origin.ARENA, Origin.COPY) for s in self._snapshots[origin, writer, step]]
         return next((s for s in candidates if _intact(zip(s.table.placed, s.payloads(), strict=True))), None)
 
-    def read(self, read: Read) -> list[tuple[Piece, torch.Tensor]] | None:
+    def read(self, read: UnitRead) -> list[tuple[Piece, torch.Tensor]] | None:
         """The pieces of a unit, verified; None where it is not here or damaged."""
         for snapshot in self._snapshots[read.origin, read.writer, read.step]:
             unit = snapshot.unit(read.expert)
@@ -227,7 +227,7 @@ def packed(payloads: Sequence[torch.Tensor], out: torch.Tensor | None = None) ->
 
 def packed_bytes_of(pieces: Iterable[Piece]) -> int:
     """Bytes of payloads that lie one behind the other."""
-    return sum(_room(piece.nbytes) for piece in pieces)
+    return sum(_padded_bytes(piece.nbytes) for piece in pieces)
 
 
 def relocated(table: SnapshotIndex, base: int) -> SnapshotIndex:
@@ -235,11 +235,11 @@ def relocated(table: SnapshotIndex, base: int) -> SnapshotIndex:
     placed = []
     for piece in table.placed:
         placed.append(replace(piece, location=Location(data_offset=base)))
-        base += _room(piece.nbytes)
+        base += _padded_bytes(piece.nbytes)
     return replace(table, placed=tuple(placed))
 
 
-def _room(nbytes: int) -> int:
+def _padded_bytes(nbytes: int) -> int:
     """Return the space that `pack` reserves for a tensor of so many bytes."""
     return -(-nbytes // 64) * 64
 
@@ -261,11 +261,11 @@ def decode_snapshots(decodes: Sequence[Decode], library: SnapshotSet, world: Wor
     if not decodes:
         return []
     parts = _Parts(decodes, library, world.rank)
-    told = all_gather_json([parts.sizes, parts.problems], world)
-    problems = [(rank, (str(kind), int(w), int(s))) for rank, (_, found) in enumerate(told) for kind, w, s in found]
+    gathered = all_gather_json([parts.sizes, parts.problems], world)
+    problems = [(rank, (str(kind), int(w), int(s))) for rank, (_, found) in enumerate(gathered) for kind, w, s in found]
     if problems:
         return problems
-    sizes = [int(told[decode.assembler][0][str(index)]) for index, decode in enumerate(decodes)]
+    sizes = [int(gathered[decode.assembler][0][str(index)]) for index, decode in enumerate(decodes)]
     ways = [
         (index, holder, member, PeerBuffer(source=source, target=target, nbytes=sizes[index]))
         for index, decode in enumerate(decodes)
@@ -453,7 +453,7 @@ def fetch(
     *,
     storage: Checkpoint | None = None,
 ) -> MemoryCheckpoint:
-    """Bring what this rank needs of the plan's snapshots into its reach; collective.
+    """Read or receive what this rank needs of the plan's snapshots; collective.
 
     Args:
         plan: the same on every rank.
@@ -479,11 +479,13 @@ def fetch(
         "pieces": {i: [piece.to_json() for piece, _ in units[i] or ()] for i in served},
         "damaged": [i for i, unit in units.items() if unit is None],
     }
-    told = all_gather_json(own, world)
-    bad = [plan.reads[index] for entry in told for index in entry["damaged"]]
+    gathered = all_gather_json(own, world)
+    bad = [plan.reads[index] for entry in gathered for index in entry["damaged"]]
     _raise_if_damaged([(read.node, SnapshotKind[read.origin.name], read.writer, read.step) for read in bad])
-    listing = {int(i): [Piece.from_json(row) for row in rows] for entry in told for i, rows in entry["pieces"].items()}
-    deliveries = list(_deliveries(plan, [{(la, e) for la, e in entry["experts"]} for entry in told]))
+    listing = {
+        int(i): [Piece.from_json(row) for row in rows] for entry in gathered for i, rows in entry["pieces"].items()
+    }
+    deliveries = list(_deliveries(plan, [{(la, e) for la, e in entry["experts"]} for entry in gathered]))
     parcels = [
         PeerBuffer(source=plan.reads[index].reader, target=target, nbytes=packed_bytes_of(listing[index]))
         for index, target in deliveries

@@ -228,7 +228,7 @@ class CheckpointSettings:
 
 _HISTORY = 64
 """Checkpoints whose token counts are kept; of an older version, the newest one that is remembered before it counts, so
-that losses are never told too low."""
+that losses are never reported too low."""
 
 
 @validated
@@ -296,7 +296,7 @@ class CheckpointLedger:
         )
 
     def window(self, first: int, k: int) -> ReplayWindow:
-        """A lossless window that begins after a step; the tokens since the snapshot before tell who is popular."""
+        """A lossless window that begins after a step; popularity is the tokens since the snapshot before."""
         return plan_window(first, self.ledger.unsaved(), k)
 
     def cost(self, plan: CheckpointPlan) -> float:

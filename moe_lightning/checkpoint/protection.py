@@ -52,7 +52,7 @@ class ProtectionLayout:
         """The sharding group of a rank; empty where it has none."""
         return next((group for group in self.groups if rank in group), ())
 
-    def writers_kept_by(self, rank: int) -> tuple[int, ...]:
+    def copied_writers(self, rank: int) -> tuple[int, ...]:
         """The other ranks whose snapshots this rank copies."""
         return tuple(writer for writer, holders in enumerate(self.holders) if rank in holders)
 

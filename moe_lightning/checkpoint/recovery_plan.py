@@ -202,7 +202,7 @@ _LABELS = {
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Read:
+class UnitRead:
     """One unit taken from memory: an expert, or everything else that a writer wrote (`expert` is None).
 
     Attributes:
@@ -273,7 +273,7 @@ class RecoveryPlan:
     apply_prepared: tuple[int, ...]
     live_ranks: tuple[int, ...]
     shards: tuple[tuple[str, int], ...]
-    reads: tuple[Read, ...]
+    reads: tuple[UnitRead, ...]
     decodes: tuple[Decode, ...]
     origins: IntArray
     versions: IntArray
@@ -315,7 +315,7 @@ __all__ = [
     "Expert",
     "Origin",
     "RankInventory",
-    "Read",
+    "UnitRead",
     "RecoveryPlan",
     "SnapshotInventory",
     "StorageInventory",
@@ -585,7 +585,7 @@ class _Search:
             else:
                 reader = self._reader(source.node, source.writer)
             reads.append(
-                Read(
+                UnitRead(
                     writer=source.writer,
                     step=source.step,
                     origin=source.origin,

@@ -30,16 +30,16 @@ from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import is_expert_key, parse_expert_key
 
-_MOST_TOLD = 3
+_MOST_LISTED = 3
 
 
 def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], None] | None = None) -> Found:
-    """The newest checkpoint that is whole or can be mended.
+    """The newest checkpoint that is whole or can be repaired.
 
     Args:
         root: a directory of checkpoints; it may be empty or missing.
         run: the run that they must belong to, if that matters.
-        report: told each problem, and what is done about it.
+        report: called with each problem and its repair.
     """
     problems: list[str] = []
 
@@ -65,8 +65,8 @@ def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], 
     return Found(checkpoint=None, problems=tuple(problems))
 
 
-def mended(path: Place, *, report: Callable[[str], None]) -> Checkpoint:
-    """One checkpoint, mended where it is damaged from those beside it.
+def repaired(path: Place, *, report: Callable[[str], None]) -> Checkpoint:
+    """One checkpoint, repaired from those beside it where it is damaged.
 
     Raises:
         CheckpointError: it is none, something else than experts is damaged, or an expert has no undamaged version.
@@ -147,10 +147,10 @@ def _sentence(
 ) -> str:
     """Describe the damage, the version that is read instead of each expert, and the tokens lost."""
     experts = sorted({parse_expert_key(key)[:2] for key in damage.keys})
-    told = [_fate(expert, damage, before, after) for expert in experts[:_MOST_TOLD]]
-    rest = f" and {len(experts) - _MOST_TOLD} more" if len(experts) > _MOST_TOLD else ""
+    fates = [_fate(expert, damage, before, after) for expert in experts[:_MOST_LISTED]]
+    rest = f" and {len(experts) - _MOST_LISTED} more" if len(experts) > _MOST_LISTED else ""
     lost = "tokens are not counted" if costs is None else f"{sum(costs.get(e, 0) for e in experts)} tokens are lost"
-    return f"{damage.problem}; {', '.join(told)}{rest}; {lost}"
+    return f"{damage.problem}; {', '.join(fates)}{rest}; {lost}"
 
 
 def _fate(expert: tuple[int, int], damage: Damage, before: Checkpoint, after: Checkpoint) -> str:
@@ -171,7 +171,7 @@ class RecoverySources:
         name: of the run's arenas on this node, without the run's number.
         node: of this process.
         fallback: room for arenas beside shared memory.
-        report: told what is wrong with damaged checkpoints, and what is done about it.
+        report: called with each problem of damaged checkpoints and its repair.
         enter: called before the storage is looked at; no older world commits anything after that.
     """
 
@@ -196,7 +196,7 @@ class RecoverySources:
         return local_inventory(arenas, run) if run is not None and arenas is not None else []
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint on storage that is whole or can be mended; one rank of the world asks."""
+        """The newest checkpoint on storage that is whole or can be repaired; one rank of the world asks."""
         run = run_of(self.root)
         if run is None:
             return None
@@ -210,7 +210,7 @@ def arenas_name(name: str, run: str, node: str, root: Place) -> str:
     return "-".join(part for part in (name, run[:8], storage_of(root).identity(root), node) if part)
 
 
-def fallback_room(chosen: str | None, root: Place) -> Path:
+def fallback_directory(chosen: str | None, root: Place) -> Path:
     """Return the directory of snapshots that do not fit into shared memory.
 
     The chosen one, else the one of the checkpoints, else, if these are in no file system, that of temporary files.

@@ -142,7 +142,7 @@ def load_aware_selection(
     """PEC's Algorithm 1: layer after layer, the experts with most unsaved tokens whose rank still has room.
 
     As printed, the layers are taken from last to first, and early layers starve: the room is used up by then.
-    `first_layer` starts elsewhere (and wraps around), which mends it when it changes with every checkpoint;
+    `first_layer` starts elsewhere (and wraps around), which repairs it when it changes with every checkpoint;
     `load_aware_global_selection` is better still.
 
     Args:
@@ -366,7 +366,7 @@ class Ledger:
 
     def begin_checkpoint(self, step: int, *, snapshot: BoolArray, persist: BoolArray) -> None:
         """A snapshot of the state after `step` was taken, of which the `persist` experts go to storage; bool [L, E]
-        each. It is remembered until `complete_checkpoint` is told of it or of a later one."""
+        each. It is remembered until `complete_checkpoint` is called with it or a later one."""
         self.take_snapshot(snapshot)
         self._pending[step] = _Point(self.processed.copy(), self.in_memory.copy(), persist.copy())
 
@@ -519,7 +519,7 @@ def worst_case_plt(
 
 
 @validated
-class DynamicK:
+class DynamicKRule:
     """The number of experts to save per layer, as a state machine fed with the PLT of every fault.
 
     Args:

@@ -23,7 +23,7 @@ from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.directory import check_world, claim, enter_world, next_world, run_of
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.protection import ProtectionLayout
-from moe_lightning.checkpoint.repair import arenas_name, fallback_room
+from moe_lightning.checkpoint.repair import arenas_name, fallback_directory
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration, ReplayWindow, adapt, most_frozen
 from moe_lightning.checkpoint.snapshot_protection import ProtectionReport, Protector
 from moe_lightning.checkpoint.snapshotter import CopyWindows, SnapshotReport, Snapshotter
@@ -113,7 +113,7 @@ class CheckpointSession:
         ledger_bytes: room for the ledger, which rank 0 saves as well.
         node_peers: the ranks of this rank's node, ascending; the first one keeps the agent.
         node: name of the node where several may share a machine; else empty.
-        layout: who protects whose snapshots; None: nobody.
+        layout: protection of snapshots; None: none.
         computed_in: what experts compute in, where that is less than their weights.
         experts_move: room for all experts that may ever be in this rank's slots; else for those that it writes now.
         world_number: of this world (`directory.py`), rank 0's counts; 0: the next one that the directory has not seen.
@@ -220,7 +220,7 @@ class CheckpointSession:
 
     def _start_agent(self, name: str, node: str, run: str, needed_bytes: int) -> Path:
         claim(self._root, run)
-        fallback = fallback_room(self._settings.fallback_dir, self._root)
+        fallback = fallback_directory(self._settings.fallback_dir, self._root)
         named = arenas_name(name, run, node, self._root)
         arenas = arena_directory(named, needed_bytes=needed_bytes, fallback=fallback)
         self._agent = AgentHandle(
@@ -344,8 +344,8 @@ class CheckpointSession:
         """Report on the protection of the last snapshot; None before the first."""
         return self._protector.report if self._protector is not None else None
 
-    def settle(self) -> None:
-        """Publish what is being copied, so that a recovery may read it; local."""
+    def finish_copy(self) -> None:
+        """Wait for the running copy and publish it, so that a recovery may read it; local."""
         self._snapshotter.finish()
 
     def wait_before_update(self) -> float:

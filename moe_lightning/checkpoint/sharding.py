@@ -182,7 +182,7 @@ class Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ModuleRows:
     """Rows [first_row, last_row) of a module, written by one rank."""
 
     module: str
@@ -203,7 +203,7 @@ class ShardPlan:
     """
 
     expert_writer: Mapping[tuple[int, int], int]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ModuleRows, ...]
     rank_bytes: tuple[int, ...]
 
     @property
@@ -312,14 +312,14 @@ def shard_checkpoint(
     return ShardPlan(expert_writer=dict(expert_writer), pieces=tuple(pieces), rank_bytes=tuple(load))
 
 
-def _split(module: Module, fair_share: int) -> list[Piece]:
+def _split(module: Module, fair_share: int) -> list[ModuleRows]:
     """The module in as few pieces of rows, none above the fair share where rows allow."""
     count = min(module.rows, max(1, -(-module.nbytes // max(1, fair_share))))
     bounds = cut(module.rows, count)
     return [_piece(module, -1, first, last) for first, last in pairwise(bounds)]
 
 
-def _one_range_a_rank(modules: Sequence[Module], parts: Sequence[Piece], ranks: Sequence[int]) -> list[Piece]:
+def _one_range_a_rank(modules: Sequence[Module], parts: Sequence[ModuleRows], ranks: Sequence[int]) -> list[ModuleRows]:
     """Every module cut anew, in ascending ranks, each with as many rows as its parts had.
 
     A rank that got several parts of a module would otherwise have several ranges of one tensor.
@@ -328,7 +328,7 @@ def _one_range_a_rank(modules: Sequence[Module], parts: Sequence[Piece], ranks: 
     for part, rank in zip(parts, ranks, strict=True):
         of_module = rows[part.module]
         of_module[rank] = of_module.get(rank, 0) + part.last_row - part.first_row
-    pieces: list[Piece] = []
+    pieces: list[ModuleRows] = []
     for module in modules:
         first = 0
         for rank, count in sorted(rows[module.name].items()):
@@ -337,9 +337,9 @@ def _one_range_a_rank(modules: Sequence[Module], parts: Sequence[Piece], ranks: 
     return pieces
 
 
-def _piece(module: Module, rank: int, first: int, last: int) -> Piece:
+def _piece(module: Module, rank: int, first: int, last: int) -> ModuleRows:
     nbytes = module.nbytes * last // module.rows - module.nbytes * first // module.rows
-    return Piece(module=module.name, rank=rank, first_row=first, last_row=last, nbytes=nbytes)
+    return ModuleRows(module=module.name, rank=rank, first_row=first, last_row=last, nbytes=nbytes)
 
 
 def baseline_rank_bytes(

@@ -55,7 +55,7 @@ class Staging:
         self._arriving: tuple[Any, Tensor, int, int] | None = None  # event, buffer, address, bytes
 
     def copy(self, address: int, source: Tensor, stream: Any, admit: Callable[[int], None]) -> None:
-        """Bring bytes to a place in host memory; the last of them are there after `finish`.
+        """Copy bytes to an address in host memory; all are there after `finish`.
 
         Args:
             address: of the place.
@@ -73,7 +73,7 @@ class Staging:
             _put(before)
 
     def fill(self, buffer: Tensor, part: Tensor, stream: Any) -> Any:
-        """Let the device copy a chunk; an event that tells when it is there."""
+        """Let the device copy a chunk; an event that is set when it is there."""
         with stream:
             buffer.copy_(part, non_blocking=True)
             event = torch.Event(device=part.device)
@@ -131,7 +131,7 @@ class Window(Enum):
 class CopyWindows:
     """Lets copies go on in some windows of a step only.
 
-    The training thread tells where the step is (`begin_batch`, `end_batch`, `before_update`, `updated`), the copying
+    The training thread reports where the step is (`begin_batch`, `end_batch`, `before_update`, `updated`), the copying
     thread asks before every chunk (`admit`). Until one whole step was measured, every window is open. What fits into
     the bubbles that are still to come waits for them.
 
@@ -187,7 +187,7 @@ class CopyWindows:
         self._measured.append(step | {Window.COMPUTE: max(0.0, whole_s - sum(step.values()))})
 
     def hurry(self) -> None:
-        """Somebody waits for the copy: it goes on in whatever window."""
+        """Let the copy go on in any window, because training waits for it."""
         with self._changed:
             self._is_hurried = True
             self._changed.notify_all()
@@ -447,7 +447,7 @@ class Snapshotter:
         """
         self.finish()
         began, begun = time.perf_counter(), self._begun
-        assert begun is not None, "start was told of the last step"
+        assert begun is not None, "start was called with the last step"
         pieces = [replace(describe(live, version=step, group=groups[live.key]), due=step) for live in state.values()]
         placed = self._allocate(pieces, list(begun.placed))
         table = replace(begun, placed=(*begun.placed, *placed))
@@ -576,7 +576,7 @@ class Snapshotter:
                 self._staging.finish()
             copied = time.perf_counter()
             self._copied.set()
-            self._seal(table, placed, is_last=is_last)
+            self._publish(table, placed, is_last=is_last)
             copied_bytes = sum(piece.nbytes for piece in placed)
             if self._windows is not None:
                 self._windows.copy_ended(copied_bytes, copied - began)
@@ -612,8 +612,8 @@ class Snapshotter:
         if self._windows is not None:
             self._windows.admit(num_bytes)
 
-    def _seal(self, table: SnapshotIndex, placed: list[Piece], *, is_last: bool) -> None:
-        """Checksums of what was copied; the whole is published with the last of it."""
+    def _publish(self, table: SnapshotIndex, placed: list[Piece], *, is_last: bool) -> None:
+        """Add checksums of what was copied; publish the snapshot after its last part."""
         hashed = {
             (piece.key, piece.block.offsets): replace(piece, xxh3=digest_of(self.arena.payload(piece)))
             for piece in placed

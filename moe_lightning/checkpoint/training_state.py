@@ -35,9 +35,11 @@ from moe_lightning.state.table import State
 from moe_lightning.state.tensors import is_digest, require_same_base
 
 
-def kept_generators(device: torch.device) -> AbstractContextManager[None]:
-    """After the block the global generators, and that of this rank's device, are where they were before it. Left to
-    itself torch would keep those of all GPUs of the machine, and warn of it.
+def preserved_generators(device: torch.device) -> AbstractContextManager[None]:
+    """Restore the global generators, and that of this rank's device, after the block.
+
+    By default torch would save those of all GPUs of the machine, and warn of it.
+
     """
     return torch.random.fork_rng([] if device.type == "cpu" else [device.index], device_type=device.type)
 
@@ -56,7 +58,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(checkpoint: CheckpointSource, world: World) -> None:
-    """Continue this rank's generators; a rank that the checkpoint does not know keeps its own."""
+    """Continue this rank's generators; a rank that is not in the checkpoint keeps its own."""
     key = f"rng/{world.rank}"
     if key not in checkpoint.keys("rng/"):
         return
@@ -308,7 +310,7 @@ def _rows(pieces: Sequence[StatePiece]) -> int:
 
 
 def replay_of(restored: CheckpointSource, max_steps: int) -> WindowReplay | None:
-    """The replay that makes restored state whole; None where it is, and what was read is let go of.
+    """The replay that makes restored state whole; None if it is whole, and what was read is released.
 
     Args:
         max_steps: of the training; -1: no limit.

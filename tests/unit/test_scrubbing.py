@@ -36,7 +36,7 @@ def commits(made: Node, steps: range) -> None:
     for step in steps:
         made.snapshot(step, fresh=[step % EXPERTS], persist=[step % EXPERTS])
         made.persist()
-        while made.agent.scrub():
+        while made.agent.verify_carried():
             pass
 
 
@@ -66,7 +66,7 @@ def test_every_carried_file_is_read_within_so_many_commits(tmp_path: Path, withi
         for step in range(2, 20):
             made.snapshot(step, fresh=[0], persist=[0])  # all other experts are carried from the first on
             made.persist()
-            while made.agent.scrub():
+            while made.agent.verify_carried():
                 pass
             reads = made.agent._scrubber._read_at
             assert len(reads) == len(carried(made.root))
@@ -98,7 +98,7 @@ def test_a_damaged_file_is_written_anew_within_so_many_commits(tmp_path: Path, s
         for step in range(4, 5 + within):  # the last one writes what was found by then
             made.snapshot(step, fresh=[0], persist=[0])
             made.persist()
-            while made.agent.scrub():
+            while made.agent.verify_carried():
                 pass
         checkpoint = newest(made.root)
         checkpoint.verify()

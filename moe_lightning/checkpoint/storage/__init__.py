@@ -36,7 +36,7 @@ def place_of(text: str | os.PathLike[str]) -> Place:
     """The place that a path or a URL means; `file://` is a path.
 
     Raises:
-        ConfigurationError: nobody brings a storage for the URL, or it names none.
+        ConfigurationError: the URL has an unknown scheme, or names no bucket.
     """
     if isinstance(text, Path | URL):
         return text
@@ -55,10 +55,10 @@ def place_of(text: str | os.PathLike[str]) -> Place:
 
 
 def shared_place(text: str | os.PathLike[str]) -> Place:
-    """The same for what several processes write.
+    """The place of a path or a URL that several processes write.
 
     Raises:
-        ConfigurationError: no other process sees it, too.
+        ConfigurationError: it is visible to one process only.
     """
     place = place_of(text)
     if isinstance(place, URL) and place.scheme == "memory":

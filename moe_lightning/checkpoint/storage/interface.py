@@ -105,17 +105,19 @@ class Storage(Protocol):
         ...
 
     def put(self, path: Place, data: bytes) -> None:
-        """Write a small file whole or not at all, in the place of what was there; durable when this returns."""
+        """Write or replace a small file whole or not at all; durable when this returns."""
         ...
 
     def put_once(self, path: Place, data: bytes) -> bytes:
-        """The same for a file that others may write at the same time: where no lock keeps them apart, the first one
-        does. Returns what is there now."""
+        """Write a small file that others may write at the same time; without a lock, the first one counts.
+
+        Returns what is there now.
+        """
         ...
 
     def attempt(self) -> str:
-        """Sets the files of one attempt to write a part apart from those of another one, which somebody may be
-        committing; empty where a lock does that."""
+        """Return a suffix that is unique to one attempt to write a part, as another one's files may be being committed;
+        empty where a lock prevents that."""
         ...
 
     def delete(self, path: Place) -> None:
@@ -123,7 +125,7 @@ class Storage(Protocol):
         ...
 
     def link(self, source: Place, target: Place) -> bool:
-        """Let a file be in a second directory, too; False where it must be referred to."""
+        """Link a file into a second directory; False if it must be referred to."""
         ...
 
     # --- directories of checkpoints -----------------------------------------------------------------------------------
@@ -133,12 +135,14 @@ class Storage(Protocol):
         ...
 
     def identity(self, root: Place) -> str:
-        """The same by whatever path a directory is reached, another one for a copy."""
+        """Return an identifier of a directory: equal for all paths to it, another one for a copy."""
         ...
 
     def lock(self, root: Place, name: str) -> AbstractContextManager[None]:
-        """Keep others who take the lock of this name waiting, where the storage has locks; CheckpointError where it is
-        not free for long. Without one nothing breaks, but work may be done twice."""
+        """Hold the lock of this name, where the storage has locks; CheckpointError if it is not free for long.
+
+        Without locks nothing breaks, but work may be done twice.
+        """
         ...
 
     def staging(self, root: Place, session: str, step: int, world: int) -> Place:
@@ -150,11 +154,11 @@ class Storage(Protocol):
         ...
 
     def begin(self, staging: Place) -> None:
-        """Make a staging directory, so that `names` of its root tells it, or find it made."""
+        """Make a staging directory, so that `names` of its root lists it, unless it exists."""
         ...
 
     def held(self, staging: Place) -> AbstractContextManager[Place]:
-        """This very staging directory, whatever becomes of its name; FileNotFoundError where it is gone."""
+        """Open this very staging directory, also if it is renamed; FileNotFoundError if it is gone."""
         ...
 
     def unfinished(self, held: Place) -> bytes | None:
