@@ -195,17 +195,7 @@ def write_part(
             storage.write(staging / name, data)
             files[name] = FileRecord(path=name, nbytes=data.nbytes, xxh3=data.digest)
             stored += data.stored
-        part = RankPart(
-            run=table.run,
-            session=table.session,
-            step=table.step,
-            rank=table.rank,
-            world=table.world,
-            world_size=table.world_size,
-            files=files,
-            stored=tuple(stored),
-            extra=table.extra if table.rank == 0 else {},
-        )
+        part = _part_of(table, files, stored)
         storage.put(done, part.dump())
     except OSError:
         with contextlib.suppress(OSError):  # the first error is the one to report
@@ -213,6 +203,20 @@ def write_part(
                 storage.delete(staging / name)
         raise
     return part
+
+
+def _part_of(table: SnapshotIndex, files: dict[str, FileRecord], stored: Sequence[Piece]) -> RankPart:
+    return RankPart(
+        run=table.run,
+        session=table.session,
+        step=table.step,
+        rank=table.rank,
+        world=table.world,
+        world_size=table.world_size,
+        files=files,
+        stored=tuple(stored),
+        extra=table.extra if table.rank == 0 else {},
+    )
 
 
 def _due_groups(
