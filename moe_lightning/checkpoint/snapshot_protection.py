@@ -312,7 +312,7 @@ class Protector:
         self._files, self._parity, self._prepared = {}, None, None
 
     def _pack(self, table: SnapshotIndex, nbytes: int) -> None:
-        """Into the own file; the version is torn until `_keep_own` publishes it, or packs another one over it."""
+        """Into the own file; the version is torn until `_publish_own` publishes it, or packs another one over it."""
         self._prepared = None
         self._packed = self._files[self._world.rank].begin()
         Snapshot(table=table, memory=self._arena.memory).packed(self._packed[:nbytes])
