@@ -82,7 +82,7 @@ class Watched(PartialExpertsCheckpoint):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
         if self.session is not None and trainer.global_step > _WARM_UP:
-            self.session.settle()  # as the next snapshot does
+            self.session.finish_copy()  # as the next snapshot does
             assert self.session.last_report is not None
             self.reports.append(self.session.last_report)
             self.stalls_s.append(float(trainer.callback_metrics["checkpoint/stall_ms"]) / 1e3)

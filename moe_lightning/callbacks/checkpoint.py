@@ -39,13 +39,12 @@ from moe_lightning.checkpoint.directory import checkpoints, enter_world, next_wo
 from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings, Order
 from moe_lightning.checkpoint.protection import ProtectionLayout
-from moe_lightning.checkpoint.repair import RecoverySources, fallback_room
-from moe_lightning.checkpoint.selection import DynamicK as DynamicKRule
-from moe_lightning.checkpoint.selection import parse_scopes, worst_case_plt
+from moe_lightning.checkpoint.repair import RecoverySources, fallback_directory
+from moe_lightning.checkpoint.selection import DynamicKRule, parse_scopes, worst_case_plt
 from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
+from moe_lightning.checkpoint.storage import absolute, place_of, shared_place
 from moe_lightning.checkpoint.storage.interface import URL
-from moe_lightning.checkpoint.storage.registry import absolute, place_of, shared_place
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import Coefficient, PositiveInt, Seconds, validated
@@ -432,7 +431,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
             root=absolute(self._root),
             name=self._run_name,
             node=strategy.worlds.node,
-            fallback=fallback_room(self.settings.fallback_dir, absolute(self._root)),
+            fallback=fallback_directory(self.settings.fallback_dir, absolute(self._root)),
             report=rank_zero_warn,
             enter=lambda: self.enter_root(strategy),
         )
@@ -440,7 +439,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
     @override
     def publish_snapshots(self) -> None:
         if self.session is not None:
-            self.session.settle()
+            self.session.finish_copy()
 
     @override
     def count_stale(self, versions: Mapping[tuple[int, int], int]) -> None:

@@ -28,8 +28,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from moe_lightning.callbacks.telemetry import Telemetry, perplexity
+from moe_lightning.checkpoint.storage import absolute, place_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import absolute, place_of
 from moe_lightning.config import NonNegativeInt, validated
 from moe_lightning.data.images import ImageData
 from moe_lightning.data.text import TextData

@@ -1,33 +1,17 @@
-"""Persist agent: one process per node that writes snapshots to storage.
+"""Persist agent: one process per node that writes snapshots to storage, also after the workers are dead.
 
-The very directory of checkpoints that an agent writes to, whatever its path leads to by now: a run may be moved, and
-a copy of it may lie in its place.
+The agent watches the arenas of a private directory, writes waiting snapshots as parts of checkpoints, commits a
+checkpoint when every rank's part is there (on whichever node that happens), and prunes old ones. Everything it needs
+after its own death is in the arenas and in the storage. It reports progress and failures in `status.json`; no process
+waits for it. It writes to the very directory it was started for, even if the path leads to another one by now.
 
-How the agents of several nodes come to persist the same step, without a word to each other but one small file.
+All nodes must persist the same step, although snapshots are replaced within a step or two. `.next.json` in the storage
+names the next snapshot to persist: the first one of a step or later. All ranks take snapshots of the same steps, so
+nodes that read it in time hold the same one; a node that has passed the step proposes a later one, further ahead each
+time. The papers (MoC-System 5.2, REFT 4.2) leave open how nodes agree.
 
-Every node's snapshots come and go within a step or two, and its agent looks at them in its own time: two agents that
-each chose for themselves could choose different steps again and again. So `.next.json` in the storage says which
-snapshot is persisted next: the first one of a step or later. All ranks take snapshots of the same steps, so nodes that
-learn of it before they have passed it hold the same one. A node that has passed it asks for a later one, further ahead
-each time, until all of them hear in time.
-
-The papers (MoC-System 5.2, REFT 4.2) leave open how nodes agree.
-
-Which snapshot an agent persists next, and whether what it persists can still become a checkpoint.
-
-Reads the files again that checkpoints carry over from each other, while nothing waits to be written.
-
-A carried file is one inode in all checkpoints that name it: damage to it reaches every one of them, and it is never
-written again by itself. So each is read back from storage within a number of commits; one that is damaged, or lost, is
-named, and the next checkpoint gets its experts from memory, in a file of its own.
-
-The persist agent: one process per node that writes snapshots to storage, and goes on doing so when the workers are
-dead.
-
-It watches the arenas of a private directory, writes the snapshots that wait there as parts of checkpoints, commits
-them when every rank's part is there (whichever node that happens on), and prunes old ones. Everything it needs to go
-on after its own death lies in the arenas and in the storage. It tells the workers what it did, and what failed, in
-`status.json`; nobody ever waits for it.
+A carried file is one inode in all checkpoints that name it, so damage reaches all of them. While idle, the agent reads
+carried files back within a number of commits; experts of a damaged or lost file are written anew from memory.
 
     python -m moe_lightning.checkpoint.agent --arenas DIR --checkpoints ROOT
 """
@@ -58,9 +42,8 @@ from moe_lightning.checkpoint.arena import ARENAS, Arena, TripleBuffer, newest_c
 from moe_lightning.checkpoint.commit import missing_ranks, prune, try_commit, withdraw_part, write_part
 from moe_lightning.checkpoint.directory import Superseded, check_world, headings, read_manifest, world_lock
 from moe_lightning.checkpoint.manifest import FileRecord, Manifest
-from moe_lightning.checkpoint.storage.durable import lock_exclusively, write_durably
-from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import place_of, storage_of
+from moe_lightning.checkpoint.storage import place_of, storage_of
+from moe_lightning.checkpoint.storage.interface import Place, lock_exclusively, write_durably
 from moe_lightning.errors import CheckpointError
 
 
@@ -110,11 +93,11 @@ _LARGEST_MARGIN = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What is persisted next.
+    """Next snapshot to persist, as the nodes have agreed.
 
     Attributes:
         session: of the snapshots.
-        step: the first snapshot of this step or later; negative while nobody has chosen.
+        step: the first snapshot of this step or later; negative while none is chosen.
         margin: how many steps ahead of itself the last node that was late has asked for.
     """
 
@@ -124,7 +107,7 @@ class Agreement:
 
     @property
     def is_open(self) -> bool:
-        """Nobody has chosen a step yet."""
+        """True if no step has been chosen yet."""
         return self.step < 0
 
     @classmethod
@@ -140,7 +123,7 @@ class Agreement:
         return read if max(abs(read.step), abs(read.margin)) < _LARGEST_STEP else None
 
     def later(self, newest: int) -> Agreement:
-        """What a node proposes that has passed this one, from its newest step."""
+        """Return the proposal of a node that has passed this step, from the node's newest step."""
         margin = max(1, 2 * self.margin)
         return Agreement(session=self.session, step=newest + margin, margin=margin)
 
@@ -205,7 +188,7 @@ def agreed_step(
 
 
 def _first_choice(agreed: Agreement | None, session: str, arenas: Sequence[Arena], common: int) -> Agreement:
-    """What waits already, unless nodes were late for that of late."""
+    """Return an agreement on what waits already, or ahead of it if nodes were late recently."""
     margin = agreed.margin if agreed is not None and agreed.session == session else 0
     step = max(arena.state.newest for arena in arenas) + margin if margin else common
     return Agreement(session=session, step=step, margin=margin)
@@ -292,9 +275,10 @@ def left_behind(arenas: Mapping[Path, Arena], session: str) -> list[Path]:
     ]
 
 
-def others_went_on(root: Place, job: Job) -> bool:
-    """Whether the other nodes will persist another step, or have persisted a later session's; asked less and less
-    often, as it looks at more than the parts that are waited for.
+def others_advanced(root: Place, job: Job) -> bool:
+    """Return True if the other nodes persist another step, or have persisted one of a later session.
+
+    Checked with exponentially growing pauses, as it reads more than the missing parts.
     """
     now = time.monotonic()
     if now - job.asked_at < min(_LONGEST_JOB_PAUSE_S, _PAUSE_S * 2 ** min(job.asked, 10)):
@@ -308,27 +292,27 @@ def others_went_on(root: Place, job: Job) -> bool:
 
 
 def is_superseded(root: Place, session: str) -> bool:
-    """Whether the others went on, in a world without this node, and save a later session."""
+    """Return True if the other nodes save a later session, in a world without this node."""
     agreed, committed = Agreement.read(root), headings(root)
     return (agreed is not None and agreed.session > session) or (bool(committed) and committed[0][1].session > session)
 
 
 def is_void(job: Job, arenas: Iterable[Arena]) -> bool:
-    """Whether training was rolled back: every rank of this node that lives has begun a later session."""
+    """Return True if training was rolled back: every live rank of this node has begun a later session."""
     arenas = list(arenas)
     followed = [a for a in arenas if any(table.session > job.session for table in a.waiting_tables())]
     return bool(followed) and all(arena in followed for arena in arenas if arena.writer_alive)
 
 
 def will_lack_parts(job: Job, arenas: Mapping[Path, Arena], root: Place) -> bool:
-    """Whether the parts of ranks of this node will never come, or the other nodes persist something else.
+    """Return True if parts of this node's ranks can no longer be written, or the other nodes persist another step.
 
-    A rank's arena that was left behind says nothing of that rank: it may have moved on to another node.
+    An arena that was left behind is ignored: its rank may have moved to another node.
     """
     left = left_behind(arenas, job.session)
     here = [(rank_of(path), arena) for path, arena in arenas.items() if path not in left]
-    late = {rank for rank, arena in here if passed_by(arena, job.session, job.step)}
-    return (bool(late) and not late.isdisjoint(missing_parts(root, job))) or others_went_on(root, job)
+    late = {rank for rank, arena in here if cannot_provide(arena, job.session, job.step)}
+    return (bool(late) and not late.isdisjoint(missing_parts(root, job))) or others_advanced(root, job)
 
 
 def missing_parts(root: Place, job: Job) -> list[int]:
@@ -336,10 +320,10 @@ def missing_parts(root: Place, job: Job) -> list[int]:
     return missing_ranks(storage_of(root).staging(root, job.session, job.step, job.world), job.world_size)
 
 
-def passed_by(arena: Arena, session: str, step: int) -> bool:
-    """Whether a rank will never deliver a session's step: it has none and is dead, or has newer ones.
+def cannot_provide(arena: Arena, session: str, step: int) -> bool:
+    """Return True if a rank can no longer provide a step of a session: it has no such snapshot and is dead or ahead.
 
-    A former session's snapshot of the step, which training came back to, says nothing.
+    Snapshots that a former session took of the same step do not count.
     """
     steps = [table.step for table in arena.tables() if table.session == session]
     return step not in steps and (max(steps, default=step) > step or not arena.writer_alive)
@@ -348,15 +332,15 @@ def passed_by(arena: Arena, session: str, step: int) -> bool:
 _DATA = re.compile(r".+\.rank(\d+)\.step(\d+)\.distcp")
 
 
-class Scrubber:
-    """The carried files of one node's ranks.
+class CarriedFileVerifier:
+    """Verification of the carried files of one node's ranks, a little at a time.
 
     Args:
         within: commits within which every carried file is read.
 
     Attributes:
         damaged: names of files that the newest checkpoint carries and that are not as they were written.
-        problems: a sentence for each file that was ever found damaged.
+        problems: one sentence for each file that was ever found damaged.
     """
 
     def __init__(self, within: int) -> None:
@@ -464,7 +448,7 @@ class Agent:
         self.arenas_path, self.root, self.keep_last = arenas, root, keep_last
         self.poll_s, self.grace_s, self.retry_s, self.commit_timeout_s = poll_s, grace_s, retry_s, commit_timeout_s
         self.copy_every, self._own_root = copy_every or None, OwnRoot(root, identity)
-        self._scrubber = Scrubber(verify_within)
+        self._verifier = CarriedFileVerifier(verify_within)
         self.status = AgentStatus()
         self._arenas: dict[Path, Arena] = {}
         self._damaged: set[Path] = set()  # arenas that were passed over
@@ -475,7 +459,7 @@ class Agent:
         self._stop = threading.Event()
 
     def run(self) -> int:
-        """Serve until told to stop, or until the workers have been gone for the grace period; then persist what waits.
+        """Serve until stopped, or until the workers have been gone for the grace period; then persist what waits.
         Arenas that are deleted end it at once.
 
         Returns:
@@ -487,13 +471,13 @@ class Agent:
             now = time.monotonic()
             if any(arena.writer_alive for arena in self._arenas.values()):
                 alive_at = now
-            told = self._stop.is_set() or (self.arenas_path / STOP).exists()
+            is_stopping = self._stop.is_set() or (self.arenas_path / STOP).exists()
             gone = now - alive_at > self.grace_s
             if not self.arenas_path.exists():
                 return self._leave()  # somebody took the node's snapshots away
-            if (told or gone) and not busy and (self._failures >= _LAST_ATTEMPTS or not self._pending()):
+            if (is_stopping or gone) and not busy and (self._failures >= _LAST_ATTEMPTS or not self._pending()):
                 return self._leave()
-            if not busy and (told or not self.scrub()):
+            if not busy and (is_stopping or not self.verify_carried()):
                 time.sleep(self.poll_s)
 
     def stop(self) -> None:
@@ -508,31 +492,31 @@ class Agent:
         try:
             if self._job is not None or any(has_work(arena) for arena in self._arenas.values()):
                 self._own_root.check()
-            self._take_up()
+            self._choose_job()
             if self._finish():  # perhaps an agent before this one, or another node's, wrote everything
                 return True
             written = self._write()
             if written and self._finish(has_written=True):
                 return True
             if self._job is not None:
-                self._give_up_if_hopeless(self._job)
+                self._end_job_if_void(self._job)
             return written
         except (OSError, CheckpointError) as error:
             # A newer world takes directories away, which shows in many ways.
             is_own = not isinstance(error, Elsewhere)
-            if is_own and self._job is not None and self._stands_aside(self._job.world):
+            if is_own and self._job is not None and self._is_fenced(self._job.world):
                 return True
             # Storage may recover; a snapshot that makes no whole checkpoint stays as it is.
             keep = isinstance(error, OSError) or self._failures < _LAST_ATTEMPTS
             self._fail(complaint_of(error, self.root), keep=keep, withdraw=is_own)
             return True
 
-    def scrub(self) -> bool:
+    def verify_carried(self) -> bool:
         """Read a little of what checkpoints carry over, and report damage; False where nothing is left to be read."""
-        has_read = self._scrubber.work()
-        for problem in self._scrubber.problems[self.status.damaged :]:
+        has_read = self._verifier.work()
+        for problem in self._verifier.problems[self.status.damaged :]:
             print(problem, flush=True)
-            self._report(replace(self.status, damage=problem, damaged=len(self._scrubber.problems)))
+            self._report(replace(self.status, damage=problem, damaged=len(self._verifier.problems)))
         return has_read
 
     # --- steps of a round -------------------------------------------------------------------------------------------
@@ -554,9 +538,9 @@ class Agent:
                     self._damaged.add(path)
         for arena in self._arenas.values():
             if arena.state.writing is not None and not arena.writer_alive:
-                arena.abort_of_the_dead()
+                arena.abort_if_writer_died()
 
-    def _take_up(self) -> None:
+    def _choose_job(self) -> None:
         """Choose the step to persist, and make its snapshots P."""
         if self._job is None:
             states = [(arena.state, arena.writer_alive) for arena in self._arenas.values()]
@@ -582,7 +566,7 @@ class Agent:
         if session is None:
             return None, []
         world = max(table.world for table in waiting if table.session == session)
-        if self._stands_aside(world) or is_superseded(self.root, session):
+        if self._is_fenced(world) or is_superseded(self.root, session):
             return None, []
         left = left_behind(self._arenas, session)
         return session, [arena for path, arena in self._arenas.items() if path not in left]
@@ -601,7 +585,7 @@ class Agent:
         if not todo:
             return False
         with ThreadPoolExecutor(max_workers=min(4, len(todo))) as pool:
-            damaged = frozenset(self._scrubber.damaged)
+            damaged = frozenset(self._verifier.damaged)
             write = partial(write_part, self.root, damaged=damaged, copy_every=self.copy_every)
             parts = pool.map(lambda item: write(item[2], item[1].payload), todo)
             for (path, _, _), part in zip(todo, parts, strict=True):
@@ -634,7 +618,7 @@ class Agent:
             )
         )
         for path in left_behind(self._arenas, job.session):
-            self._let_go(path, delete=True)
+            self._close_arena(path, delete=True)
         agreed = Agreement.read(self.root)
         if agreed is not None and agreed.session == job.session and not agreed.is_open and agreed.step <= job.step:
             propose(self.root, agreed, agreed.fulfilled(), world=job.world)
@@ -645,15 +629,15 @@ class Agent:
         """Nothing here makes the commit a failure."""
         try:
             ranks = {rank_of(path) for path in self._arenas}
-            self._scrubber.committed(committed, read_manifest(committed), ranks)
+            self._verifier.committed(committed, read_manifest(committed), ranks)
             prune(self.root, self.keep_last, world=world, with_reserve=self.copy_every is not None)
         except (OSError, CheckpointError) as error:
             where = getattr(error, "filename", None) or self.root
             reason = error.strerror if isinstance(error, OSError) else error
             print(f"what is old could not be deleted or read again at {where}: {reason}", flush=True)
 
-    def _give_up_if_hopeless(self, job: Job) -> None:
-        """End the job if parts are missing that will never come (looked at only now and then: it reads tables)."""
+    def _end_job_if_void(self, job: Job) -> None:
+        """End the job if parts are missing that cannot come any more (checked every 0.2 s, as it reads tables)."""
         now = time.monotonic()
         if now - job.checked < _HOPE_S:
             return
@@ -675,8 +659,8 @@ class Agent:
             if job is not None and index is not None and arena.state.buffers[index].step == job.step:
                 arena.transition(lambda s: s.finish_persist() if success else s.fail_persist(keep=keep))
 
-    def _stands_aside(self, world: int) -> bool:
-        """Whether a newer world saves or has resumed: what this one has not committed is void then."""
+    def _is_fenced(self, world: int) -> bool:
+        """Return True if a newer world saves or has resumed, which voids what this one has not committed."""
         try:
             check_world(self.root, world)
         except Superseded as error:
@@ -705,7 +689,7 @@ class Agent:
         self._report(replace(self.status, error=problem, errors=self.status.errors + 1))
 
     def _pending(self) -> bool:
-        """Whether there is, or soon will be, something to persist."""
+        """Return True if a snapshot waits to be persisted or is being copied."""
         copying = any(arena.state.writing is not None and arena.writer_alive for arena in self._arenas.values())
         if copying or self._job is not None:
             return True
@@ -726,10 +710,10 @@ class Agent:
         """
         unsaved = self._pending()
         for path in list(self._arenas):
-            self._let_go(path, delete=not unsaved)
+            self._close_arena(path, delete=not unsaved)
         return 1 if unsaved else 0
 
-    def _let_go(self, path: Path, *, delete: bool) -> None:
+    def _close_arena(self, path: Path, *, delete: bool) -> None:
         arena = self._arenas.pop(path)
         if delete:
             arena.delete()

@@ -1,4 +1,4 @@
-"""The workers' side of the persist agent: start it, read what it reports, tell it to stop."""
+"""Workers' side of the persist agent: start, status, stop."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import place_of, storage_of
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 STATUS = "status.json"
@@ -28,7 +28,7 @@ _LEAVE_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class AgentStatus:
-    """What the agent last reported.
+    """Last report of the agent.
 
     Attributes:
         committed_step: step of the newest checkpoint it saw committed, or None.
@@ -62,7 +62,10 @@ def read_status(arenas: Path) -> AgentStatus:
 
 
 def warnings_of(status: AgentStatus) -> list[str]:
-    """What an agent complains of. The counts make the sentence a new one each time: Python shows a warning once."""
+    """Return warnings about an agent's failures and damage.
+
+    The counts make each text unique, as Python shows equal warnings once.
+    """
     found = []
     if status.error is not None:
         often = f"checkpoints could not be written {status.errors} times so far: " if status.errors else ""
@@ -73,7 +76,7 @@ def warnings_of(status: AgentStatus) -> list[str]:
 
 
 def complaint_of(error: OSError | CheckpointError, root: Place) -> str:
-    """Why an attempt to write a checkpoint failed, one sentence."""
+    """Return the reason why an attempt to write a checkpoint failed, in one sentence."""
     if isinstance(error, OSError):
         where = error.filename or root
         return f"writing a checkpoint to {where} failed ({error.strerror or error}): the last one is untouched"
@@ -81,7 +84,7 @@ def complaint_of(error: OSError | CheckpointError, root: Place) -> str:
 
 
 def agent_alive(arenas: Path) -> bool:
-    """Whether an agent serves the directory."""
+    """Return True if an agent serves the directory."""
     with open(arenas / LOCK, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -91,8 +94,10 @@ def agent_alive(arenas: Path) -> bool:
 
 
 def served_root(arenas: Path) -> Place | None:
-    """Where the agent that served the directory last writes to, as a path that leads to the very directory that it was
-    started for; None where that is not recorded, or the path leads elsewhere by now."""
+    """Return the directory of checkpoints of the agent that served the arenas last.
+
+    None if it is not recorded, or its path leads to another directory by now.
+    """
     try:
         record = json.loads((arenas / LOCK).read_bytes())
         root = place_of(record["root"])
@@ -127,7 +132,7 @@ class AgentHandle:
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Ask for an agent: one that was told to leave stays.
+        """Ask for an agent; one that was asked to stop goes on.
 
         Raises:
             ConfigurationError: one serves that writes elsewhere, and it does not leave.
@@ -144,7 +149,7 @@ class AgentHandle:
 
     @property
     def runs(self) -> bool:
-        """Whether an agent serves these arenas; one that was started here may still be importing."""
+        """True if an agent serves these arenas; one that was started here may still be importing."""
         return self._has_own or agent_alive(self._arenas)
 
     def leave(self, timeout_s: float) -> None:

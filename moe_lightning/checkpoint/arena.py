@@ -1,23 +1,13 @@
 """Snapshot arena: one rank's snapshots in a file in memory that outlives the process.
 
-The table of contents of a snapshot: which block of the arena holds which piece of state.
-
-The triple buffer between a snapshot and its persistence, as a pure state machine.
-
-Three host buffers, each either open for snapshots (S), being written to storage (P) or the recovery copy (R); all
-start in S. A snapshot goes into an S buffer; when it is complete and no buffer is P, it may become P; when the persist
-completes, P becomes R and the former R goes back to S. Sources: PEC 3.2, MoC-System 5.2; the papers show a timeline
-only, which buffer is taken and which waiting snapshot is dropped is our choice.
-
-Where arenas live, and whether they fit there.
-
-The arena: one rank's snapshots in host memory, in a file that outlives the process.
-
 A file in /dev/shm is reserved, mapped and touched once; snapshots are copied into it and can be read from another
-process, also after the writer was killed. Memory is a pool of blocks: three of them for every key, enough for the
-three buffers of `buffers.TripleBuffer`. A snapshot is a table of contents that names a block for every key of the
-rank: new blocks for the keys copied this time, the blocks of the snapshot before for experts that were left out. So
-every whole snapshot gives the newest copy of every expert of the rank.
+process, also after the writer was killed. Memory is a pool of blocks, three for every key. A snapshot is a table of
+contents that names a block for every key of the rank: new blocks for the keys copied this time, the blocks of the
+snapshot before for experts that were left out. So every whole snapshot has the newest copy of every expert of the rank.
+
+`TripleBuffer` is the pure state machine of the three buffers. Each is open for snapshots (S), being written to storage
+(P) or the recovery copy (R); all start in S. A snapshot goes into an S buffer; once it is complete and no buffer is P,
+it may become P; when the persist completes, P becomes R and the former R becomes S.
 
 Layout of the file (little-endian):
     superblock   magic, sizes, the classes of blocks as JSON, xxh3 of these
@@ -25,7 +15,9 @@ Layout of the file (little-endian):
     header x 3   generation begin, step, bytes, xxh3 of the table, generation end; torn where the generations differ
     table x 3    JSON (`SnapshotIndex`)
     blocks       64-byte aligned, by size class
-Sources: PEC 3.2, MoC-System 5.1-5.2.
+
+Sources: PEC 3.2, MoC-System 5.1-5.2. The papers show a timeline only; the choice of the buffer that is filled and of
+the waiting snapshot that is dropped is ours.
 """
 
 from __future__ import annotations
@@ -50,7 +42,7 @@ import torch
 import xxhash
 
 from moe_lightning.checkpoint.manifest import LARGEST, check_blocks, check_pieces, check_record, read_object
-from moe_lightning.checkpoint.storage.durable import lock_exclusively
+from moe_lightning.checkpoint.storage.interface import lock_exclusively
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import Piece
 
@@ -63,7 +55,7 @@ class SnapshotIndex:
         placed: with their locations in its memory.
         session: identifies one start of the training; carried-over state never crosses sessions.
         extra: JSON that goes into the checkpoint's manifest as it is.
-        world: number of the world that took it (`fence.py`).
+        world: number of the world that took it (`directory.py`).
     """
 
     run: str
@@ -120,7 +112,7 @@ NO_STEP = -1
 
 
 class Status(IntEnum):
-    """What a buffer is for."""
+    """Role of a buffer in the triple buffer."""
 
     SNAPSHOT = 0
     PERSIST = 1
@@ -431,7 +423,7 @@ class Arena:
         """
         capacity = {block_bytes(size): count for size, count in sorted(capacity.items())}
         if path.exists():
-            with contextlib.suppress(FileNotFoundError), _passing_over_damage():
+            with contextlib.suppress(FileNotFoundError), _skipping_damage():
                 arena = cls(path, hold_alive=True)
                 if arena.capacity == capacity and arena.table_bytes == table_bytes and not arena.replaced:
                     arena.transition(lambda state: state.abort_snapshot().drop_waiting())
@@ -502,7 +494,7 @@ class Arena:
 
     @property
     def writer_alive(self) -> bool:
-        """Whether the process that writes snapshots lives (asked from another process)."""
+        """True if the process that writes snapshots is alive (for use in other processes)."""
         try:
             fcntl.flock(self._alive_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -510,14 +502,14 @@ class Arena:
         fcntl.flock(self._alive_fd, fcntl.LOCK_UN)
         return False
 
-    def abort_of_the_dead(self) -> None:
+    def abort_if_writer_died(self) -> None:
         """Give up the snapshot that a dead writer left unfinished (asked again under the lock: a new writer may be
         there by now)."""
         self.transition(lambda s: s if s.writing is None or self.writer_alive else s.abort_snapshot())
 
     @property
     def replaced(self) -> bool:
-        """Whether the path now names another file, or none."""
+        """True if the path now names another file, or none."""
         try:
             return os.stat(self.path).st_ino != os.fstat(self._fd).st_ino
         except FileNotFoundError:
@@ -625,7 +617,7 @@ def capacity_of(sizes: Iterable[int]) -> dict[int, int]:
 
 
 @contextlib.contextmanager
-def _passing_over_damage() -> Iterator[None]:
+def _skipping_damage() -> Iterator[None]:
     try:
         yield
     except DamagedArena as error:

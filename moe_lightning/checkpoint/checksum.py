@@ -1,11 +1,11 @@
-"""Seals of single-file checkpoints: the checksum of the whole file, in the comment at the end of its zip archive.
+"""Checksum of single-file checkpoints, in the comment at the end of their zip archive.
 
-torch writes a checkpoint as a zip archive, whose last record may carry a comment that every reader passes over. The
-seal stands there, so it travels with the file, and torch and stock Lightning read the file as ever:
+torch writes a checkpoint as a zip archive, whose last record may have a comment that all readers skip. With the
+checksum there, torch and stock Lightning read the file as before:
 
-    archive as torch wrote it (its last two bytes, the length of the comment, now say so) | SEAL | xxh3 of the archive
+    archive as torch wrote it (its last two bytes are the length of the comment) | marker | xxh3 of the archive
 
-torch's own CRC-32 guards tensors only, and loading does not compare it.
+torch's own CRC-32 covers tensors only, and loading does not compare it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import xxhash
 from moe_lightning.errors import CheckpointError, MissingCheckpointError
 from moe_lightning.files import open_regular
 
-_SEAL = b"moe-lightning xxh3 "
-_COMMENT_BYTES = len(_SEAL) + 16
+_MARKER = b"moe-lightning xxh3 "
+_COMMENT_BYTES = len(_MARKER) + 16
 _LENGTH = _COMMENT_BYTES.to_bytes(2, "little")
 _NO_LENGTH = b"\0\0"
 _END_OF_ARCHIVE, _END_BYTES = b"PK\5\6", 22
@@ -31,8 +31,8 @@ _CHUNK_BYTES = 16 << 20
 _BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError)
 
 
-class SealingFile:
-    """A file for `torch.save` to write to, which seals what was written.
+class ChecksummedFile:
+    """File for `torch.save` that appends a checksum of what was written.
 
     Args:
         file: opened for writing, empty.
@@ -56,17 +56,19 @@ class SealingFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def seal(self) -> None:
-        """Put the seal behind the finished archive, and the file on disk."""
+    def finish(self) -> None:
+        """Append the checksum to the finished archive, and force the file to disk."""
         self._file.seek(-len(_NO_LENGTH), os.SEEK_END)
-        self._file.write(_LENGTH + _SEAL + self._digest.hexdigest().encode())
+        self._file.write(_LENGTH + _MARKER + self._digest.hexdigest().encode())
         self._file.flush()
         os.fsync(self._file.fileno())
 
 
 def check_file(path: Path) -> None:
-    """Compare a checkpoint file with its seal, or, where it has none, its contents with the archive's CRC-32. A file
-    is read once, as long as it does not change.
+    """Verify a checkpoint file by its checksum, or, if it has none, its contents by the archive's CRC-32.
+
+    A file is read once as long as it does not change.
+
 
     Raises:
         CheckpointError: it is missing, damaged or no checkpoint.
@@ -86,8 +88,8 @@ def _check_once(path: Path, inode: int, changed_ns: int, size: int) -> None:
         file.seek(max(0, size - _COMMENT_BYTES - len(_LENGTH)))
         tail = file.read()
         file.seek(0)
-        length, seal, expected = tail[:2], tail[2 : 2 + len(_SEAL)], tail[2 + len(_SEAL) :]
-        if (length, seal) == (_LENGTH, _SEAL):
+        length, marker, expected = tail[:2], tail[2 : 2 + len(_MARKER)], tail[2 + len(_MARKER) :]
+        if (length, marker) == (_LENGTH, _MARKER):
             found = _digest_of(file, size - len(tail))
             found.update(_NO_LENGTH)
             if found.hexdigest().encode() != expected:
@@ -95,7 +97,9 @@ def _check_once(path: Path, inode: int, changed_ns: int, size: int) -> None:
         elif tail[-_END_BYTES:].startswith(_END_OF_ARCHIVE) and tail.endswith(_NO_LENGTH):
             _check_contents(path, file, size)
         else:
-            raise CheckpointError(f"{path} is damaged or no checkpoint: neither an archive of torch nor a seal ends it")
+            raise CheckpointError(
+                f"{path} is damaged or no checkpoint: it ends with neither an archive of torch nor a checksum"
+            )
 
 
 def _digest_of(file: IO[bytes], length: int) -> xxhash.xxh3_64:

@@ -1,19 +1,12 @@
 """Parts of ranks and the commit of a checkpoint without collectives.
 
-The byte format of torch.distributed.checkpoint files, written without serialising tensors through Python.
+Each rank writes its share of a checkpoint: data files, and a part that lists them. Whichever process finds every
+rank's part in the staging directory commits the checkpoint; pruning deletes old ones. Two agents may try at the same
+time: both happen under a lock that is released when its holder dies, and every step can be repeated after a crash.
 
-Stock `dcp.load` reads every tensor with `torch.load` from a slice of a file. Such a slice is a fixed prefix, the raw
-bytes and a fixed suffix, which depend on dtype and shape only; they are produced once by torch itself (saving a tensor
-whose data are left out) and cached. So raw memory goes to the file as it is, and our own reader finds the raw bytes
-again at a known offset, without unpickling.
-
-Writes a rank's share of a checkpoint: data files, and the part that lists them.
-
-Commit of a checkpoint without collectives: whoever finds every rank's part in the staging directory gives it a
-name; and pruning.
-
-Two agents may try at the same time: both happen under a lock that dies with its holder, and every step can be repeated
-after a crash.
+Data files have the byte format of torch.distributed.checkpoint, without serializing tensors through Python. `dcp.load`
+reads each tensor with `torch.load` from a slice of a file: a fixed prefix, the raw bytes and a fixed suffix. Prefix and
+suffix depend on dtype and shape only; torch itself produces them once, and they are cached.
 """
 
 from __future__ import annotations
@@ -58,16 +51,16 @@ from moe_lightning.checkpoint.directory import (
     previous_of,
     world_lock,
 )
-from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, PRUNED, FileRecord, Manifest, Part, check_coverage
+from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, PRUNED, FileRecord, Manifest, RankPart, check_coverage
+from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, Storage
-from moe_lightning.checkpoint.storage.registry import storage_of
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import DTYPES, OBJECT, Location, Piece, is_expert_key, is_replayed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """What stands before and after a tensor's raw bytes."""
+    """Bytes before and after a tensor's raw bytes in an archive."""
 
     prefix: bytes
     suffix: bytes
@@ -163,7 +156,7 @@ def write_part(
     *,
     damaged: Collection[str] = (),
     copy_every: int | None = None,
-) -> Part:
+) -> RankPart:
     """Write one rank's share of a checkpoint into the staging directory, and its part-manifest when the data are on
     disk.
 
@@ -187,7 +180,7 @@ def write_part(
     done = staging / part_name(table.rank)
     if done.name in storage.names(staging):
         # By an agent that died: another node may be committing it, so the files must not change.
-        return Part.parse(storage.read(done), str(done))
+        return RankPart.parse(storage.read(done), str(done))
     groups = _due_groups(root, table, damaged, copy_every)
     make_staging(root, table.session, table.step, table.world)
     files: dict[str, FileRecord] = {}
@@ -202,17 +195,7 @@ def write_part(
             storage.write(staging / name, data)
             files[name] = FileRecord(path=name, nbytes=data.nbytes, xxh3=data.digest)
             stored += data.stored
-        part = Part(
-            run=table.run,
-            session=table.session,
-            step=table.step,
-            rank=table.rank,
-            world=table.world,
-            world_size=table.world_size,
-            files=files,
-            stored=tuple(stored),
-            extra=table.extra if table.rank == 0 else {},
-        )
+        part = _part_of(table, files, stored)
         storage.put(done, part.dump())
     except OSError:
         with contextlib.suppress(OSError):  # the first error is the one to report
@@ -222,10 +205,24 @@ def write_part(
     return part
 
 
+def _part_of(table: SnapshotIndex, files: dict[str, FileRecord], stored: Sequence[Piece]) -> RankPart:
+    return RankPart(
+        run=table.run,
+        session=table.session,
+        step=table.step,
+        rank=table.rank,
+        world=table.world,
+        world_size=table.world_size,
+        files=files,
+        stored=tuple(stored),
+        extra=table.extra if table.rank == 0 else {},
+    )
+
+
 def _due_groups(
     root: Place, table: SnapshotIndex, damaged: Collection[str], copy_every: int | None
 ) -> dict[str, list[Piece]]:
-    """What is to be written, by file group."""
+    """Return the pieces to write, by file group."""
     held, written_until = set[str](), -1
     previous = previous_of(root, table.session, table.step)
     if previous is not None:
@@ -317,7 +314,7 @@ def try_commit(
                 if len(parts) < world_size:
                     return None
                 manifest = _assemble(
-                    root, held, [Part.parse(storage.read(held / name), str(staging)) for name in parts]
+                    root, held, [RankPart.parse(storage.read(held / name), str(staging)) for name in parts]
                 )
                 data = manifest.dump()
             return storage.commit(staging, held, data, manifest.files, partial(check_world, root, world))
@@ -345,7 +342,7 @@ def _missing(names: Collection[str], world_size: int) -> list[int]:
     return [rank for rank in range(world_size) if part_name(rank) not in there]
 
 
-def _assemble(root: Place, held: Place, parts: list[Part]) -> Manifest:
+def _assemble(root: Place, held: Place, parts: list[RankPart]) -> Manifest:
     """Carry experts over and write .metadata."""
     first = parts[0]
     for part in parts:
@@ -355,7 +352,7 @@ def _assemble(root: Place, held: Place, parts: list[Part]) -> Manifest:
                 f"the parts of step {first.step} in {root} are of different runs, sessions, steps or worlds: delete "
                 "its .staging directories"
             )
-    stored = _freshest(parts)
+    stored = _newest_pieces(parts)
     files = {name: record for part in parts for name, record in part.files.items()}
     fresh_keys = {piece.key for piece in stored}
     previous = previous_of(root, first.session, first.step)
@@ -388,8 +385,8 @@ def _assemble(root: Place, held: Place, parts: list[Part]) -> Manifest:
     )
 
 
-def _freshest(parts: list[Part]) -> list[Piece]:
-    """Where several ranks wrote the same piece, the newest version, ties by rank."""
+def _newest_pieces(parts: list[RankPart]) -> list[Piece]:
+    """Return one piece per key and offset: the newest version, ties by lowest rank."""
     best: dict[tuple[str, tuple[int, ...]], Piece] = {}
     for part in sorted(parts, key=lambda p: p.rank):
         for piece in part.stored:
@@ -416,7 +413,7 @@ def prune(root: Place, keep_last: int, *, world: int | None = None, with_reserve
 
     A manifest becomes a mark of what is to be deleted before anything is, so that no half-deleted directory looks like
     a checkpoint; files that kept manifests refer to stay. Nothing is deleted that neither such a mark nor the name of
-    a file of a save vouches for, and links are not followed. What somebody reads stays for now (`lease.py`). One
+    a file of a save vouches for, and links are not followed. Checkpoints with a lease are skipped. One
     directory that cannot be deleted keeps no other from being.
 
     Args:
@@ -443,7 +440,7 @@ def prune(root: Place, keep_last: int, *, world: int | None = None, with_reserve
         kept, dropped = own[: max(1, keep_last)], own[max(1, keep_last) :]
         reserve = _reserve(own) if with_reserve else None
         for path, _ in reversed([pair for pair in dropped if pair[0] != reserve]):
-            with _noting(failures), storage.unread(path) as free:
+            with _collecting(failures), storage.unread(path) as free:
                 if free:
                     storage.retire(path)
                     removed.append(path.name)
@@ -451,15 +448,15 @@ def prune(root: Place, keep_last: int, *, world: int | None = None, with_reserve
         needed = {_key(path / reference) for path, heading in staying for reference in heading.references}
         newest = kept[0][1]
         for path in directories(root):
-            with _noting(failures):
+            with _collecting(failures):
                 if storage.is_own(path) and not has_manifest(path):
                     _delete_unneeded(storage, path, newest.run, needed)
         for name in storage.names(root):
             owner = storage.owner(root / name)
             if owner is not None and owner[1:] < (newest.session, newest.step):
-                with _noting(failures):
+                with _collecting(failures):
                     storage.discard(root / name)
-        with _noting(failures):
+        with _collecting(failures):
             storage.sweep(root)
     if failures:
         raise failures[0]
@@ -478,7 +475,7 @@ def _reserve(own: list[tuple[Place, Heading]]) -> Place | None:
 
 
 @contextlib.contextmanager
-def _noting(failures: list[OSError]) -> Iterator[None]:
+def _collecting(failures: list[OSError]) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,8 +1,5 @@
 """Checkpoint directories: staging, parts, pruning, and the fence between worlds.
 
-Checkpoint directories: ranks write their parts side by side, whoever completes the set commits, and old ones are
-pruned.
-
     ROOT/run.json                       the run that the directory belongs to
     ROOT/.staging-wWORLD-SESSION-STEP/  parts being written: data files and part-RANK.json
     ROOT/step-00000120/                 a checkpoint: data files, .metadata (for stock dcp.load), MANIFEST.json
@@ -10,22 +7,17 @@ pruned.
 On a file system a directory gets its name by a rename after everything in it, MANIFEST.json last, has been forced to
 disk, so a checkpoint that has a name is whole. Data files are immutable. Experts that were not saved this time are hard
 links to the files of the checkpoint before; where links cannot be made, the manifest refers to `../step-.../file`, and
-pruning counts such references. Two agents may try to commit or prune at the same time: both happen under a lock that
-the kernel releases when its holder dies. Agents of an older world cannot commit (`fence.py`). Object stores do all of
-this otherwise (`object_storage.py`).
+pruning counts such references. Object stores do all of this otherwise (`storage/objects.py`).
 
-Which world may write: once a newer one has begun to save or to resume, an older one cannot commit any more.
-
-Worlds are numbered; the directory of checkpoints remembers the newest by a mark, an empty file `.world-NUMBER`. There
-is no compare-and-set on a file system, and a lock would be held by whoever was stopped in the middle of a commit. So
-both sides use what is atomic (a rename of the staging directory, or a conditional put of its manifest), and of the two
-calls on one directory one fails:
+Worlds are numbered, and only the newest may commit. An empty file `.world-NUMBER` marks the newest. A lock would stay
+with a process that was stopped in the middle of a commit, so the fence relies on two calls on one directory of which
+exactly one succeeds (renames of the staging directory, or conditional puts of its manifest):
 
     a newer world:   1. write its mark durably      2. close the staging directories of older worlds
     an older world:  1. make a staging directory    2. look for newer marks    3. write    4. commit it
 
-If the older world's second step saw no newer mark, its directory was there before the newer world's second step, which
-closes it. When `enter_world` returns, whatever older worlds could commit is committed and nothing follows.
+If the older world's second step found no newer mark, its directory existed before the newer world's second step, which
+closes it. After `enter_world` returns, no older world can commit.
 """
 
 from __future__ import annotations
@@ -42,8 +34,8 @@ from functools import lru_cache
 import xxhash
 
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest
+from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, Stat, exists
-from moe_lightning.checkpoint.storage.registry import storage_of
 from moe_lightning.errors import CheckpointError
 
 RECORD = "run.json"
@@ -51,13 +43,13 @@ _NAMED = re.compile(r"step-(\d{8,})(-\d+|-w\d+-[\w-]+)?")
 
 
 def part_name(rank: int) -> str:
-    """Of the file that says what a rank wrote."""
+    """Return the name of the file that lists what a rank wrote."""
     return f"part-{rank:05d}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heading:
-    """What is remembered of a manifest, whose pieces take many times as much.
+    """Summary of a manifest without its pieces, which take many times the memory.
 
     Attributes:
         names: of its data files; one name is one content, in whichever checkpoint.
@@ -100,12 +92,12 @@ def headings(root: Place) -> list[tuple[Place, Heading]]:
 
 
 def directories(root: Place) -> list[Place]:
-    """What lies in a directory under the name of a checkpoint, whether it is one or not, in the order of the names."""
+    """List everything in a directory with the name of a checkpoint, whether it is one or not, sorted by name."""
     return [root / name for name in sorted(storage_of(root).names(root)) if _NAMED.fullmatch(name)]
 
 
 def has_manifest(path: Place) -> bool:
-    """Whether a directory is a checkpoint, perhaps a damaged one."""
+    """Return True if a directory is a checkpoint, perhaps a damaged one."""
     return exists(storage_of(path), path / MANIFEST)
 
 
@@ -181,7 +173,7 @@ def run_of(root: Place) -> str | None:
 
 
 def run_record_problem(root: Place) -> str | None:
-    """What is wrong with the record of a directory's run; None where nothing is, or there is none."""
+    """Return the problem of the record of a directory's run; None if it is valid or absent."""
     return _recorded_run(root)[1]
 
 

@@ -1,9 +1,6 @@
 """Single-file checkpoints (`.ckpt`) of Lightning, written durably with a checksum.
 
-Lightning checkpoint files (`.ckpt`): written durably under a seal, and for `moe-ckpt` which one a path means, what
-it holds, whether it is whole.
-
-Lightning's single-file checkpoints, written durably under a seal.
+For `moe-ckpt`: the file that a path means, its content, and its verification.
 """
 
 from __future__ import annotations
@@ -18,12 +15,11 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.checksum import SealingFile, check_file
+from moe_lightning.checkpoint.checksum import ChecksummedFile, check_file
 from moe_lightning.checkpoint.directory import directories, has_manifest, headings
 from moe_lightning.checkpoint.full_state import read_checkpoint
 from moe_lightning.checkpoint.loader import Checkpoint, tensors_in
-from moe_lightning.checkpoint.storage.durable import sync_directory
-from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.checkpoint.storage.interface import Place, sync_directory
 from moe_lightning.errors import CheckpointError
 
 SUFFIX = ".ckpt"
@@ -50,8 +46,10 @@ class FileSummary:
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint file whole or not at all, sealed (`sealing.py`), on disk when this returns; torch and stock
-    Lightning read it.
+    """Write a checkpoint file with its checksum, whole or not at all; it is on disk when this returns.
+
+    torch and stock Lightning read it.
+
 
     Raises:
         OSError: the storage failed; what was written is removed.
@@ -62,12 +60,12 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
     staged = path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
     try:
         with open(staged, "wb") as file:
-            sealing = SealingFile(file)
+            target = ChecksummedFile(file)
             try:
-                torch.save(checkpoint, cast(IO[bytes], sealing))  # it needs write and flush only
+                torch.save(checkpoint, cast(IO[bytes], target))  # it needs write and flush only
             except RuntimeError as error:
-                raise sealing.error or error from error
-            sealing.seal()
+                raise target.error or error from error
+            target.finish()
         os.rename(staged, path)
     except BaseException:
         staged.unlink(missing_ok=True)
@@ -86,8 +84,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def checkpoint_values(path: Place) -> dict[str, Any]:
-    """What Lightning keeps in a checkpoint beside tensors, of a file, a checkpoint directory or the newest in a
-    directory that can be read; nothing is compared with a checksum but this.
+    """Read Lightning's values of a checkpoint, without tensors.
+
+    The path is a file, a checkpoint directory, or a directory of which the newest readable checkpoint is taken. Only
+    what is read is compared with a checksum.
 
     Raises:
         CheckpointError: there is none.

@@ -1,15 +1,12 @@
 """Full state in the layout of a single process, and the live state that joining ranks receive.
 
-Full checkpoints in the layout of a single process: experts stacked [E, ...] whatever the placement was.
+In full checkpoints experts are stacked [E, ...] under any placement. Rank 0 collects what other ranks own, so the file
+is the one that stock Lightning would write for the same module on one device; it loads there, and on any number of
+ranks under any placement.
 
-Rank 0 collects what other ranks own, so the file is the one that stock Lightning would write for the same module on
-one device: it loads there, and on any number of ranks under any placement.
-
-The live state of a run as a newcomer needs it: what is replicated on every rank comes from one of them.
-
-A process that joins a running world has built the same model and optimizers, but its values are those of the start and
-its optimizers have made no states yet. It is told which states there are, makes them, and then receives every dense
-tensor by broadcast; experts come by migration. Nothing that travels is unpickled.
+A process that joins a running world has built the same model and optimizers, with initial values and without optimizer
+states. It receives the names and shapes of these states, creates them, and then gets every dense tensor by broadcast;
+experts come by migration. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -77,7 +74,7 @@ def _is_plain(value: object) -> bool:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-    except Exception:  # whoever saves it will say why
+    except Exception:  # saving it raises the reason
         return True
     try:
         load_plain(buffer.getvalue(), "a hyper-parameter")
@@ -113,8 +110,8 @@ def full_model_state(
     collected = collect_on_root(mine, world)
     if world.rank:
         return {}
-    told = {key.removesuffix("/whole"): value for key, value in collected.items() if key.endswith("/whole")}
-    whole = dict(state) | told | {key: _joined(collected, key, cut, world.row_cut) for key, cut in cuts.items()}
+    uncut = {key.removesuffix("/whole"): value for key, value in collected.items() if key.endswith("/whole")}
+    whole = dict(state) | uncut | {key: _joined(collected, key, cut, world.row_cut) for key, cut in cuts.items()}
     return whole | {key: _stack(collected, key, stack) for key, stack in experts.items()}
 
 
@@ -233,8 +230,8 @@ def _stack(collected: Mapping[str, Tensor], key: str, stack: ExpertStack) -> Ten
 
 
 def _joined(collected: Mapping[str, Tensor], key: str, cut: TensorCut, among: RowCut) -> Tensor:
-    told = {part: collected.get(f"{key}/rows/{index}") for index, part in enumerate(among.parts)}
-    return joined({part: values for part, values in told.items() if values is not None}, cut)
+    parts = {part: collected.get(f"{key}/rows/{index}") for index, part in enumerate(among.parts)}
+    return joined({part: values for part, values in parts.items() if values is not None}, cut)
 
 
 def _optimizer_entries(
@@ -286,17 +283,19 @@ def _cut_entry(entry: Mapping[str, Any], parameter: nn.Parameter, state: State) 
 _BUCKET_ELEMENTS = 1 << 22
 
 
-def share_optimizers(state: State, takers: Collection[int], world: World, source: int) -> None:
-    """The takers' optimizers get the source rank's hyperparameters and scalars, and states filled with zeros where
-    they have none; collective."""
+def broadcast_optimizers(state: State, receivers: Collection[int], world: World, source: int) -> None:
+    """Broadcast the source rank's hyperparameters and scalars to the receivers' optimizers; collective.
+
+    States that a receiver lacks are created, filled with zeros.
+    """
     objects, shapes = broadcast_object((state.objects(), state.moment_shapes()), source, world)
-    if world.rank in takers:
+    if world.rank in receivers:
         state.adopt(objects, shapes)
 
 
 @torch.no_grad()
 def broadcast_dense(state: State, world: World, source: int, *, but: Collection[str] = ()) -> int:
-    """What every rank has gets the source rank's values; bytes that travelled.
+    """Broadcast replicated dense state from the source rank; return the number of bytes sent.
 
     Optimizer states that one rank keeps for all (ZeRO-1) stay where they are.
 

@@ -1,8 +1,7 @@
 """Inspection of checkpoints and removal of abandoned snapshot buffers, for `moe-ckpt`.
 
-What `moe-ckpt` does, as functions: sizes, verification of whole directories, export.
-
-Arenas that nobody serves or writes any more: what runs leave in memory when their agents are killed as well.
+Sizes, verification of whole directories, export; and removal of arenas that no agent serves and no process writes,
+which runs leave in memory when their agents are killed as well.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from moe_lightning.checkpoint.files import (
 )
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import Manifest
+from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, exists
-from moe_lightning.checkpoint.storage.registry import storage_of
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import OBJECT, is_moment, is_replayed
 
@@ -124,7 +123,7 @@ def _verdict(path: Place) -> Verdict:
     try:
         Checkpoint(path).verify()
     except CheckpointError as error:
-        # Whoever prunes takes the manifest away before anything else.
+        # Pruning removes the manifest before anything else.
         is_pruned = not has_manifest(path)
         return Verdict(name=path.name, problem=None if is_pruned else str(error), is_pruned=is_pruned)
     return Verdict(name=path.name, problem=None)
@@ -167,7 +166,7 @@ def export_file(path: Path, target: Place, *, prefix: str = "") -> int:
 
 
 def tokenizer_beside(target: Place) -> Place:
-    """Where an export writes the tokenizer of the run: beside model.safetensors model.tokenizer.json."""
+    """Return the path of an exported tokenizer: model.tokenizer.json beside model.safetensors."""
     return target.with_suffix(".tokenizer.json")
 
 
@@ -236,7 +235,7 @@ def orphans(rooms: Iterable[Path] = ()) -> list[Orphan]:
 
 
 def remove(orphan: Orphan) -> bool:
-    """Delete its files, and the directory if nothing else lies in it; False where somebody uses it by now."""
+    """Delete its files, and the directory if nothing else lies in it; False if a process uses it by now."""
     with _claimed(orphan.path) as is_free:
         if not is_free:
             return False
@@ -261,7 +260,7 @@ def _is_own(path: Path) -> bool:
 
 @contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
-    """Whether nobody holds a lock of the directory; if so, nobody takes one while the context is open."""
+    """Lock all locks of the directory for the context; yield False if another process holds one."""
     with ExitStack() as stack:
         try:
             for lock in [path / LOCK, *path.glob("*.alive")]:

@@ -1,16 +1,12 @@
-"""Verified reads of checkpoints by key, without unpickling.
-
-Tensors and plain values from archives of torch, whoever wrote these: no code is unpickled, and nothing in one takes
-more memory than the archive itself, but for tensors that repeat their numbers, within a limit.
-
-What a restore reads from: a checkpoint on storage or snapshots in memory, by key, in pieces that may be rows of a
-tensor.
-
-Reads checkpoints: verified first, by key, for any number of ranks, without unpickling tensors.
+"""Verified reads of checkpoints by key, for any number of ranks, without unpickling tensors.
 
 Verification compares the checksum of every file, `.metadata` included, with the manifest, and checks that every key is
 there exactly once. Tensors are then read as raw bytes at the offsets that the manifest gives; objects are unpickled
-with `weights_only=True`. A damaged tensor of an expert can be read from elsewhere (`mending.py`).
+with `weights_only=True`. A damaged tensor of an expert can be read from elsewhere (`repair.py`). `CheckpointSource` is
+the interface of restores: a checkpoint on storage or snapshots in memory, in pieces that may be rows of a tensor.
+
+Archives of torch from any writer are read without unpickling code; no record takes more memory than the archive itself,
+except tensors that repeat their elements, within a limit.
 """
 
 from __future__ import annotations
@@ -36,8 +32,8 @@ from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.checksum import check_archive
 from moe_lightning.checkpoint.directory import checkpoints, directories, has_manifest, read_manifest
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest, check_coverage
+from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import storage_of
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import open_regular
 from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, by_key, is_expert_key, parse_expert_key, replay_key
@@ -154,7 +150,7 @@ class CheckpointSource(ABC):
     @property
     def first_step(self) -> int:
         """The step after which what is no expert was taken: training goes on from there, and from `step` on its state
-        is whole (`replay_window.py`). Of all but windows `step`."""
+        is whole (`training_state.py`). Of all but windows `step`."""
         return self.step
 
     def key_at(self, key: str, step: int) -> str:
@@ -182,7 +178,7 @@ class CheckpointSource(ABC):
         """uint8 [nbytes]: the payload of a piece."""
 
     def release(self) -> None:  # noqa: B027  # most hold none
-        """Everything was restored: let go of tensors in memory. What is asked for later can still be read."""
+        """Release tensors in memory after a restore. Later reads still work."""
 
     def keys(self, prefix: str = "") -> list[str]:
         """All keys that begin with a prefix, sorted."""
@@ -326,7 +322,7 @@ class Checkpoint(CheckpointSource):
         return {**self._stored} | {key: self._others[name].stored(key) for key, name in self.substitutes.items()}
 
     def stored(self, key: str) -> Sequence[Piece]:
-        """What the manifest says of a key; nothing where it has none."""
+        """Return the manifest's pieces of a key; none if it is unknown."""
         return self._stored.get(key, ())
 
     @cached_property
@@ -385,7 +381,7 @@ class Checkpoint(CheckpointSource):
         ]
 
     def is_intact(self, piece: Piece) -> bool:
-        """Whether the bytes of a piece match its checksum."""
+        """Return True if the bytes of a piece match its checksum."""
         try:
             digest, nbytes = self._digest(self._file(piece.at.file), piece.at.data_offset, piece.nbytes)
         except OSError:

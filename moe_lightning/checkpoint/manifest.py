@@ -1,14 +1,9 @@
 """Checkpoint manifest: content and checksums of a directory, with the schema of everything that is read.
 
-What manifests, parts and tables of snapshots may say: types, limits, and that every piece lies inside its file or
-memory. A checksum vouches for bytes, not for who wrote them, so nothing is computed with before it was checked here.
-
-The manifest: what a checkpoint directory holds, with checksums; written last, it is the commit.
-
-A manifest, and the part that each rank contributes to it, is JSON in an envelope with its own checksum. Nothing of a
-checkpoint is interpreted in any other way before the manifest vouched for it.
-
-Deletion of what interrupted saves left behind: only files that a save writes, and never through a link.
+The manifest is written last and is the commit. A manifest, and the part that each rank contributes to it, is JSON in an
+envelope with its own checksum; nothing else of a checkpoint is interpreted before the manifest is verified. A checksum
+does not prove who wrote the bytes, so types, limits, and that every piece lies inside its file or memory are checked
+here before any use. Deletion of what interrupted saves left removes only files that a save writes, and follows no link.
 """
 
 from __future__ import annotations
@@ -51,7 +46,7 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 def is_whole(value: object, low: int = 0, high: int = LARGEST) -> bool:
-    """Whether a value is an integer within limits; booleans are none."""
+    """Return True if a value is an integer within limits; booleans are not."""
     return type(value) is int and low <= value <= high
 
 
@@ -173,7 +168,7 @@ def check_blocks(placed: Iterable[Piece], memory_bytes: int, origin: str) -> Non
 
 
 def _examined(piece: Piece) -> tuple[str | None, int, int]:
-    """(what is wrong with a piece, its layer, its expert); -1 of what is no expert's."""
+    """Return (problem of a piece or None, layer, expert); layer and expert are -1 for dense state."""
     if not (_is_text(piece.key) and _is_text(piece.group) and _is_text(piece.dtype)):
         return "has a key, group or dtype that is no text", -1, -1
     if not (_is_digest(piece.xxh3) and is_whole(piece.version, -1) and is_whole(piece.nbytes)):
@@ -187,7 +182,7 @@ def _examined(piece: Piece) -> tuple[str | None, int, int]:
 
 @lru_cache(maxsize=1 << 14)
 def _examined_outline(key: str, dtype: str, block: Block, nbytes: int) -> tuple[str | None, int, int]:
-    """What stays the same from one snapshot to the next, so that it is looked at once."""
+    """Check what is equal in all snapshots of a piece, so that it is cached."""
     problem, layer, expert = _problem_of_sizes(dtype, block, nbytes), -1, -1
     if problem is None:
         try:
@@ -261,7 +256,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class _Record:
-    """What parts and manifests have in common.
+    """Common fields of parts and manifests.
 
     Attributes:
         run: the training run it belongs to.
@@ -271,7 +266,7 @@ class _Record:
         files: file name -> record, `.metadata` included.
         stored: every piece of every key.
         extra: what rank 0 gave to `Snapshotter.start`.
-        world: number of the world that wrote it (`fence.py`); 0: of none.
+        world: number of the world that wrote it (`directory.py`); 0: of none.
     """
 
     run: str
@@ -285,12 +280,12 @@ class _Record:
 
     @property
     def first_step(self) -> int:
-        """The step after which the oldest of a window was taken (`replay_window.py`): a restore runs the steps from
+        """The step after which the oldest of a window was taken (`training_state.py`): a restore runs the steps from
         there to `step` again. Of any other checkpoint `step`."""
         return min(self.step, int(self.extra.get("replayed_from", self.step)))
 
     def dump(self) -> bytes:
-        return _seal(_jsonable(self), _FORMATS[self.first_step < self.step])
+        return _dump_envelope(_jsonable(self), _FORMATS[self.first_step < self.step])
 
     @classmethod
     def parse(cls, data: bytes, origin: str) -> Self:
@@ -299,12 +294,12 @@ class _Record:
         Raises:
             CheckpointError: it is damaged, of another format, or names files outside its directory.
         """
-        return cls(**_typed(_unseal(data, origin), cls, origin))
+        return cls(**_typed(_parse_envelope(data, origin), cls, origin))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part(_Record):
-    """What one rank wrote for one checkpoint."""
+class RankPart(_Record):
+    """Record of what one rank wrote for one checkpoint."""
 
     rank: int
 
@@ -450,12 +445,12 @@ def _typed(values: dict[str, Any], record: type[_Record], origin: str) -> dict[s
     return {name: value for name, value in values.items() if name in known} | {"files": files, "stored": stored}
 
 
-def _seal(values: dict[str, Any], form: int) -> bytes:
+def _dump_envelope(values: dict[str, Any], form: int) -> bytes:
     body = json.dumps(values, separators=(",", ":")).encode()
     return b'{"format":%d,"xxh3":"%s","body":%s}\n' % (form, xxhash.xxh3_64_hexdigest(body).encode(), body)
 
 
-def _unseal(data: bytes, origin: str) -> dict[str, Any]:
+def _parse_envelope(data: bytes, origin: str) -> dict[str, Any]:
     """The body, if its bytes match the checksum before them."""
     envelope = _ENVELOPE.match(data)
     if envelope is None or not data.endswith(b"}\n"):
@@ -478,14 +473,14 @@ _WRITTEN_HERE = re.compile(rf"{_WHOLE}|\.({_WHOLE})\.[0-9a-f]+\.new")
 
 
 def is_written_by_saves(name: str) -> bool:
-    """Whether a save gives files such names."""
+    """Return True if saves write files of such a name."""
     return _WRITTEN_HERE.fullmatch(name) is not None
 
 
 def delete_staging(path: Path) -> None:
     """Delete a staging directory; it stays where something lies in it that no save writes, or where it is a link.
 
-    Somebody may still be writing there: who finds a file or the directory gone is told by the error.
+    A process that is still writing there gets an error when it finds a file or the directory gone.
     """
     if path.is_symlink():
         return

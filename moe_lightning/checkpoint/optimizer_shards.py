@@ -1,14 +1,11 @@
-"""Optimizer shards of other ranks: their exchange, and their replay on the host.
+"""Optimizer shards of other ranks (ZeRO-1): their exchange, and their replay on the host.
 
-Optimizer states that one rank keeps for all (ZeRO-1), on their way to other ranks.
-
-Keeps a peer's optimizer shard on the host by repeating its AdamW steps from gradients (AOR).
-
-Under ZeRO-1 one rank keeps the moments of a parameter, but every rank has its weight and its summed gradient. So a peer
-that steps copies of weight and moments with the same gradients and hyperparameters holds the same state, bit by bit,
-without any traffic. The steps are those of torch's own AdamW; its `foreach` and plain forms round alike, its fused form
+Under ZeRO-1 one rank has the moments of a parameter, but every rank has its weight and its summed gradient. A peer that
+steps copies of weight and moments with the same gradients and hyperparameters has the same state, bit by bit, without
+any traffic (AOR). The steps are those of torch's own AdamW; its `foreach` and plain forms round alike, its fused form
 does not. Devices may round differently than the host, therefore `verify` compares checksums with the owner and corrects
-what differs.
+differences.
+
 Sources: REFT 4.2, eq. 3. Ours: Adam instead of the paper's eq. 4 (plain SGD), the check.
 """
 
@@ -39,7 +36,7 @@ def pack_states(states: States) -> Tensor:
 
 
 def shapes_of(states: States) -> Shapes:
-    """What `unpack_states` needs to know."""
+    """Return the dtypes and shapes that `unpack_states` needs."""
     return {scope: (dtype_name(tensor), tuple(tensor.shape)) for scope, tensor in sorted(states.items())}
 
 
@@ -50,24 +47,24 @@ def unpack_states(data: Tensor, shapes: Shapes) -> dict[str, Tensor]:
     return states
 
 
-def move_shards(
-    shards: Iterable[tuple[str, int]], takers: Mapping[str, Sequence[int]], local: Mapping[str, States], world: World
+def exchange_shards(
+    shards: Iterable[tuple[str, int]], receivers: Mapping[str, Sequence[int]], local: Mapping[str, States], world: World
 ) -> dict[str, dict[str, Tensor]]:
-    """Bring every parameter's optimizer state from the rank that has it to those that take it; collective.
+    """Send every parameter's optimizer state from the rank that has it to its receivers; collective.
 
     Args:
         shards: (name, rank) as in `RecoveryPlan.shards`; a rank of -1 is passed over: it is read from a snapshot.
-        takers: of each name in the new world.
+        takers: ranks that receive each name's state, in the new world.
         local: states of the names that this rank has, live or replayed.
 
     Returns:
-        Copies of the states, on the host, of the names that this rank takes.
+        Copies of the states, on the host, of the names that this rank receives.
     """
     sources = {name: rank for name, rank in shards if rank >= 0}
     packed = {name: pack_states(local[name]) for name, rank in sources.items() if rank == world.rank}
-    told = all_gather_json({name: [data.numel(), shapes_of(local[name])] for name, data in packed.items()}, world)
-    entries = {name: told[rank][name] for name, rank in sources.items()}
-    ways = [(name, target) for name in sorted(sources) for target in takers[name]]
+    gathered = all_gather_json({name: [data.numel(), shapes_of(local[name])] for name, data in packed.items()}, world)
+    entries = {name: gathered[rank][name] for name, rank in sources.items()}
+    ways = [(name, target) for name in sorted(sources) for target in receivers[name]]
     parcels = [PeerBuffer(source=sources[name], target=target, nbytes=entries[name][0]) for name, target in ways]
     arrived = exchange_parcels(parcels, lambda at: packed[ways[at][0]], world)
     return {ways[at][0]: unpack_states(data, entries[ways[at][0]][1]) for at, data in arrived.items()}
@@ -139,7 +136,7 @@ class AdamWReplay:
         return {"weight": weight.detach(), **dict(sorted(self._optimizer.state[weight].items()))}
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """Of `states` all but the weight."""
+        """Return `states` without the weight."""
         return {scope: value for scope, value in self.states(name).items() if scope != "weight"}
 
     def load(self, name: str, states: Mapping[str, Tensor]) -> None:
@@ -175,11 +172,11 @@ def verify_replays(
     """
     packed = {name: pack_states(states) for name, states in owned.items()}
     own = {name: [digest_of(data), data.numel(), shapes_of(owned[name])] for name, data in packed.items()}
-    told = all_gather_json([own, replay.digests(), replay.version], world)
-    owners = {name: (rank, *entry) for rank, (entries, _, _) in enumerate(told) for name, entry in entries.items()}
+    gathered = all_gather_json([own, replay.digests(), replay.version], world)
+    owners = {name: (rank, *entry) for rank, (entries, _, _) in enumerate(gathered) for name, entry in entries.items()}
     wrong = {
         rank: sorted(name for name, digest in digests.items() if kept != version or digest != owners[name][1])
-        for rank, (_, digests, kept) in enumerate(told)
+        for rank, (_, digests, kept) in enumerate(gathered)
     }
     ways = [(name, rank) for rank, names in wrong.items() for name in names]
     parcels = [PeerBuffer(source=owners[name][0], target=rank, nbytes=owners[name][2]) for name, rank in ways]

@@ -1,15 +1,10 @@
 """Checkpoint policy: settings, the keys of the next checkpoint, and the record of past ones.
 
-From a policy to the keys that the next checkpoint copies and writes.
-
 Every rank computes the same plan alone: from the ordinal of the checkpoint, or from counters that are equal
-everywhere. The result is what `Snapshotter.start` takes: keys to copy, keys meant for storage, and the file each of
-them goes to.
+everywhere. The result is the input of `Snapshotter.start`: keys to copy, keys meant for storage, and the file of each.
+The ledger records tokens, versions and turns of experts.
+
 Sources: PEC 3.1-3.2, MoC-System 3 and 5.1.
-
-How a run is checkpointed, as the user says it.
-
-What a run remembers about its partial checkpoints: tokens, versions, and whose turn is next.
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ Order = Literal["sequential", "load_aware", "load_aware_global"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPlan:
-    """What one checkpoint copies and writes.
+    """Keys that one checkpoint copies and writes.
 
     Attributes:
         snapshot: experts copied to memory.
@@ -88,7 +83,7 @@ class CheckpointPlan:
 @validated
 @dataclass(frozen=True, kw_only=True)
 class PartialPolicy:
-    """How many experts a checkpoint saves, and in which order they take turns.
+    """Number of experts per checkpoint and the order of their turns.
 
     Attributes:
         k_snapshot: experts per layer copied to memory; may change between checkpoints (Dynamic-K): make a new policy.
@@ -172,7 +167,7 @@ class PartialPolicy:
 @validated
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """How a run is checkpointed.
+    """Settings of a run's checkpoints.
 
     Attributes:
         k_snapshot: experts of each layer copied into memory; None: all, "auto": as many as hide under forward and
@@ -213,7 +208,7 @@ class CheckpointSettings:
 
     @property
     def adapts_k(self) -> bool:
-        """Whether `k_snapshot` is chosen by measured times."""
+        """True if `k_snapshot` is chosen from measured times."""
         return self.k_snapshot == "auto" or (self.lossless and self.k_snapshot is None)
 
     def __post_init__(self) -> None:
@@ -233,15 +228,15 @@ class CheckpointSettings:
 
 _HISTORY = 64
 """Checkpoints whose token counts are kept; of an older version, the newest one that is remembered before it counts, so
-that losses are never told too low."""
+that losses are never reported too low."""
 
 
 @validated
 class CheckpointLedger:
-    """What one run has counted and committed; every rank keeps the same, from the same counts.
+    """Ledger of one run's counts and commits, equal on every rank.
 
-    They hold whose turn it is, which every rank knows when a snapshot is taken. What becomes of a snapshot only the
-    agents know: whatever they commit holds everything that was due by then (`Piece.due`), so turns need no answer.
+    Turns follow from the snapshots taken, which are equal on every rank. Only agents see which snapshots become
+    checkpoints; each one they commit holds everything that was due by then (`Piece.due`), so turns do not depend on it.
 
     Args:
         num_layers, num_experts: L and E.
@@ -301,7 +296,7 @@ class CheckpointLedger:
         )
 
     def window(self, first: int, k: int) -> ReplayWindow:
-        """A lossless window that begins after a step; the tokens since the snapshot before tell who is popular."""
+        """A lossless window that begins after a step; popularity is the tokens since the snapshot before."""
         return plan_window(first, self.ledger.unsaved(), k)
 
     def cost(self, plan: CheckpointPlan) -> float:
@@ -323,7 +318,7 @@ class CheckpointLedger:
 
     @property
     def largest_dump_bytes(self) -> int:
-        """What `dump` may grow to once written out."""
+        """Return an upper bound of the bytes of `dump`."""
         table_bytes = self.ledger.processed.nbytes
         return (4 + _HISTORY) * (table_bytes + 64) + (16 << 10)
 

@@ -1,10 +1,11 @@
-"""Where snapshots are kept a second time, so that they outlive their node: copies (ARC) or parities (AEC).
+"""Protection of snapshots on other nodes: copies (ARC) or parities (AEC).
 
 ARC with shifts 1..p: the snapshot of node i is copied to nodes i-1, ..., i-p of a ring; any p failures are survived.
 AEC: the snapshot of a member of a sharding group is cut into m-1 sub-shards; member i keeps the XOR of sub-shard
 phi(i, j) of every other member j. One failure in each group is survived, for 1/(m-1) of the memory of a copy. Both
 together survive no more than ARC alone, so two failures need ARC with two shifts. Members of a group and the holders of
 copies are ranks on different nodes: a node with several ranks belongs to as many groups.
+
 Sources: REFT 4.1-4.3. Ours: uneven nodes, groups of bounded size, memory of all buffers.
 
 Shapes: N ranks; node_of[N]; W bytes of each rank's snapshot.
@@ -28,7 +29,7 @@ BUFFERS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ProtectionLayout:
-    """Who keeps what for whom.
+    """Holders of the copies and parities of every rank's snapshot.
 
     Attributes:
         method: name of the protection that laid it out.
@@ -44,19 +45,19 @@ class ProtectionLayout:
 
     @property
     def protects(self) -> bool:
-        """Whether anything is kept twice."""
+        """True if any snapshot is protected."""
         return bool(self.groups) or any(self.holders)
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         """The sharding group of a rank; empty where it has none."""
         return next((group for group in self.groups if rank in group), ())
 
-    def writers_kept_by(self, rank: int) -> tuple[int, ...]:
+    def copied_writers(self, rank: int) -> tuple[int, ...]:
         """The other ranks whose snapshots this rank copies."""
         return tuple(writer for writer, holders in enumerate(self.holders) if rank in holders)
 
     def survives(self, failed_nodes: Collection[int]) -> bool:
-        """Whether every rank's snapshot is there, or can be computed, without these nodes."""
+        """Return True if every rank's snapshot can be read or computed without these nodes."""
         failed = set(failed_nodes)
         lost = {rank for rank, node in enumerate(self.node_of) if node in failed}
         return all(self._recoverable(rank, lost) for rank in lost)
@@ -237,10 +238,10 @@ def choose_protection(
 
 
 def protection_cost(layout: ProtectionLayout, snapshot_bytes: Sequence[int]) -> ProtectionCost:
-    """What a layout costs when rank r's snapshot has snapshot_bytes[r].
+    """Return the cost of a layout if rank r's snapshot has snapshot_bytes[r] bytes.
 
-    Every protected rank also keeps its own snapshot of the protected version, because its arena goes on: recovery
-    needs the same version of everybody.
+    Every protected rank also keeps its own snapshot of the protected version: recovery needs the same version of all
+    ranks, and the arena holds newer ones.
     """
     memory, sent, received = ([0] * len(layout.node_of) for _ in range(3))
     for rank, holders in enumerate(layout.holders):

@@ -1,24 +1,16 @@
 """Recovery plan: the newest version that can be restored from what the survivors have, and its sources.
 
-What a rank can contribute to a recovery: its live state, the snapshots on its node, the checkpoint on storage.
-
-Inventories travel as JSON; `to_json` and `from_json` are each other's inverse.
-
-What a recovery will do: where every unit of state comes from, and at which version.
-
-The recovery plan: from what the survivors hold to the newest version that can be restored, and how.
-
-After a fault the ranks of the new world exchange inventories, and every rank computes the same plan from them. A
-*point* is a version at which the state of everything that is no expert ("dense", optimizer, random generators, ...)
-has a source: the live state of survivors, the snapshots of one session in memory, or the checkpoint on storage. At a
-point every expert is taken from its newest version that is not younger; one that is older than the point is *stale*.
-Where a point is the last step of a window (`replay_window.py`), one that is older than the window's first step is.
+After a fault the ranks of the new world exchange inventories (as JSON), and every rank computes the same plan from
+them. A *point* is a version at which all state but experts ("dense", optimizer, random generators, ...) has a source:
+the live state of survivors, the snapshots of one session in memory, or the checkpoint on storage. At a point every
+expert is taken from its newest version that is not younger; one that is older than the point is *stale*, or, if the
+point is the last step of a window (`training_state.py`), one that is older than the window's first step.
 
 The rule, with points ordered live > (session, step):
     whole   = the newest point without stale experts
     newest  = the newest point
     choose whole, unless it is older than the checkpoint on storage; then choose newest, memory before storage.
-So all ranks rather repeat a few steps than lose tokens, but never more steps than storage would cost.
+So all ranks repeat a few steps rather than lose tokens, but never more steps than storage would cost.
 Within a point the order of sources is live > arena > copy > parity > storage (MoC-System 5.1, REFT 4.3). Snapshots
 of one session only are combined: an older session's later steps may have been rolled back.
 
@@ -41,7 +33,7 @@ from moe_lightning.arrays import IntArray
 
 
 class SnapshotKind(StrEnum):
-    """What a snapshot in memory is to its writer."""
+    """Kind of a snapshot in memory."""
 
     ARENA = "arena"  # its own, on its node
     COPY = "copy"  # kept by another rank (ARC)
@@ -130,7 +122,7 @@ class StorageInventory:
 
 @dataclass(frozen=True, kw_only=True)
 class RankInventory:
-    """What one rank of the new world holds.
+    """State that one rank of the new world has.
 
     Attributes:
         rank: in the new world.
@@ -191,7 +183,7 @@ Expert = tuple[int, int]
 
 
 class Origin(IntEnum):
-    """Where a unit of state comes from, in the order of preference."""
+    """Source of a unit of state, in the order of preference."""
 
     LIVE = 0
     ARENA = 1
@@ -210,7 +202,7 @@ _LABELS = {
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Read:
+class UnitRead:
     """One unit taken from memory: an expert, or everything else that a writer wrote (`expert` is None).
 
     Attributes:
@@ -250,7 +242,7 @@ class Decode:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryPlan:
-    """What every rank of the new world does.
+    """Plan of a recovery for all ranks of the new world.
 
     Attributes:
         level: "live": the ranks of `live_ranks` keep their state, the others receive it; "memory" and "storage":
@@ -258,7 +250,7 @@ class RecoveryPlan:
             source, training starts anew.
         version: updates contained in the restored state; 0 where there is no source.
         resumes_at: the step that training goes on from: `version`, unless that is the last step of a window that is run
-            again (`replay_window.py`).
+            again (`training_state.py`).
         session: of the snapshots that are read; None where none is.
         apply_prepared: ranks that must apply the update that they have prepared, before anything else.
         live_ranks: ranks whose live state is then of `version`, at level "live"; the first of them is the source of
@@ -281,7 +273,7 @@ class RecoveryPlan:
     apply_prepared: tuple[int, ...]
     live_ranks: tuple[int, ...]
     shards: tuple[tuple[str, int], ...]
-    reads: tuple[Read, ...]
+    reads: tuple[UnitRead, ...]
     decodes: tuple[Decode, ...]
     origins: IntArray
     versions: IntArray
@@ -300,7 +292,7 @@ class RecoveryPlan:
 
     @property
     def lacks_dense(self) -> bool:
-        """Whether dense state that no rank has is read from memory at level "live"."""
+        """True if dense state that no rank has is read from memory at level "live"."""
         return any(rank < 0 for _, rank in self.shards)
 
     def counts(self, among: Collection[Expert] | None = None) -> dict[Origin, int]:
@@ -323,7 +315,7 @@ __all__ = [
     "Expert",
     "Origin",
     "RankInventory",
-    "Read",
+    "UnitRead",
     "RecoveryPlan",
     "SnapshotInventory",
     "StorageInventory",
@@ -520,7 +512,7 @@ class _Search:
         return (Origin.PARITY, "") if self._decode(session, step, writer) is not None else None
 
     def _decode(self, session: str, step: int, writer: int) -> Decode | None:
-        """How a lost snapshot is computed; None where another member of its sharding group is lost as well."""
+        """Return the decoding of a lost snapshot; None if another member of its sharding group is lost as well."""
         parities = self._parity.get((session, step, writer), {})
         if not parities:
             return None
@@ -593,7 +585,7 @@ class _Search:
             else:
                 reader = self._reader(source.node, source.writer)
             reads.append(
-                Read(
+                UnitRead(
                     writer=source.writer,
                     step=source.step,
                     origin=source.origin,

@@ -1,17 +1,13 @@
 """Repair of damaged checkpoints, and the sources of a restore that a node sees.
 
-Puts a damaged checkpoint together again, so that one bad byte costs one expert some tokens and not the run.
+Every piece has a checksum of its own, so damage is located to the tensor. A damaged expert tensor is read in the newest
+version, not younger than its own, that is undamaged in any stored checkpoint: a second copy of the same version costs
+nothing, an older one the tokens in between (`CheckpointSource.expert_versions`, counted by the ledger). If there is
+none, no checkpoint with that expert can be used. Everything else is new in each checkpoint: if it is damaged, the
+checkpoint before is tried. The same holds for windows whose steps are run again, because those promise that nothing is
+lost.
 
-Every piece has a checksum of its own, so damage to a file is found to the tensor. A damaged expert tensor is read in
-the newest version, not younger than its own, that any kept checkpoint has undamaged: a second copy of the same version
-costs nothing, an older one the tokens in between (`CheckpointSource.expert_versions` tells, the ledger counts). Where
-none is left, no checkpoint with that expert can be used. Everything else is new in each checkpoint: where it is
-damaged, the checkpoint before is looked at. So it is of windows whose steps are run again, because those promise that
-nothing is lost.
-
-Sources for falling back by expert: PEC 3.1 (experts tolerate older state); the papers know no damage on storage.
-
-Where the saved state of a run lies, as one node sees it: snapshots in its memory, checkpoints on storage.
+Sources for falling back by expert: PEC 3.1 (experts tolerate older state); the papers do not treat damage on storage.
 """
 
 from __future__ import annotations
@@ -25,25 +21,25 @@ import numpy as np
 
 from moe_lightning.checkpoint.arena import existing_arenas
 from moe_lightning.checkpoint.directory import checkpoints, run_of, run_record_problem
-from moe_lightning.checkpoint.inventory import local_inventory
 from moe_lightning.checkpoint.loader import Checkpoint, Damage, Found, unreadable
+from moe_lightning.checkpoint.memory import local_inventory
 from moe_lightning.checkpoint.policy import unseen_tokens
 from moe_lightning.checkpoint.recovery_plan import SnapshotInventory, StorageInventory
+from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import storage_of
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import is_expert_key, parse_expert_key
 
-_MOST_TOLD = 3
+_MOST_LISTED = 3
 
 
 def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], None] | None = None) -> Found:
-    """The newest checkpoint that is whole or can be mended.
+    """The newest checkpoint that is whole or can be repaired.
 
     Args:
         root: a directory of checkpoints; it may be empty or missing.
         run: the run that they must belong to, if that matters.
-        report: told each problem, and what is done about it.
+        report: called with each problem and its repair.
     """
     problems: list[str] = []
 
@@ -69,8 +65,8 @@ def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], 
     return Found(checkpoint=None, problems=tuple(problems))
 
 
-def mended(path: Place, *, report: Callable[[str], None]) -> Checkpoint:
-    """One checkpoint, mended where it is damaged from those beside it.
+def repaired(path: Place, *, report: Callable[[str], None]) -> Checkpoint:
+    """One checkpoint, repaired from those beside it where it is damaged.
 
     Raises:
         CheckpointError: it is none, something else than experts is damaged, or an expert has no undamaged version.
@@ -149,12 +145,12 @@ def _harmless(damage: Damage) -> str:
 def _sentence(
     damage: Damage, before: Checkpoint, after: Checkpoint, costs: Mapping[tuple[int, int], int] | None
 ) -> str:
-    """What was damaged, in which version each expert is read instead, and what that costs."""
+    """Describe the damage, the version that is read instead of each expert, and the tokens lost."""
     experts = sorted({parse_expert_key(key)[:2] for key in damage.keys})
-    told = [_fate(expert, damage, before, after) for expert in experts[:_MOST_TOLD]]
-    rest = f" and {len(experts) - _MOST_TOLD} more" if len(experts) > _MOST_TOLD else ""
+    fates = [_fate(expert, damage, before, after) for expert in experts[:_MOST_LISTED]]
+    rest = f" and {len(experts) - _MOST_LISTED} more" if len(experts) > _MOST_LISTED else ""
     lost = "tokens are not counted" if costs is None else f"{sum(costs.get(e, 0) for e in experts)} tokens are lost"
-    return f"{damage.problem}; {', '.join(told)}{rest}; {lost}"
+    return f"{damage.problem}; {', '.join(fates)}{rest}; {lost}"
 
 
 def _fate(expert: tuple[int, int], damage: Damage, before: Checkpoint, after: Checkpoint) -> str:
@@ -168,14 +164,14 @@ def _fate(expert: tuple[int, int], damage: Damage, before: Checkpoint, after: Ch
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverySources:
-    """What a recovery may read.
+    """Sources of state for a recovery.
 
     Attributes:
         root: directory of the checkpoints.
         name: of the run's arenas on this node, without the run's number.
         node: of this process.
         fallback: room for arenas beside shared memory.
-        report: told what is wrong with damaged checkpoints, and what is done about it.
+        report: called with each problem of damaged checkpoints and its repair.
         enter: called before the storage is looked at; no older world commits anything after that.
     """
 
@@ -200,7 +196,7 @@ class RecoverySources:
         return local_inventory(arenas, run) if run is not None and arenas is not None else []
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint on storage that is whole or can be mended; one rank of the world asks."""
+        """The newest checkpoint on storage that is whole or can be repaired; one rank of the world asks."""
         run = run_of(self.root)
         if run is None:
             return None
@@ -214,15 +210,17 @@ def arenas_name(name: str, run: str, node: str, root: Place) -> str:
     return "-".join(part for part in (name, run[:8], storage_of(root).identity(root), node) if part)
 
 
-def fallback_room(chosen: str | None, root: Place) -> Path:
-    """Where snapshots lie if not in shared memory: in the directory that was chosen, else beside the checkpoints, else,
-    where these are in no file system, among temporary files."""
+def fallback_directory(chosen: str | None, root: Place) -> Path:
+    """Return the directory of snapshots that do not fit into shared memory.
+
+    The chosen one, else the one of the checkpoints, else, if these are in no file system, that of temporary files.
+    """
     beside = root if isinstance(root, Path) else Path(tempfile.gettempdir())
     return Path(chosen) if chosen else beside
 
 
 def storage_inventory(checkpoint: Checkpoint) -> StorageInventory:
-    """What a checkpoint can contribute to a recovery."""
+    """Return the session, steps and versions of experts that a checkpoint holds."""
     versions = tuple(tuple(int(v) for v in layer) for layer in checkpoint.expert_versions())
     session, first = checkpoint.manifest.session, checkpoint.first_step
     return StorageInventory(session=session, step=checkpoint.step, first=first, versions=versions)

@@ -1,27 +1,22 @@
 """Intervals, windows and cost of checkpoints.
 
-What checkpointing costs, and the interval and numbers of experts that cost least.
+Cost: the interval and numbers of experts of least cost (MoC-System eq. 3-16 and 5.3, Young's interval). All times are
+in seconds (the papers mix iterations and seconds in eq. 4).
 
-Sources: MoC-System eq. 3-16 and 5.3, Young's interval. All times are in seconds (the papers mix
-iterations and seconds in eq. 4).
+Windows of sparse snapshots that lose nothing: in a window of W consecutive steps every snapshot has the whole state of
+K experts of each layer (their turn), and only the compute weights of the experts whose turn is yet to come; the first
+snapshot has everything else as well. A restore loads the first snapshot and runs the steps of the window again. Experts
+whose turn is yet to come use the weights of the step, and get their whole state at their turn; so after W - 1 steps all
+state is that of the window's last step, to the bit. Source: MoEvement (arXiv 2412.15411) 3; ours leaves out its logs of
+a pipeline's activations, and takes dense state whole at the first step.
 
-Windows of sparse snapshots from which nothing is lost: which snapshot holds what, and what that costs.
-
-In a window of W consecutive steps every snapshot holds the whole state of K experts of each layer (their turn), and
-only the weights that the experts whose turn is yet to come compute with; the first one holds everything else as well.
-A restore takes the first snapshot and runs the steps of the window again. Experts whose turn is yet to come take part
-with the weights of the step, and at their turn get their whole state; so after W - 1 steps all state is that of the
-window's last step, to the bit. Source: MoEvement (arXiv 2412.15411) 3; ours leaves out its logs of a pipeline's
-activations, and takes dense state whole at the first step.
+Hierarchical asynchronous snapshotting (HAS): a snapshot is copied first in a pipeline's bubbles, then in other idle
+time (waiting for data), then during computation, then during communication, which is used only if training and snapshot
+take different links (NVLink and PCIe); the rest stalls training. Source: REFT 4.1, Alg. 1. Ours: bytes instead of
+elements, the third window (in the paper's text, not in its algorithm), the rest as a stall, guards for empty snapshots
+and single stages.
 
 Shapes: L MoE layers, E experts a layer, K experts a turn, W = ceil(E / K) turns.
-
-Hierarchical asynchronous snapshotting: which part of a snapshot is copied in which window of a training step.
-
-First a pipeline's bubbles, then other idle time (waiting for data), then computation, then communication, which may be
-used only where training and snapshot take different ways (NVLink and PCIe); what is left stalls training.
-Source: REFT 4.1, Alg. 1. Ours: bytes instead of elements, the third window (in the paper's text, not in
-its algorithm), the rest as a stall, guards for empty snapshots and single stages.
 """
 
 from __future__ import annotations
@@ -216,8 +211,7 @@ def window_length(num_experts: int, k: int) -> int:
 
 
 def most_frozen(num_experts: int, k: int, written: int) -> int:
-    """How many copies of an expert's weights a window can hold of `written` experts of one layer: those whose turns
-    come last."""
+    """Return the most copies of weights in a window of `written` experts of a layer: those whose turns come last."""
     return sum(position // k for position in range(num_experts - written, num_experts))
 
 

@@ -1,31 +1,22 @@
 """Selection of experts for partial checkpoints, the ledger of lost tokens, and Dynamic-K.
 
-Which experts a partial checkpoint saves: sequential and load-aware selection, and the share of them that goes to
-storage.
+Partial Experts Checkpointing saves K of the E experts of every MoE layer; the others keep their older version. Every
+rank computes the whole selection (sequential or load-aware) alone, from the ordinal of the checkpoint or from counters
+that are equal everywhere, so saving needs no communication. Sources: PEC 3.1 and Alg. 1, MoC-System 3 and 5.
 
-Partial Experts Checkpointing saves K of the E experts of every MoE layer and lets the others keep their older version.
-Every rank computes the whole selection alone from the ordinal of the checkpoint or from counters that are equal
-everywhere, so saving needs no communication. Sources: PEC 3.1 and Alg. 1, MoC-System 3 and 5.
+The token ledger counts the routed tokens behind each expert's state: live, newest copy in host memory, newest copy on
+storage. Unsaved tokens are differences, so a token can be lost only once (PLT). A checkpoint records these numbers as
+of its step; the newest one whose persist completed is the recovery point. Tokens processed after it are trained again
+and are not lost. Sources: PEC eq. 4, MoC-System eq. 7 and 5.1.
 
-Shapes: L MoE layers, E experts a layer, K saved experts a layer.
+Dynamic-K saves more experts as faults use up the budget of lost tokens: K starts small and doubles until all experts
+are saved. Level j (K0, 2 K0, 4 K0, ... E) may spend threshold * 2^-(j+1): the loss per fault halves when K doubles, so
+every level lasts for about the same number of faults, and all levels together stay below the threshold. Because one
+fault can overshoot a limit that is checked only afterwards, K also doubles when one more fault at the present K might
+break the threshold. Sources: PEC 3.2, MoC-System 5.3 (which print no limit per K).
 
-The token ledger: how many tokens each expert's live state has seen, and how many a restore throws away (PLT).
-
-Every expert's state is the result of a number of routed tokens. The ledger keeps that number for the live state, for
-the newest copy in host memory and for the newest copy on storage, so "unsaved tokens" are differences and a token can
-be lost only once. A checkpoint remembers these numbers as of its step; the newest one whose persist completed is the
-recovery point. Tokens processed after the recovery point are trained again and are not lost. Sources: PEC eq. 4,
-MoC-System eq. 7 and 5.1.
-
-Shapes: L MoE layers, E experts a layer. Counts are routed assignments actually processed (after any capacity drops).
-
-Dynamic-K: save more experts as faults use up the budget of lost tokens.
-
-K starts small and doubles until all experts are saved. Level j (K0, 2 K0, 4 K0, ... E) may spend threshold * 2^-(j+1):
-the loss per fault halves when K doubles, so every level lasts for about the same number of faults, and all levels
-together stay below the threshold. Because one fault can overshoot a limit that is checked only afterwards, K also
-doubles when one more fault at the present K might break the threshold. Sources: PEC 3.2, MoC-System 5.3 (which print
-no limit per K).
+Shapes: L MoE layers, E experts a layer, K saved experts a layer. Counts are routed assignments actually processed
+(after any capacity drops).
 """
 
 from __future__ import annotations
@@ -151,7 +142,7 @@ def load_aware_selection(
     """PEC's Algorithm 1: layer after layer, the experts with most unsaved tokens whose rank still has room.
 
     As printed, the layers are taken from last to first, and early layers starve: the room is used up by then.
-    `first_layer` starts elsewhere (and wraps around), which mends it when it changes with every checkpoint;
+    `first_layer` starts elsewhere (and wraps around), which repairs it when it changes with every checkpoint;
     `load_aware_global_selection` is better still.
 
     Args:
@@ -268,8 +259,9 @@ def persist_selection(snapshot: Selection, *, k: int, persisted_version: IntArra
 
 @lru_cache(maxsize=1024)
 def longest_turn(*, num_experts: int, k_snapshot: int, k_persist: int) -> int:
-    """How many checkpoints old the oldest expert of a layer on storage ever is under sequential selection, after a
-    checkpoint of all experts.
+    """Return the largest age, in checkpoints, of an expert on storage under sequential selection.
+
+    Counted after a checkpoint of all experts:
 
     ceil(E / K_persist) - 1 where K_persist divides K_snapshot and that divides E, up to twice as much elsewhere: an
     expert that just missed its turn in a window waits until the window is back. Found by running the schedule until it
@@ -308,7 +300,7 @@ def _check_tables(unsaved: IntArray, owners: IntArray, k: int) -> tuple[int, int
 
 
 class Source(IntEnum):
-    """Where an expert's state is restored from after a fault."""
+    """Source of an expert's state in a restore after a fault."""
 
     LIVE = 0
     """A replica, parity or replay that gives the state exactly as of the recovery point: nothing is lost."""
@@ -374,7 +366,7 @@ class Ledger:
 
     def begin_checkpoint(self, step: int, *, snapshot: BoolArray, persist: BoolArray) -> None:
         """A snapshot of the state after `step` was taken, of which the `persist` experts go to storage; bool [L, E]
-        each. It is remembered until `complete_checkpoint` is told of it or of a later one."""
+        each. It is remembered until `complete_checkpoint` is called with it or a later one."""
         self.take_snapshot(snapshot)
         self._pending[step] = _Point(self.processed.copy(), self.in_memory.copy(), persist.copy())
 
@@ -527,7 +519,7 @@ def worst_case_plt(
 
 
 @validated
-class DynamicK:
+class DynamicKRule:
     """The number of experts to save per layer, as a state machine fed with the PLT of every fault.
 
     Args:

@@ -1,11 +1,7 @@
 """Checkpoint session of one start of a run: snapshotter, agent, and the content of each snapshot.
 
-What one rank copies at each step of a window of sparse snapshots (`checkpoint/schedule.py`).
-
-One start of a run as its checkpoints see it: this rank's snapshotter, this node's agent, and what is saved when.
-
-Saving needs no messages: every rank takes the same decisions from the same counts. Ranks talk when a session opens, and
-once more when K_snapshot and the interval adapt themselves to measured times.
+Saving needs no messages: every rank takes the same decisions from the same counts. Ranks communicate when a session
+opens, and when K_snapshot and the interval adapt to measured times.
 """
 
 from __future__ import annotations
@@ -27,12 +23,12 @@ from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.directory import check_world, claim, enter_world, next_world, run_of
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.protection import ProtectionLayout
-from moe_lightning.checkpoint.repair import arenas_name, fallback_room
+from moe_lightning.checkpoint.repair import arenas_name, fallback_directory
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration, ReplayWindow, adapt, most_frozen
 from moe_lightning.checkpoint.snapshot_protection import ProtectionReport, Protector
 from moe_lightning.checkpoint.snapshotter import CopyWindows, SnapshotReport, Snapshotter
+from moe_lightning.checkpoint.storage import absolute, pause_s
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import absolute, pause_s
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.errors import CheckpointError, ConfigurationError, WorldCutError
 from moe_lightning.parallel.collectives import all_gather_json
@@ -79,8 +75,7 @@ def file_group(piece: StatePiece, window: ReplayWindow) -> str:
 def most_frozen_pieces(
     written: Mapping[str, StatePiece], num_experts: int, k: int, computed_in: torch.dtype | None
 ) -> dict[str, StatePiece]:
-    """What of frozen experts' weights a window may hold at most, whichever experts come last, under keys of its own: to
-    reserve room.
+    """Return the largest set of frozen weights that a window may hold, under keys of its own, to reserve space.
 
     Args:
         written: everything that this rank may write.
@@ -118,10 +113,10 @@ class CheckpointSession:
         ledger_bytes: room for the ledger, which rank 0 saves as well.
         node_peers: the ranks of this rank's node, ascending; the first one keeps the agent.
         node: name of the node where several may share a machine; else empty.
-        layout: who protects whose snapshots; None: nobody.
+        layout: protection of snapshots; None: none.
         computed_in: what experts compute in, where that is less than their weights.
         experts_move: room for all experts that may ever be in this rank's slots; else for those that it writes now.
-        world_number: of this world (`fence.py`), rank 0's counts; 0: the next one that the directory has not seen.
+        world_number: of this world (`directory.py`), rank 0's counts; 0: the next one that the directory has not seen.
 
     Attributes:
         k_snapshot, k_persist: in force now; 0 for a dense model.
@@ -225,7 +220,7 @@ class CheckpointSession:
 
     def _start_agent(self, name: str, node: str, run: str, needed_bytes: int) -> Path:
         claim(self._root, run)
-        fallback = fallback_room(self._settings.fallback_dir, self._root)
+        fallback = fallback_directory(self._settings.fallback_dir, self._root)
         named = arenas_name(name, run, node, self._root)
         arenas = arena_directory(named, needed_bytes=needed_bytes, fallback=fallback)
         self._agent = AgentHandle(
@@ -292,12 +287,12 @@ class CheckpointSession:
 
     @property
     def in_window(self) -> bool:
-        """Whether the snapshot that was begun last is completed by `save_more`."""
+        """True if the snapshot that was begun last is completed by `save_more`."""
         return self._window is not None
 
     @property
     def newest_step(self) -> int | None:
-        """Of the last published snapshot; None before the first."""
+        """Step of the last published snapshot; None before the first."""
         return self._snapshotter.newest_step
 
     def save_more(self, step: int) -> None:
@@ -346,11 +341,11 @@ class CheckpointSession:
 
     @property
     def protection(self) -> ProtectionReport | None:
-        """What protecting the last snapshot took; None before the first."""
+        """Report on the protection of the last snapshot; None before the first."""
         return self._protector.report if self._protector is not None else None
 
-    def settle(self) -> None:
-        """Publish what is being copied, so that a recovery may read it; local."""
+    def finish_copy(self) -> None:
+        """Wait for the running copy and publish it, so that a recovery may read it; local."""
         self._snapshotter.finish()
 
     def wait_before_update(self) -> float:
@@ -376,7 +371,7 @@ class CheckpointSession:
         return self._snapshotter.report
 
     def status(self) -> AgentStatus:
-        """What this node's agent last reported."""
+        """Last report of this node's agent."""
         return read_status(self._arenas)
 
     def adapt(self, *, overlap_s: float, step_s: float) -> bool:

@@ -1,19 +1,13 @@
 """Shards of a checkpoint over data-parallel ranks, and its size.
 
-How large a checkpoint is, from a description of the model's tensors, without allocating any.
-
-What counts as saved is a parameter: which kinds of state exist and their bytes, which of them partial saving applies
-to, and buffers that are saved as they are. PEC's and MoC-System's printed sizes follow from different choices, given
-here as constants.
-Sources: PEC 4, MoC-System eq. 5-6 and Table 3.
-
-Who writes what: the shards of a checkpoint over the data-parallel ranks, and the bytes each rank is predicted to
-write.
+Sizes come from a description of the model's tensors, without allocating any. `Accounting` says what counts: the kinds
+of state and their bytes per parameter, which of them are partial, and buffers that are saved as they are; constants
+give the choices behind PEC's and MoC-System's printed sizes. Sources: PEC 4, MoC-System eq. 5-6 and Table 3.
 
 EE deals the selected experts over the expert-parallel groups that hold the same experts; EN spreads the non-expert
 modules evenly over all ranks; AN does the same on top of the experts' bytes of this very checkpoint, so that ranks
-without a selected expert take more. Modules that are larger than a rank's fair share (embeddings) are split by rows.
-Only replicated state can be sharded so; state that is already sharded (ZeRO-3, FSDP) is written by its owners.
+without a selected expert write more. Modules larger than a rank's fair share (embeddings) are split by rows. Only
+replicated state is sharded so; state that is already sharded (ZeRO-3, FSDP) is written by its owners.
 Sources: PEC 3.2, MoC-System 4.
 
 Rank layout: data-parallel rank r has expert-parallel rank r mod D_ep in group r div D_ep, and expert-parallel rank q
@@ -188,7 +182,7 @@ class Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ModuleRows:
     """Rows [first_row, last_row) of a module, written by one rank."""
 
     module: str
@@ -200,7 +194,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """Which rank writes which experts and pieces of modules.
+    """Writers of experts and of pieces of modules.
 
     Attributes:
         expert_writer: (layer, expert) -> rank, for every selected expert.
@@ -209,7 +203,7 @@ class ShardPlan:
     """
 
     expert_writer: Mapping[tuple[int, int], int]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ModuleRows, ...]
     rank_bytes: tuple[int, ...]
 
     @property
@@ -318,14 +312,14 @@ def shard_checkpoint(
     return ShardPlan(expert_writer=dict(expert_writer), pieces=tuple(pieces), rank_bytes=tuple(load))
 
 
-def _split(module: Module, fair_share: int) -> list[Piece]:
+def _split(module: Module, fair_share: int) -> list[ModuleRows]:
     """The module in as few pieces of rows, none above the fair share where rows allow."""
     count = min(module.rows, max(1, -(-module.nbytes // max(1, fair_share))))
     bounds = cut(module.rows, count)
     return [_piece(module, -1, first, last) for first, last in pairwise(bounds)]
 
 
-def _one_range_a_rank(modules: Sequence[Module], parts: Sequence[Piece], ranks: Sequence[int]) -> list[Piece]:
+def _one_range_a_rank(modules: Sequence[Module], parts: Sequence[ModuleRows], ranks: Sequence[int]) -> list[ModuleRows]:
     """Every module cut anew, in ascending ranks, each with as many rows as its parts had.
 
     A rank that got several parts of a module would otherwise have several ranges of one tensor.
@@ -334,7 +328,7 @@ def _one_range_a_rank(modules: Sequence[Module], parts: Sequence[Piece], ranks: 
     for part, rank in zip(parts, ranks, strict=True):
         of_module = rows[part.module]
         of_module[rank] = of_module.get(rank, 0) + part.last_row - part.first_row
-    pieces: list[Piece] = []
+    pieces: list[ModuleRows] = []
     for module in modules:
         first = 0
         for rank, count in sorted(rows[module.name].items()):
@@ -343,9 +337,9 @@ def _one_range_a_rank(modules: Sequence[Module], parts: Sequence[Piece], ranks: 
     return pieces
 
 
-def _piece(module: Module, rank: int, first: int, last: int) -> Piece:
+def _piece(module: Module, rank: int, first: int, last: int) -> ModuleRows:
     nbytes = module.nbytes * last // module.rows - module.nbytes * first // module.rows
-    return Piece(module=module.name, rank=rank, first_row=first, last_row=last, nbytes=nbytes)
+    return ModuleRows(module=module.name, rank=rank, first_row=first, last_row=last, nbytes=nbytes)
 
 
 def baseline_rank_bytes(

@@ -1,15 +1,12 @@
-"""Protection of snapshots by copies and parities on other nodes.
-
-The files in which protected snapshots lie: ordinary arenas with one block a version.
-
-Protects snapshots against the loss of their node while training goes on: copies and parities on other nodes.
+"""Protection of snapshots against the loss of their node, while training goes on.
 
 At a fixed point of a step every rank calls `start` with the step of a published snapshot. Its own packed snapshot is
-kept aside (`prepare` does that earlier, in the snapshot's thread), and one asynchronous exchange on the background
-group carries it to the ranks that keep copies (ARC), or its sub-shards to the members of its sharding group (AEC),
-which keep their XOR and all tables of contents. A thread waits for what arrives and publishes it; the next `start`
-waits for the thread. A protected version needs nothing but these files, so that arenas may go on meanwhile; one that
-not all ranks have finished is torn, and the one before it counts.
+stored in a protected file (`prepare` does that earlier, in the snapshot's thread), and one asynchronous exchange on the
+background group sends it to the ranks that store copies (ARC), or its sub-shards to the members of its sharding group
+(AEC), which store their XOR and all tables of contents. A thread waits for what arrives and publishes it; the next
+`start` waits for the thread. A protected version needs nothing but these files, which are ordinary arenas with one
+block a version; one that not all ranks have finished is torn, and the one before it counts.
+
 Sources: REFT 4.1-4.3.
 """
 
@@ -25,7 +22,7 @@ from pathlib import Path
 import torch
 
 from moe_lightning.checkpoint.arena import Arena, SnapshotIndex, block_bytes, digest_of
-from moe_lightning.checkpoint.inventory import (
+from moe_lightning.checkpoint.memory import (
     COPIES,
     PARITIES,
     Snapshot,
@@ -84,12 +81,12 @@ class ProtectedFile:
         return self._blocks[self._writing]
 
     def publish(self, table: SnapshotIndex) -> None:
-        """The version is whole."""
+        """Publish the version, which is whole."""
         self._arena.finish_table(self._writing, table)
         self._arena.transition(lambda s: s.finish_snapshot(table.step))
 
     def close(self) -> None:
-        """Let go of the file, which stays for recovery."""
+        """Close the file, which stays for recovery."""
         self._arena.close()
 
 
@@ -108,7 +105,7 @@ _SLACK_BYTES = 64 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class ProtectionReport:
-    """What it took this rank to protect one snapshot.
+    """Bytes and seconds that this rank spent to protect one snapshot.
 
     Attributes:
         step: of the snapshot.
@@ -130,7 +127,7 @@ class ProtectionReport:
 
 @dataclass(frozen=True, kw_only=True)
 class _Flight:
-    """A version on its way."""
+    """A version that is being exchanged."""
 
     table: SnapshotIndex
     tables: PendingParcels
@@ -145,7 +142,7 @@ class Protector:
 
     Args:
         arena: of this rank's snapshots; protecting files lie beside it.
-        layout: who keeps what for whom.
+        layout: holders of copies and parities.
         world: the ranks; exchanges run on its background group.
     """
 
@@ -157,7 +154,7 @@ class Protector:
             )
         self._arena, self._layout, self._world = arena, layout, world
         self._group = layout.group_of(world.rank)
-        self._kept = layout.writers_kept_by(world.rank)
+        self._copied_writers = layout.copied_writers(world.rank)
         self._limits: list[tuple[int, int]] = []
         self._files: dict[int, ProtectedFile] = {}
         self._parity: ProtectedFile | None = None
@@ -165,12 +162,12 @@ class Protector:
         self._failure: BaseException | None = None
         self._report: ProtectionReport | None = None
         self._prepared: int | None = None
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._packed = torch.empty(0, dtype=torch.uint8)
         self._has_begun = self._has_retired = False
 
     @property
     def report(self) -> ProtectionReport | None:
-        """Of the newest protected version of this rank; None before the first."""
+        """Report on the newest protected version of this rank; None before the first."""
         return self._report
 
     def prepare(self, table: SnapshotIndex) -> None:
@@ -199,19 +196,19 @@ class Protector:
         is_whole = self.finish() is not None
         text = b"" if table is None else relocated(table, 0).dump()
         nbytes = 0 if table is None else packed_bytes_of(table.placed)
-        told = all_gather_json([len(text), nbytes], self._world)
-        if table is None or not all(length for length, _ in told):
+        gathered = all_gather_json([len(text), nbytes], self._world)
+        if table is None or not all(length for length, _ in gathered):
             return False
         if is_whole:  # every rank is here, so every rank has finished one
             self._retire_older_sessions(table)
-        sizes = [int(size) for _, size in told]
-        self._make_room(table.session, [(int(length), size) for (length, _), size in zip(told, sizes, strict=True)])
+        sizes = [int(size) for _, size in gathered]
+        self._reserve(table.session, [(int(length), size) for (length, _), size in zip(gathered, sizes, strict=True)])
         sub = self._sub_bytes(sizes, self._world.rank)
-        blob = self._keep_own(table, nbytes, sub * (len(self._group) - 1))
+        blob = self._publish_own(table, nbytes, sub * (len(self._group) - 1))
         ways = self._ways()
         flight = _Flight(
             table=table,
-            tables=self._send(ways, lambda writer, _: int(told[writer][0]), lambda _: _bytes(text)),
+            tables=self._send(ways, lambda writer, _: int(gathered[writer][0]), lambda _: _bytes(text)),
             payloads=self._send(
                 ways,
                 lambda writer, holder: self._payload_bytes(sizes, writer, holder),
@@ -240,7 +237,7 @@ class Protector:
         return self._report
 
     def close(self) -> None:
-        """Let go of the files, which stay for recovery; what is on its way ends, or fails with its connections."""
+        """Close the files, which stay for recovery; a running exchange ends, or fails with its connections."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -276,13 +273,13 @@ class Protector:
 
     # ------------------------------------------------------------------ what is kept
 
-    def _make_room(self, session: str, told: Sequence[tuple[int, int]]) -> None:
+    def _reserve(self, session: str, gathered: Sequence[tuple[int, int]]) -> None:
         """Open files for these sizes; again, with more room, where a snapshot has outgrown them."""
         if self._limits and all(
-            length <= a and size <= b for (length, size), (a, b) in zip(told, self._limits, strict=True)
+            length <= a and size <= b for (length, size), (a, b) in zip(gathered, self._limits, strict=True)
         ):
             return
-        self._limits = [(length * 5 // 4 + _SLACK_BYTES, size * 65 // 64 + _SLACK_BYTES) for length, size in told]
+        self._limits = [(length * 5 // 4 + _SLACK_BYTES, size * 65 // 64 + _SLACK_BYTES) for length, size in gathered]
         problem = None
         try:
             self._open_files(session)
@@ -296,7 +293,7 @@ class Protector:
         self._close_files()
         arenas, rank = self._arena.path.parent, self._world.rank
         sub = self._sub_bytes([size for _, size in self._limits], rank)
-        for writer in (rank, *self._kept):
+        for writer in (rank, *self._copied_writers):
             length, size = self._limits[writer]
             nbytes = max(size, sub * (len(self._group) - 1)) if writer == rank else size
             path = copy_path(arenas, session, rank, writer)
@@ -315,24 +312,24 @@ class Protector:
         self._files, self._parity, self._prepared = {}, None, None
 
     def _pack(self, table: SnapshotIndex, nbytes: int) -> None:
-        """Into the own file; the version is torn until `_keep_own` publishes it, or packs another one over it."""
+        """Into the own file; the version is torn until `_publish_own` publishes it, or packs another one over it."""
         self._prepared = None
-        self._room = self._files[self._world.rank].begin()
-        Snapshot(table=table, memory=self._arena.memory).packed(self._room[:nbytes])
+        self._packed = self._files[self._world.rank].begin()
+        Snapshot(table=table, memory=self._arena.memory).packed(self._packed[:nbytes])
         self._prepared = table.step
 
-    def _keep_own(self, table: SnapshotIndex, nbytes: int, padded: int) -> torch.Tensor:
+    def _publish_own(self, table: SnapshotIndex, nbytes: int, padded: int) -> torch.Tensor:
         """This rank's packed snapshot, in its own file, padded with zeros."""
         if self._prepared != table.step:
             self._pack(table, nbytes)
         self._prepared = None
-        self._room[nbytes:padded].zero_()
+        self._packed[nbytes:padded].zero_()
         file = self._files[self._world.rank]
         file.publish(relocated(table, file.base))
-        return self._room
+        return self._packed
 
     def _retire_older_sessions(self, table: SnapshotIndex | None) -> None:
-        """This session has a version of its own to go back to."""
+        """Delete the files of older sessions once this one has a version of its own."""
         if table is not None and not self._has_retired:
             self._has_retired = True
             discard_older_sessions(self._arena.path.parent, table.session)

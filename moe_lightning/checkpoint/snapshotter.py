@@ -1,23 +1,17 @@
 """Copies of a rank's state into its arena in planned windows of a step.
 
-The way of a GPU's bytes into an arena: through two small page-locked buffers, chunk by chunk.
-
-An arena itself is not page-locked: that takes as long as a step, again after every recovery, and containers allow
-little locked memory. One buffer is filled by the device while the other is emptied by this thread.
-
-The windows of a step in which a snapshot is copied: measured, planned by HAS, and kept by the copying thread.
-
-Source: REFT 4.1, Alg. 1. Ours: the seconds of the windows are those of the last steps of the running training instead
-of derived from a pipeline's shape; a plan takes twice the time that the bandwidth asks for, and each one that made
-training wait doubles that for those after it.
-
-Copies a rank's state into its arena while the next forward and backward run, and measures what training has to wait.
-
-After the optimizer step of iteration k, `start` hands the live tensors to a background thread; before the optimizer
+After the optimizer step of iteration k, `start` passes the live tensors to a background thread; before the optimizer
 step of iteration k + 1, `wait_before_update` waits until the copy is complete and returns the seconds of that stall.
 The thread copies in chunks, so that `CopyWindows` can keep it out of windows in which bandwidth matters more. A
 snapshot may be taken over several steps (`start(until=...)`, then `add`). Nothing here communicates.
-Sources: PEC 3.2, MoC-System 5.2.
+
+Bytes of a GPU go through two small page-locked buffers: one is filled by the device while this thread empties the
+other. An arena itself is not page-locked, because that takes as long as a step, again after every recovery, and
+containers allow little locked memory.
+
+Sources: PEC 3.2, MoC-System 5.2; windows REFT 4.1, Alg. 1. Ours: the seconds of the windows are those of the last steps
+of the running training instead of derived from a pipeline's shape; a plan takes twice the time that the bandwidth asks
+for, and each one that made training wait doubles that for those after it.
 """
 
 from __future__ import annotations
@@ -61,7 +55,7 @@ class Staging:
         self._arriving: tuple[Any, Tensor, int, int] | None = None  # event, buffer, address, bytes
 
     def copy(self, address: int, source: Tensor, stream: Any, admit: Callable[[int], None]) -> None:
-        """Bring bytes to a place in host memory; the last of them are there after `finish`.
+        """Copy bytes to an address in host memory; all are there after `finish`.
 
         Args:
             address: of the place.
@@ -79,7 +73,7 @@ class Staging:
             _put(before)
 
     def fill(self, buffer: Tensor, part: Tensor, stream: Any) -> Any:
-        """Let the device copy a chunk; an event that tells when it is there."""
+        """Let the device copy a chunk; an event that is set when it is there."""
         with stream:
             buffer.copy_(part, non_blocking=True)
             event = torch.Event(device=part.device)
@@ -137,7 +131,7 @@ class Window(Enum):
 class CopyWindows:
     """Lets copies go on in some windows of a step only.
 
-    The training thread tells where the step is (`begin_batch`, `end_batch`, `before_update`, `updated`), the copying
+    The training thread reports where the step is (`begin_batch`, `end_batch`, `before_update`, `updated`), the copying
     thread asks before every chunk (`admit`). Until one whole step was measured, every window is open. What fits into
     the bubbles that are still to come waits for them.
 
@@ -193,7 +187,7 @@ class CopyWindows:
         self._measured.append(step | {Window.COMPUTE: max(0.0, whole_s - sum(step.values()))})
 
     def hurry(self) -> None:
-        """Somebody waits for the copy: it goes on in whatever window."""
+        """Let the copy go on in any window, because training waits for it."""
         with self._changed:
             self._is_hurried = True
             self._changed.notify_all()
@@ -319,7 +313,7 @@ class Snapshotter:
         objects: number of object keys (`start(objects=...)`) to reserve room for.
         object_bytes: room of each.
         windows: when copies may go on; None: always.
-        world: number of the world (`fence.py`).
+        world: number of the world (`directory.py`).
 
     Attributes:
         on_published: called in the background thread with the table of every snapshot that is whole, before `finish`
@@ -424,7 +418,7 @@ class Snapshotter:
         persist: Collection[str] | None,
         groups: Mapping[str, str],
     ) -> tuple[list[tuple[Piece, torch.Tensor]], list[Piece]]:
-        """What is copied, and what keeps the block of the newest snapshot; arguments as of `start`."""
+        """Return the pieces to copy and those that keep their block of the newest snapshot; arguments as of `start`."""
         older = {} if self._newest is None else {piece.key: piece for piece in self._newest.placed}
         copies: list[tuple[Piece, torch.Tensor]] = []
         carried: list[Piece] = []
@@ -453,7 +447,7 @@ class Snapshotter:
         """
         self.finish()
         began, begun = time.perf_counter(), self._begun
-        assert begun is not None, "start was told of the last step"
+        assert begun is not None, "start was called with the last step"
         pieces = [replace(describe(live, version=step, group=groups[live.key]), due=step) for live in state.values()]
         placed = self._allocate(pieces, list(begun.placed))
         table = replace(begun, placed=(*begun.placed, *placed))
@@ -510,7 +504,7 @@ class Snapshotter:
 
     @property
     def newest_step(self) -> int | None:
-        """Of the last published snapshot; None before the first."""
+        """Step of the last published snapshot; None before the first."""
         return None if self._newest is None else self._newest.step
 
     def close(self) -> None:
@@ -582,7 +576,7 @@ class Snapshotter:
                 self._staging.finish()
             copied = time.perf_counter()
             self._copied.set()
-            self._seal(table, placed, is_last=is_last)
+            self._publish(table, placed, is_last=is_last)
             copied_bytes = sum(piece.nbytes for piece in placed)
             if self._windows is not None:
                 self._windows.copy_ended(copied_bytes, copied - began)
@@ -618,8 +612,8 @@ class Snapshotter:
         if self._windows is not None:
             self._windows.admit(num_bytes)
 
-    def _seal(self, table: SnapshotIndex, placed: list[Piece], *, is_last: bool) -> None:
-        """Checksums of what was copied; the whole is published with the last of it."""
+    def _publish(self, table: SnapshotIndex, placed: list[Piece], *, is_last: bool) -> None:
+        """Add checksums of what was copied; publish the snapshot after its last part."""
         hashed = {
             (piece.key, piece.block.offsets): replace(piece, xxh3=digest_of(self.arena.payload(piece)))
             for piece in placed

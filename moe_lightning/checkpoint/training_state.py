@@ -1,18 +1,13 @@
 """State of a training run in checkpoints: the pieces this rank writes, their restore, replayed windows.
 
-The global random generators of a rank, in checkpoints.
-
-A training run's state as checkpoints have it: which pieces this rank writes, and how they come back.
-
 A replicated expert is written by one of its holders, a dense tensor in row shards by all ranks, for the whole session
-by the same rank: shards are balanced on top of the mean bytes of experts per checkpoint, because an arena reserves room
-for the keys of its rank once. When experts move, only who has lost an expert stops writing it.
+by the same rank: shards are balanced on top of the mean bytes of experts per checkpoint, because an arena reserves
+memory for the keys of its rank once. When experts move, only a rank that has lost an expert stops writing it.
 
-The steps of a window that a restore runs again, until the state of every expert is whole.
-
-Training itself runs them, from the same samples; after each update this puts experts whose turn is yet to come back to
-the weights of the step, and gives those whose turn it is their whole state. What the update made of them is discarded;
-their gradients count in the norm, as they did. Source: MoEvement (arXiv 2412.15411) 3.
+After a restore to a window, training runs the window's steps again from the same samples, until the state of every
+expert is whole. After each update, experts whose turn is yet to come are set to the weights of the step, and those
+whose turn it is get their whole state. Their updates are discarded; their gradients count in the norm, as before.
+Source: MoEvement (arXiv 2412.15411) 3.
 """
 
 from __future__ import annotations
@@ -40,9 +35,11 @@ from moe_lightning.state.table import State
 from moe_lightning.state.tensors import is_digest, require_same_base
 
 
-def kept_generators(device: torch.device) -> AbstractContextManager[None]:
-    """After the block the global generators, and that of this rank's device, are where they were before it. Left to
-    itself torch would keep those of all GPUs of the machine, and warn of it.
+def preserved_generators(device: torch.device) -> AbstractContextManager[None]:
+    """Restore the global generators, and that of this rank's device, after the block.
+
+    By default torch would save those of all GPUs of the machine, and warn of it.
+
     """
     return torch.random.fork_rng([] if device.type == "cpu" else [device.index], device_type=device.type)
 
@@ -61,7 +58,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(checkpoint: CheckpointSource, world: World) -> None:
-    """Continue this rank's generators; a rank that the checkpoint does not know keeps its own."""
+    """Continue this rank's generators; a rank that is not in the checkpoint keeps its own."""
     key = f"rng/{world.rank}"
     if key not in checkpoint.keys("rng/"):
         return
@@ -219,7 +216,7 @@ class TrainingState(State):
         }
 
     def load_of(self, writers: Writers) -> Counter[tuple[int, tuple[int, ...]]]:
-        """How many experts of each size, by the bytes of their tensors, every rank writes."""
+        """Count the experts that each rank writes, by (rank, bytes of their tensors)."""
         sizes = [self._expert_sizes(layer) for layer in range(self.num_layers)]
         return Counter((rank, sizes[layer]) for (layer, _), rank in writers.items())
 
@@ -313,7 +310,7 @@ def _rows(pieces: Sequence[StatePiece]) -> int:
 
 
 def replay_of(restored: CheckpointSource, max_steps: int) -> WindowReplay | None:
-    """The replay that makes restored state whole; None where it is, and what was read is let go of.
+    """The replay that makes restored state whole; None if it is whole, and what was read is released.
 
     Args:
         max_steps: of the training; -1: no limit.
@@ -353,7 +350,7 @@ class WindowReplay:
 
     @property
     def is_over(self) -> bool:
-        """Whether the state is whole again."""
+        """True if the state is whole again."""
         return self.step >= self.last
 
     @torch.no_grad()

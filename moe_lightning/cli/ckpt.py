@@ -55,8 +55,8 @@ from moe_lightning.checkpoint import inspect as cleaning
 from moe_lightning.checkpoint.directory import has_manifest
 from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_file
 from moe_lightning.checkpoint.manifest import Manifest
+from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place, exists
-from moe_lightning.checkpoint.storage.registry import place_of, storage_of
 from moe_lightning.cli.expert_edits import least_loaded
 from moe_lightning.config import NonNegativeInt, Probability
 from moe_lightning.errors import CheckpointError, ConfigurationError

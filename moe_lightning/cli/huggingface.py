@@ -14,8 +14,8 @@ from torch import Tensor
 from moe_lightning.checkpoint.files import newest_file, read_file, trained_tokenizer
 from moe_lightning.checkpoint.inspect import resolve
 from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import storage_of
 from moe_lightning.config import build_config
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.tensors import BASE_DIGEST, require_same_base

@@ -184,7 +184,7 @@ def _restore_tokenizer(config: Mapping[str, Any], data: object) -> None:
     made; whether that checkpoint is whole is decided later, by all ranks.
     """
     from moe_lightning.checkpoint.files import checkpoint_values
-    from moe_lightning.checkpoint.storage.registry import place_of
+    from moe_lightning.checkpoint.storage import place_of
     from moe_lightning.cli.run_directory import RunDirectory
     from moe_lightning.data.text import TextData
     from moe_lightning.errors import CheckpointError
@@ -231,7 +231,7 @@ def with_one_checkpoint(callbacks: Mapping[str, Any]) -> dict[str, Any]:
 
 def store_of_checkpoints(config: Mapping[str, Any]) -> Place | None:
     """Where partial checkpoints go if not into a folder; None if they do, or there are none."""
-    from moe_lightning.checkpoint.storage.registry import place_of
+    from moe_lightning.checkpoint.storage import place_of
 
     partial = config["callbacks"].get("partial_experts_checkpoint") or {}
     place = place_of(str(partial.get("dirpath") or "."))
@@ -280,7 +280,7 @@ def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:
     from lightning.pytorch.utilities import rank_zero_warn
 
     from moe_lightning.checkpoint.directory import headings
-    from moe_lightning.checkpoint.storage.registry import place_of, storage_of
+    from moe_lightning.checkpoint.storage import place_of, storage_of
     from moe_lightning.cli.run_directory import RunDirectory
     from moe_lightning.errors import ConfigurationError
 

@@ -31,7 +31,7 @@ from moe_lightning.checkpoint.recovery_plan import (
     StorageInventory,
 )
 from moe_lightning.checkpoint.selection import (
-    DynamicK,
+    DynamicKRule,
     Ledger,
     Selection,
     Source,
@@ -277,11 +277,11 @@ class SavedState:
         self._everything = full_selection(num_layers, experts).mask()
         self._windows: dict[tuple[int, int], Selection] = {}
         self._ledger = Ledger(num_layers=num_layers, num_experts=experts, planned_assignments=planned_assignments)
-        self._dynamic: DynamicK | None = None
+        self._dynamic: DynamicKRule | None = None
         if policy.plt_threshold is not None and self.partial:
             ahead = interval_steps if policy.plt_lookahead else 0
             predicted = partial(self._predicted_plt, interval=ahead, total_steps=planned_steps)
-            self._dynamic = DynamicK(
+            self._dynamic = DynamicKRule(
                 k0=self.k_persist, num_experts=experts, predicted_plt=predicted, threshold=policy.plt_threshold
             )
             self._raise_k()

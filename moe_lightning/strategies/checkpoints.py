@@ -24,9 +24,9 @@ from moe_lightning.checkpoint.full_state import (
 )
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.manifest import MANIFEST
-from moe_lightning.checkpoint.repair import find_usable, mended
+from moe_lightning.checkpoint.repair import find_usable, repaired
+from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import place_of, storage_of
 from moe_lightning.checkpoint.training_state import random_state
 from moe_lightning.compat import private_lightning
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
@@ -320,7 +320,7 @@ def _leased(path: Place, *, report: Callable[[str], None]) -> tuple[Checkpoint, 
 
 def _newest_usable(path: Place, report: Callable[[str], None]) -> Checkpoint:
     if has_manifest(path):
-        return mended(path, report=report)
+        return repaired(path, report=report)
     if isinstance(path, Path) and not path.exists():
         raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file")
     found = find_usable(path, report=report)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchmetrics import Metric
 
-from moe_lightning.checkpoint.training_state import kept_generators
+from moe_lightning.checkpoint.training_state import preserved_generators
 from moe_lightning.compat import private_lightning
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
@@ -417,7 +417,13 @@ class Pipeline:
         """The hidden states that come to the first block of the first micro-batch, or what has their shape."""
         quiet = StepLogs().taking(self._module, 0, lambda: None)
         self._steps.enter_piece(run.pieces[0], is_training=run.is_training)
-        with without_traces(self._module), kept_generators(self._module.device), torch.no_grad(), quiet, run.context():
+        with (
+            without_traces(self._module),
+            preserved_generators(self._module.device),
+            torch.no_grad(),
+            quiet,
+            run.context(),
+        ):
             try:
                 with self.cut.flow.probing():
                     run.step(*run.calls[0])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.checkpoint.loader import CheckpointSource
-from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, move_shards, verify_replays
+from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, exchange_shards, verify_replays
 from moe_lightning.checkpoint.training_state import TrainingState, WindowReplay, replay_of, restore_random_state
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
@@ -413,7 +413,7 @@ class RankState:
         keepers, ways = self._everyones(self._keepers(ranks, numbers), world), self.parts.ways()
         table = self.training_state()
         takers = {unit: takers_of(unit, keepers) for unit, _ in sources}
-        arrived = move_shards(sources, takers, local, world)
+        arrived = exchange_shards(sources, takers, local, world)
         for unit in (unit for unit, keeper in keepers.items() if keeper == world.rank):
             parameter = dense[name_of(unit)]
             if states := made_of(arrived, unit, ways.get(name_of(unit))):
@@ -432,7 +432,7 @@ class RankState:
         if lost:
             keepers = {unit: [staying[number % len(staying)]] for number, unit in enumerate(lost)}
             local = self._held_states(unit for unit in lost if owners[unit] == world.rank)
-            self._entrusted |= move_shards([(unit, owners[unit]) for unit in lost], keepers, local, world)
+            self._entrusted |= exchange_shards([(unit, owners[unit]) for unit in lost], keepers, local, world)
         if self.stages is not None:
             self._shards = None  # parameters may leave now, and all states are kept apart from them
 

@@ -26,12 +26,12 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.balancing.repair import Repair, repair_placements, repair_stages
-from moe_lightning.checkpoint.full_state import broadcast_dense, share_optimizers
+from moe_lightning.checkpoint.full_state import broadcast_dense, broadcast_optimizers
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.memory import MemoryCheckpoint, fetch
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, StorageInventory, plan_recovery
 from moe_lightning.checkpoint.repair import RecoverySources, storage_inventory
-from moe_lightning.checkpoint.storage.registry import place_of
+from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.compat import private_lightning
 from moe_lightning.data.loader import StepLoader, follow_schedule
 from moe_lightning.elastic.worker import PeerFailed
@@ -452,7 +452,7 @@ def share_state(state: RankState, plan: RecoveryPlan, world: World) -> None:
     if not (newcomers or plan.apply_prepared):
         return
     source, own = plan.live_ranks[0], state.training_state()
-    share_optimizers(own, {*newcomers, *plan.apply_prepared}, world, source)
+    broadcast_optimizers(own, {*newcomers, *plan.apply_prepared}, world, source)
     if newcomers:
         broadcast_dense(own, world, source, but=state.shared_names())
 

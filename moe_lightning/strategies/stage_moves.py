@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from moe_lightning.arrays import BoolArray
 from moe_lightning.balancing.migration import held_states, plan_migration
 from moe_lightning.balancing.repair import repair_stages
-from moe_lightning.checkpoint.full_state import share_optimizers
+from moe_lightning.checkpoint.full_state import broadcast_optimizers
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.kernels import pack, packed_bytes, unpack
 from moe_lightning.parallel.collectives import all_gather_json
@@ -128,7 +128,7 @@ class StageMoves:
         ]
         for source in sorted({source for _, source, _ in ways}):
             takers = {target for _, sender, target in ways if sender == source}
-            share_optimizers(self._state.training_state(), takers, world, source)
+            broadcast_optimizers(self._state.training_state(), takers, world, source)
         here = {stage: self._tensors(stage) for stage in {*self._stages.held, *own}}
         parcels = [
             PeerBuffer(source=source, target=target, nbytes=packed_bytes(here[stage]) if stage in here else 0)

@@ -17,9 +17,8 @@ from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.inspect import verify_all
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST
-from moe_lightning.checkpoint.storage import objects
+from moe_lightning.checkpoint.storage import objects, place_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.storage.registry import place_of
 from moe_lightning.errors import ConfigurationError
 from tests.forks import PATIENCE_S, forked
 from tests.object_stores import BUCKET, FAULTS, Faults

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from moe_lightning.checkpoint.arena import arena_path
-from moe_lightning.checkpoint.inventory import local_inventory, packed_bytes_of
-from moe_lightning.checkpoint.memory import MemoryCheckpoint, fetch
+from moe_lightning.checkpoint.memory import MemoryCheckpoint, fetch, local_inventory, packed_bytes_of
 from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, plan_recovery
 from moe_lightning.checkpoint.snapshot_protection import Protector

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_lightning.checkpoint.inventory import local_inventory
-from moe_lightning.checkpoint.memory import fetch
+from moe_lightning.checkpoint.memory import fetch, local_inventory
 from moe_lightning.checkpoint.protection import ProtectionLayout, aec_layout, arc_layout, protection_cost
 from moe_lightning.checkpoint.recovery_plan import Origin, RankInventory, plan_recovery
 from moe_lightning.errors import CheckpointError

@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from moe_lightning.checkpoint.arena import ARENAS, Arena, arena_path
-from moe_lightning.checkpoint.inventory import COPIES, PARITIES, copy_path, local_inventory, parity_path
-from moe_lightning.checkpoint.memory import DamagedSnapshots, fetch
+from moe_lightning.checkpoint.memory import (
+    COPIES,
+    PARITIES,
+    DamagedSnapshots,
+    copy_path,
+    fetch,
+    local_inventory,
+    parity_path,
+)
 from moe_lightning.checkpoint.protection import aec_layout, arc_layout, no_protection
 from moe_lightning.checkpoint.recovery_plan import Origin, RankInventory, RecoveryPlan, plan_recovery, without_snapshots
 from moe_lightning.checkpoint.snapshot_protection import ProtectedFile, Protector

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, move_shards, verify_replays
+from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, exchange_shards, verify_replays
 from moe_lightning.checkpoint.recovery_plan import RankInventory, plan_recovery
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.strategies.dense_parameters import DenseOptimizerShards
@@ -114,7 +114,7 @@ def lost_owner(rank: int, world_size: int) -> tuple[str, list[int]]:
     inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
     plan = plan_recovery(inventories, None, num_layers=0, num_experts=0)
     anew = {name: [(owner + 1) % world_size] for name, owner in owners.items()}
-    received = move_shards(plan.shards, anew, local, world)
+    received = exchange_shards(plan.shards, anew, local, world)
     assert received.keys() == {name for name, takers in anew.items() if takers == [rank]}
     for parameter, (name, _) in zip(whole.parameters(), module.named_parameters(), strict=True):
         for scope, tensor in reference.state[parameter].items() if name in received else ():

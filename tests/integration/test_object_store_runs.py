@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load, load_file
 
 from moe_lightning.checkpoint.directory import checkpoints
-from moe_lightning.checkpoint.storage.registry import place_of, storage_of
+from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.cli.ckpt import main as moe_ckpt
 from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
 from tests.object_stores import BUCKET, Faults

@@ -20,7 +20,7 @@ from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.rules import PlacementPolicy
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.protection import PROTECTIONS, protected_by
-from moe_lightning.checkpoint.storage.registry import place_of
+from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.cli import sim
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies import ExpertParallelStrategy

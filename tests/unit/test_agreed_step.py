@@ -18,9 +18,9 @@ from moe_lightning.checkpoint.agent import Agent, Agreement, propose
 from moe_lightning.checkpoint.arena import arena_path
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.snapshotter import Snapshotter
+from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.checkpoint.storage.objects import FsspecStorage
-from moe_lightning.checkpoint.storage.registry import place_of, storage_of
 from tests.unit.checkpoint_state import EXPERTS, EXTRA, assert_holds, state_of
 
 

@@ -25,7 +25,7 @@ from moe_lightning.checkpoint.arena import (
     newest_common,
 )
 from moe_lightning.checkpoint.directory import checkpoints
-from moe_lightning.checkpoint.inventory import local_inventory
+from moe_lightning.checkpoint.memory import local_inventory
 from moe_lightning.checkpoint.snapshotter import CopyWindows, Snapshotter, Window
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World

@@ -12,7 +12,7 @@ import pytest
 from moe_lightning.callbacks.wandb_artifacts import CheckpointUploads, ages, resumed_artifact
 from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
 from moe_lightning.checkpoint.manifest import FileRecord, Manifest
-from moe_lightning.checkpoint.storage.registry import place_of, storage_of
+from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.state.pieces import Block, Piece
 
 

@@ -391,7 +391,7 @@ def test_an_agent_takes_up_what_another_left(tmp_path: Path) -> None:
     with node(tmp_path) as made:
         made.snapshot(1)
         made.agent._find_arenas()
-        made.agent._take_up()
+        made.agent._choose_job()
         made.agent._write()  # and dies here: parts written, nothing committed
         heir = Agent(made.arenas, made.root, retry_s=0.0)
         assert heir.serve_once()

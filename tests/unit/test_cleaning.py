@@ -14,8 +14,8 @@ from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.agent_control import LOCK, agent_alive
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.inspect import orphans, remove
-from moe_lightning.checkpoint.inventory import local_inventory
 from moe_lightning.checkpoint.loader import find_newest
+from moe_lightning.checkpoint.memory import local_inventory
 from moe_lightning.cli.ckpt import main
 from tests.agents import fork_agent
 from tests.distributed.test_partial_checkpoint import wait_until

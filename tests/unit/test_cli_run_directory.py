@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_lightning.checkpoint.files import write_file
-from moe_lightning.checkpoint.storage.registry import storage_of
+from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import ConfigurationError
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_lightning.checkpoint import commit
-from moe_lightning.checkpoint.storage.registry import storage_of
+from moe_lightning.checkpoint.storage import storage_of
 
 
 def test_a_part_written_anew_after_the_commit_hides_it_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

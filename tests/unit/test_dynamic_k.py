@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_lightning.callbacks.checkpoint import DynamicK as DynamicKCallback
 from moe_lightning.checkpoint.policy import CheckpointLedger, Order
 from moe_lightning.checkpoint.selection import (
-    DynamicK,
+    DynamicKRule,
     Ledger,
     Source,
     expected_plt,
@@ -31,7 +31,7 @@ def predictor(experts: int, interval: int, total_steps: int, model=worst_case_pl
 
 def test_staircase_under_uniform_routing() -> None:
     cost = predictor(16, 20, 100_000, expected_plt)
-    dynamic = DynamicK(k0=1, num_experts=16, predicted_plt=cost)
+    dynamic = DynamicKRule(k0=1, num_experts=16, predicted_plt=cost)
     seen = [dynamic.k, *(dynamic.after_fault(cost(dynamic.k)) for _ in range(200))]
     assert seen == sorted(seen)
     assert set(seen) >= {1, 2, 4}
@@ -51,7 +51,7 @@ def test_budget_holds_when_no_fault_costs_more_than_predicted(
 ) -> None:
     experts, k0 = shape
     cost = predictor(experts, interval, 5000)
-    dynamic = DynamicK(k0=k0, num_experts=experts, predicted_plt=cost, threshold=0.05)
+    dynamic = DynamicKRule(k0=k0, num_experts=experts, predicted_plt=cost, threshold=0.05)
     for share in severity:
         assert k0 <= dynamic.k <= experts
         dynamic.after_fault(share * cost(dynamic.k))
@@ -65,7 +65,7 @@ def test_budget_holds_for_200_faults_on_the_recorded_trace(k0: int, interval: in
     repeats = 4
     total_steps = samples * repeats
     ledger = Ledger(num_layers=layers, num_experts=experts, planned_assignments=repeats * trace.sum(axis=(0, 2)))
-    dynamic = DynamicK(k0=k0, num_experts=experts, predicted_plt=predictor(experts, interval, total_steps))
+    dynamic = DynamicKRule(k0=k0, num_experts=experts, predicted_plt=predictor(experts, interval, total_steps))
     faults = set(np.random.default_rng(interval).choice(total_steps, 200, replace=False).tolist())
     full = full_selection(layers, experts).mask()
     ledger.begin_checkpoint(0, snapshot=full, persist=full)
@@ -90,7 +90,7 @@ def test_budget_holds_for_200_faults_on_the_recorded_trace(k0: int, interval: in
 
 def test_state_survives_a_restart_and_a_smaller_model() -> None:
     cost = predictor(16, 5, 10_000, expected_plt)
-    make = partial(DynamicK, k0=1, predicted_plt=cost)
+    make = partial(DynamicKRule, k0=1, predicted_plt=cost)
     dynamic = make(num_experts=16)
     for _ in range(20):
         dynamic.after_fault(cost(dynamic.k))
@@ -144,7 +144,7 @@ def test_the_budget_holds_under_load_aware_selection(order: Order, routing: str,
     """A restore after any checkpoint, and of any, keeps the losses below the threshold."""
     rng, experts, threshold = np.random.default_rng(0), 8, 0.02
     kept = new_ledger(experts, order, ranks)
-    dynamic = DynamicK(k0=1, num_experts=experts, predicted_plt=lambda _: 0.0, threshold=threshold)
+    dynamic = DynamicKRule(k0=1, num_experts=experts, predicted_plt=lambda _: 0.0, threshold=threshold)
     kept.begin(0, kept.plan(1, 1, full=True))
     version, faults, rose = np.zeros((2, experts), np.int64), 0, False
     for step in range(1, 800):
@@ -203,6 +203,6 @@ def test_a_longer_interval_after_a_resume_raises_k() -> None:
 
 def test_wrong_input_is_named() -> None:
     with pytest.raises(ConfigurationError, match="k0=9"):
-        DynamicK(k0=9, num_experts=8, predicted_plt=lambda k: 0.0)
+        DynamicKRule(k0=9, num_experts=8, predicted_plt=lambda k: 0.0)
     with pytest.raises(ConfigurationError, match="threshold=2"):
-        DynamicK(k0=1, num_experts=8, predicted_plt=lambda k: 0.0, threshold=2)
+        DynamicKRule(k0=1, num_experts=8, predicted_plt=lambda k: 0.0, threshold=2)

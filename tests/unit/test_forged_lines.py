@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from moe_lightning.checkpoint.arena import _HEADER, _PAGE, Arena, SnapshotIndex, arena_path
-from moe_lightning.checkpoint.inventory import local_inventory, protected_tables
+from moe_lightning.checkpoint.memory import local_inventory, protected_tables
 from moe_lightning.checkpoint.repair import find_usable
 from moe_lightning.elastic.protocol import Message, WireError
 from moe_lightning.elastic.rendezvous_state import Roster

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_lightning.checkpoint.inventory import local_inventory
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
-from moe_lightning.checkpoint.memory import DamagedSnapshots, MemoryCheckpoint, fetch
+from moe_lightning.checkpoint.memory import DamagedSnapshots, MemoryCheckpoint, fetch, local_inventory
 from moe_lightning.checkpoint.recovery_plan import Origin, RankInventory, RecoveryPlan, StorageInventory, plan_recovery
 from moe_lightning.errors import CheckpointError
 from moe_lightning.parallel.context import World

@@ -18,7 +18,7 @@ from moe_lightning.checkpoint.inspect import verify_all
 from moe_lightning.checkpoint.loader import Checkpoint, Found
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
 from moe_lightning.checkpoint.memory import MemoryCheckpoint
-from moe_lightning.checkpoint.repair import find_usable, mended, storage_inventory
+from moe_lightning.checkpoint.repair import find_usable, repaired, storage_inventory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import is_expert_key
 from moe_lightning.strategies.checkpoints import _leased
@@ -113,7 +113,7 @@ def test_an_expert_whose_only_file_is_damaged_is_named(root: Path) -> None:
     assert found.problems[0] == f"{path} is damaged: {sentence}"
     assert len(found.problems) == 3
     with pytest.raises(CheckpointError, match=rf"{sentence}; restore it from a copy"):
-        mended(root / "step-00000003", report=lambda _: None)
+        repaired(root / "step-00000003", report=lambda _: None)
     with pytest.raises(CheckpointError, match=rf"holds no whole checkpoint, as .*{sentence} \(2 more problems\): name"):
         _leased(root, report=lambda _: None)
 
@@ -162,12 +162,12 @@ def test_a_missing_file_costs_only_what_was_in_it(root: Path) -> None:
 def test_one_checkpoint_is_mended_from_those_beside_it(root: Path) -> None:
     flip(*places(root, 3, "expert/1/2/weight/w1")[:2])
     told: list[str] = []
-    checkpoint = mended(root / "step-00000003", report=told.append)
+    checkpoint = repaired(root / "step-00000003", report=told.append)
     assert checkpoint.version("expert/1/2/weight/w1") == 1
     assert len(told) == 1
     flip(*places(root, 3, "dense/norm/weight")[:2])
     with pytest.raises(CheckpointError, match="is damaged"):
-        mended(root / "step-00000003", report=told.append)
+        repaired(root / "step-00000003", report=told.append)
 
 
 def test_a_recovery_reads_what_was_mended(root: Path) -> None:
@@ -188,7 +188,7 @@ def test_nobody_reads_a_newer_version_than_the_checkpoint_says(root: Path) -> No
     flip(*places(root, 2, "expert/0/2/weight/w1")[:2])
     (root / "step-00000003" / "kept").rename(root / "step-00000003" / MANIFEST)
     with pytest.raises(CheckpointError, match="no kept checkpoint has another version of expert 2 of layer 0"):
-        mended(root / "step-00000002", report=lambda _: None)
+        repaired(root / "step-00000002", report=lambda _: None)
 
 
 def test_a_damaged_run_record_is_told_by_the_checkpoints(root: Path) -> None:

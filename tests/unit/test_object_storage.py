@@ -16,9 +16,8 @@ from moe_lightning.checkpoint.directory import Superseded, check_world, checkpoi
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
 from moe_lightning.checkpoint.snapshotter import Snapshotter
-from moe_lightning.checkpoint.storage import objects
+from moe_lightning.checkpoint.storage import objects, place_of, shared_place, storage_of
 from moe_lightning.checkpoint.storage.interface import URL
-from moe_lightning.checkpoint.storage.registry import place_of, shared_place, storage_of
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from tests.object_stores import BUCKET, FAULTS, Faults
 from tests.parameters import slow

@@ -78,7 +78,7 @@ def gf2_recoverable(layout: ProtectionLayout, failed: tuple[int, ...]) -> bool:
     for rank, node in enumerate(layout.node_of):
         if node in failed:
             continue
-        for writer in (rank, *layout.writers_kept_by(rank)):
+        for writer in (rank, *layout.copied_writers(rank)):
             for part in range(parts[writer]):
                 row(first[writer] + part)
         group = layout.group_of(rank)

@@ -109,7 +109,7 @@ def inventories_of(scene: Scene, failed: Sequence[int]) -> list[RankInventory]:
         experts = tuple((la, e) for la, e in np.argwhere(scene.held[:, :, node]).tolist()) if scene.live >= 0 else ()
         snapshots = [entry(scene, "arena", node, step) for step in scene.snapshots]
         for step in sorted(scene.protected):
-            snapshots += [entry(scene, "copy", writer, step) for writer in scene.layout.writers_kept_by(node)]
+            snapshots += [entry(scene, "copy", writer, step) for writer in scene.layout.copied_writers(node)]
             group = scene.layout.group_of(node)
             others = [member for member in group if member != node]
             snapshots += [replace(entry(scene, "parity", w, step), holder=node, members=group) for w in others]

@@ -36,7 +36,7 @@ def commits(made: Node, steps: range) -> None:
     for step in steps:
         made.snapshot(step, fresh=[step % EXPERTS], persist=[step % EXPERTS])
         made.persist()
-        while made.agent.scrub():
+        while made.agent.verify_carried():
             pass
 
 
@@ -66,11 +66,11 @@ def test_every_carried_file_is_read_within_so_many_commits(tmp_path: Path, withi
         for step in range(2, 20):
             made.snapshot(step, fresh=[0], persist=[0])  # all other experts are carried from the first on
             made.persist()
-            while made.agent.scrub():
+            while made.agent.verify_carried():
                 pass
-            reads = made.agent._scrubber._read_at
+            reads = made.agent._verifier._read_at
             assert len(reads) == len(carried(made.root))
-            assert all(made.agent._scrubber._commits - read < within for read in reads.values())
+            assert all(made.agent._verifier._commits - read < within for read in reads.values())
 
 
 def test_what_storage_is_too_busy_for_is_read_before_its_time_is_up(tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_what_storage_is_too_busy_for_is_read_before_its_time_is_up(tmp_path: Pa
         for step in range(2, 12):  # the agent never comes to rest in between
             made.snapshot(step, fresh=[0], persist=[0])
             made.persist()
-        reads = made.agent._scrubber._read_at
+        reads = made.agent._verifier._read_at
         assert len(reads) == len(carried(made.root)) > 0
-        assert all(made.agent._scrubber._commits - read <= 2 for read in reads.values())
+        assert all(made.agent._verifier._commits - read <= 2 for read in reads.values())
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
@@ -98,7 +98,7 @@ def test_a_damaged_file_is_written_anew_within_so_many_commits(tmp_path: Path, s
         for step in range(4, 5 + within):  # the last one writes what was found by then
             made.snapshot(step, fresh=[0], persist=[0])
             made.persist()
-            while made.agent.scrub():
+            while made.agent.verify_carried():
                 pass
         checkpoint = newest(made.root)
         checkpoint.verify()

@@ -1,21 +1,27 @@
-"""Places of checkpoints and the operations of a storage.
+"""Places of checkpoints, the operations of a storage, and durable writes on file systems.
 
-A place is a path of this machine or a `URL`; both are pure paths, so that names are put together alike. Whatever is
-read or written there goes through the place's `Storage` (`storages.py`): a file system, where a commit is a rename and
-files are carried over by hard links, or an object store (`object_storage.py`), where a commit is a conditional put and
-files are referred to.
+A place is a path of this machine or a `URL`; both are pure paths, so that names are joined alike. Everything is read
+and written through the place's `Storage` (`storage.storage_of`): a file system, where a commit is a rename and carried
+files are hard links, or an object store, where a commit is a conditional put and carried files are referred to.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import secrets
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import PurePath, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Protocol
 
 from torch import Tensor
 from typing_extensions import override
+
+from moe_lightning.errors import CheckpointError
 
 Place = PurePath
 """A `pathlib.Path`, or a `URL`."""
@@ -44,10 +50,10 @@ class URL(PurePosixPath):
 
 @dataclass(frozen=True, kw_only=True)
 class Stat:
-    """What is known of a file without reading it.
+    """Size and version of a file, known without reading it.
 
     Attributes:
-        version: another one once the file at this place is another one.
+        version: changes when the file at this place is replaced.
     """
 
     nbytes: int
@@ -65,15 +71,15 @@ class Storage(Protocol):
         ...
 
     def names(self, path: Place) -> list[str]:
-        """What lies directly in a directory; nothing where there is none."""
+        """List the names in a directory; none if there is no directory."""
         ...
 
     def is_dir(self, path: Place) -> bool:
-        """Whether there is a directory."""
+        """Return True if there is a directory."""
         ...
 
     def read(self, path: Place) -> bytes:
-        """A file of at most `bounded_files.MOST_BYTES`; OSError where it is larger, or no regular file."""
+        """A file of at most `files.MOST_BYTES`; OSError where it is larger, or no regular file."""
         ...
 
     def chunks(
@@ -99,17 +105,19 @@ class Storage(Protocol):
         ...
 
     def put(self, path: Place, data: bytes) -> None:
-        """Write a small file whole or not at all, in the place of what was there; durable when this returns."""
+        """Write or replace a small file whole or not at all; durable when this returns."""
         ...
 
     def put_once(self, path: Place, data: bytes) -> bytes:
-        """The same for a file that others may write at the same time: where no lock keeps them apart, the first one
-        does. Returns what is there now."""
+        """Write a small file that others may write at the same time; without a lock, the first one counts.
+
+        Returns what is there now.
+        """
         ...
 
     def attempt(self) -> str:
-        """Sets the files of one attempt to write a part apart from those of another one, which somebody may be
-        committing; empty where a lock does that."""
+        """Return a suffix that is unique to one attempt to write a part, as another one's files may be being committed;
+        empty where a lock prevents that."""
         ...
 
     def delete(self, path: Place) -> None:
@@ -117,7 +125,7 @@ class Storage(Protocol):
         ...
 
     def link(self, source: Place, target: Place) -> bool:
-        """Let a file be in a second directory, too; False where it must be referred to."""
+        """Link a file into a second directory; False if it must be referred to."""
         ...
 
     # --- directories of checkpoints -----------------------------------------------------------------------------------
@@ -127,16 +135,18 @@ class Storage(Protocol):
         ...
 
     def identity(self, root: Place) -> str:
-        """The same by whatever path a directory is reached, another one for a copy."""
+        """Return an identifier of a directory: equal for all paths to it, another one for a copy."""
         ...
 
     def lock(self, root: Place, name: str) -> AbstractContextManager[None]:
-        """Keep others who take the lock of this name waiting, where the storage has locks; CheckpointError where it is
-        not free for long. Without one nothing breaks, but work may be done twice."""
+        """Hold the lock of this name, where the storage has locks; CheckpointError if it is not free for long.
+
+        Without locks nothing breaks, but work may be done twice.
+        """
         ...
 
     def staging(self, root: Place, session: str, step: int, world: int) -> Place:
-        """Where the parts of a checkpoint are written."""
+        """Return the directory in which the parts of a checkpoint are written."""
         ...
 
     def owner(self, path: Place) -> tuple[int, str, int] | None:
@@ -144,11 +154,11 @@ class Storage(Protocol):
         ...
 
     def begin(self, staging: Place) -> None:
-        """Make a staging directory, so that `names` of its root tells it, or find it made."""
+        """Make a staging directory, so that `names` of its root lists it, unless it exists."""
         ...
 
     def held(self, staging: Place) -> AbstractContextManager[Place]:
-        """This very staging directory, whatever becomes of its name; FileNotFoundError where it is gone."""
+        """Open this very staging directory, also if it is renamed; FileNotFoundError if it is gone."""
         ...
 
     def unfinished(self, held: Place) -> bytes | None:
@@ -186,7 +196,7 @@ class Storage(Protocol):
         ...
 
     def is_own(self, path: Place) -> bool:
-        """Whether a checkpoint lies at this place itself, and not at another one that is only linked here."""
+        """Return True if a checkpoint lies at this place itself and is not linked from another."""
         ...
 
     def retire(self, path: Place) -> None:
@@ -202,14 +212,84 @@ class Storage(Protocol):
         ...
 
     def unread(self, path: Place) -> AbstractContextManager[bool]:
-        """Whether nobody holds a lease on a checkpoint; nobody takes one while the context is open."""
+        """Yield True if no reader holds a lease on a checkpoint; none can be taken while the context is open."""
         ...
 
 
 def exists(storage: Storage, path: Place) -> bool:
-    """Whether there is a file."""
+    """Return True if there is a file."""
     try:
         storage.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+_LOCK_S = 60.0
+
+
+def lock_exclusively(fd: int, *, timeout_s: float, message: str) -> None:
+    """Take the exclusive lock of an open file, but wait no longer than the timeout.
+
+    Raises:
+        CheckpointError: `message`, after the timeout.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise CheckpointError(message) from error
+            time.sleep(0.0005)
+        else:
+            return
+
+
+@contextlib.contextmanager
+def directory_lock(root: Path, *, name: str = ".lock") -> Iterator[None]:
+    """Hold a lock file in a directory; the kernel releases it when this process dies.
+
+    Raises:
+        CheckpointError: another process holds it for longer than the timeout.
+    """
+    fd = os.open(root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        message = f"the lock of {root} was not free within {_LOCK_S:g} s"
+        lock_exclusively(fd, timeout_s=_LOCK_S, message=message)
+        yield
+    finally:
+        os.close(fd)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, on disk when this returns."""
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
+    try:
+        with open(staged, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(staged, path)
+    except OSError:
+        staged.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def identity_of(directory: Path) -> str:
+    """Device and inode of a directory: the same by whatever path it is reached, another one for a copy.
+
+    Raises:
+        OSError: there is none.
+    """
+    about = os.stat(directory)
+    return f"{about.st_dev:x}.{about.st_ino:x}"
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,21 +1,18 @@
-"""Checkpoints in object stores, through fsspec.
-
-Checkpoints in a store of objects, which knows no rename, links or locks.
+"""Checkpoints in object stores, through fsspec (S3, GCS, Azure and others).
 
     ROOT/step-00000120-w5-SESSION/    a checkpoint, from its first part on; one session's step has one name
-        .begun                        told to newer worlds by the store's listing
+        .begun                        makes the attempt visible to newer worlds in the store's listing
         part-RANK.json, *.distcp      parts being written; an attempt's data files have names that no other attempt uses
         MANIFEST.json                 the commit: put only if there is none
 
-Whoever closes what is being written puts a *void* manifest there first, so that of commit and close exactly one
-succeeds. A manifest that is pruned becomes void, too: a process that was stopped in the middle of its commit finds the
-name taken when it wakes. Void manifests are deleted after ten minutes. Files that are carried over are referred to.
+Stores have no rename, links or locks. To close what is being written, a process puts a *void* manifest there first, so
+that of commit and close exactly one succeeds. A manifest that is pruned becomes void, too: a process that was stopped
+in the middle of its commit then finds the name used. Void manifests are deleted after ten minutes. Files that are
+carried over are referred to.
 
-There are no locks: agents of one world may assemble the same checkpoint twice, and the first one's is it. There are no
-leases: keep as many checkpoints as a reader needs time. A store must list what was put, as S3, GCS and Azure do; where
+Without locks, agents of one world may assemble the same checkpoint twice, and the first one counts. There are no
+leases: keep checkpoints for as long as a reader needs them. A store must list what was put, as S3, GCS and Azure do; if
 it lists late, an older world may still commit, and what it commits is whole.
-
-Object stores by fsspec: S3, GCS, Azure and what else has a file system of its own there.
 
 Endpoints, credentials and time-outs are given in fsspec's own ways: the environment of the provider
 (`AWS_ACCESS_KEY_ID`, ...), `~/.config/fsspec/*.json`, or `FSSPEC_S3_ENDPOINT_URL` and the like.
@@ -60,8 +57,7 @@ _BLOCKS = 16
 
 
 class ObjectStorage(ABC):
-    """What all stores of objects have in common; `storage.Storage` says what each call promises. A store of another
-    kind overrides the six calls that are abstract here.
+    """Base class of object stores; `Storage` documents each call. A store overrides the six abstract calls.
 
     Args:
         scheme: of its URLs.
@@ -80,7 +76,7 @@ class ObjectStorage(ABC):
 
     @abstractmethod
     def names(self, path: Place) -> list[str]:
-        """What comes next in the names of objects behind a prefix and a slash, each once."""
+        """List the next component of the names of objects below a prefix, each once."""
 
     @abstractmethod
     def read_range(self, path: Place, start: int, stop: int | None) -> bytes:
@@ -338,7 +334,7 @@ class FsspecStorage(ObjectStorage):
             return
 
     def _try(self, path: Place, action: Callable[[Any], T], *, is_put: bool = False) -> T:
-        """What an action on the store returns.
+        """Run an action on the store, with retries, and return its result.
 
         Raises:
             OSError: it failed for good, or again and again; in words, and with the place.
@@ -366,7 +362,7 @@ def _store(scheme: str, process: int) -> Any:
 
 
 def _create_option(store: Any) -> dict[str, Any] | None:
-    """What makes `pipe_file` put only what is not there; None where nothing does."""
+    """Return the arguments that make `pipe_file` fail if the object exists; None if there are none."""
     parameters = inspect.signature(getattr(store, "_pipe_file", store.pipe_file)).parameters
     if "mode" in parameters:
         return {"mode": "create"}

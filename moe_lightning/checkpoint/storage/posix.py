@@ -1,9 +1,7 @@
-"""Checkpoints on a POSIX file system.
+"""Checkpoints on a POSIX file system: a commit is a rename, carried files are hard links.
 
-Who reads a checkpoint holds a lease on it, and pruning leaves it alone: a shared lock on its manifest, which the
-kernel releases when the reader dies.
-
-Checkpoints on a file system: a commit is a rename, carried files are hard links, locks die with their holders.
+A reader holds a lease on its checkpoint, a shared lock on the manifest, and pruning skips it. The kernel releases
+leases and locks when their holder dies.
 """
 
 from __future__ import annotations
@@ -23,8 +21,14 @@ import numpy as np
 import torch
 
 from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED, delete_staging
-from moe_lightning.checkpoint.storage.durable import directory_lock, identity_of, sync_directory, write_durably
-from moe_lightning.checkpoint.storage.interface import Place, Stat
+from moe_lightning.checkpoint.storage.interface import (
+    Place,
+    Stat,
+    directory_lock,
+    identity_of,
+    sync_directory,
+    write_durably,
+)
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import check_regular, open_regular, read_bytes
 
@@ -52,7 +56,7 @@ def lease(directory: Path) -> Generator[None, None, None]:
 
 @contextmanager
 def unread(directory: Path) -> Generator[bool, None, None]:
-    """Whether nobody reads a checkpoint; nobody begins to as long as the context is open and the answer was yes."""
+    """Yield True if no process reads a checkpoint; none can begin to while the context is open."""
     try:
         fd = os.open(directory / MANIFEST, os.O_RDWR | os.O_CLOEXEC)  # network file systems lock writable files only
     except FileNotFoundError:
