@@ -33,8 +33,8 @@ from moe_lightning.errors import CheckpointError, ConfigurationError, MissingChe
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import cuts_of
-from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import LOADERS_KEY, is_in_step, loader_states, states_of_stateful
+from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Checkpoints:
         state: of this rank.
     """
 
-    def __init__(self, worlds: Worlds, state: RankState) -> None:
+    def __init__(self, worlds: Worlds, state: TrainState) -> None:
         self._worlds, self._state = worlds, state
         self._leases = ExitStack()
         self._without_state = False
@@ -168,7 +168,7 @@ class Checkpoints:
         """Give the optimizers their states, and from a directory the random generators theirs."""
         if self._state.restored is not None:
             self._state.training_state().restore_optimizers(self._state.restored)
-            self._state.go_on_from(self._state.restored)
+            self._state.resume_from(self._state.restored)
             return
         states, number = checkpoint["optimizer_states"], len(self._state.optimizers)
         if len(states) != number:
@@ -220,11 +220,11 @@ class Checkpoints:
             CheckpointError: on every rank, the first problem.
         """
         problems = all_gather_json([problem, kind is MissingCheckpointError], world)
-        told, is_missing = next((one for one in problems if one[0] is not None), (None, False))
-        if told is not None:
+        message, is_missing = next((one for one in problems if one[0] is not None), (None, False))
+        if message is not None:
             self.release()
             error = MissingCheckpointError if is_missing else CheckpointError
-            raise error(told if str(path) in told else f"not every rank can read {path}: {told}")
+            raise error(message if str(path) in message else f"not every rank can read {path}: {message}")
 
     def release(self) -> None:
         """The checkpoint that this run came from is not read any more: it may be pruned."""

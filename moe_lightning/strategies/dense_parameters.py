@@ -67,9 +67,9 @@ from moe_lightning.state.tensors import (
 from moe_lightning.strategies.checks import cut_parameters, identical_buffers
 from moe_lightning.strategies.fsdp import (
     is_sharded,
-    let_go_of_gathered,
     materialise,
     replace_parameters,
+    reshard_units,
     shard_dense,
     sum_gradients,
     undo_shard,
@@ -249,7 +249,7 @@ Shared = Sequence[tuple[str, tuple[slice, ...], tuple[slice, ...]]]
 """(key, where it lies in one part, where in another) of what two parts have in common."""
 
 
-class RowMoves:
+class RowTransfer:
     """What this rank sends and gets. Where there is a source at all, each of several ranks is at one end of a way to
     another one, so all of them take part in the exchange or none does.
 
@@ -259,7 +259,7 @@ class RowMoves:
         sources: (name of a part, the rank that has it); of a rank -1 nothing comes.
         targets: the parts that every rank will have, at most one of each stage.
         world: the ranks.
-        entrusted: parts of other ranks that this one has, by name.
+        departed_parts: parts of other ranks that this one has, by name.
         held: its own parts under that cut.
         with_moments: whether optimizer states travel with their parameters.
         stage_of: the stage of a parameter, by its name.
@@ -272,7 +272,7 @@ class RowMoves:
         sources: Sequence[tuple[str, int]],
         targets: Sequence[Sequence[Part]],
         world: World,
-        entrusted: Mapping[str, Rows],
+        departed_parts: Mapping[str, Rows],
         *,
         held: Sequence[Part],
         with_moments: bool,
@@ -285,7 +285,7 @@ class RowMoves:
         self._stages = {key: stage_of(name) for key, name in names.items()}
         self._dtypes = {key: tensor.dtype for key, tensor in own.items()}
         self._held: dict[Part, Rows] = dict.fromkeys(held, own)
-        self._held |= {Part.named(name): rows for name, rows in entrusted.items()}
+        self._held |= {Part.named(name): rows for name, rows in departed_parts.items()}
         self._wanted = {part.stage: part for part in targets[world.rank]}
         self._ways = [
             (part, source, target, self._common(part, targets[target]))
@@ -362,7 +362,7 @@ def held_rows(state: State, names: Collection[str], *, with_moments: bool = True
 _OF = ": "  # no parameter has it in its name
 
 
-def keepers_of_units(owners: Mapping[str, int], parted: Collection[str], cut: RowCut) -> dict[str, int]:
+def holders_of_units(owners: Mapping[str, int], parted: Collection[str], cut: RowCut) -> dict[str, int]:
     """The rank that keeps each unit of a world.
 
     Args:
@@ -381,7 +381,7 @@ def keepers_of_units(owners: Mapping[str, int], parted: Collection[str], cut: Ro
     return found
 
 
-def is_of_states(name: str) -> bool:
+def is_unit_name(name: str) -> bool:
     """Whether the name of an inventory is a unit's, not that of parameters' values."""
     return not name.startswith("dense ")
 
@@ -391,17 +391,17 @@ def name_of(unit: str) -> str:
     return unit.partition(_OF)[0]
 
 
-def takers_of(unit: str, keepers: Mapping[str, int]) -> tuple[int, ...]:
+def new_holders_of(unit: str, holders: Mapping[str, int]) -> tuple[int, ...]:
     """The ranks of another world that make their units of this one, or of this and others."""
     name = name_of(unit)
-    if unit in keepers:
-        return (keepers[unit],)
-    if name in keepers:
-        return (keepers[name],)
-    return tuple(keeper for other, keeper in keepers.items() if name_of(other) == name)
+    if unit in holders:
+        return (holders[unit],)
+    if name in holders:
+        return (holders[name],)
+    return tuple(holder for other, holder in holders.items() if name_of(other) == name)
 
 
-def made_of(arrived: Mapping[str, States], wanted: str, cut: TensorCut | None) -> States:
+def unit_state(arrived: Mapping[str, States], wanted: str, cut: TensorCut | None) -> States:
     """The state of a unit from those that have arrived of its parameter; empty where some are lacking.
 
     Args:
@@ -589,8 +589,8 @@ def _require_equal(name: str, share: Shares, size: int) -> None:
             )
 
 
-class Holder(Protocol):
-    """The state of a rank, `RankState`, as far as parts of parameters concern it."""
+class ParameterHolder(Protocol):
+    """The state of a rank, `TrainState`, as far as parts of parameters concern it."""
 
     @property
     def module(self) -> pl.LightningModule: ...
@@ -620,13 +620,13 @@ class DenseParts:
     Attributes:
         with_moments: as given.
         layers: the parts by tensor index.
-        entrusted: parts that ranks have left here before they went, by name, until the next world has them.
+        departed_parts: parts that ranks have left here before they went, by name, until the next world has them.
     """
 
-    def __init__(self, state: Holder, *, in_rows: bool, tensors: int, with_moments: bool) -> None:
+    def __init__(self, state: ParameterHolder, *, in_rows: bool, tensors: int, with_moments: bool) -> None:
         self._state, self._in_rows, self._tensors, self.with_moments = state, in_rows, tensors, with_moments
         self.layers = TensorParts(tensors)
-        self.entrusted: dict[str, Rows] = {}
+        self.departed_parts: dict[str, Rows] = {}
         self._buffers: list[str] = []
         self._scalars: list[nn.Parameter] = []
 
@@ -724,7 +724,7 @@ class DenseParts:
             for part in self._in_stages(whose, self._stages_here)
         ]
         targets = [self._in_stages(Part(), self._stages_here)] * world.size
-        rows = self._moves(sources, targets, world).exchange()
+        rows = self._transfer(sources, targets, world).exchange()
         self.leave()
         self.install(rows, World.single(world.device))
         self.layers.forget(self._state.module)
@@ -796,7 +796,7 @@ class DenseParts:
     def rest(self) -> None:
         """After a forward pass without a backward one: nothing that was gathered stays."""
         if self.is_in_rows:
-            let_go_of_gathered(self._state.module)
+            reshard_units(self._state.module)
 
     def give_step_up(self, world: World) -> None:
         """When the Trainer stops because of an error: rows as between steps, ready for another one. Not collective."""
@@ -820,7 +820,7 @@ class DenseParts:
             return [], []
         stages = (0,) if self._state.stages is None else range(self._state.stages.cut.num_stages)
         everyones = [part.name for whose in cut.parts for part in self._in_stages(whose, stages)]
-        return everyones, [part.name for part in self._in_stages(cut.part, self._stages_here)] + [*self.entrusted]
+        return everyones, [part.name for part in self._in_stages(cut.part, self._stages_here)] + [*self.departed_parts]
 
     @property
     def _stages_here(self) -> Sequence[int]:
@@ -840,18 +840,20 @@ class DenseParts:
             sources: (name of a part, its rank in the new world); of a rank -1 nothing comes.
             part: that this rank will hold, of each of these stages.
         """
-        told = all_gather_json([own.name for own in self._in_stages(part, stages)], world)
-        return self._moves(sources, [[Part.named(name) for name in names] for names in told], world).exchange()
+        everyones = all_gather_json([own.name for own in self._in_stages(part, stages)], world)
+        return self._transfer(sources, [[Part.named(name) for name in names] for names in everyones], world).exchange()
 
-    def _moves(self, sources: Sequence[tuple[str, int]], targets: Sequence[Sequence[Part]], world: World) -> RowMoves:
+    def _transfer(
+        self, sources: Sequence[tuple[str, int]], targets: Sequence[Sequence[Part]], world: World
+    ) -> RowTransfer:
         state, stages = self._state.training_state(), self._state.stages
-        return RowMoves(
+        return RowTransfer(
             state,
             self.ways(),
             [(name, rank) for name, rank in sources if Part.is_name(name)],
             targets,
             world,
-            self.entrusted,
+            self.departed_parts,
             held=self._in_stages(state.cut.part, self._stages_here),
             with_moments=self.with_moments,
             stage_of=(lambda _: 0) if stages is None else stages.stage_of,
@@ -864,11 +866,11 @@ class DenseParts:
         cut, names = world.row_cut, world.row_cut.names()
         lost = [index for index, ranks in enumerate(cut.holders) if not set(ranks) & set(staying)]
         for number, index in enumerate(lost):
-            keeper, part = staying[number % len(staying)], cut.parts[index]
-            targets = [[part] if rank == keeper else [] for rank in range(world.size)]
-            rows = self._moves([(names[index], cut.holders[index][0])], targets, world).exchange()
-            if world.rank == keeper:
-                self.entrusted[names[index]] = rows
+            holder, part = staying[number % len(staying)], cut.parts[index]
+            targets = [[part] if rank == holder else [] for rank in range(world.size)]
+            rows = self._transfer([(names[index], cut.holders[index][0])], targets, world).exchange()
+            if world.rank == holder:
+                self.departed_parts[names[index]] = rows
 
     @torch.no_grad()
     def install(self, rows: Rows | None, world: World) -> None:
@@ -892,7 +894,7 @@ class DenseParts:
             if rows is not None:
                 for scope, tensor in scopes.items():
                     tensor.copy_(rows[f"dense/{name}/{scope}"])
-        self.entrusted = {}
+        self.departed_parts = {}
         self._mark_absent(cuts if part.tensors > 1 else {})
         self.layers.enter(module, world)
 

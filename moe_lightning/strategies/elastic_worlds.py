@@ -83,14 +83,12 @@ from moe_lightning.parallel.abort import ConnectionCut, turn_strangers_away
 from moe_lightning.parallel.collectives import all_gather_json, check_versions
 from moe_lightning.parallel.context import World, agree, any_says, first_group_options, is_silent, prepare_environment
 from moe_lightning.parallel.mesh import Layout
-from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.recovery import (
     FitProgress,
     RecoveryListener,
     RecoveryPlanner,
     RecoveryReport,
     Stopwatch,
-    brought_progress,
     enter_experts,
     fetch_missing,
     fetch_rows,
@@ -101,7 +99,9 @@ from moe_lightning.strategies.recovery import (
     restore_missing,
     set_up_data,
     share_state,
+    transfer_progress,
 )
+from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import WorldListener, Worlds
 
 _GLOO_PATIENCE = 5
@@ -303,7 +303,7 @@ class WorldChanged(Exception):
 
 
 def hand_over(
-    state: RankState,
+    state: TrainState,
     world: World,
     engine: Membership,
     notice: str | None,
@@ -334,7 +334,7 @@ def hand_over(
     staying = [rank for rank, notice in enumerate(notices[: world.size - spares]) if notice is None]
     if 0 < len(staying) < world.size and world.is_connected and state.stages is not None:
         state.hand_over(staying, world)
-        state.moves.hand_over(staying, world, nodes, min_replicas=min_replicas)
+        state.stage_transfer.hand_over(staying, world, nodes, min_replicas=min_replicas)
     elif 0 < len(staying) < world.size and world.is_connected:
         held = np.stack([p.replicas > 0 for p in state.experts.placements])
         repair = repair_placements(
@@ -452,7 +452,7 @@ def is_worlds_fault(error: BaseException, known_reason: str | None) -> bool:
 
 def is_network_fault(error: BaseException | None) -> bool:
     """True if a collective, or what surrounds it, raised an exception because of its connections."""
-    return any(_is_of_collective(cause) for cause in _causes(error))
+    return any(_raised_in_collective(cause) for cause in _causes(error))
 
 
 def reason_of(fault: BaseException | None, known_reason: str | None) -> str:
@@ -466,7 +466,7 @@ def reason_of(fault: BaseException | None, known_reason: str | None) -> str:
     return f"{type(fault).__name__}: {fault}"
 
 
-def _is_of_collective(error: BaseException) -> bool:
+def _raised_in_collective(error: BaseException) -> bool:
     if isinstance(error, dist.DistError | WorldCutError):
         return True
     place = _innermost(error.__traceback__)
@@ -584,7 +584,7 @@ class ElasticWorlds:
     def __init__(
         self,
         worlds: Worlds,
-        state: RankState,
+        state: TrainState,
         wrapped: WorldListener,
         take_place: Callable[[World], None],
         engine: Membership,
@@ -829,7 +829,7 @@ class ElasticWorlds:
                         self.is_newcomer, before = True, 0
                 with watch.phase("leaving"):
                     self._leave(reason)
-                plan, repair = self._settle_in(watch)
+                plan, repair = self._join_and_transfer(watch)
                 break
             except Exception as error:
                 if not is_worlds_fault(error, self.engine.reason):
@@ -887,7 +887,7 @@ class ElasticWorlds:
         self._wrapped.leave()
         drop_groups()
 
-    def _settle_in(self, watch: Stopwatch) -> tuple[RecoveryPlan, Repair]:
+    def _join_and_transfer(self, watch: Stopwatch) -> tuple[RecoveryPlan, Repair]:
         """Join the next world and bring every rank to the same committed step."""
         layers = self._state.layers
         world = self._join(watch)
@@ -925,7 +925,7 @@ class ElasticWorlds:
                 for listener in self.listeners:
                     listener.count_stale(plan.stale)
             self._has_newcomers = bool(newcomers_of(plan, world))
-            self._progress = brought_progress(self._progress, self._state, plan, world)
+            self._progress = transfer_progress(self._progress, self._state, plan, world)
             self._wrapped.enter(world)
             self._progress.restore(self._state.trainer)
             if self.has_rolled_back:

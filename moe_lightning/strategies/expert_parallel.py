@@ -66,10 +66,10 @@ from moe_lightning.strategies.dense_parameters import check_parts, dense_shardin
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
-from moe_lightning.strategies.rank_state import FIXED_GROUPS, RankState, replay_update
 from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps
+from moe_lightning.strategies.train_state import FIXED_GROUPS, TrainState, replay_update
 from moe_lightning.strategies.watch import LossWatch, StallWatch, StopOnNan
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_way
 
@@ -78,7 +78,7 @@ _MOST_SHARE = 1 / 8
 """Of the memory that is free, over all ranks of a machine."""
 
 
-class KeptExperts:
+class GatheredExperts:
     """The stacks of all experts of a model, from the end of training on.
 
     Args:
@@ -92,7 +92,7 @@ class KeptExperts:
         self._world = experts.world if stages is None else stages.whole
         self._stacks: list[dict[str, Tensor]] | None = None
 
-    def keep(self, most_bytes: int) -> None:
+    def gather(self, most_bytes: int) -> None:
         """Collective; keeps nothing where the experts take more than the least of the ranks allows. In a pipeline dense
         parameters are kept likewise.
         """
@@ -109,7 +109,7 @@ class KeptExperts:
             {name: _whole(parameter, stack, world) for name, parameter in stack.parameters.items()} for stack in stacks
         ]
 
-    def hand_out(self) -> None:
+    def attach(self) -> None:
         """The Trainer has ended: let the layers do without the other ranks, where they can."""
         if self._world.size == 1:
             return
@@ -118,7 +118,7 @@ class KeptExperts:
         for layer, whole in zip(layers, stacks, strict=True):
             layer.ended = EndedWorld(layer.experts, self._world.size, whole)
 
-    def take_back(self, *, weights_change: bool) -> None:
+    def detach(self, *, weights_change: bool) -> None:
         """A Trainer runs in this world again; what it changes is forgotten."""
         for layer in self._layers:
             layer.ended = None
@@ -136,7 +136,7 @@ def _whole(parameter: nn.Parameter, stack: ExpertStack, world: World) -> Tensor:
     return whole.cpu()
 
 
-def room_for_experts(num_processes: int) -> int:
+def gather_limit(num_processes: int) -> int:
     """Bytes that a rank may keep beside its own experts, on a machine with so many ranks."""
     try:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
@@ -317,8 +317,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     strategy_name = "expert_parallel"
     of_process = WorldDDPStrategy.of_process | {
-        "state", "steps", "weigh", "scale_sum", "checkpoints", "_kept", "_pipeline", "_data",
-        "_is_placed", "_num_groups", "_before_hooks", "_has_told_objects", "_losses", "_stalls"}  # fmt: skip
+        "state", "steps", "weigh", "scale_sum", "checkpoints", "_gathered", "_pipeline", "_data",
+        "_is_placed", "_num_groups", "_before_hooks", "_has_warned_of_objects", "_losses", "_stalls"}  # fmt: skip
 
     def __init__(
         self,
@@ -365,20 +365,20 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def begin(self) -> None:
         super().begin()
         self.worlds.axes = self._axes
-        self.state = RankState(self.worlds, **self._of_state)
+        self.state = TrainState(self.worlds, **self._of_state)
         self.steps = Steps(self.worlds, self.state, check_replicas_every=self._check_replicas_every)
         self._losses = LossWatch(self._stop_on_nan)
         self._stalls = StallWatch(self._stall_warning_s)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.may_change = self.checkpoints.may_change
-        self._kept: KeptExperts | None = None
+        self._gathered: GatheredExperts | None = None
         self._pipeline: Pipeline | None = None
         self._data: StepData | None = None
         self._is_placed = False
         self._num_groups = 0
         self._before_hooks: Sequence[nn.Parameter] = ()
-        self._has_told_objects = False
+        self._has_warned_of_objects = False
 
     # ------------------------------------------------------------------ world
 
@@ -387,7 +387,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         """As in DDP, but a mean inside a step is that over the micro-batch's samples; integers have exact means."""
         is_mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg", "reduceop.avg")
         if is_mean and isinstance(tensor, Tensor):
-            tensor, reduce_op = self.steps.share_of_mean(tensor, is_of_all=group is None)
+            tensor, reduce_op = self.steps.share_of_mean(tensor, over_all_ranks=group is None)
         return tensor if self.world_size == 1 else super().reduce(tensor, group, reduce_op)
 
     @override
@@ -432,7 +432,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._stalls.begin(self.world)
         super().setup(trainer)
         if self._pipeline is not None:
-            self._pipeline.settle(self.experts.stack_of, str(trainer.precision))
+            self._pipeline.synchronize(self.experts.stack_of, str(trainer.precision))
         private_lightning.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
         if self.elastic is not None and self.elastic.is_newcomer:
             trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
@@ -457,17 +457,17 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.steps.stream.seed = self._run_seed()
         attach_stream(module, self.steps.stream)
         self.steps.sequences.attach(module)
-        if not self.state.is_of(module):
+        if not self.state.has_placed(module):
             if self.worlds.axes.pp > 1:
                 check_for_pipeline(module)
                 self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds)
             stages = None if self._pipeline is None else StageState(self._pipeline.cut, self.worlds)
             self.state.take(module, self.placing.place(module, self.worlds.mesh.world, stages), stages)
-            self._kept = KeptExperts(self.experts, stages)
+            self._gathered = GatheredExperts(self.experts, stages)
         elif self._pipeline is not None:
             self._pipeline.cut.apply(self.root_device)
-        assert self._kept is not None
-        self._kept.take_back(weights_change=trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path is not None)
+        assert self._gathered is not None
+        self._gathered.detach(weights_change=trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path is not None)
         self._is_placed = True
 
     @override
@@ -507,17 +507,17 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         super().on_train_end()
         self._losses.finish()
         # In an elastic run a rank that is lost now must not end the others.
-        if self._kept is not None and self.elastic is None and self.world.size > 1:
-            room, ranks = room_for_experts(self.num_processes), self.worlds.mesh.world
+        if self._gathered is not None and self.elastic is None and self.world.size > 1:
+            room, ranks = gather_limit(self.num_processes), self.worlds.mesh.world
             self.state.gather(ranks, room)
-            self._kept.keep(room)  # in a pipeline dense parameters, too
+            self._gathered.gather(room)  # in a pipeline dense parameters, too
 
     @override
     def teardown(self) -> None:
         self._stalls.end()
         self.checkpoints.release()
-        if self._kept is not None:
-            self._kept.hand_out()
+        if self._gathered is not None:
+            self._gathered.attach()
             self.state.parts.give_step_up(self.world)
         private_lightning.unclip(self.precision_plugin)
         if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
@@ -552,7 +552,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.worlds.leave()
         return self.experts.replace(placements, self.optimizers, self.node_of)
 
-    def visit_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
+    def shadow_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
         """Let experts visit other ranks in the next step, a plan for each MoE layer here; collective, before the step.
 
         Args:
@@ -565,10 +565,10 @@ class ExpertParallelStrategy(WorldDDPStrategy):
                 steps have no stated end.
         """
         self.steps.require_stated_end("shadows")
-        self.experts.visit(plans, self.flight_dtype, early_shares or [1.0] * len(plans))
+        self.experts.place_shadows(plans, self.shadow_dtype, early_shares or [1.0] * len(plans))
 
     @property
-    def flight_dtype(self) -> torch.dtype:
+    def shadow_dtype(self) -> torch.dtype:
         """What experts compute in, and so what their weights travel in when they visit other ranks."""
         is_mixed = str(self.precision_plugin.precision) == "bf16-mixed"
         return torch.bfloat16 if is_mixed else self.experts.layers[0].experts.dtype
@@ -627,9 +627,9 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.lightning_module is not None and self.state.holds(self.lightning_module):
             self.checkpoints.add_positions(checkpoint)
-        if not self._has_told_objects:
+        if not self._has_warned_of_objects:
             found = hyper_parameters_with_objects(checkpoint)
-            self._has_told_objects = bool(found)
+            self._has_warned_of_objects = bool(found)
             if found:
                 rank_zero_warn(
                     f"the hyper-parameters {found} hold objects, so the checkpoint is loaded with "
@@ -687,7 +687,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Callbacks and steps see this rank's part of each sequence."""
-        self._stalls.made_progress()
+        self._stalls.record_progress()
         batch = self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
         trainer = private_lightning.trainer_of(self.lightning_module)
         if trainer is not None and trainer.training:
@@ -714,7 +714,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Gradients of the mean over the global batch, summed over replicas before any hook sees them."""
         module, precision = self.state.module, self.precision_plugin
-        if not self.steps.is_stand_in:
+        if not self.steps.is_dummy_batch:
             self._losses.look(closure_loss, self._place())
         weighted = closure_loss if self._pipeline is not None else self.steps.weighted(closure_loss)
         with self.steps.summing():
@@ -773,9 +773,12 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     # ------------------------------------------------------------------ batches outside of training
 
     @property
-    def is_stand_in(self) -> bool:
-        """This rank has no sample in the running or the last batch: callbacks that count samples skip it."""
-        return self.steps.is_stand_in
+    def is_dummy_batch(self) -> bool:
+        """True if this rank has no sample in the running or the last batch: callbacks that count samples skip it."""
+        return self.steps.is_dummy_batch
+
+    is_stand_in = is_dummy_batch
+    """Former name of `is_dummy_batch`, for one more release."""
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -151,7 +151,7 @@ def gathered(module: nn.Module) -> Generator[None, None, None]:
     end_backward(module)
 
 
-def let_go_of_gathered(module: nn.Module) -> None:
+def reshard_units(module: nn.Module) -> None:
     """After a forward pass without a backward one: parameters are blocks again everywhere."""
     assert isinstance(module, FSDPModule)
     module.reshard()

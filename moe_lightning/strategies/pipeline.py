@@ -156,7 +156,7 @@ class StepLogs:
             metric = ""
             if isinstance(value, Metric):
                 metric = next(path for path, part in module.named_modules() if part is value)
-            if not count and "batch_size" in options:  # a stand-in counts for nothing
+            if not count and "batch_size" in options:  # a dummy batch counts for nothing
                 options["batch_size"] = 0
             weight: Tensor | float | None = options.get("batch_size")
             if weight is None and not options.get("sync_dist"):
@@ -177,7 +177,7 @@ class StepLogs:
         finally:
             object.__delattr__(module, "log")
 
-    def told(self) -> list[Any]:
+    def to_plain(self) -> list[Any]:
         """As plain values."""
         return [
             [v.name, None if v.value is None else float(v.value), v.metric, float(v.weight), v.options]
@@ -185,14 +185,14 @@ class StepLogs:
         ]
 
 
-def log_again(module: pl.LightningModule, told: list[Any], count: int) -> None:
-    """Log what `StepLogs.told` says, one value for each name.
+def log_joined(module: pl.LightningModule, calls: list[Any], count: int) -> None:
+    """Log what `StepLogs.to_plain` says, one value for each name.
 
     Args:
         count: samples of this rank in all micro-batches.
     """
-    for name in dict.fromkeys(entry[0] for entry in told):
-        entries = [entry for entry in told if entry[0] == name]
+    for name in dict.fromkeys(entry[0] for entry in calls):
+        entries = [entry for entry in calls if entry[0] == name]
         _, _, metric, _, options = entries[0]
         if metric:
             logged = module.get_submodule(metric)
@@ -221,7 +221,7 @@ def _plain(option: str, value: Any) -> Any:
     raise ConfigurationError(f"log({option}={value!r}) cannot be told to the other stages of mesh.pp: drop it")
 
 
-_KEPT_SHAPES = 8
+_MOST_SHAPES = 8
 """Schedules that are kept for batches of other shapes."""
 
 _BUCKET_NUMBERS = 1 << 23
@@ -337,7 +337,7 @@ class Pipeline:
         self._pipes.clear()
 
     @torch.no_grad()
-    def settle(self, experts: Collection[nn.Parameter], precision: str) -> None:
+    def synchronize(self, experts: Collection[nn.Parameter], precision: str) -> None:
         """Begin with the dense values of the first rank of the stage, in the precision they have by now; collective."""
         for tensor in [*self._module.parameters(), *self._module.buffers()]:
             if tensor not in experts and not is_cut(tensor):
@@ -373,19 +373,19 @@ class Pipeline:
                 computed_NE=torch.stack([one.computed_NE for one in seen]).sum(0),
             )
         outcome, logs, weights = broadcast_object(
-            self._told(run) if self._is_last else None, self._mesh.shape.pp - 1, self._mesh.pipe
+            self._summary(run) if self._is_last else None, self._mesh.shape.pp - 1, self._mesh.pipe
         )
         if not self._is_last:
             steps.take_weights(weights)
         with nullcontext() if batch.count else without_traces(module):
-            log_again(module, logs, batch.count)
+            log_joined(module, logs, batch.count)
         return outcome
 
-    def _told(self, run: _Run) -> list[Any]:
+    def _summary(self, run: _Run) -> list[Any]:
         """What the last stage tells the others."""
         counts, weights = [piece.count for piece in run.pieces], [float(weight) for weight in run.weights]
         outcome = joined(run.outcomes, counts, weights or [float(count) for count in counts])
-        return [outcome, run.logs.told(), weights]
+        return [outcome, run.logs.to_plain(), weights]
 
     def _pipe(self, run: _Run) -> Pipe:
         """For batches of the shapes of this one."""
@@ -405,7 +405,7 @@ class Pipeline:
             sent = torch.empty(size * max(rows), dtype=hidden.dtype, **own), torch.empty(1, **own)
             pipe = Pipe(self._schedule, len(rows), sent, self._compute, self._mesh.pipe)
             self._pipes[key] = pipe, size * max(rows)
-            while len(self._pipes) > _KEPT_SHAPES:
+            while len(self._pipes) > _MOST_SHAPES:
                 self._pipes.popitem(last=False)
         else:
             run.is_watched = False

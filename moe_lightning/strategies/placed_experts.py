@@ -47,9 +47,9 @@ def next_slots(slots: Sequence[int], experts: Collection[int]) -> tuple[int, ...
         experts: what the rank shall hold; at most as many as there are slots.
     """
     assert len(set(experts)) <= len(slots)
-    kept = [expert if expert in experts else -1 for expert in slots]
-    coming = iter(sorted(set(experts) - set(kept)))
-    return tuple(next(coming, -1) if expert < 0 else expert for expert in kept)
+    staying = [expert if expert in experts else -1 for expert in slots]
+    coming = iter(sorted(set(experts) - set(staying)))
+    return tuple(next(coming, -1) if expert < 0 else expert for expert in staying)
 
 
 @torch.no_grad()
@@ -213,7 +213,7 @@ class PlacedExperts:
         room: slots of each rank, [L][N].
         stacks: of each layer, what lives in this rank's slots.
         stack_of: the stack that each expert parameter is in.
-        visits: the shadows of the running step; None where there are none.
+        shadows: those of the running step; None where there are none.
         speeds: int64 [N], how fast ranks compute experts; None: all alike, as in every new world.
 
     Raises:
@@ -236,7 +236,7 @@ class PlacedExperts:
         self.module = module
         self.layers = moe_layers(module)
         self.placements = list(placements)
-        self.visits: StepVisits | None = None
+        self.shadows: StepVisits | None = None
         self.speeds: IntArray | None = None
         self.world = world
         self._groups = dispatch_groups(world.size, ep_size or world.size)
@@ -278,9 +278,9 @@ class PlacedExperts:
 
     def sum_replica_gradients(self) -> None:
         """Bring the gradients of shadows home, then add those of each expert over its holders, in rank order."""
-        if self.visits is not None:
-            self.visits.finish()
-            self._part()
+        if self.shadows is not None:
+            self.shadows.finish()
+            self._drop_shadows()
         self._replica_sum()
 
     def compare_replicas(self, step: int, repair_with: Sequence[Optimizer] | None = None) -> bool:
@@ -414,7 +414,7 @@ class PlacedExperts:
         return self._move(placements, dispatchers, before, held, optimizers, began, nodes, dtypes, transfers)
 
     def hold(self, layers: Sequence[MoELayer], placements: Sequence[Placement]) -> None:
-        """Speak of other layers from now on, in the slots as they are, until `settle` lets them dispatch.
+        """Speak of other layers from now on, in the slots as they are, until `dispatch_among` lets them dispatch.
 
         Args:
             placements: of each, if only those of a former world.
@@ -425,7 +425,7 @@ class PlacedExperts:
         self.stacks = self._stacks([layer.experts.slot_experts for layer in layers], placements)
         self.stack_of = {parameter: stack for stack in self.stacks for parameter in stack.parameters.values()}
 
-    def settle(self, layers: Sequence[MoELayer], placements: Sequence[Placement], world: World) -> None:
+    def dispatch_among(self, layers: Sequence[MoELayer], placements: Sequence[Placement], world: World) -> None:
         """Dispatch these layers among these ranks from now on, in the slots as they are."""
         self.world, self._groups = world, dispatch_groups(world.size, world.size)
         self.hold(layers, placements)
@@ -514,7 +514,7 @@ class PlacedExperts:
 
     # ------------------------------------------------------------------ shadows
 
-    def visit(self, plans: Sequence[ShadowPlan], dtype: torch.dtype, early_shares: Sequence[float]) -> None:
+    def place_shadows(self, plans: Sequence[ShadowPlan], dtype: torch.dtype, early_shares: Sequence[float]) -> None:
         """Let experts visit other ranks in the step that follows, until its gradients are summed; collective.
 
         Args:
@@ -526,7 +526,7 @@ class PlacedExperts:
             ConfigurationError: plans for other placements, dispatch groups smaller than the world, or experts in four
                 bits.
         """
-        self._part()
+        self._drop_shadows()
         if not any(plan.num_copies for plan in plans):
             return
         if any(layer.experts.in_4_bits for layer in self.layers):
@@ -540,19 +540,19 @@ class PlacedExperts:
             parameters, slots = layer.experts.stacked_parameters(), layer.experts.slot_experts
             visits.append(LayerVisits(parameters, slots, plan, self.world, dtype, share))
             layer.visits = visits[-1]
-        self.visits = StepVisits(visits)
-        self.visits.begin()
+        self.shadows = StepVisits(visits)
+        self.shadows.begin()
 
     def forget_step(self) -> None:
         """Let go of what a step that will not end has left in the layers: graphs, statistics, shadows."""
-        self._part()
+        self._drop_shadows()
         for layer in self.layers:
             layer.auxiliary_loss = layer.statistics = None
 
-    def _part(self) -> None:
-        if self.visits is not None:
-            self.visits.release()
-        self.visits = None
+    def _drop_shadows(self) -> None:
+        if self.shadows is not None:
+            self.shadows.release()
+        self.shadows = None
         for layer in self.layers:
             layer.visits = layer.dispatcher.shadows = None
 

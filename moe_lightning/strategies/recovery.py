@@ -39,8 +39,8 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World, agree
 from moe_lightning.strategies.dense_parameters import Rows
-from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states
+from moe_lightning.strategies.train_state import TrainState
 
 Phase = Literal["leaving", "rendezvous", "groups", "plan", "movement", "settling"]
 
@@ -335,34 +335,34 @@ def _schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
 
 
 def shared_progress(
-    kept: FitProgress | None, trainer: pl.Trainer, version: int, world: World, *, is_live: bool
+    own: FitProgress | None, trainer: pl.Trainer, version: int, world: World, *, is_live: bool
 ) -> FitProgress:
     """The progress at a version, from whoever has it; collective.
 
     Args:
-        kept: what this rank could take its fit loop back to.
+        own: what this rank could take its fit loop back to.
         is_live: this rank's state counts.
     """
-    if is_live and _step_of(kept) != version == trainer.global_step:
+    if is_live and _step_of(own) != version == trainer.global_step:
         # It failed between the update and the end of its step, or before its first one.
-        kept = FitProgress.of(trainer, after_step=kept is not None)
-    mine = [kept.step, kept.validation_is_due, kept.epoch_is_over] if is_live and kept is not None else [-1] * 3
+        own = FitProgress.of(trainer, after_step=own is not None)
+    mine = [own.step, own.validation_is_due, own.epoch_is_over] if is_live and own is not None else [-1] * 3
     everyones = all_gather_json(mine, world)
     steps = [step for step, _, _ in everyones]
     if any(step != version for step in steps):
         source = steps.index(version)
-        dump = kept.dump(trainer) if world.rank == source and kept is not None else None
+        dump = own.dump(trainer) if world.rank == source and own is not None else None
         dump = broadcast_object(dump, source, world)
-        if _step_of(kept) != version or not is_live:
-            kept = FitProgress.adopt(dump, trainer, with_callbacks=not is_live)
-    assert kept is not None
+        if _step_of(own) != version or not is_live:
+            own = FitProgress.adopt(dump, trainer, with_callbacks=not is_live)
+    assert own is not None
     # One that was further than others does again what they have still to do.
     validation, epoch = (any(entry[i] for entry in everyones if entry[0] == version) for i in (1, 2))
-    return replace(kept, validation_is_due=validation, epoch_is_over=epoch)
+    return replace(own, validation_is_due=validation, epoch_is_over=epoch)
 
 
-def _step_of(kept: FitProgress | None) -> int:
-    return kept.step if kept is not None else -1
+def _step_of(own: FitProgress | None) -> int:
+    return own.step if own is not None else -1
 
 
 def set_up_data(trainer: pl.Trainer) -> None:
@@ -377,7 +377,7 @@ def set_up_data(trainer: pl.Trainer) -> None:
 
 
 def inventory_of(
-    state: RankState, *, former: World, rank: int, node: str, version: int, counts: bool, is_prepared: bool
+    state: TrainState, *, former: World, rank: int, node: str, version: int, counts: bool, is_prepared: bool
 ) -> RankInventory:
     """What a rank holds as it leaves its former world.
 
@@ -405,7 +405,7 @@ def inventory_of(
     )
 
 
-def repaired(plan: RecoveryPlan, state: RankState, world: World, *, min_replicas: int) -> Repair:
+def repaired(plan: RecoveryPlan, state: TrainState, world: World, *, min_replicas: int) -> Repair:
     """The placements of the new world; rank 0 warns where slots are too few for what is wished for.
 
     Args:
@@ -415,7 +415,7 @@ def repaired(plan: RecoveryPlan, state: RankState, world: World, *, min_replicas
     if state.stages is None:
         repair, most = repair_placements(plan.held, **options), len(set(plan.nodes))
     else:
-        ranks = state.moves.ranks_of_layers(world)
+        ranks = state.stage_transfer.ranks_of_layers(world)
         repair = repair_stages(plan.held, ranks, **options)
         most = min((len({plan.nodes[rank] for rank in own}) for own in ranks), default=1)
     if repair.min_replicas < min(min_replicas, most):
@@ -446,7 +446,7 @@ def fetch_missing(
     return fetch(plan, world, planner.sources.arenas, needed, storage=planner.storage)
 
 
-def share_state(state: RankState, plan: RecoveryPlan, world: World) -> None:
+def share_state(state: TrainState, plan: RecoveryPlan, world: World) -> None:
     """Newcomers get what every rank has; those that made up for an update get what went with it; collective."""
     newcomers = newcomers_of(plan, world)
     if not (newcomers or plan.apply_prepared):
@@ -457,12 +457,12 @@ def share_state(state: RankState, plan: RecoveryPlan, world: World) -> None:
         broadcast_dense(own, world, source, but=state.shared_names())
 
 
-def fetch_rows(state: RankState, plan: RecoveryPlan, world: World) -> Rows | None:
+def fetch_rows(state: TrainState, plan: RecoveryPlan, world: World) -> Rows | None:
     """What this rank will hold of the dense parameters in another world, where ranks share them; collective there, and
     changes nothing yet that counts.
     """
     if state.stages is not None:
-        rows = state.moves.fetch(plan.shards, world, is_live=world.rank in plan.live_ranks)
+        rows = state.stage_transfer.fetch(plan.shards, world, is_live=world.rank in plan.live_ranks)
     elif state.parts.is_wished:
         rows = state.parts.fetch(plan.shards, world.row_cut.part, world)
     else:
@@ -471,15 +471,15 @@ def fetch_rows(state: RankState, plan: RecoveryPlan, world: World) -> Rows | Non
     return rows
 
 
-def enter_experts(state: RankState, plan: RecoveryPlan, repair: Repair, world: World) -> None:
+def enter_experts(state: TrainState, plan: RecoveryPlan, repair: Repair, world: World) -> None:
     """Bring experts to where the placements of another world want them; collective there."""
     if state.stages is not None:
-        state.moves.enter_world(world, repair.placements, plan.held, plan.nodes)
+        state.stage_transfer.enter_world(world, repair.placements, plan.held, plan.nodes)
     else:
         state.experts.enter_world(world, repair.placements, plan.held, state.optimizers, plan.nodes)
 
 
-def restore_missing(state: RankState, plan: RecoveryPlan, saved: MemoryCheckpoint | None) -> None:
+def restore_missing(state: TrainState, plan: RecoveryPlan, saved: MemoryCheckpoint | None) -> None:
     """Read what the plan takes from snapshots and storage into the live state.
 
     Args:
@@ -496,7 +496,7 @@ def restore_missing(state: RankState, plan: RecoveryPlan, saved: MemoryCheckpoin
     own.restore_model(saved)
     own.restore_optimizers(saved)
     state.restored = saved
-    state.go_on_from(saved)
+    state.resume_from(saved)
 
 
 def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:
@@ -504,16 +504,16 @@ def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:
     return tuple(rank for rank in range(world.size) if rank not in plan.live_ranks)
 
 
-def brought_progress(kept: FitProgress | None, state: RankState, plan: RecoveryPlan, world: World) -> FitProgress:
+def transfer_progress(own: FitProgress | None, state: TrainState, plan: RecoveryPlan, world: World) -> FitProgress:
     """The fit loop's progress at the plan's version, from whoever has it; collective.
 
     Args:
-        kept: what this rank could take its fit loop back to.
+        own: what this rank could take its fit loop back to.
     """
     trainer = state.trainer
     if plan.level == "live":
         is_live = world.rank not in newcomers_of(plan, world)
-        return shared_progress(kept, trainer, plan.version, world, is_live=is_live)
+        return shared_progress(own, trainer, plan.version, world, is_live=is_live)
     saved = state.restored
     assert saved is not None
     return FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)

@@ -88,7 +88,7 @@ class StageCut:
 
     Attributes:
         module: as given.
-        kept: dense values of other stages, by part and name, for `hand_back`.
+        gathered_values: dense values of other stages, by part and name, for `hand_back`.
         bounds: where the blocks of each stage begin, and their end.
         entering: what is done with hidden states before a block, by its number, in whatever stage that is.
 
@@ -107,7 +107,7 @@ class StageCut:
         self._absent = [AbsentBlock() for _ in self._blocks]
         self._placeholders: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.flow = _Flow(self)
-        self.kept: dict[tuple[nn.Module, str], Tensor] = {}
+        self.gathered_values: dict[tuple[nn.Module, str], Tensor] = {}
         self.entering: dict[int, Callable[[Tensor], Tensor]] = {}
         self._is_applied, self._device = False, torch.device("cpu")
 
@@ -245,9 +245,9 @@ class StageCut:
             if isinstance(part, Experts) and stage not in self.stages:
                 for name, parameter in part.stacked_parameters().items():  # of no expert, which others fill or miss
                     _put(part, name, torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype), others)
-        for (part, name), values in self.kept.items():
+        for (part, name), values in self.gathered_values.items():
             _put(part, name, values, others)
-        self.kept = {}
+        self.gathered_values = {}
         return others
 
     @contextmanager
@@ -548,8 +548,10 @@ class StageState:
         """Of all layers, from those of the layers here; collective over the stages."""
         experts = max((layer.num_experts for layer in self.layers), default=0)
         tables = [torch.tensor(placement.replicas) for placement in own]
-        told = self.counts_of_all(torch.stack(tables) if tables else torch.zeros(0, experts, self.num_ranks).long())
-        return [] if told is None else [Placement(replicas=table) for table in told.cpu().numpy()]
+        tables_LEN = self.counts_of_all(
+            torch.stack(tables) if tables else torch.zeros(0, experts, self.num_ranks).long()
+        )
+        return [] if tables_LEN is None else [Placement(replicas=table) for table in tables_LEN.cpu().numpy()]
 
     @property
     def own_ranks(self) -> Sequence[int]:
@@ -652,7 +654,7 @@ class StageState:
             values = torch.empty_like(parameter, device=self.whole.device) if parameter.is_meta else parameter.detach()
             broadcast_(values, self.ranks[stage][0], self.whole)
             if parameter.is_meta:
-                self.cut.kept[part, name] = values.cpu()
+                self.cut.gathered_values[part, name] = values.cpu()
 
     # ------------------------------------------------------------------ optimizers
 

@@ -45,8 +45,8 @@ from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.mesh import Axis, TensorCut
 from moe_lightning.parallel.sequence import ContextParallel, OtherAttention, Sharers, attach_context
 from moe_lightning.state.tensors import cut_of, local
-from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import begin_batch, running_slice, training_slice
+from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
 
 _NOT_THE_USERS = frozenset(vars(nn.Module())) | frozenset(vars(pl.LightningModule()))
@@ -346,7 +346,7 @@ class StepWeights:
     def __init__(self) -> None:
         self._of_step: list[Tensor] = []
         self.of_batch: Tensor | None = None
-        self._is_told = False
+        self._is_stated = False
         self._watched = 0
 
     def begin(self, here: StepSlice | None, *, is_training: bool = True) -> None:
@@ -361,7 +361,7 @@ class StepWeights:
         Returns:
             The global mean as value, this rank's part of it as gradient.
         """
-        self._is_told = True
+        self._is_stated = True
         if here is None:
             return loss
         own = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
@@ -380,7 +380,7 @@ class StepWeights:
 
     def scale_sum(self, loss: Tensor, here: StepSlice | None, world: World) -> Tensor:
         """A sum over samples, as a loss that will be weighed by samples."""
-        self._is_told = True
+        self._is_stated = True
         if here is None or world.size == 1:
             return loss
         return loss * _all_shares(here)
@@ -405,7 +405,7 @@ class StepWeights:
 
     def take(self, weights: Sequence[float], device: torch.device) -> None:
         """Of further micro-batches of the step, which another rank has weighed."""
-        self._is_told = self._is_told or len(weights) > 0
+        self._is_stated = self._is_stated or len(weights) > 0
         self._of_step += [torch.tensor(weight, dtype=torch.float64, device=device) for weight in weights]
 
     @torch.no_grad()
@@ -428,11 +428,11 @@ class StepWeights:
         Args:
             parts: of each sample, of which this rank sees one.
         """
-        if self._is_told or self._watched >= _WATCHED_STEPS:
+        if self._is_stated or self._watched >= _WATCHED_STEPS:
             return
         self._watched += 1
         if any(_ignores_unevenly(leaf, parts) for leaf in private_lightning.tree_leaves(arguments)):
-            self._is_told = True
+            self._is_stated = True
             rank_zero_warn(
                 f"the samples of a batch hold unlike numbers of targets {IGNORED_TARGET}, but the loss of a rank "
                 "counts by its samples, so a mean over targets depends on the number of ranks: return "
@@ -651,7 +651,7 @@ class Steps:
         sequences: which part of each sample's positions is this rank's.
         batch: which samples the running batch holds; None where the loader does not know, and between batches.
         is_blocked: others follow the running micro-batch in its step: nothing is summed over ranks yet.
-        is_stand_in: the batch that runs, or ran last, is no sample of this rank.
+        is_dummy_batch: the batch that runs, or ran last, has no sample of this rank.
         stage_loss: of the batch that ran last, what the last stage of a pipeline differentiates on this rank; None
             elsewhere.
         last_gradient_norm: of the last clipped step, over the whole model.
@@ -659,7 +659,7 @@ class Steps:
             something else than a lost bit then parts them.
     """
 
-    def __init__(self, worlds: Worlds, state: RankState, *, check_replicas_every: int) -> None:
+    def __init__(self, worlds: Worlds, state: TrainState, *, check_replicas_every: int) -> None:
         self._worlds, self._state = worlds, state
         self._check_replicas_every, self._compared_step = check_replicas_every, -1
         self.repairs_replicas = self._has_just_repaired = False
@@ -668,7 +668,7 @@ class Steps:
         self.stream = SampleStream()
         self.sequences = SequenceParts(worlds)
         self.batch: StepSlice | None = None
-        self.is_stand_in = False
+        self.is_dummy_batch = False
         self.stage_loss: Tensor | None = None
         self.last_gradient_norm: Tensor | None = None
 
@@ -711,7 +711,7 @@ class Steps:
         return self.predict(step, loaders, *args, **kwargs)
 
     def predict(self, step: Callable[..., Any], loaders: object, *args: Any, **kwargs: Any) -> Any:
-        """A batch outside of training; the prediction of a stand-in has no rows."""
+        """A batch outside of training; the prediction of a dummy batch has no rows."""
         index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else 0)
         self.enter(running_slice(loaders, index))
         try:
@@ -732,7 +732,7 @@ class Steps:
     def enter(self, batch: StepSlice | None) -> None:
         """Learn which samples the running batch holds, and let keyed randomness follow them."""
         self.batch = batch = batch and replace(batch, parts=self._worlds.mesh.sharers)
-        self.is_stand_in = batch is not None and batch.count == 0
+        self.is_dummy_batch = batch is not None and batch.count == 0
         self.sequences.enter()
         if batch is not None:
             self.stream.advance(
@@ -795,15 +795,15 @@ class Steps:
         """Of micro-batches whose losses another rank has weighed."""
         self._weights.take(weights, self._worlds.present.device)
 
-    def share_of_mean(self, value: Tensor, *, is_of_all: bool) -> tuple[Tensor, str]:
+    def share_of_mean(self, value: Tensor, *, over_all_ranks: bool) -> tuple[Tensor, str]:
         """What of a mean over samples comes from this rank, and whether ranks give their "sum" or "mean".
 
         Args:
-            is_of_all: over all ranks, and so inside a step over the samples of the micro-batch.
+            over_all_ranks: over all ranks, and so inside a step over the samples of the micro-batch.
         """
         if not value.is_floating_point():
             value = value.double()  # DDP would cut the fraction, and with it Lightning's counts of samples
-        if not is_of_all or self.batch is None or self._worlds.mesh.world.size == 1:
+        if not over_all_ranks or self.batch is None or self._worlds.mesh.world.size == 1:
             return value, "mean"
         return value * self.batch.micro_share, "sum"
 
@@ -838,8 +838,8 @@ class Steps:
         module, experts = self._state.module, self._state.experts
         is_summed = self._worlds.present.size > 1 or self._state.parts.is_wished
         earlier = _take_gradients(module) if is_summed and not module.automatic_optimization else {}
-        if experts.visits is not None:
-            experts.visits.is_last_backward = not self.is_blocked
+        if experts.shadows is not None:
+            experts.shadows.is_last_backward = not self.is_blocked
         yield
         if not module.automatic_optimization:
             self._state.parts.end_backward()

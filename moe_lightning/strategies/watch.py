@@ -9,7 +9,7 @@ each rank reads the counts several times a second. Where nothing has changed for
 keys that they share, its counts and where its main thread is, and prints what follows from those of all.
 
 Ranks that are all slow at the same place (they fetch data, compile, validate) have equal counts: nothing is printed.
-Stages of a pipeline send and receive, which is counted nowhere: late, it is said where each of them is.
+Stages of a pipeline send and receive, which is counted nowhere: late, the place of each of them is printed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class LossWatch:
         if not is_bad:
             self._skipped = 0
             return
-        words = next(said for said in all_gather_json(found, world) if said is not None)
+        words = next(text for text in all_gather_json(found, world) if text is not None)
         self._skipped += 1
         if self.stop == "end" or self._skipped > _MOST_SKIPPED:
             times = f" ({_MOST_SKIPPED} steps before it were left out)" if self.stop == "skip" else ""
@@ -133,13 +133,13 @@ class LossWatch:
 
 
 _LOOK_S = 0.2
-_ASK_S, _ASK_PER_RANK_S = 1.0, 0.01  # between two looks at what others have told
-_PATIENT = 5
+_ASK_S, _ASK_PER_RANK_S = 1.0, 0.01  # between two reads of the other ranks' keys
+_LATE_FACTOR = 5
 """Times the limit: before the first whole batch, and where the rank that is waited for compiles."""
 
 _FRAMES = 8
 _COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")
-_GOODBYE_S = 1.0
+_THREAD_END_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,21 +171,21 @@ def in_words(seconds: float, ranks: Mapping[int, Standstill], size: int, *, has_
 
     Args:
         seconds: without a step.
-        ranks: those that have said where they are.
+        ranks: those that have published their place.
         size: of the world.
         has_stages: ranks may wait for others without a collective.
     """
-    began, told, late = f"no step for {seconds:.0f} s", sorted(ranks), awaited(ranks)
+    began, stalled, late = f"no step for {seconds:.0f} s", sorted(ranks), awaited(ranks)
     silent = sorted(set(range(size)) - ranks.keys())
     if late:
-        waiting = _named([rank for rank in told if rank not in late])
+        waiting = _named([rank for rank in stalled if rank not in late])
         return f"{began}: {waiting} {'wait' if waiting.startswith('ranks') else 'waits'} for {_named(late)}" + "".join(
             _place(rank, ranks[rank]) for rank in late
         )
     if silent:
         who = f"{_named(silent)}, of which there is no sign: stopped, or still at work"
-        return f"{began}: {_named(told)} may wait for {who}"
-    return began + "".join(_place(rank, ranks[rank]) for rank in told) if has_stages else None
+        return f"{began}: {_named(stalled)} may wait for {who}"
+    return began + "".join(_place(rank, ranks[rank]) for rank in stalled) if has_stages else None
 
 
 def _place(rank: int, standstill: Standstill) -> str:
@@ -200,7 +200,7 @@ class StallWatch:
     """Watches the ranks of a world between `begin` and `end`.
 
     Args:
-        limit_s: without a step, before something is said; None: never.
+        limit_s: without a step, before a warning; None: never.
     """
 
     def __init__(self, limit_s: float | None) -> None:
@@ -209,7 +209,7 @@ class StallWatch:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def made_progress(self) -> None:
+    def record_progress(self) -> None:
         """Another batch begins."""
         self._progress += 1
 
@@ -230,7 +230,7 @@ class StallWatch:
         """Watch no longer: the world ends, or what a trainer was asked for is done."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(_GOODBYE_S)
+            self._thread.join(_THREAD_END_S)
         self._thread = None
 
     def _run(self, watched: _Watched, limit_s: float, ended: threading.Event) -> None:
@@ -240,24 +240,24 @@ class StallWatch:
             logger.debug("nobody looks for stalls any more: %s", error)
 
     def _watch(self, watched: _Watched, limit_s: float, ended: threading.Event) -> None:
-        clock, last, since, asked_at, is_told, is_done = OwnClock(), None, 0.0, 0.0, False, False
+        clock, last, since, asked_at, is_published, is_done = OwnClock(), None, 0.0, 0.0, False, False
         ask_s = max(min(_ASK_S, limit_s / 5), _ASK_PER_RANK_S * watched.size)
         while not ended.wait(min(_LOOK_S, limit_s / 5)):
             now, state = clock.tick(), (self._progress, watched.counts())
             if state != last:
-                if is_told:
-                    watched.tell(None)
-                last, since, is_told, is_done = state, now, False, False
+                if is_published:
+                    watched.publish(None)
+                last, since, is_published, is_done = state, now, False, False
             waited_s = now - since
-            if is_done or waited_s < limit_s * (1 if self._progress > 1 else _PATIENT):
+            if is_done or waited_s < limit_s * (1 if self._progress > 1 else _LATE_FACTOR):
                 continue
-            if not is_told:
-                watched.tell(_standstill(state[1]))
-                is_told = True
-            is_late = waited_s >= limit_s * _PATIENT
-            if now - asked_at < ask_s or not (is_late or watched.all_have_told()):
+            if not is_published:
+                watched.publish(_standstill(state[1]))
+                is_published = True
+            is_late = waited_s >= limit_s * _LATE_FACTOR
+            if now - asked_at < ask_s or not (is_late or watched.all_have_published()):
                 continue
-            asked_at, ranks = now, watched.told()
+            asked_at, ranks = now, watched.read_all()
             if not is_late and (len(ranks) < watched.size or any(ranks[r].is_compiling for r in awaited(ranks))):
                 continue
             words = in_words(waited_s, ranks, watched.size, has_stages=watched.has_stages and is_late)
@@ -289,21 +289,21 @@ class _Watched:
         groups: dict[str, Any] = dict(self._groups)
         return {name: group._get_sequence_number_for_group() for name, group in groups.items()}
 
-    def tell(self, standstill: Standstill | None) -> None:
+    def publish(self, standstill: Standstill | None) -> None:
         """Let the others read this rank's; None: it goes on."""
         self._store.set(self._key(self._rank), "" if standstill is None else json.dumps(asdict(standstill)))
 
-    def all_have_told(self) -> bool:
+    def all_have_published(self) -> bool:
         """True if every rank has stood still once; it may go on by now."""
         return self._store.check([self._key(rank) for rank in range(self.size)])
 
-    def told(self) -> dict[int, Standstill]:
+    def read_all(self) -> dict[int, Standstill]:
         """Those of all ranks that stand still."""
         found: dict[int, Standstill] = {}
         for rank in range(self.size):
             if self._store.check([self._key(rank)]) and (text := self._store.get(self._key(rank))):
-                said: dict[str, Any] = json.loads(text)
-                found[rank] = Standstill(**said)
+                values: dict[str, Any] = json.loads(text)
+                found[rank] = Standstill(**values)
         return found
 
     @staticmethod

@@ -78,10 +78,10 @@ class PrivateLauncher(SubprocessLauncher):
         try:
             return super().launch(function, *args, **kwargs)
         except Exception as error:
-            told = self._explained(error)
-            if told is error:
+            shown = self._explained(error)
+            if shown is error:
                 raise
-            raise told from None
+            raise shown from None
 
 
 class WorkerLauncher(WorkersLauncher):
@@ -130,8 +130,8 @@ class WorkerLauncher(WorkersLauncher):
 
     @override
     def explained(self, error: Exception) -> Exception:
-        told: Exception = self.strategy.explained(error)
-        return told
+        shown: Exception = self.strategy.explained(error)
+        return shown
 
 
 def _of_worker(error: ProcessRaisedException) -> Exception:
@@ -195,7 +195,7 @@ class WorldDDPStrategy(DDPStrategy):
     """
 
     of_process = frozenset(
-        {"worlds", "elastic", "may_change", "_own_launcher", "_has_met", "_kept_from_ddp", "_frozen"}
+        {"worlds", "elastic", "may_change", "_own_launcher", "_has_met", "_ignored_by_ddp", "_frozen"}
     )
     """Attributes that `begin` makes."""
 
@@ -216,7 +216,7 @@ class WorldDDPStrategy(DDPStrategy):
         self.may_change: Callable[[object], bool] = lambda file: True
         self._own_launcher: PrivateLauncher | WorkerLauncher | None = None
         self._has_met = False
-        self._kept_from_ddp: Collection[str] = ()
+        self._ignored_by_ddp: Collection[str] = ()
         self._frozen: Sequence[nn.Parameter] = ()
 
     @override
@@ -464,7 +464,7 @@ class WorldDDPStrategy(DDPStrategy):
 
     def keep_from_ddp(self, module: nn.Module, names: Collection[str]) -> None:
         """Parameters and buffers of the module that are neither broadcast nor summed here."""
-        self._kept_from_ddp = names
+        self._ignored_by_ddp = names
         private_lightning.keep_from_ddp(module, names)
 
     @override
@@ -474,7 +474,7 @@ class WorldDDPStrategy(DDPStrategy):
             return
         devices = self.determine_ddp_device_ids()
         assert self.model is not None
-        ignored = self._kept_from_ddp
+        ignored = self._ignored_by_ddp
         summed = {name: p for name, p in self.model.named_parameters() if name not in ignored}
         self._frozen = [parameter for parameter in summed.values() if not parameter.requires_grad]
         if len(self._frozen) == len(summed):
@@ -500,7 +500,7 @@ class WorldDDPStrategy(DDPStrategy):
     @override
     def checkpoint_io(self) -> CheckpointIO:
         """What writes files: durably and sealed, unless the user gave another way."""
-        return sealed(super().checkpoint_io)
+        return with_durable_io(super().checkpoint_io)
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
@@ -519,7 +519,7 @@ def _side_stream(device: torch.device) -> Iterator[None]:
     present.wait_stream(side)
 
 
-class SealedFiles(TorchCheckpointIO):
+class DurableCheckpointIO(TorchCheckpointIO):
     """Files on this machine's file systems are on disk and sealed when a save returns, so that Lightning deletes older
     ones only then; other places (`s3://...`) are written as stock Lightning does.
 
@@ -541,12 +541,12 @@ class SealedFiles(TorchCheckpointIO):
             ) from error
 
 
-def sealed(io: CheckpointIO) -> CheckpointIO:
+def with_durable_io(io: CheckpointIO) -> CheckpointIO:
     """The same, with stock Lightning's way of writing files, its own or in what wraps it, replaced by this one."""
     if type(io) is TorchCheckpointIO:
-        return SealedFiles()
+        return DurableCheckpointIO()
     if type(getattr(io, "checkpoint_io", None)) is TorchCheckpointIO:  # as AsyncCheckpointIO has one
-        io.checkpoint_io = SealedFiles()  # type: ignore[attr-defined]
+        io.checkpoint_io = DurableCheckpointIO()  # type: ignore[attr-defined]
     return io
 
 

@@ -46,7 +46,7 @@ class Worlds:
         self.ranks_per_node = 1
         self.shards_of: Callable[[Sequence[object]], Groups] = lambda nodes: ()
         self.least_sharers = 1
-        self._has_told_few = False
+        self._has_warned_of_few = False
         self.axes = MeshShape()
         self.is_elastic = False
         self.node = ""
@@ -104,19 +104,19 @@ class Worlds:
         may come: there one copy is cut over all ranks, and that is told once.
         """
         if self.least_sharers <= num_ranks:
-            self._has_told_few = False
+            self._has_warned_of_few = False
             return
         ranks = f"{num_ranks} ranks" if self.axes.pp == 1 else f"{num_ranks} ranks of a stage"
         if not self.is_elastic:
             raise ConfigurationError(
                 f"shard_size={self.least_sharers} is more than the {ranks}: use at most {num_ranks}, or more ranks"
             )
-        if not self._has_told_few:
+        if not self._has_warned_of_few:
             rank_zero_warn(
                 f"shard_size={self.least_sharers} is more than the {ranks} that are here: they share one copy of the "
                 "dense parameters until more come"
             )
-        self._has_told_few = True
+        self._has_warned_of_few = True
 
     def shape_of(self, num_ranks: int) -> MeshShape:
         """Of a world.

@@ -13,19 +13,29 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_lightning.arrays import BoolArray
+from moe_lightning.balancing.migration import held_states, plan_migration
+from moe_lightning.balancing.repair import repair_stages
+from moe_lightning.checkpoint.full_state import share_optimizers
 from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, move_shards, verify_replays
 from moe_lightning.checkpoint.training_state import TrainingState, WindowReplay, replay_of, restore_random_state
+from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.kernels import pack, packed_bytes, unpack
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.router import Router
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.parallel.context import World
-from moe_lightning.state.tensors import Updates, cuts_of, local, swap_parameters
+from moe_lightning.parallel.context import World, agree
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
+from moe_lightning.parallel.mesh import Part, stage_ranks
+from moe_lightning.state.tensors import Updates, cut_of, cuts_of, local, mark, swap_parameters
 from moe_lightning.strategies.checks import check_for_recovery, require_host_updates, require_updates_by_expert
 from moe_lightning.strategies.dense_parameters import (
     DENSE_SHARDINGS,
@@ -33,14 +43,13 @@ from moe_lightning.strategies.dense_parameters import (
     DenseSharding,
     Rows,
     cut_groups,
-    is_of_states,
-    keepers_of_units,
-    made_of,
+    holders_of_units,
+    is_unit_name,
     name_of,
-    takers_of,
+    new_holders_of,
+    unit_state,
 )
 from moe_lightning.strategies.placed_experts import PlacedExperts
-from moe_lightning.strategies.stage_moves import StageMoves
 from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.worlds import Worlds
 
@@ -50,7 +59,7 @@ FIXED_GROUPS = (
 )
 
 
-class RankState:
+class TrainState:
     """The live state of this rank, whatever its world.
 
     Args:
@@ -63,7 +72,7 @@ class RankState:
     Attributes:
         max_slots: as given.
         parts: the dense parameters, where ranks share copies of them.
-        moves: the stages of a pipeline, on their way to other worlds.
+        stage_transfer: the stages of a pipeline, on their way to other worlds.
         stages: of a pipeline, those on this rank; None without one.
         optimizers: of the running fit.
         updates: what they see of their parameters.
@@ -83,11 +92,11 @@ class RankState:
         self._recorded: list[list[list[nn.Parameter]]] = []
         self._shards: DenseSharding | None = None
         self._numbers: Sequence[int] = ()  # in the whole world, of the ranks that those count
-        self._entrusted: dict[str, Mapping[str, Tensor]] = {}
+        self._detached_states: dict[str, Mapping[str, Tensor]] = {}
         self._own_forward: Any = None
         self.stages: StageState | None = None
         self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=dense != "zero1")
-        self.moves = StageMoves(self, worlds)
+        self.stage_transfer = StageTransfer(self, worlds)
         self.optimizers: Sequence[Optimizer] = ()
         self.updates = Updates(on_host=on_host)
         self.replay: AdamWReplay | None = None
@@ -115,7 +124,7 @@ class RankState:
         """True if this is the state of a module, in whatever world."""
         return self._module is module
 
-    def is_of(self, module: nn.Module) -> bool:
+    def has_placed(self, module: nn.Module) -> bool:
         """Whether the experts are those of a module in the present world: a user may have replaced its layers since
         they were placed."""
         known = self._experts
@@ -139,7 +148,7 @@ class RankState:
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._recorded = _groups_of(optimizers)
         self.fill_groups()
-        sharers, self._numbers = self.moves.sharers(self._worlds.present)
+        sharers, self._numbers = self.stage_transfer.sharers(self._worlds.present)
         self._shard(self._dense_sharding(sharers))
 
     def training_state(self) -> TrainingState:
@@ -246,7 +255,7 @@ class RankState:
             )
         require_updates_by_expert(self.optimizers, self.experts.stack_of)
 
-    def go_on_from(self, restored: CheckpointSource) -> None:
+    def resume_from(self, restored: CheckpointSource) -> None:
         """Everything was restored: so are this rank's random generators. Raises as `replay_of`."""
         restore_random_state(restored, self._worlds.present)
         self.window_replay = replay_of(restored, self.trainer.max_steps)
@@ -314,10 +323,10 @@ class RankState:
             former: the world that this rank comes from.
         """
         names, parts = self.parts.named(former.row_cut)
-        stages, held = ([], []) if self.stages is None else self.moves.named()
-        keepers = self._keepers(*self.moves.sharers(former))
-        own = {unit for unit, keeper in keepers.items() if keeper == former.rank}
-        return (*stages, *names, *sorted(keepers)), (*held, *parts, *sorted(own | self._entrusted.keys()))
+        stages, held = ([], []) if self.stages is None else self.stage_transfer.named()
+        holders = self._state_holders(*self.stage_transfer.sharers(former))
+        own = {unit for unit, holder in holders.items() if holder == former.rank}
+        return (*stages, *names, *sorted(holders)), (*held, *parts, *sorted(own | self._detached_states.keys()))
 
     @property
     def shards_optimizers(self) -> bool:
@@ -333,19 +342,19 @@ class RankState:
         owners = self._shards.owners.items()
         return {names[parameter]: rank for parameter, rank in owners if parameter in names}  # others have left
 
-    def _keepers(self, ranks: World, numbers: Sequence[int]) -> dict[str, int]:
+    def _state_holders(self, ranks: World, numbers: Sequence[int]) -> dict[str, int]:
         """The rank that keeps each unit of optimizer states of what is here; empty without sharding.
 
         Args:
-            ranks, numbers: see `StageMoves.sharers`.
+            ranks, numbers: see `StageTransfer.sharers`.
         """
-        units = keepers_of_units(self.shard_owners, cuts_of(self.module), ranks.row_cut)
+        units = holders_of_units(self.shard_owners, cuts_of(self.module), ranks.row_cut)
         return {unit: numbers[rank] for unit, rank in units.items()}
 
-    def _everyones(self, keepers: Mapping[str, int], world: World) -> Mapping[str, int]:
+    def _everyones(self, holders: Mapping[str, int], world: World) -> Mapping[str, int]:
         """Those of all stages; collective where there are several."""
-        told = [keepers] if self.stages is None else all_gather_json(dict(keepers), world)
-        return {unit: rank for one in told for unit, rank in one.items()}
+        everyones = [holders] if self.stages is None else all_gather_json(dict(holders), world)
+        return {unit: rank for one in everyones for unit, rank in one.items()}
 
     def _dense_sharding(self, ranks: World) -> DenseSharding:
         """Of the dense parameters, among the ranks that hold them."""
@@ -372,18 +381,18 @@ class RankState:
             rows: of the parameters that this rank will hold, where ranks share them; None: they are restored next.
         """
         world = self._worlds.present
-        ranks, numbers = self.moves.sharers(world)
+        ranks, numbers = self.stage_transfer.sharers(world)
         if self.stages is not None:
-            self.moves.install(rows, ranks)
+            self.stage_transfer.install(rows, ranks)
         elif self.parts.is_wished:
             self.parts.install(rows, world)
-        self._share_states([(unit, rank) for unit, rank in sources if is_of_states(unit)], world, ranks, numbers)
+        self._share_states([(unit, rank) for unit, rank in sources if is_unit_name(unit)], world, ranks, numbers)
 
     def gather(self, world: World, most_bytes: int) -> None:
         """Training has ended: give every rank whole dense parameters, where they take no more than this on any rank;
         collective where they are cut.
         """
-        units = list(self._keepers(world, range(world.size)).items())
+        units = list(self._state_holders(world, range(world.size)).items())
         if self.parts.gather(world, most_bytes):
             world, numbers = replace(world, shards=(), copy_group=None), self._numbers
             self._share_states(units, world, world, range(world.size))
@@ -410,50 +419,265 @@ class RankState:
         self._shard(sharding)
         for parameter in dense.values():
             homes[parameter].state.pop(parameter, None)
-        keepers, ways = self._everyones(self._keepers(ranks, numbers), world), self.parts.ways()
+        holders, ways = self._everyones(self._state_holders(ranks, numbers), world), self.parts.ways()
         table = self.training_state()
-        takers = {unit: takers_of(unit, keepers) for unit, _ in sources}
-        arrived = move_shards(sources, takers, local, world)
-        for unit in (unit for unit, keeper in keepers.items() if keeper == world.rank):
+        targets = {unit: new_holders_of(unit, holders) for unit, _ in sources}
+        arrived = move_shards(sources, targets, local, world)
+        for unit in (unit for unit, holder in holders.items() if holder == world.rank):
             parameter = dense[name_of(unit)]
-            if states := made_of(arrived, unit, ways.get(name_of(unit))):
+            if states := unit_state(arrived, unit, ways.get(name_of(unit))):
                 homes[parameter].state[parameter] = table.placed(homes[parameter], parameter, states)
-        self.replay, self._entrusted = None, {}  # of ranks of the former world
+        self.replay, self._detached_states = None, {}  # of ranks of the former world
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:
         """Before ranks leave: what only they keep of the dense state goes to ranks that stay; collective."""
-        own = self._keepers(*self.moves.sharers(world))
+        own = self._state_holders(*self.stage_transfer.sharers(world))
         if self.stages is None:
             self.parts.hand_over(staying, world)
         else:
-            self.keep_states(unit for unit, owner in own.items() if owner == world.rank)
+            self.detach_states(unit for unit, owner in own.items() if owner == world.rank)
         owners = self._everyones(own, world)
         lost = sorted(unit for unit, owner in owners.items() if owner not in staying)
         if lost:
-            keepers = {unit: [staying[number % len(staying)]] for number, unit in enumerate(lost)}
+            holders = {unit: [staying[number % len(staying)]] for number, unit in enumerate(lost)}
             local = self._held_states(unit for unit in lost if owners[unit] == world.rank)
-            self._entrusted |= move_shards([(unit, owners[unit]) for unit in lost], keepers, local, world)
+            self._detached_states |= move_shards([(unit, owners[unit]) for unit in lost], holders, local, world)
         if self.stages is not None:
             self._shards = None  # parameters may leave now, and all states are kept apart from them
 
-    def keep_states(self, units: Iterable[str]) -> None:
+    def detach_states(self, units: Iterable[str]) -> None:
         """Keep those of these units' states that are here until the next world has them, should their parameters go."""
         known = self.shard_owners
-        self._entrusted |= self._held_states(unit for unit in units if name_of(unit) in known)
+        self._detached_states |= self._held_states(unit for unit in units if name_of(unit) in known)
 
     def _held_states(self, units: Iterable[str]) -> dict[str, Mapping[str, Tensor]]:
         """Optimizer states, live, or as a rank left them here, or as replayed for a lost peer."""
         parameters, replayed = dict(self.module.named_parameters()), self.replay
-        kept = self._entrusted
-        here = {unit: kept[unit] if unit in kept else self.state_of(parameters[name_of(unit)]) for unit in units}
+        detached = self._detached_states
+        here = {
+            unit: detached[unit] if unit in detached else self.state_of(parameters[name_of(unit)]) for unit in units
+        }
         return {unit: s if s or replayed is None else replayed.moments(unit) for unit, s in here.items()}
+
+
+class StageTransfer:
+    """Brings the stages of a pipeline across, with their optimizer states and experts.
+
+    Args:
+        state: of the rank.
+        worlds: with the axes of their meshes.
+    """
+
+    def __init__(self, state: TrainState, worlds: Worlds) -> None:
+        self._state, self._worlds = state, worlds
+
+    @property
+    def _stages(self) -> StageState:
+        assert self._state.stages is not None
+        return self._state.stages
+
+    def named(self) -> tuple[list[str], list[str]]:
+        """Names of all stages, and of those whose dense values are here, or this rank's parts of them."""
+        names = self._stages.parts()
+        return names, [names[stage] for stage in self._stages.held]
+
+    def sharers(self, world: World) -> tuple[World, Sequence[int]]:
+        """The ranks of a world that hold the same stages as this one, and their numbers there."""
+        if self._state.stages is None:
+            return world, range(world.size)
+        ranks = self.ranks_in(range(world.size))
+        peers = next((own for own in ranks if world.rank in own), [world.rank])
+        return world.stage or World.offline(peers.index(world.rank), len(peers), world.device), peers
+
+    def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
+        """Which of these ranks will hold each stage, once they are a world."""
+        axes, count = self._worlds.axes, self._stages.cut.num_stages
+        return [[ranks[at] for at in stage_ranks(stage, len(ranks), axes)] for stage in range(count)]
+
+    def ranks_of_layers(self, world: World) -> list[Sequence[int]]:
+        """The ranks of a world that will hold each MoE layer."""
+        return self._stages.ranks_of_layers(self.ranks_in(range(world.size)))
+
+    # ------------------------------------------------------------------ dense values
+
+    def fetch(self, sources: Sequence[tuple[str, int]], world: World, *, is_live: bool) -> Rows:
+        """What this rank lacks of the stages that it will hold in a world, by part; collective there.
+
+        Args:
+            sources: (name of a stage, a rank that has it); of a rank -1 nothing comes.
+            is_live: whether what is here counts.
+        """
+        if not is_live:
+            self._stages.held = ()
+        self._state.detach_states(unit for unit, rank in sources if rank == world.rank)
+        return self._fetch(dict(sources), self.ranks_in(range(world.size)), world, world.row_cut.part)
+
+    def _fetch(self, sources: Mapping[str, int], ranks: list[Sequence[int]], world: World, part: Part) -> Rows:
+        """
+        Args:
+            ranks: that will hold each stage.
+            part: of its stages that this rank will hold, where ranks share copies.
+        """
+        names, own, parts = self._stages.parts(), self._wanted(ranks, world), self._state.parts
+        self._hold({*self._stages.held, *own})
+        lacking = all_gather_json([stage for stage in own if stage not in self._stages.held], world)
+        ways = [
+            (stage, sources[names[stage]], target)
+            for target, stages in enumerate(lacking)
+            for stage in stages
+            if sources[names[stage]] >= 0
+        ]
+        for source in sorted({source for _, source, _ in ways}):
+            targets = {target for _, sender, target in ways if sender == source}
+            share_optimizers(self._state.training_state(), targets, world, source)
+        here = {stage: self._tensors(stage) for stage in {*self._stages.held, *own}}
+        parcels = [
+            PeerBuffer(source=source, target=target, nbytes=packed_bytes(here[stage]) if stage in here else 0)
+            for stage, source, target in ways
+        ]
+        arrived = exchange_parcels(parcels, lambda at: _packed(here[ways[at][0]]), world)
+        rows = {names[ways[at][0]]: data for at, data in arrived.items()}
+        return rows | (parts.fetch(list(sources.items()), part, world, own) if parts.is_wished else {})
+
+    @torch.no_grad()
+    def install(self, rows: Rows | None, world: World) -> None:
+        """Let the stages that this rank holds by now have these values; None: whoever restores them next gives them.
+
+        Not collective.
+
+        Args:
+            world: the ranks of these stages.
+        """
+        for stage, name in enumerate(self._stages.parts()):
+            if rows is not None and name in rows and rows[name].numel():
+                tensors = self._tensors(stage)
+                here = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+                unpack(rows[name], here)
+                for tensor, values in zip(tensors, here, strict=True):
+                    tensor.copy_(values)
+        self._stages.held = self._stages.cut.stages
+        if self._state.parts.is_wished:
+            self._state.parts.install(rows, world)
+
+    def _wanted(self, ranks: Sequence[Sequence[int]], world: World) -> list[int]:
+        """The stages that this rank will hold."""
+        return [stage for stage, own in enumerate(ranks) if world.rank in own]
+
+    def _tensors(self, stage: int) -> list[Tensor]:
+        """What all ranks of a stage have alike of its dense parameters, their optimizer states and buffers, in an order
+        that all ranks share.
+        """
+        state, stages, parts = self._state.training_state(), self._stages, self._state.parts
+        found, cut = list[Tensor](), parts.ways() if parts.is_wished else {}
+        for name, parameter in state.dense.items():
+            if stages.belongs(name, stage) and name not in cut:
+                found += [parameter.detach(), *(state.moments(parameter).values() if parts.with_moments else ())]
+        return found + [buffer for name, buffer in self._state.module.named_buffers() if stages.belongs(name, stage)]
+
+    def _hold(self, wanted: set[int]) -> None:
+        """Have these stages, and the layers in them."""
+        stages, experts = self._stages, self._state.experts
+        placements: dict[Any, Placement] = dict(zip(stages.layers, stages.placements, strict=True))
+        placements |= dict(zip(experts.layers, experts.placements, strict=True))
+        others = stages.cut.hold(wanted)
+        for before, after in others.items():
+            mark(after, cut_of(before))
+        self._state.replace_parameters(others)
+        self._state.fill_groups()
+        layers = stages.own(stages.layers)
+        experts.hold(layers, [placements[layer] for layer in layers])
+
+    # ------------------------------------------------------------------ experts
+
+    def enter_world(self, world: World, placements: Sequence[Placement], held: BoolArray, nodes: Sequence[str]) -> None:
+        """Bring experts to where the placements want them, then let go of the stages that this rank will not hold.
+        Collective.
+
+        Args:
+            placements: one for each layer of all stages, over all ranks.
+            held: bool [L, E, N], what each rank still holds.
+            nodes: of the ranks.
+        """
+        ranks = self.ranks_in(range(world.size))
+        everyone = world if all(len(own) == world.size for own in ranks) else None
+        self._move_experts(world, placements, held, nodes, ranks, world.stage or everyone)
+
+    def _move_experts(
+        self,
+        world: World,
+        placements: Sequence[Placement],
+        held: BoolArray,
+        nodes: Sequence[str],
+        ranks: list[Sequence[int]],
+        among: World | None,
+    ) -> None:
+        """Given who will hold each stage, and who dispatches the layers here; None: nobody, until there are more."""
+        stages, experts, optimizers = self._stages, self._state.experts, self._state.optimizers
+        own = self._wanted(ranks, world)
+        self._hold({*stages.held, *own})
+        here = stages.numbers
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for s in experts.stacks for tensor in s.tensors(optimizers)}
+        everyones_dtypes = all_gather_json(sorted(dtypes), world) if _moves(placements, held) else []
+        agreed = {getattr(torch, name) for names in everyones_dtypes for name in names}
+        at = {number: index for index, number in enumerate(here)}  # sources are chosen with a view to all layers
+        everyones = plan_migration(held, placements, nodes).transfers
+        transfers = [replace(way, layer=at[way.layer]) for way in everyones if way.layer in at]
+        placed = [placements[number] for number in here]
+        experts.enter_world(world, placed, held[here], optimizers, nodes, agreed, transfers)
+        self._hold(set(own))
+        stages.ranks, layers = ranks, stages.own(stages.layers)
+        stages.placements = [
+            placement.among(own_ranks)
+            for placement, own_ranks in zip(placements, stages.ranks_of_layers(ranks), strict=True)
+        ]
+        peers = ranks[own[0]] if own else [world.rank]
+        offline = World.offline(peers.index(world.rank), len(peers), world.device)
+        experts.dispatch_among(layers, stages.own(stages.placements), among or offline)
+
+    # ------------------------------------------------------------------ before ranks leave
+
+    def hand_over(self, staying: Sequence[int], world: World, nodes: Sequence[str], *, min_replicas: int) -> None:
+        """Before ranks leave: those that stay take the stages over that they will hold; collective.
+
+        Args:
+            nodes: of all ranks.
+            min_replicas: nodes that shall hold each expert.
+        """
+        stages, ranks, parts = self._stages, self.ranks_in(staying), self._state.parts
+        parts.leave()
+        everyones = all_gather_json([*self.named()[1], *parts.named(world.row_cut)[1]], world)
+        sources = dict.fromkeys(self.named()[0], -1)
+        sources |= {name: rank for rank, names in reversed([*enumerate(everyones)]) for name in names}
+        held = _held([stack.placement for stack in stages.stacks(self._state.experts)], world.size)
+        options: dict[str, Any] = {"nodes": nodes, "min_replicas": min_replicas, "max_slots": self._state.max_slots}
+        repair = repair_stages(held, stages.ranks_of_layers(ranks), **options)
+        rows = self._fetch(sources, ranks, world, Part())
+        agree(world)
+        self._move_experts(world, repair.placements, held, nodes, ranks, None)
+        alone = World.offline(world.rank, world.size, world.device)
+        self.install(rows, alone)
+        self._worlds.take_place(alone)  # where nothing is cut
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    return pack([tensor.cpu() for tensor in tensors]) if tensors else torch.empty(0, dtype=torch.uint8)
+
+
+def _held(placements: Sequence[Placement], num_ranks: int) -> BoolArray:
+    return held_states(placements) if placements else np.zeros((0, 0, num_ranks), dtype=np.bool_)
+
+
+def _moves(placements: Sequence[Placement], held: BoolArray) -> bool:
+    """Whether any expert has to travel."""
+    lacking = _held(placements, held.shape[2]) & ~held
+    return bool((lacking & held.any(axis=2, keepdims=True)).any()) if len(placements) else False
 
 
 def _groups_of(optimizers: Sequence[Optimizer]) -> list[list[list[nn.Parameter]]]:
     return [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
 
 
-def replay_peer(state: RankState, peer: int, version: int) -> None:
+def replay_peer(state: TrainState, peer: int, version: int) -> None:
     """Keep a peer's from this version on.
 
     Raises:
@@ -468,14 +692,14 @@ def replay_peer(state: RankState, peer: int, version: int) -> None:
     state.replay = AdamWReplay(optimizer, own, version=version)
 
 
-def replay_update(state: RankState, optimizer: Optimizer) -> None:
+def replay_update(state: TrainState, optimizer: Optimizer) -> None:
     """Repeat the update that a peer is about to make."""
     if state.replay is not None:
         parameters = state.module.named_parameters()
         state.replay.replay({name: p.grad for name, p in parameters if p.grad is not None}, optimizer)
 
 
-def verify_replay(state: RankState, version: int, world: World) -> int:
+def verify_replay(state: TrainState, version: int, world: World) -> int:
     """Compare every repeated shard with its owner; the number of corrections. Collective."""
     if state.replay is None or version == 0:  # at first there are no states yet, and the weights are alike
         return 0
