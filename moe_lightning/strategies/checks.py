@@ -123,8 +123,8 @@ _VECTOR = 64
 
 
 _LINE_BYTES = 64
-"""Bytes of a vector of torch's fused kernels on the CPU; the rest of a tensor is computed element by element, and rounds
-differently."""
+"""Bytes of a vector of torch's fused kernels on the CPU; the rest of a tensor is computed element by element, with
+another rounding."""
 
 
 def require_separate_updates(optimizers: Sequence[Optimizer], stacks: Collection[nn.Parameter]) -> None:

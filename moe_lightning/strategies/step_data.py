@@ -150,7 +150,7 @@ def loader_states(loaders: object, *, is_in_step: bool = False) -> list[dict[str
 
 
 def states_of_stateful(loaders: object, *, is_in_step: bool) -> list[dict[str, Any]]:
-    """Return the positions of the loaders that have one in stock Lightning too: a DataLoader of torch has none there."""
+    """Return the positions of loaders that have one in stock Lightning too: a DataLoader of torch has none there."""
     stateful = [loader for loader in private_lightning.tree_leaves(loaders) if isinstance(loader, Stateful)]
     return [_state_of(loader, is_in_step) for loader in stateful if not getattr(loader, "replaces_stock", False)]
 
