@@ -428,7 +428,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if "tp" in self.world.axis_groups and (trainer.state.fn == TrainerFn.FITTING or cut_parameters(module)):
             self.state.parts.layers.begin(module, self.worlds.mesh.world)
         self.steps.draw_noise()
-        self._keep_from_ddp()
+        self._ignore_in_ddp()
         self._stalls.begin(self.world)
         super().setup(trainer)
         if self._pipeline is not None:
@@ -485,16 +485,16 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @override
     def configure_ddp(self) -> None:
         """Sum dense gradients over the present world, or cut dense parameters over its ranks."""
-        self._keep_from_ddp()  # a newcomer has its parts by now
+        self._ignore_in_ddp()  # a newcomer has its parts by now
         self.steps.draw_noise()
         if self.world.shard_group is not None:
             self.state.parts.begin(self.worlds.mesh.world)
         elif self._pipeline is None:
             super().configure_ddp()
 
-    def _keep_from_ddp(self) -> None:
+    def _ignore_in_ddp(self) -> None:
         module = self.state.module
-        self.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
+        self.ignore_in_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
 
     @override
     def on_train_start(self) -> None:
