@@ -285,8 +285,8 @@ def take_positions(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _leave_ended_epoch(checkpoint: Mapping[str, Any]) -> None:
     """Let a run that was saved at or after the end of an epoch continue with the first batch of the next one.
 
-    Under `max_steps` Lightning's loop would continue to count the batches of the old epoch and end the new one after the
-    first.
+    Under `max_steps` Lightning's loop would continue to count the batches of the old epoch and end the new one after
+    its first batch.
     """
     loops = checkpoint.get("loops", {}).get("fit_loop", {})
     batches, epochs = loops.get("epoch_loop.batch_progress"), loops.get("epoch_progress")
