@@ -210,7 +210,7 @@ class Placing:
                 module, world.size, ep_size=self._ep_size, copies=self._copies, placement=self._placement
             )
         if stages is not None:
-            placements = stages.take_placements(placements)
+            placements = stages.set_placements(placements)
         return PlacedExperts(
             module,
             placements,
@@ -525,7 +525,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
             super().teardown()  # else experts were refused their places, and the user shall see that error
         if self._pipeline is not None:
-            self.state.replace_parameters(self._pipeline.cut.hand_back())
+            self.state.replace_parameters(self._pipeline.cut.restore_values())
 
     # ------------------------------------------------------------------ placement
 
