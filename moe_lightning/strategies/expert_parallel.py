@@ -518,7 +518,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.checkpoints.release()
         if self._gathered is not None:
             self._gathered.attach()
-            self.state.parts.give_step_up(self.world)
+            self.state.parts.abort_step(self.world)
         private_lightning.unclip(self.precision_plugin)
         if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
             private_lightning.end_epochs_as_usual(trainer)

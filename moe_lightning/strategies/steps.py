@@ -688,7 +688,7 @@ class Steps:
         """Prepare and end the forward pass of a micro-batch with these arguments."""
         trainer, module = self._state.trainer, self._state.module
         self._compare_replicas(trainer.global_step)
-        self._state.parts.take_buffers(self._worlds.mesh.world)
+        self._state.parts.broadcast_buffers(self._worlds.mesh.world)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
         self._weights.begin(self.batch)
@@ -718,7 +718,7 @@ class Steps:
                 return nothing_of(self.sequences.whole(step(*args, **kwargs)))
         finally:
             self._leave()
-            self._state.parts.rest()
+            self._state.parts.reshard()
 
     def enter_piece(self, piece: StepSlice, *, is_training: bool) -> None:
         """Begin a micro-batch of the running batch."""
