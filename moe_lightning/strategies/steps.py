@@ -366,10 +366,13 @@ class StepWeights:
         if world.size == 1:
             self.of_batch = own
             return counted
-        totals = torch.stack([counted.detach().double() * own, own]) all_reduce_(totals, world) self.of_batch =
-        totals[1] share = own / totals[1].clamp_min(torch.finfo(torch.float64).tiny) mean = totals[0] /
-        totals[1].clamp_min(torch.finfo(torch.float64).tiny) value: Tensor = _MeanOfAll.apply(counted,
-        mean.to(loss.dtype), (share * _all_shares(here)).to(loss.dtype))  # type: ignore[no-untyped-call] return value
+        totals = torch.stack([counted.detach().double() * own, own])
+        all_reduce_(totals, world)
+        self.of_batch = totals[1]
+        share = own / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
+        mean = totals[0] / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
+        value: Tensor = _MeanOfAll.apply(counted, mean.to(loss.dtype), (share * _all_shares(here)).to(loss.dtype))  # type: ignore[no-untyped-call]
+        return value
 
     def scale_sum(self, loss: Tensor, here: StepSlice | None, world: World) -> Tensor:
         """Return a sum over samples, as a loss that will be weighted by samples."""
