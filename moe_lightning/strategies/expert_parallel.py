@@ -462,7 +462,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
                 check_for_pipeline(module)
                 self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds)
             stages = None if self._pipeline is None else StageState(self._pipeline.cut, self.worlds)
-            self.state.take(module, self.placing.place(module, self.worlds.mesh.world, stages), stages)
+            self.state.set_module(module, self.placing.place(module, self.worlds.mesh.world, stages), stages)
             self._gathered = GatheredExperts(self.experts, stages)
         elif self._pipeline is not None:
             self._pipeline.cut.apply(self.root_device)
@@ -475,7 +475,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         with nullcontext() if self._pipeline is None else self._pipeline.cut.whole():
             super().setup_optimizers(trainer)
         self._require_separate_updates()
-        self.state.take_optimizers(self.optimizers)
+        self.state.set_optimizers(self.optimizers)
 
     def _require_separate_updates(self) -> None:
         self._num_groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
@@ -762,7 +762,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         updating = state.updates.around(optimizer, self.experts.stack_of)
         with updating as see_blocks, private_lightning.before_update(self.precision_plugin, prepare):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        state.spread(optimizer)
+        state.broadcast_updates(optimizer)
         state.after_update()
         if elastic is not None:
             if state.shards_optimizers:

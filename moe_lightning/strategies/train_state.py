@@ -1,8 +1,7 @@
 """State of a rank: module, experts in slots, optimizers, and states that it holds for others.
 
-What a rank holds of a run: the module, experts in slots, optimizers, and the states that it keeps for others.
-
-The optimizer state of another rank's dense parameters, kept on the host by repeating its updates (REFT's AOR).
+`StageTransfer` moves the stages of a pipeline between worlds. A rank may also repeat the optimizer updates of a peer on
+its host, and so hold the optimizer state of the peer's dense parameters (REFT's AOR).
 """
 
 from __future__ import annotations
@@ -60,25 +59,25 @@ FIXED_GROUPS = (
 
 
 class TrainState:
-    """The live state of this rank, whatever its world.
+    """Live state of this rank in any world.
 
     Args:
-        worlds: which world it is in.
-        dense: who keeps dense parameters and their optimizer states, a name of DENSE_SHARDINGS.
-        shard_size: least ranks that share one copy of parameters that are cut, where the user set it.
-        max_slots: experts that a rank can hold in a layer, where the user set a limit.
-        on_host: whether optimizer states of dense parameters stay in host memory.
+        worlds: the present world.
+        dense: sharding of dense parameters and their optimizer states, a name of DENSE_SHARDINGS.
+        shard_size: least ranks that share one copy of sharded parameters; None: as the sharding says.
+        max_slots: experts that a rank can hold in a layer; None: no limit.
+        on_host: True if optimizer states of dense parameters stay in host memory.
 
     Attributes:
         max_slots: as given.
-        parts: the dense parameters, where ranks share copies of them.
-        stage_transfer: the stages of a pipeline, on their way to other worlds.
+        parts: the dense parameters that ranks share.
+        stage_transfer: transfer of the stages of a pipeline between worlds.
         stages: of a pipeline, those on this rank; None without one.
         optimizers: of the running fit.
-        updates: what they see of their parameters.
-        replay: of another rank's optimizer shard; None where none is kept.
-        restored: the directory checkpoint, or the snapshots, that this run came from last; None otherwise.
-        window_replay: the steps that are run again until all of it is whole; None where it is.
+        updates: parameters as the optimizers update them.
+        replay: copy of another rank's optimizer shard; None without one.
+        restored: the directory checkpoint, or the snapshots, restored last; None without any.
+        window_replay: the steps that are repeated until the state is whole; None if it is.
     """
 
     def __init__(
@@ -125,26 +124,29 @@ class TrainState:
         return self._module is module
 
     def has_placed(self, module: nn.Module) -> bool:
-        """Whether the experts are those of a module in the present world: a user may have replaced its layers since
-        they were placed."""
+        """True if the experts are those of a module in the present world: a user may have replaced its layers since
+        they were placed.
+        """
         known = self._experts
         if known is None or known.module is not module or known.world is not self._worlds.mesh.world:
             return False
         return self.stages is not None or known.is_up_to_date()
 
-    def take(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageState | None = None) -> None:
-        """Hold a module whose experts have their places, or some stages of it; raises as `check_for_recovery`."""
+    def set_module(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageState | None = None) -> None:
+        """Set the module whose experts are placed, or some stages of it; raises as `check_for_recovery`."""
         if self._worlds.is_elastic:
             check_for_recovery(self._worlds.axes, self._dense)
         self._module, self._experts, self.stages = module, experts, stages
         self.parts.layers.stages = None if stages is None else stages.cut
 
-    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Hold the optimizers that a fit has made; raises as `require_host_updates` where they update on the host."""
+    def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Set the optimizers of a fit; raises as `require_host_updates` if they update on the host."""
         if self.updates.on_host:
             require_host_updates(optimizers)
         self.optimizers = optimizers
-        for state in (state for optimizer in optimizers for state in optimizer.state.values()):  # made at once: Adagrad
+        for state in (
+            state for optimizer in optimizers for state in optimizer.state.values()
+        ):  # Adagrad creates it in its constructor
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._recorded = _groups_of(optimizers)
         self.fill_groups()
@@ -152,7 +154,7 @@ class TrainState:
         self._shard(self._dense_sharding(sharers))
 
     def training_state(self) -> TrainingState:
-        """The live tensors of the run under their checkpoint keys."""
+        """Return the live tensors of the run under their checkpoint keys."""
         ranks, numbers = self._worlds.mesh.whole, self._numbers
         owners = {} if self._shards is None else self._shards.owners
         return TrainingState(
@@ -170,19 +172,19 @@ class TrainState:
     def find_twins(self) -> None:
         """Find the experts with equal router rows after values have arrived, see `Router.find_twins`."""
         for layer in self.experts.layers:
-            if isinstance(layer.router, Router) and not self.is_shared:  # whose rows are cut
+            if isinstance(layer.router, Router) and not self.is_shared:  # sharded rows are not compared
                 layer.router.find_twins()
 
     def require_one_stage(self, what: str) -> None:
         """
         Raises:
-            ConfigurationError: a pipeline, whose ranks know the loads of their own layers only.
+            ConfigurationError: a pipeline, whose ranks have the loads of their own layers only.
         """
         if self.stages is not None:
             raise ConfigurationError(f"{what} cannot work with mesh.pp yet: drop it, or use mesh.pp=1")
 
     def counts_of_all(self, counts_LE: Tensor | None) -> Tensor | None:
-        """Of the MoE layers of all stages, from those of this rank's; collective where there are several."""
+        """Return the counts of the MoE layers of all stages from those of this rank; collective in a pipeline."""
         return counts_LE if self.stages is None else self.stages.counts_of_all(counts_LE)
 
     @property
@@ -192,8 +194,8 @@ class TrainState:
 
     @property
     def fixes_groups(self) -> bool:
-        """True if parameter groups must stay as `configure_optimizers` made them: optimizers here have a part of them,
-        or ranks that come later know no others.
+        """True if parameter groups must stay as `configure_optimizers` made them, because optimizers here have a part
+        of them, or ranks that join later have only these.
         """
         is_whole = self._dense == "ddp" and self._worlds.axes.pp == self._worlds.axes.tp == 1
         return self._worlds.is_elastic or (self._worlds.present.size > 1 and not is_whole)
@@ -216,7 +218,7 @@ class TrainState:
         return self._recorded
 
     def fill_groups(self) -> None:
-        """Let optimizers update what is here of their parameters."""
+        """Set the parameters of the optimizers' groups to those on this rank."""
         for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = list(parameters)
@@ -224,22 +226,22 @@ class TrainState:
             self.stages.leave_absent(self.optimizers)
 
     def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Let other parameters take the places, and the states, of some in the optimizers."""
+        """Replace parameters in the optimizers, with their states."""
         for optimizer in self.optimizers:
             swap_parameters(optimizer, others)
         self._recorded = [[[others.get(p, p) for p in group] for group in groups] for groups in self._recorded]
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state of a parameter, to be changed; empty and forgotten where no optimizer has one."""
+        """Return the optimizer's state of a parameter, which may be changed; an empty dict if no optimizer has one."""
         return next((o.state[parameter] for o in self.optimizers if parameter in o.state), {})
 
     def number_of(self, optimizer: Optimizer) -> int:
-        """Which of the optimizers it is."""
+        """Return the number of an optimizer."""
         bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return next(i for i, known in enumerate(self.optimizers) if known is bare)
 
     def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """What an optimizer updates on some rank, in an order that all ranks share."""
+        """Return the parameters that an optimizer updates on some rank, in an order that all ranks share."""
         return [parameter for group in self._groups[self.number_of(optimizer)] for parameter in group]
 
     def require_replayable(self) -> None:
@@ -256,26 +258,26 @@ class TrainState:
         require_updates_by_expert(self.optimizers, self.experts.stack_of)
 
     def resume_from(self, restored: CheckpointSource) -> None:
-        """Everything was restored: so are this rank's random generators. Raises as `replay_of`."""
+        """Restore this rank's random generators, after everything else. Raises as `replay_of`."""
         restore_random_state(restored, self._worlds.present)
         self.window_replay = replay_of(restored, self.trainer.max_steps)
 
     # ------------------------------------------------------------------ a step
 
-    def spread(self, optimizer: Optimizer) -> None:
-        """What one rank has computed for all of an optimizer's parameters reaches the others; collective."""
+    def broadcast_updates(self, optimizer: Optimizer) -> None:
+        """Broadcast the updates that one rank has computed for all of an optimizer's parameters; collective."""
         if self._shards is not None:
             self._shards.spread_updates(self.parameters_of(optimizer))
 
     def apply_update(self, optimizer: Optimizer) -> None:
-        """Make an update that this rank was prepared for, outside of a step."""
+        """Apply an update that this rank was prepared for, outside of a step."""
         with self.updates.around(optimizer, self.experts.stack_of) as see:
             see()
             optimizer.step()
         self.after_update()
 
     def after_update(self) -> None:
-        """What follows every update of the parameters, on each rank by itself."""
+        """Update router biases and a window replay after every update of the parameters, on each rank by itself."""
         for layer in self.experts.layers:
             layer.router.update_bias()
         if self.window_replay is not None:
@@ -286,41 +288,41 @@ class TrainState:
                 self.restored.release()
 
     def remember_forward(self) -> None:
-        """Note the module's own attribute `forward`, where it has another one than its class: Lightning leaves its own
-        there when DDP fails.
+        """Remember the module's own attribute `forward`, if it differs from that of its class: Lightning sets its own
+        when DDP fails.
         """
         self._own_forward = self.module.__dict__.get("forward")
 
     def forget_step(self) -> None:
-        """Let go of what a step that will not end has left in the module."""
+        """Release what an aborted step has left in the module."""
         self.module.__dict__.pop("forward", None)
         if self._own_forward is not None:
             self.module.forward = self._own_forward  # type: ignore[method-assign]
         self.experts.forget_step()
 
     def begin_world(self) -> None:
-        """No gradients and no counts are left of the former world."""
+        """Drop the gradients and counts of the former world."""
         for parameter in self.module.parameters():
             parameter.grad = None
         for layer in self.experts.layers:
             layer.router.forget_counts()
 
-    # ------------------------------------------------------------------ who keeps what of the dense parameters
+    # ------------------------------------------------------------------ sharded dense parameters
 
     @property
     def is_shared(self) -> bool:
-        """Whether ranks share copies of the dense parameters, where there are enough."""
+        """True if ranks share copies of the dense parameters, given enough ranks."""
         return self.stages is not None or self.parts.is_wished
 
     def shared_names(self) -> Collection[str]:
-        """The parameters of which ranks have parts, or will have, where there are enough."""
+        """Return the parameters that ranks share, given enough ranks."""
         return self.parts.ways() if self.stages is None else self.stages.names
 
     def dense_parts(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of what some ranks only keep of the dense state, and of what this rank keeps of that.
+        """Return the names of dense state that some ranks only have, and of this rank's part of that.
 
         Args:
-            former: the world that this rank comes from.
+            former: the former world of this rank.
         """
         names, parts = self.parts.named(former.row_cut)
         stages, held = ([], []) if self.stages is None else self.stage_transfer.named()
@@ -330,12 +332,12 @@ class TrainState:
 
     @property
     def shards_optimizers(self) -> bool:
-        """Whether one rank keeps the optimizer state of each dense parameter for all."""
+        """True if one rank has the optimizer state of each dense parameter for all."""
         return self._shards is not None and self._worlds.present.size > 1
 
     @property
     def shard_owners(self) -> dict[str, int]:
-        """The rank that keeps the optimizer state of each dense parameter, by name; empty without sharding."""
+        """Return the rank that has the optimizer state of each dense parameter, by name; empty without sharding."""
         if self._shards is None:
             return {}
         names = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -343,7 +345,7 @@ class TrainState:
         return {names[parameter]: rank for parameter, rank in owners if parameter in names}  # others have left
 
     def _state_holders(self, ranks: World, numbers: Sequence[int]) -> dict[str, int]:
-        """The rank that keeps each unit of optimizer states of what is here; empty without sharding.
+        """Return the rank that has each unit of the optimizer states here; empty without sharding.
 
         Args:
             ranks, numbers: see `StageTransfer.sharers`.
@@ -352,20 +354,20 @@ class TrainState:
         return {unit: numbers[rank] for unit, rank in units.items()}
 
     def _everyones(self, holders: Mapping[str, int], world: World) -> Mapping[str, int]:
-        """Those of all stages; collective where there are several."""
+        """Return the holders of all stages; collective in a pipeline."""
         everyones = [holders] if self.stages is None else all_gather_json(dict(holders), world)
         return {unit: rank for one in everyones for unit, rank in one.items()}
 
     def _dense_sharding(self, ranks: World) -> DenseSharding:
-        """Of the dense parameters, among the ranks that hold them."""
+        """Build the sharding of the dense parameters among the ranks that hold them."""
         dense = [p for p in self.module.parameters() if p.requires_grad and p not in self.experts.stack_of]
-        leaving = self._worlds.spares if self.stages is None else 0  # they keep nothing for others
+        leaving = self._worlds.spares if self.stages is None else 0  # they hold nothing for others
         staying = replace(ranks, size=ranks.size - leaving)
         sharding: DenseSharding = DENSE_SHARDINGS.make(self._dense, dense, staying)
         return sharding
 
     def _shard(self, sharding: DenseSharding) -> None:
-        """Leave each rank the optimizer state of its share of the dense parameters."""
+        """Reduce each optimizer to this rank's share of the dense parameters."""
         if not sharding.owners:
             return
         self._shards = sharding
@@ -373,12 +375,12 @@ class TrainState:
             self._shards.shard(optimizer)
 
     def reshard(self, sources: Sequence[tuple[str, int]], rows: Rows | None = None) -> None:
-        """Share the dense state among the ranks of the present world; collective where optimizer states move.
+        """Reshard the dense state over the ranks of the present world; collective if optimizer states move.
 
         Args:
-            sources: (name, rank) of every parameter whose state a rank has, live or replayed; the others are read
-                from elsewhere by who keeps them from now on.
-            rows: of the parameters that this rank will hold, where ranks share them; None: they are restored next.
+            sources: (name, rank) of every parameter whose state a rank has, live or replayed; the others are restored
+                later by their new holders.
+            rows: of the parameters that this rank will hold, if ranks share them; None: they are restored next.
         """
         world = self._worlds.present
         ranks, numbers = self.stage_transfer.sharers(world)
@@ -389,8 +391,8 @@ class TrainState:
         self._share_states([(unit, rank) for unit, rank in sources if is_unit_name(unit)], world, ranks, numbers)
 
     def gather(self, world: World, most_bytes: int) -> None:
-        """Training has ended: give every rank whole dense parameters, where they take no more than this on any rank;
-        collective where they are cut.
+        """Give every rank whole dense parameters after training, unless they take more than this on some rank;
+        collective if they are cut.
         """
         units = list(self._state_holders(world, range(world.size)).items())
         if self.parts.gather(world, most_bytes):
@@ -401,7 +403,7 @@ class TrainState:
     def _share_states(
         self, sources: Sequence[tuple[str, int]], world: World, ranks: World, numbers: Sequence[int]
     ) -> None:
-        """Bring optimizer states to the ranks of a world that keep them from now on, where any keeps them for others;
+        """Transfer optimizer states to the ranks of a world that hold them from now on, if any holds them for others;
         collective.
 
         Args:
@@ -430,7 +432,7 @@ class TrainState:
         self.replay, self._detached_states = None, {}  # of ranks of the former world
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:
-        """Before ranks leave: what only they keep of the dense state goes to ranks that stay; collective."""
+        """Transfer the dense state that only leaving ranks have to ranks that stay; collective."""
         own = self._state_holders(*self.stage_transfer.sharers(world))
         if self.stages is None:
             self.parts.hand_over(staying, world)
@@ -443,15 +445,15 @@ class TrainState:
             local = self._held_states(unit for unit in lost if owners[unit] == world.rank)
             self._detached_states |= move_shards([(unit, owners[unit]) for unit in lost], holders, local, world)
         if self.stages is not None:
-            self._shards = None  # parameters may leave now, and all states are kept apart from them
+            self._shards = None  # all states are detached: parameters may leave now
 
     def detach_states(self, units: Iterable[str]) -> None:
-        """Keep those of these units' states that are here until the next world has them, should their parameters go."""
+        """Detach the states of these units from their parameters, which may leave, until the next world has them."""
         known = self.shard_owners
         self._detached_states |= self._held_states(unit for unit in units if name_of(unit) in known)
 
     def _held_states(self, units: Iterable[str]) -> dict[str, Mapping[str, Tensor]]:
-        """Optimizer states, live, or as a rank left them here, or as replayed for a lost peer."""
+        """Return optimizer states: live, detached, or replayed for a lost peer."""
         parameters, replayed = dict(self.module.named_parameters()), self.replay
         detached = self._detached_states
         here = {
@@ -461,11 +463,12 @@ class TrainState:
 
 
 class StageTransfer:
-    """Brings the stages of a pipeline across, with their optimizer states and experts.
+    """Transfer of the stages of a pipeline between worlds, with their optimizer states and experts. A rank may hold
+    other stages in the next world; until everything has arrived it holds its former stages and the new ones.
 
     Args:
-        state: of the rank.
-        worlds: with the axes of their meshes.
+        state: the state of this rank.
+        worlds: the present world, with the axes of the mesh.
     """
 
     def __init__(self, state: TrainState, worlds: Worlds) -> None:
@@ -477,12 +480,12 @@ class StageTransfer:
         return self._state.stages
 
     def named(self) -> tuple[list[str], list[str]]:
-        """Names of all stages, and of those whose dense values are here, or this rank's parts of them."""
+        """Return the names of all stages, and of those whose dense values are here, or this rank's parts of them."""
         names = self._stages.parts()
         return names, [names[stage] for stage in self._stages.held]
 
     def sharers(self, world: World) -> tuple[World, Sequence[int]]:
-        """The ranks of a world that hold the same stages as this one, and their numbers there."""
+        """Return the ranks of a world that hold the same stages as this one, and their numbers there."""
         if self._state.stages is None:
             return world, range(world.size)
         ranks = self.ranks_in(range(world.size))
@@ -490,22 +493,22 @@ class StageTransfer:
         return world.stage or World.offline(peers.index(world.rank), len(peers), world.device), peers
 
     def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
-        """Which of these ranks will hold each stage, once they are a world."""
+        """Return which of these ranks will hold each stage, once they are a world."""
         axes, count = self._worlds.axes, self._stages.cut.num_stages
         return [[ranks[at] for at in stage_ranks(stage, len(ranks), axes)] for stage in range(count)]
 
     def ranks_of_layers(self, world: World) -> list[Sequence[int]]:
-        """The ranks of a world that will hold each MoE layer."""
+        """Return the ranks of a world that will hold each MoE layer."""
         return self._stages.ranks_of_layers(self.ranks_in(range(world.size)))
 
     # ------------------------------------------------------------------ dense values
 
     def fetch(self, sources: Sequence[tuple[str, int]], world: World, *, is_live: bool) -> Rows:
-        """What this rank lacks of the stages that it will hold in a world, by part; collective there.
+        """Transfer the missing parts of the stages that this rank will hold in a world, by part; collective there.
 
         Args:
-            sources: (name of a stage, a rank that has it); of a rank -1 nothing comes.
-            is_live: whether what is here counts.
+            sources: (name of a stage, a rank that has it); a stage of rank -1 is not sent.
+            is_live: True if the values of this rank are valid.
         """
         if not is_live:
             self._stages.held = ()
@@ -515,8 +518,8 @@ class StageTransfer:
     def _fetch(self, sources: Mapping[str, int], ranks: list[Sequence[int]], world: World, part: Part) -> Rows:
         """
         Args:
-            ranks: that will hold each stage.
-            part: of its stages that this rank will hold, where ranks share copies.
+            ranks: those that will hold each stage.
+            part: the part of its stages that this rank will hold, if ranks share copies.
         """
         names, own, parts = self._stages.parts(), self._wanted(ranks, world), self._state.parts
         self._hold({*self._stages.held, *own})
@@ -541,7 +544,7 @@ class StageTransfer:
 
     @torch.no_grad()
     def install(self, rows: Rows | None, world: World) -> None:
-        """Let the stages that this rank holds by now have these values; None: whoever restores them next gives them.
+        """Set the values of the stages that this rank holds now; None: they are restored next.
 
         Not collective.
 
@@ -560,12 +563,12 @@ class StageTransfer:
             self._state.parts.install(rows, world)
 
     def _wanted(self, ranks: Sequence[Sequence[int]], world: World) -> list[int]:
-        """The stages that this rank will hold."""
+        """Return the stages that this rank will hold."""
         return [stage for stage, own in enumerate(ranks) if world.rank in own]
 
     def _tensors(self, stage: int) -> list[Tensor]:
-        """What all ranks of a stage have alike of its dense parameters, their optimizer states and buffers, in an order
-        that all ranks share.
+        """Return the tensors of a stage that are equal on all of its ranks: dense parameters, their optimizer states
+        and buffers, in an order that all ranks share.
         """
         state, stages, parts = self._state.training_state(), self._stages, self._state.parts
         found, cut = list[Tensor](), parts.ways() if parts.is_wished else {}
@@ -575,7 +578,7 @@ class StageTransfer:
         return found + [buffer for name, buffer in self._state.module.named_buffers() if stages.belongs(name, stage)]
 
     def _hold(self, wanted: set[int]) -> None:
-        """Have these stages, and the layers in them."""
+        """Hold these stages and their layers."""
         stages, experts = self._stages, self._state.experts
         placements: dict[Any, Placement] = dict(zip(stages.layers, stages.placements, strict=True))
         placements |= dict(zip(experts.layers, experts.placements, strict=True))
@@ -611,7 +614,9 @@ class StageTransfer:
         ranks: list[Sequence[int]],
         among: World | None,
     ) -> None:
-        """Given who will hold each stage, and who dispatches the layers here; None: nobody, until there are more."""
+        """Move experts to the ranks that will hold each stage, and dispatch the layers here among some of them; None:
+        not yet.
+        """
         stages, experts, optimizers = self._stages, self._state.experts, self._state.optimizers
         own = self._wanted(ranks, world)
         self._hold({*stages.held, *own})
@@ -637,7 +642,7 @@ class StageTransfer:
     # ------------------------------------------------------------------ before ranks leave
 
     def hand_over(self, staying: Sequence[int], world: World, nodes: Sequence[str], *, min_replicas: int) -> None:
-        """Before ranks leave: those that stay take the stages over that they will hold; collective.
+        """Transfer to the ranks that stay the stages that they will hold, before others leave; collective.
 
         Args:
             nodes: of all ranks.
@@ -668,7 +673,7 @@ def _held(placements: Sequence[Placement], num_ranks: int) -> BoolArray:
 
 
 def _moves(placements: Sequence[Placement], held: BoolArray) -> bool:
-    """Whether any expert has to travel."""
+    """True if any expert has to move."""
     lacking = _held(placements, held.shape[2]) & ~held
     return bool((lacking & held.any(axis=2, keepdims=True)).any()) if len(placements) else False
 
@@ -678,7 +683,7 @@ def _groups_of(optimizers: Sequence[Optimizer]) -> list[list[list[nn.Parameter]]
 
 
 def replay_peer(state: TrainState, peer: int, version: int) -> None:
-    """Keep a peer's from this version on.
+    """Repeat a peer's updates from this version on.
 
     Raises:
         ConfigurationError: no sharding, several optimizers, or one whose updates cannot be repeated exactly.
@@ -700,7 +705,7 @@ def replay_update(state: TrainState, optimizer: Optimizer) -> None:
 
 
 def verify_replay(state: TrainState, version: int, world: World) -> int:
-    """Compare every repeated shard with its owner; the number of corrections. Collective."""
+    """Compare every repeated shard with its owner, and return the number of corrections. Collective."""
     if state.replay is None or version == 0:  # at first there are no states yet, and the weights are alike
         return 0
     owners, optimizer = state.shard_owners, state.optimizers[0]
