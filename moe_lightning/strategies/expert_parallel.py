@@ -1,13 +1,8 @@
 """Expert parallelism for Lightning: data-parallel dense parameters, experts in the slots of a placement.
 
-Every expert on every rank's host once training has ended, where memory allows: a script goes on with the module when
-the other ranks are gone, as Lightning advises with `Trainer(devices=1).test(module)` on rank 0.
-
-Where experts are put first, and on how many nodes each shall stay.
-
-Expert parallelism for Lightning: data-parallel dense parameters, experts in the slots of a placement.
-
-What callbacks that work through the strategy of this library need.
+`PlacementOptions` are the user's choice of placements. `GatheredExperts` copies every expert to every rank's host at
+the end of training, if memory allows: a script may then use the module without the other ranks, as Lightning advises with
+`Trainer(devices=1).test(module)` on rank 0.
 """
 
 from __future__ import annotations
@@ -75,15 +70,15 @@ from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_w
 
 _MOST_BYTES = 1 << 30
 _MOST_SHARE = 1 / 8
-"""Of the memory that is free, over all ranks of a machine."""
+"""Share of the free memory, over all ranks of a machine."""
 
 
 class GatheredExperts:
-    """The stacks of all experts of a model, from the end of training on.
+    """Stacks of all experts of a model, gathered at the end of training.
 
     Args:
         experts: under their placements.
-        stages: of a pipeline, whose layers are then all kept; None: there is one.
+        stages: of a pipeline, whose layers are then all gathered; None without one.
     """
 
     def __init__(self, experts: PlacedExperts, stages: StageState | None = None) -> None:
@@ -93,8 +88,8 @@ class GatheredExperts:
         self._stacks: list[dict[str, Tensor]] | None = None
 
     def gather(self, most_bytes: int) -> None:
-        """Collective; keeps nothing where the experts take more than the least of the ranks allows. In a pipeline dense
-        parameters are kept likewise.
+        """Gather all experts, unless they take more than the least limit of the ranks; collective. In a pipeline dense
+        parameters are gathered too.
         """
         if self._stages is not None:
             self._stages.gather(most_bytes)
@@ -110,7 +105,7 @@ class GatheredExperts:
         ]
 
     def attach(self) -> None:
-        """The Trainer has ended: let the layers do without the other ranks, where they can."""
+        """Let the layers compute without the other ranks, if they can, at the end of the Trainer."""
         if self._world.size == 1:
             return
         layers = self._layers
@@ -119,7 +114,7 @@ class GatheredExperts:
             layer.ended = EndedWorld(layer.experts, self._world.size, whole)
 
     def detach(self, *, weights_change: bool) -> None:
-        """A Trainer runs in this world again; what it changes is forgotten."""
+        """Let the layers compute with the other ranks again; drop the copies if weights change."""
         for layer in self._layers:
             layer.ended = None
         if weights_change:
@@ -128,7 +123,9 @@ class GatheredExperts:
 
 @torch.no_grad()
 def _whole(parameter: nn.Parameter, stack: ExpertStack, world: World) -> Tensor:
-    """[E, ...] on the host: each expert's row from the one rank that speaks for it, and zeros from the others."""
+    """Return all experts [E, ...] on the host: each row from the first rank that holds it, and zeros from
+    the others.
+    """
     whole = torch.zeros(stack.num_experts, *parameter.shape[1:], dtype=parameter.dtype, device=world.device)
     for slot, expert in stack.owned():
         whole[expert] = parameter[slot]
@@ -137,7 +134,7 @@ def _whole(parameter: nn.Parameter, stack: ExpertStack, world: World) -> Tensor:
 
 
 def gather_limit(num_processes: int) -> int:
-    """Bytes that a rank may keep beside its own experts, on a machine with so many ranks."""
+    """Return the bytes that a rank may use for gathered experts, on a machine with so many ranks."""
     try:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     except (ValueError, OSError):  # not known here
@@ -145,11 +142,11 @@ def gather_limit(num_processes: int) -> int:
     return min(_MOST_BYTES, int(free * _MOST_SHARE) // max(1, num_processes))
 
 
-class Placing:
-    """What the user chose: see ExpertParallelStrategy.
+class PlacementOptions:
+    """Options of placement and dispatch: see ExpertParallelStrategy.
 
     Attributes:
-        promised_replicas: nodes that shall hold each expert where slots allow; recovery relies on it.
+        promised_replicas: nodes that hold each expert if slots allow; recovery relies on it.
 
     Raises:
         ConfigurationError: two placements, or an unknown dispatch.
@@ -178,11 +175,11 @@ class Placing:
         self.promised_replicas = 1
 
     def require_replicas(self, nodes: int, world_size: int) -> int:
-        """Promise that so many nodes hold each expert: whoever places experts must keep it. The uniform placement holds
-        each that often, if there are as many ranks. To be called before the strategy is set up.
+        """Promise that so many nodes hold each expert, in later placements too. The uniform placement holds each that
+        often, if there are as many ranks. Must be called before the strategy is set up.
 
         Returns:
-            Replicas of each expert under the placement that the user chose, or that this call chose.
+            Replicas of each expert under the chosen placement.
 
         Raises:
             ConfigurationError: dispatch groups, which a changing number of ranks cannot keep.
@@ -201,7 +198,7 @@ class Placing:
 
         Args:
             world: the ranks, of each stage of a pipeline.
-            stages: those on this rank; None: there is one.
+            stages: those on this rank; None without a pipeline.
         """
         if self._kernels is not None:
             set_backend(self._kernels)
@@ -231,7 +228,7 @@ def resolve_placements(
     copies: int | None = None,
     placement: str | os.PathLike[str] | Sequence[Any] | None = None,
 ) -> list[Placement]:
-    """The placement of each MoE layer: uniform with so many copies, or from a table or file.
+    """Return the placement of each MoE layer: uniform with so many copies, or from a table or file.
 
     Raises:
         ConfigurationError: a file or table that is missing, malformed or made for other sizes.
@@ -276,40 +273,40 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     the samples.
 
     Args:
-        ep_size: ranks of a dispatch group; tokens travel only inside it. None: the whole world.
+        ep_size: ranks of a dispatch group; tokens are sent only inside it. None: the whole world.
         copies: replicas of each expert under the uniform placement. None: one in each dispatch group.
         placement: instead of the uniform one, replicas as a nested list [E, N] or [L, E, N], or the path of such a
             table (.json or .npy).
         slots: expert rows that every rank keeps for each layer, room for the replicas of later placements; vacant ones
             cost memory only. None: as many as the first placement needs.
         quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
-        dispatch: how tokens travel: "exchange" (uneven all-to-all), or a name of `DISPATCH_BACKENDS`.
-        plan: where it is planned who computes which tokens: "host", or "device", see `dispatch.transports`.
-        kernels: their implementation in this process, see `kernels.set_backend`. None: as that says.
-        dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
-            each), "fsdp" (all in rows over the ranks), "hsdp" (the same in several copies), or a name of
+        dispatch: transport of tokens: "exchange" (uneven all-to-all), or a name of `DISPATCH_BACKENDS`.
+        plan: place of dispatch planning: "host", or "device", see `dispatch.transports`.
+        kernels: implementation of the kernels in this process, see `kernels.set_backend`. None: its default.
+        dense: sharding of dense parameters and their optimizer states: "ddp" (none), "zero1" (each state on one
+            rank), "fsdp" (all in rows over the ranks), "hsdp" (the same in several copies), or a name of
             `strategies.dense_parameters.DENSE_SHARDINGS`.
         shard_size: under hsdp, at least so many ranks share a copy. None: those of a node, or half of all.
         zero1: short for dense="zero1".
-        offload_optimizer: whether optimizer states of dense parameters stay in host memory, and updates are made there.
+        offload_optimizer: True: optimizer states of dense parameters stay in host memory, and updates are made there.
         mesh: ranks along pp (pipeline stages), cp (parts of sequences) and tp (parts of layers). None: one each.
         schedule: of a pipeline: "1f1b", or "interleaved" with two stages on every rank, whose bubbles are half as long.
-        micro_batches: in which a pipeline computes a batch. None: two for each of its ranks.
+        micro_batches: micro-batches of a batch in a pipeline. None: two for each of its ranks.
         seed: of keyed randomness and of stock DataLoaders' sampling. None: the one given to seed_everything, else 0.
         timeout_s: longest wait for a peer in any collective.
         check_replicas_every: steps after which replicas of experts are compared bit by bit; 0: never.
-        stop_on_nan: what to do before the update of a step in which a rank's loss is no finite number: "end" the run,
+        stop_on_nan: action before the update of a step in which a rank's loss is no finite number: "end" the run,
             or "skip" the update. Both let the host wait for the loss of every micro-batch. None: update, and warn once
             with rank, step and samples.
-        stall_warning_s: without a step, after which every rank prints which rank the others wait for and where its
-            code is; five times as long before the first batch and for a rank that compiles. None: never.
+        stall_warning_s: seconds without a step, after which every rank prints the rank that the others wait for, with
+            its stack; five times as long before the first batch and for a rank that compiles. None: never.
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
     Attributes:
         worlds, elastic, collectives_timeout, may_change: see WorldDDPStrategy.
-        state, steps: what this rank holds of the run; batches, losses and gradients.
+        state, steps: this rank's state of the run; batches, losses and gradients.
         weigh, scale_sum: see `moe_lightning.moe.losses.global_mean` and `global_sum`.
-        checkpoints, placing: saves and restores; where experts are put first.
+        checkpoints, placing: saving and restoring; the options of placement.
 
     Raises:
         ConfigurationError: sizes that do not fit world or model, fp16, torch.compile.
@@ -346,7 +343,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout_s=timeout_s, **kwargs)
-        self.placing = Placing(
+        self.placing = PlacementOptions(
             ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, plan=plan, slots=slots,
             kernels=kernels)  # fmt: skip
         self._seed = seed
@@ -396,7 +393,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         return ElasticWorlds(self.worlds, self.state, self, self.take_place, engine, *groups)
 
     def leave(self) -> None:
-        """Let go of everything that belongs to the groups of the present world; values stay."""
+        """Release everything that belongs to the groups of the present world; values stay."""
         self._stalls.end()
         self.worlds.leave()
         self.model = self.state.module  # DDP's reducer holds a group
@@ -408,7 +405,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             self._pipeline.forget_step()
 
     def enter(self, world: World) -> None:
-        """Go on among other ranks, whose state is this rank's by now; collective."""
+        """Resume in another world, whose state this rank has by now; collective."""
         self.take_place(world)
         self.state.begin_world()
         trainer, mesh, waits = self.state.trainer, self.worlds.mesh, self.worlds.is_passing(world.size)
@@ -435,7 +432,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             self._pipeline.synchronize(self.experts.stack_of, str(trainer.precision))
         private_lightning.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
         if self.elastic is not None and self.elastic.is_newcomer:
-            trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
+            trainer.num_sanity_val_steps = 0  # there are no peers to validate with yet
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -523,7 +520,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
             private_lightning.end_epochs_as_usual(trainer)
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
-            super().teardown()  # else experts were refused their places, and the user shall see that error
+            super().teardown()  # else placing the experts failed, and the user shall see that error
         if self._pipeline is not None:
             self.state.replace_parameters(self._pipeline.cut.restore_values())
 
@@ -553,12 +550,13 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         return self.experts.replace(placements, self.optimizers, self.node_of)
 
     def shadow_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
-        """Let experts visit other ranks in the next step, a plan for each MoE layer here; collective, before the step.
+        """Place shadow experts on other ranks for the next step, by a plan for each MoE layer here; collective, before
+        the step.
 
         Args:
             plans: the same on every rank.
-            early_shares: part of each layer's Trans that travels under the experts of the block before it, the rest
-                under its dense layers; None: all of it.
+            early_shares: part of each layer's Trans that overlaps with the experts of the block before it, the rest
+                with its dense layers; None: all of it.
 
         Raises:
             ConfigurationError: plans for other placements, several dispatch groups, or manual optimization, whose
@@ -569,7 +567,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @property
     def shadow_dtype(self) -> torch.dtype:
-        """What experts compute in, and so what their weights travel in when they visit other ranks."""
+        """Dtype in which experts compute, and in which the weights of shadow experts are sent."""
         is_mixed = str(self.precision_plugin.precision) == "bf16-mixed"
         return torch.bfloat16 if is_mixed else self.experts.layers[0].experts.dtype
 
@@ -589,7 +587,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @property
     def step_data(self) -> StepData:
-        """The positions in the data."""
+        """Loaders of this rank and their positions."""
         if self._data is None:
             mesh = self.worlds.mesh
             place = {"rank": mesh.data_rank, "world_size": mesh.data_size, "pieces": self._micro_batches}
@@ -605,8 +603,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """As in stock DDP values are restored before optimizers are made, where every rank holds whole dense
-        parameters; where ranks hold parts of them, these are made first.
+        """True if values are restored after optimizers are built, as is needed where ranks hold shards of dense
+        parameters; stock DDP restores them before.
         """
         has_peers = self.world_size > 1 or self.elastic is not None
         return self.worlds.axes.pp > 1 or (has_peers and self.state.parts.is_wished)
@@ -639,11 +637,11 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint: a file, a checkpoint directory, or a directory of these, of which the newest is taken that
-        is whole or can be mended, and what is damaged is named. Collective.
+        """Read a checkpoint: a file, a checkpoint directory, or a directory of these, of which the newest that is whole
+        or can be repaired is used, and damage is named. Collective.
 
         Args:
-            weights_only: False: unpickle any object in a file, which may run code of whoever wrote it; else only
+            weights_only: False: unpickle any object in a file, which may run code of its author; else only
                 tensors and plain values are read.
 
         Raises:
@@ -674,7 +672,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._before_hooks = ()
         self.place_module(module.trainer)
         if isinstance(self.precision_plugin, HalfPrecision | DoublePrecision):
-            self.precision_plugin.convert_module(module)  # what frozen weights are compared in
+            self.precision_plugin.convert_module(module)  # frozen weights are compared in this dtype
         self.checkpoints.load_model(checkpoint, strict=strict)
         self.state.find_twins()
 
@@ -686,7 +684,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Callbacks and steps see this rank's part of each sequence."""
+        """Move a batch to the device and cut it to this rank's part of each sequence."""
         self._stalls.record_progress()
         batch = self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
         trainer = private_lightning.trainer_of(self.lightning_module)
@@ -707,12 +705,12 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @property
     def last_gradient_norm(self) -> Tensor | None:
-        """Of the last clipped step, over the whole model."""
+        """Gradient norm of the last clipped step, over the whole model."""
         return self.steps.last_gradient_norm
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Gradients of the mean over the global batch, summed over replicas before any hook sees them."""
+        """Compute the gradients of the mean over the global batch, summed over replicas before any hook sees them."""
         module, precision = self.state.module, self.precision_plugin
         if not self.steps.is_dummy_batch:
             self._losses.look(closure_loss, self._place())
@@ -729,7 +727,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         return closure_loss
 
     def _place(self) -> Callable[[], str]:
-        """Where the running micro-batch came from, in words, when somebody asks."""
+        """Return a function that describes the origin of the running micro-batch: rank, step and samples."""
         trainer, rank, batch = self.state.trainer, self.world.rank, self.steps.batch
         step = trainer.global_step
         return lambda: f"on rank {rank} in the step after step {step}{samples_of(batch, trainer.train_dataloader)}"
@@ -742,10 +740,10 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Make a step final, in the order that recoveries rely on: `closure` runs forward and backward, in which DDP
+        """Run and commit a step in the order that recoveries rely on: `closure` runs forward and backward, in which DDP
         sums the gradients of dense parameters over ranks and `Steps.summing` those of experts over their holders. Hooks
-        follow, in which copies of the last state end, and clipping by the norm of the whole model. Then every rank says
-        that it is prepared, and none changes a value before all are.
+        follow, in which copies of the last state end, and clipping by the norm of the whole model. Then every rank
+        agrees that it is prepared, and none changes a value before all are.
         """
         elastic, state = self.elastic, self.state
 
@@ -754,19 +752,19 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             if elastic is not None:
                 elastic.prepare(optimizer)  # a barrier: the last collective before the update
                 replay_update(state, optimizer)
-                if state.shards_optimizers:  # after a fault others would lack what this rank has computed for them
+                if state.shards_optimizers:  # after a fault other ranks would lack the updates of this one
                     elastic.begin_update()
-            see_blocks()
+            expose_blocks()
 
         # Closure, hooks, clipping, `prepare`, update.
         updating = state.updates.around(optimizer, self.experts.stack_of)
-        with updating as see_blocks, private_lightning.before_update(self.precision_plugin, prepare):
+        with updating as expose_blocks, private_lightning.before_update(self.precision_plugin, prepare):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         state.broadcast_updates(optimizer)
         state.after_update()
         if elastic is not None:
             if state.shards_optimizers:
-                self.world.settle()  # what other ranks computed for this one has arrived
+                self.world.settle()  # the updates of other ranks for this one have arrived
             elastic.commit()
         return output
 
@@ -796,7 +794,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         return self.steps.predict(step, self.state.trainer.predict_dataloaders, *args, **kwargs)
 
     def _evaluation(self, name: str, context: Context) -> Callable[..., Any]:
-        """How a batch is evaluated: by Lightning, or through the stages."""
+        """Return the function that evaluates a batch: Lightning's, or the pipeline's."""
         pipeline = self._pipeline
         if pipeline is None or pipeline.is_whole:
             step: Callable[..., Any] = getattr(super(), name)
@@ -821,11 +819,11 @@ ExpertParallelStrategy.register_strategies(StrategyRegistry)
 
 
 def own_strategy(trainer: pl.Trainer, name: str, cure: str = "drop the callback") -> ExpertParallelStrategy:
-    """The trainer's strategy.
+    """Return the trainer's strategy.
 
     Args:
-        name: of the callback that needs it.
-        cure: what else helps whoever has another strategy.
+        name: the callback that needs it.
+        cure: the alternative that the error names.
 
     Raises:
         ConfigurationError: it is another one.
