@@ -1,8 +1,8 @@
 """Expert parallelism for Lightning: data-parallel dense parameters, experts in the slots of a placement.
 
 `PlacementOptions` are the user's choice of placements. `GatheredExperts` copies every expert to every rank's host at
-the end of training, if memory allows: a script may then use the module without the other ranks, as Lightning advises with
-`Trainer(devices=1).test(module)` on rank 0.
+the end of training, if memory allows: a script may then use the module without the other ranks, as Lightning advises
+with `Trainer(devices=1).test(module)` on rank 0.
 """
 
 from __future__ import annotations
