@@ -199,8 +199,8 @@ class TokenCounts:
 def computed_in(strategy: ExpertParallelStrategy) -> torch.dtype | None:
     """What experts compute in, where that is less than their weights; None: it is not."""
     layers = strategy.experts.layers
-    is_less = bool(layers) and strategy.flight_dtype.itemsize < layers[0].experts.dtype.itemsize
-    return strategy.flight_dtype if is_less else None
+    is_less = bool(layers) and strategy.shadow_dtype.itemsize < layers[0].experts.dtype.itemsize
+    return strategy.shadow_dtype if is_less else None
 
 
 def count_losses(checkpoint_ledger: CheckpointLedger, restored: CheckpointSource) -> float:

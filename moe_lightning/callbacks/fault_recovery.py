@@ -30,8 +30,8 @@ from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, WorldChanged
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
-from moe_lightning.strategies.rank_state import replay_peer, verify_replay
 from moe_lightning.strategies.recovery import RecoveryListener, RecoveryReport
+from moe_lightning.strategies.train_state import replay_peer, verify_replay
 
 COLUMNS = (
     "step",

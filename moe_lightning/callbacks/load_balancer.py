@@ -379,7 +379,7 @@ class LoadBalancer(Callback):
 
     def _costs(self, strategy: ExpertParallelStrategy) -> list[BlockCosts]:
         """The constants of each layer's block: measured where plans depend on them, else nominal."""
-        layers, dtype = strategy.experts.layers, strategy.flight_dtype
+        layers, dtype = strategy.experts.layers, strategy.shadow_dtype
         self._clock = None
         if not self._calibrate or (self._policy.shadows == "none" and self._policy.placement != "auto"):
             return assumed_costs(layers, dtype, **self._rates)
@@ -476,8 +476,8 @@ class LoadBalancer(Callback):
         if plans is not None:
             shares = planner.early_shares()
             plan_s += time.perf_counter() - began
-            strategy.visit_experts(plans, shares)
-            self.last_visits = strategy.experts.visits
+            strategy.shadow_experts(plans, shares)
+            self.last_visits = strategy.experts.shadows
         self._plan_s += plan_s
 
     @property

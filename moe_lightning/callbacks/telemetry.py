@@ -178,7 +178,7 @@ class Telemetry(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not getattr(trainer.strategy, "is_stand_in", False):
+        if not getattr(trainer.strategy, "is_dummy_batch", False):
             part, parts = _part_of_layers(trainer)
             self._tokens += _num_tokens(batch) if part == 0 else 0  # those who compute the other parts have them, too
             self._flops += (getattr(pl_module, "flops_per_batch", None) or 0) / parts

@@ -1,6 +1,4 @@
-"""How the state of a run goes into checkpoints and comes back: single files as stock Lightning writes them, and
-directories.
-"""
+"""Saving and restoring the state of a run: single files as stock Lightning writes them, and checkpoint directories."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ from moe_lightning.errors import CheckpointError, ConfigurationError, MissingChe
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import cuts_of
-from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import LOADERS_KEY, is_in_step, loader_states, states_of_stateful
+from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
 
 T = TypeVar("T")
@@ -43,14 +41,14 @@ _LONGEST_SEARCH_S = 60.0
 
 
 class Checkpoints:
-    """Saves and restores the state of a run.
+    """Saver and restorer of the state of a run.
 
     Args:
-        worlds: whose ranks hold it.
-        state: of this rank.
+        worlds: the present world, whose ranks hold the state.
+        state: the state of this rank.
     """
 
-    def __init__(self, worlds: Worlds, state: RankState) -> None:
+    def __init__(self, worlds: Worlds, state: TrainState) -> None:
         self._worlds, self._state = worlds, state
         self._leases = ExitStack()
         self._without_state = False
@@ -58,7 +56,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ saving
 
     def model_state(self, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The whole model on rank 0, expert stacks [E, ...], of the ranks' own; empty on the others. Collective."""
+        """Return the whole model on rank 0, with expert stacks [E, ...]; empty on the other ranks. Collective."""
         if self._without_state:
             return {}
         if self._state.stages is not None:
@@ -68,14 +66,16 @@ class Checkpoints:
         return full_model_state(local(), keys, self._worlds.present, cuts=cuts)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer state on rank 0 as a single process would have it; empty on the others. Collective."""
+        """Return the whole optimizer state on rank 0 as a single process would have it; empty on the others.
+        Collective.
+        """
         if self._without_state:
             return {}
         state = self._state.training_state()
         return full_optimizer_state(state, self._state.number_of(optimizer), self._worlds.present)
 
     def add_positions(self, checkpoint: dict[str, Any]) -> None:
-        """Put the position of the training data into a checkpoint: Lightning itself leaves it out between epochs."""
+        """Add the position of the training data to a checkpoint: Lightning itself omits it between epochs."""
         self._add_positions(checkpoint)
         loop = _fit_loop_state(checkpoint)
         if "combined_loader" in loop:  # stock Lightning looks for the positions of loaders that have one there
@@ -83,7 +83,9 @@ class Checkpoints:
             loop["combined_loader"] = states_of_stateful(trainer.train_dataloader, is_in_step=is_in_step(trainer))
 
     def _add_positions(self, checkpoint: dict[str, Any]) -> None:
-        """Of a step that has not ended nothing counts: its batches come again."""
+        """Add the positions of the training loaders; batches of a step that has not ended are not counted, and are
+        repeated.
+        """
         trainer = self._state.trainer
         is_open = is_in_step(trainer)
         checkpoint[LOADERS_KEY] = loader_states(trainer.train_dataloader, is_in_step=is_open)
@@ -91,8 +93,9 @@ class Checkpoints:
             private_lightning.leave_open_step_out(checkpoint["loops"]["fit_loop"], trainer.accumulate_grad_batches)
 
     def may_change(self, file: object) -> bool:
-        """Whether a file of Lightning's own may be written or deleted: not while steps of a window are run again, whose
-        state is not whole; they were run before, and what was to be saved then was."""
+        """True if a file of Lightning's own may be written or deleted. False while steps of a window are repeated,
+        whose state is not whole: they ran before, and files that were due were written then.
+        """
         replay = self._state.window_replay
         if replay is not None:
             rank_zero_warn(
@@ -101,7 +104,9 @@ class Checkpoints:
         return replay is None
 
     def training_objects(self) -> dict[str, Any]:
-        """What this rank adds to a directory checkpoint beside tensors; collective, as Lightning's own dump is."""
+        """Return this rank's objects, besides tensors, for a directory checkpoint; collective, as Lightning's own dump
+        is.
+        """
         trainer, rank = self._state.trainer, self._worlds.present.rank
         with self._leave_state_out():
             dump = private_lightning.dump_trainer(trainer)
@@ -125,10 +130,11 @@ class Checkpoints:
     # ------------------------------------------------------------------ restoring
 
     def open(self, path: Place, world: World, *, is_trusted: bool = False) -> dict[str, Any]:
-        """What Lightning restores from a file, a checkpoint directory, or a directory of these; collective.
+        """Return the checkpoint that Lightning restores from a file, a checkpoint directory, or a directory of these;
+        collective.
 
         Args:
-            world: the ranks that can be spoken to by now.
+            world: the ranks that are connected by now.
             is_trusted: see `read_checkpoint`; directories hold no objects.
 
         Raises:
@@ -151,7 +157,7 @@ class Checkpoints:
         return read_checkpoint(path, is_trusted=is_trusted)
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Give the module its state."""
+        """Load the module's state."""
         if self._state.restored is not None:
             self._state.training_state().restore_model(self._state.restored)
             return
@@ -165,10 +171,10 @@ class Checkpoints:
         module.load_state_dict(local, strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give the optimizers their states, and from a directory the random generators theirs."""
+        """Load the states of the optimizers, and from a directory those of the random generators too."""
         if self._state.restored is not None:
             self._state.training_state().restore_optimizers(self._state.restored)
-            self._state.go_on_from(self._state.restored)
+            self._state.resume_from(self._state.restored)
             return
         states, number = checkpoint["optimizer_states"], len(self._state.optimizers)
         if len(states) != number:
@@ -181,8 +187,8 @@ class Checkpoints:
             load_local_optimizer_state(own, index, state)
 
     def _newest_for_all(self, path: Place, world: World) -> Checkpoint:
-        """The checkpoint that rank 0 chooses, verified by every rank, under a lease until `release`. Rank 0 looks for
-        all: an agent may commit and prune there meanwhile.
+        """Return the checkpoint that rank 0 chooses, verified by every rank, under a lease until `release`. One rank
+        chooses for all because an agent may commit and prune at the same time.
 
         Raises:
             CheckpointError: on every rank, where there is none or one of them finds it damaged.
@@ -211,34 +217,34 @@ class Checkpoints:
     def _raise_together(
         self, path: Place, problem: str | None, world: World, kind: type[CheckpointError] = CheckpointError
     ) -> None:
-        """Refuse what one of the ranks cannot read; collective.
+        """Raise on every rank if one rank cannot read the checkpoint; collective.
 
         Args:
-            problem, kind: of this rank, and the exception that it stands for.
+            problem, kind: message of this rank, None without a problem, and its exception type.
 
         Raises:
             CheckpointError: on every rank, the first problem.
         """
         problems = all_gather_json([problem, kind is MissingCheckpointError], world)
-        told, is_missing = next((one for one in problems if one[0] is not None), (None, False))
-        if told is not None:
+        message, is_missing = next((one for one in problems if one[0] is not None), (None, False))
+        if message is not None:
             self.release()
             error = MissingCheckpointError if is_missing else CheckpointError
-            raise error(told if str(path) in told else f"not every rank can read {path}: {told}")
+            raise error(message if str(path) in message else f"not every rank can read {path}: {message}")
 
     def release(self) -> None:
-        """The checkpoint that this run came from is not read any more: it may be pruned."""
+        """Release the lease of the checkpoint that this run was restored from: it may be pruned."""
         self._leases.close()
 
 
 def decided(look: Callable[[], T], world: World) -> T:
-    """What rank 0 finds, on every rank; collective.
+    """Return rank 0's result on every rank; collective.
 
     Args:
         look: called on rank 0; returns plain values.
 
     Raises:
-        ConfigurationError, CheckpointError: on every rank, what kept rank 0 from an answer.
+        ConfigurationError, CheckpointError: on every rank, the error of rank 0.
     """
     found: T | None = None
     problem: ConfigurationError | CheckpointError | None = None
@@ -251,22 +257,24 @@ def decided(look: Callable[[], T], world: World) -> T:
             problem = CheckpointError(f"{error.filename or 'storage'} cannot be read ({error.strerror or error})")
     kinds: list[type[Exception]] = [ConfigurationError, MissingCheckpointError, CheckpointError]
     kind = next((index for index, kind in enumerate(kinds) if isinstance(problem, kind)), None)
-    found, kind, words = broadcast_object((found, kind, str(problem)), 0, world)
+    found, kind, message = broadcast_object((found, kind, str(problem)), 0, world)
     if problem is not None:
         raise problem
     if kind is not None:
-        raise kinds[kind](words)
+        raise kinds[kind](message)
     return found
 
 
 def _fit_loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Of Lightning's fit loop itself, without its parts; empty where a checkpoint holds weights only."""
+    """Return the state of Lightning's fit loop itself, without its parts; empty if a checkpoint has weights only."""
     state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     return state
 
 
 def take_positions(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The positions of the training loaders in a checkpoint, which Lightning then need not restore."""
+    """Return the positions of the training loaders in a checkpoint, and remove those that Lightning would restore
+    again.
+    """
     positions: list[dict[str, Any]] = checkpoint.get(LOADERS_KEY, [])
     if positions:
         _fit_loop_state(checkpoint).pop("combined_loader", None)  # Lightning would restore some of them once more
@@ -275,17 +283,17 @@ def take_positions(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _leave_ended_epoch(checkpoint: Mapping[str, Any]) -> None:
-    """Let a run that was saved at or after the end of an epoch go on with the first batch of the next one.
+    """Let a run that was saved at or after the end of an epoch continue with the first batch of the next one.
 
-    Under `max_steps` Lightning's loop would count on in the batches of the old epoch and leave the new one after the
-    first.
+    Under `max_steps` Lightning's loop would continue to count the batches of the old epoch and end the new one after
+    its first batch.
     """
     loops = checkpoint.get("loops", {}).get("fit_loop", {})
     batches, epochs = loops.get("epoch_loop.batch_progress"), loops.get("epoch_progress")
     if not batches or not epochs or not batches.get("is_last_batch"):
         return
     if batches["total"]["completed"] < batches["total"]["ready"]:
-        return  # the epoch's last step is not done with
+        return  # the epoch's last step has not ended
     if epochs["total"]["processed"] < epochs["total"]["ready"]:
         return  # a validation may follow on it
     for count in (epochs["total"], epochs["current"]):
@@ -296,8 +304,8 @@ def _leave_ended_epoch(checkpoint: Mapping[str, Any]) -> None:
 
 
 def _leased(path: Place, *, report: Callable[[str], None]) -> tuple[Checkpoint, ExitStack]:
-    """The newest checkpoint in a directory that can be used, or that directory itself; all that is read for it is kept
-    from being pruned.
+    """Return the newest usable checkpoint in a directory, or that directory itself, with leases that protect all files
+    read for it from pruning.
 
     Raises:
         CheckpointError: there is none.
@@ -309,7 +317,7 @@ def _leased(path: Place, *, report: Callable[[str], None]) -> tuple[Checkpoint, 
         try:
             for directory in checkpoint.directories:
                 leases.enter_context(storage_of(directory).lease(directory))
-        except FileNotFoundError as error:  # pruned meanwhile: a newer one is there
+        except FileNotFoundError as error:  # pruned in between: there is a newer one
             leases.close()
             if time.monotonic() > deadline:
                 raise CheckpointError(f"{checkpoint.path} is being deleted: name another checkpoint") from error

@@ -1,12 +1,9 @@
 """Checks of a Trainer, its module and its optimizers before training.
 
-What the strategy refuses of a Trainer and its module before it trains.
-
-Whether an optimizer updates every expert by itself: replicas stay bit-identical only where it does.
-
-Experts are rows of stacked parameters, and which rows lie beside an expert differs from rank to rank. An optimizer with
-a statistic over the whole tensor (Adafactor's clipping, LBFGS's products), or one whose arithmetic depends on where a
-row lies (fused kernels, for rows that do not fill vector registers), brings replicas apart. So each one is tried.
+Optimizers are tried on small parameters. Experts are rows of stacked parameters, and the neighbors of an expert's row
+differ from rank to rank. Replicas diverge under an optimizer with a statistic over the whole tensor (Adafactor's
+clipping, LBFGS's products), or whose arithmetic depends on the position of a row (fused kernels, for rows that do not
+fill vector registers).
 """
 
 from __future__ import annotations
@@ -40,11 +37,11 @@ from moe_lightning.state.tensors import cut_of, cuts_of, frozen_base, is_cut, lo
 def check_module(
     trainer: pl.Trainer, module: pl.LightningModule, *, cuts_dense: bool, fixed_groups: str | None
 ) -> None:
-    """Warn where the loss would depend on the number of ranks in spite of all.
+    """Check a module and its Trainer for what makes the loss depend on the number of ranks.
 
     Args:
-        cuts_dense: whether ranks have parts of the dense parameters.
-        fixed_groups: why optimizers get no further groups; None: they may.
+        cuts_dense: True if ranks hold shards of the dense parameters.
+        fixed_groups: reason for which no parameter groups may be added; None: they may.
 
     Raises:
         ConfigurationError: what cannot be trained the same on any number of ranks.
@@ -102,13 +99,13 @@ def require_same_parameters(module: nn.Module, before: Collection[nn.Parameter])
 
 
 def cut_parameters(module: nn.Module) -> list[str]:
-    """Parameters of which every rank has another part, under all of their names."""
+    """Return the names of parameters of which every rank has another shard, under all of their names."""
     return list(cuts_of(module))
 
 
 def identical_buffers(module: nn.Module) -> list[str]:
-    """Buffers of our own layers: every rank computes the same values, so DDP need not broadcast them before each
-    forward pass.
+    """Return the names of the buffers of this library's layers: every rank computes the same values, so DDP need not
+    broadcast them before each forward pass.
     """
     ours = [f"{name}." for name, m in module.named_modules() if type(m).__module__.startswith("moe_lightning.")]
     return [name for name, _ in module.named_buffers() if any(name.startswith(prefix) for prefix in ours)]
@@ -116,18 +113,18 @@ def identical_buffers(module: nn.Module) -> list[str]:
 
 _STEPS = 6
 _FIRST_WEIGHTS = 1e-3
-"""So small that the last bits of an update are bits of the weights."""
+"""Small enough for the last bits of an update to be bits of the weights."""
 
-_NEIGHBOURS = (2, 3, 5, 9)
-"""Slots to be the last one of; a vector register ends elsewhere in each."""
+_NEIGHBORS = (2, 3, 5, 9)
+"""Numbers of slots, of which the trial takes the last; a vector register ends at another place in each."""
 
 _VECTOR = 64
 """Rows are tried with as many numbers as fill the last vector register of the real ones."""
 
 
 _LINE_BYTES = 64
-"""What torch's fused kernels on the CPU work off in vectors; the rest of a tensor goes number by number, and rounds
-otherwise."""
+"""Bytes of a vector of torch's fused kernels on the CPU; the rest of a tensor is computed element by element, with
+another rounding."""
 
 
 def require_separate_updates(optimizers: Sequence[Optimizer], stacks: Collection[nn.Parameter]) -> None:
@@ -177,7 +174,7 @@ def require_host_updates(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _why_not_on_host(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    """None: nothing is known against it."""
+    """Return a reason for which the optimizer cannot update a replaced parameter; None if there is none."""
     ndim, _, dtype = _outline(group["params"][0])
     first, other = (nn.Parameter(torch.ones((2,) * ndim, dtype=dtype)) for _ in range(2))
     try:
@@ -211,7 +208,7 @@ def _require_updates_by_row(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _needs_whole(name: str, cut: Sequence[nn.Parameter]) -> ConfigurationError:
-    """Name what cuts the parameters: rows over a shard group, or parts over the ranks of mesh.tp."""
+    """Name what shards the parameters: rows over a shard group, or parts over the ranks of mesh.tp."""
     cutters, cures = [], []
     if any(isinstance(parameter, DTensor) for parameter in cut):
         cutters.append("dense=fsdp and hsdp keep")
@@ -236,10 +233,10 @@ def _require(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
 
 
 def _tried(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> list[Tensor]:
-    """A row after some steps, alone and beside others; nothing where the optimizer cannot be tried."""
+    """Return a row after some steps, alone and beside others; empty if the optimizer cannot be tried."""
     try:
         with torch.random.fork_rng(devices=[]):
-            return [_updated(optimizer, group, parameter, slots) for slots in (1, *_NEIGHBOURS)]
+            return [_updated(optimizer, group, parameter, slots) for slots in (1, *_NEIGHBORS)]
     except Exception as error:  # of a class that we do not know, on parameters that are not its own
         rank_zero_warn(
             f"{type(optimizer).__name__} cannot be tried on a small parameter ({type(error).__name__}), so whether it "
@@ -257,12 +254,14 @@ def _mixes(name: str, cure: str) -> ConfigurationError:
 
 
 def _outline(parameter: nn.Parameter) -> tuple[int, int, torch.dtype]:
-    """What an update of a row can depend on besides its numbers."""
+    """Return the properties, besides its values, on which the update of a row can depend: dimensions, rest of a vector,
+    dtype.
+    """
     return parameter.ndim, parameter[:1].numel() % _VECTOR, parameter.dtype
 
 
 def _updated(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, slots: int) -> Tensor:
-    """An expert after some steps in the last of so many slots, whose other rows are anything."""
+    """Return an expert after some steps in the last of so many slots, whose other rows are random."""
     ndim, rest, dtype = _outline(parameter)
     shape = [1] * (ndim - 2) + [_VECTOR + rest]
 
@@ -280,14 +279,14 @@ def _updated(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
 
 
 def _like(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> Optimizer:
-    """An optimizer of the same class and with a group's options, of one parameter."""
+    """Build an optimizer of one parameter, of the same class and with a group's options."""
     known = inspect.signature(type(optimizer)).parameters
     options = {name: copy.deepcopy(value) for name, value in group.items() if name in known and name != "params"}
     return type(optimizer)([parameter], **options)
 
 
 def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int) -> int:
-    """Micro-batches of a batch; 1 without a pipeline.
+    """Return the number of micro-batches of a batch; 1 without a pipeline.
 
     Args:
         wanted: by the user.

@@ -1,26 +1,17 @@
-"""Dense parameters of which ranks hold parts: rows, tensor parts, optimizer states, and their transfer.
+"""Dense parameters and optimizer states that ranks share: sharding policies, parts by tensor index, and their transfer.
 
-Who keeps dense parameters and their optimizer states: every rank all of them (DDP); the states one rank each, which
-updates the parameter and hands the new values to the others (ZeRO-1); or all of it in rows over the ranks (FSDP), and
-over each of several groups of ranks (hybrid FSDP).
+A policy of `DENSE_SHARDINGS` gives every rank all states (DDP); the states of each parameter to one rank, which updates
+it and broadcasts the new values (ZeRO-1); or rows of everything over the ranks (FSDP), or over each of several groups
+of ranks (hybrid FSDP).
 
-Parts of dense parameters and their optimizer states on their way from one cut to another.
+Under mesh.tp a model's `tensor_parallel_plan` says how its layers are cut: each rank of a tensor group stores, updates
+and computes with a part. Parameters stay the same objects with a part of their values, so optimizers and other code see
+plain tensors, and fully_shard may shard their rows. Everything else is on every rank of a tensor group, sees some
+positions of each sequence or all, and gets the sum of the gradients of all ranks.
 
-Optimizer states that one rank keeps for all that hold the same values (ZeRO-1), as they travel: in units, each the
-state of a parameter, or where layers are cut by tensor index, of one of its parts.
-
-Dense parameters of which each rank of a tensor group keeps, updates and computes with a part (mesh.tp).
-
-A model says by `tensor_parallel_plan` how its layers are cut. Parameters stay the objects that they are, with a part of
-their values, so that optimizers and other code see plain tensors; fully_shard may deal the rows of these out. What is
-not cut is on every rank of a tensor group, sees some positions of each sequence or everything, and gets the sum of the
-gradients of all ranks.
-
-The dense parameters of a run of which ranks have parts, from world to world: rows (`fully_sharded.py`), parts by
-tensor index (`tensor_parts.py`), or rows of these.
-
-In a new world nothing is changed before everything has arrived: a fault on the way leaves the parts of the former world
-as they were. Parts travel block by block, so no rank ever has the values of a whole model.
+In a new world nothing is changed before everything has arrived: a fault during the transfer leaves the parts of the
+former world unchanged. Parts are transferred block by block, so no rank ever has the values of a whole model. ZeRO-1
+states are transferred in units: the state of a parameter, or of one of its parts by tensor index.
 """
 
 from __future__ import annotations
@@ -67,9 +58,9 @@ from moe_lightning.state.tensors import (
 from moe_lightning.strategies.checks import cut_parameters, identical_buffers
 from moe_lightning.strategies.fsdp import (
     is_sharded,
-    let_go_of_gathered,
     materialise,
     replace_parameters,
+    reshard_units,
     shard_dense,
     sum_gradients,
     undo_shard,
@@ -79,37 +70,37 @@ from moe_lightning.strategies.stages import StageCut, StageState
 
 
 class DenseSharding(Protocol):
-    """Shares the optimizer states of dense parameters out; made anew for every world. `DenseOptimizerShards` has all of
-    it: one that deals the parameters out otherwise sets `owners`.
+    """Assignment of optimizer states of dense parameters to ranks; built anew for every world. `DenseOptimizerShards`
+    implements all of it: a class with another assignment sets `owners`.
 
     Attributes:
-        owners: the rank that keeps the state of each parameter, alike on all ranks that hold the same values of it;
-            empty where all keep all.
+        owners: the rank that has the state of each parameter, the same on all ranks that hold the same values of it;
+            empty if all ranks have all.
     """
 
     owners: Mapping[nn.Parameter, int]
 
     def shard(self, optimizer: Optimizer) -> None:
-        """Take the parameters of other ranks out of the optimizer's groups."""
+        """Remove the parameters of other ranks from the optimizer's groups."""
 
     def spread_updates(self, updated: Collection[nn.Parameter]) -> None:
-        """Bring the values that a step gave to these parameters to every rank; collective."""
+        """Broadcast the values that a step gave to these parameters to every rank; collective."""
 
 
 class DenseFactory(Protocol):
-    """Makes a `DenseSharding`. One that has `cut_size(nodes, wanted)`, as FullySharded has, also cuts the parameters by
-    rows over groups of so many ranks, whatever it does with optimizers.
+    """Factory of a `DenseSharding`. With `cut_size(nodes, wanted)`, as FullySharded has, it also shards the rows of
+    parameters over groups of so many ranks, whatever it does with optimizers.
     """
 
     def __call__(self, parameters: Sequence[nn.Parameter], world: World, /) -> DenseSharding:
-        """Of dense parameters, in an order that all ranks share."""
+        """Build the sharding of dense parameters, given in an order that all ranks share."""
 
 
 def dense_sharding_name(dense: str, *, zero1: bool, shard_size: int | None) -> str:
-    """What a user chose: `zero1` is short for dense="zero1".
+    """Return the name of the chosen sharding: `zero1` is short for dense="zero1".
 
     Raises:
-        ConfigurationError: two choices, or an unknown one, or a `shard_size` that it has no use for.
+        ConfigurationError: two choices, an unknown one, or a `shard_size` that it does not use.
     """
     if zero1 and dense not in ("ddp", "zero1"):
         raise ConfigurationError(f"zero1=true is short for dense=zero1, but dense={dense!r}: give one of them")
@@ -121,31 +112,33 @@ def dense_sharding_name(dense: str, *, zero1: bool, shard_size: int | None) -> s
 
 
 class ReplicatedDense:
-    """Every rank keeps every state, and makes every update (DDP)."""
+    """Sharding under which every rank has every state and makes every update (DDP)."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
         self.owners: Mapping[nn.Parameter, int] = {}
 
     def shard(self, optimizer: Optimizer) -> None:
-        """Nothing to do."""
+        """Do nothing: nothing is shared."""
 
     def spread_updates(self, updated: Collection[nn.Parameter]) -> None:
-        """Nothing to do."""
+        """Do nothing: nothing is shared."""
 
 
 class FullySharded(ReplicatedDense):
-    """Each rank keeps some rows of every parameter, with their gradients and states; one copy in all (FSDP)."""
+    """Sharding under which each rank has some rows of every parameter, with their gradients and states; one copy in all
+    (FSDP).
+    """
 
     @staticmethod
     def cut_size(nodes: Sequence[object], wanted: int | None) -> int:
-        """Ranks that share one copy.
+        """Return the number of ranks that share one copy.
 
         Args:
             nodes: of each rank.
             wanted: the user's `shard_size`.
 
         Raises:
-            ConfigurationError: a wish that only hsdp can fulfil.
+            ConfigurationError: a size that needs hsdp.
         """
         if wanted is not None and wanted < len(nodes):
             raise ConfigurationError(
@@ -156,21 +149,22 @@ class FullySharded(ReplicatedDense):
 
 
 class HybridSharded(ReplicatedDense):
-    """As FullySharded, in several copies, so that a lost rank's rows are elsewhere (hybrid FSDP)."""
+    """Sharding as FullySharded, in several copies, so that a lost rank's rows are elsewhere (hybrid FSDP)."""
 
     cut_size = staticmethod(hybrid_shard_size)
 
 
 class DenseOptimizerShards:
-    """Leaves each optimizer only the dense parameters that this rank owns; expert parameters stay with their holders.
+    """Sharding under which each optimizer has only the dense parameters that this rank owns (ZeRO-1); expert parameters
+    stay with their holders.
 
     Args:
         parameters: dense parameters in an order that all ranks share.
         world: the ranks.
 
     Attributes:
-        owners: rank of each parameter, one of those that hold the same values; the largest parameters are dealt first
-            (LPT over elements).
+        owners: rank of each parameter, one of those that hold the same values; the largest parameters are assigned
+            first (LPT over elements).
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
@@ -184,29 +178,29 @@ class DenseOptimizerShards:
             self.owners |= {p: holders[place] for p, place in zip(chosen, places, strict=True)}
 
     def shard(self, optimizer: Optimizer) -> None:
-        """Take the parameters of other ranks out of the optimizer's groups."""
+        """Remove the parameters of other ranks from the optimizer's groups."""
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if self.owners.get(p, self._world.rank) == self._world.rank]
 
     @torch.no_grad()
     def spread_updates(self, updated: Collection[nn.Parameter]) -> None:
-        """After a step of these parameters: every rank gets the owner's values; gradients that no optimizer of this
-        rank will clear are dropped.
+        """Broadcast the owner's values to every rank after a step of these parameters; drop gradients that no optimizer
+        of this rank will clear.
         """
         chosen = set(updated) if self._world.is_connected else set()
         for is_part in (False, True):
             parameters = [p for p in self.owners if p in chosen and is_cut(p) == is_part]
             if is_part and self._world.copy_group is None:
-                continue  # nobody else has them
+                continue  # no other rank has them
             for dtype, owner in product(sorted({p.dtype for p in parameters}, key=str), range(self._world.size)):
-                mine = [p for p in parameters if self.owners[p] == owner and p.dtype == dtype]
-                if not mine:
+                owned = [p for p in parameters if self.owners[p] == owner and p.dtype == dtype]
+                if not owned:
                     continue
-                flat = torch.cat([p.detach().reshape(-1) for p in mine])
+                flat = torch.cat([p.detach().reshape(-1) for p in owned])
                 source, group = (sorted(self._twins).index(owner), self._world.copy_group) if is_part else (owner, None)
                 broadcast_(flat, source, self._world, group)
                 if owner != self._world.rank:
-                    for parameter, values in zip(mine, torch.split(flat, [p.numel() for p in mine]), strict=True):
+                    for parameter, values in zip(owned, torch.split(flat, [p.numel() for p in owned]), strict=True):
                         parameter.copy_(values.view_as(parameter))
                         parameter.grad = None
 
@@ -220,8 +214,8 @@ DENSE_SHARDINGS: Registry[DenseFactory] = Registry(
 
 
 def cut_groups(dense: str, nodes: Sequence[object], wanted: int | None, tensors: int = 1) -> Groups:
-    """The ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; empty where
-    each has a copy of its own.
+    """Return the ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side;
+    empty if each rank has a copy of its own.
 
     Args:
         dense: a name of DENSE_SHARDINGS.
@@ -243,25 +237,25 @@ def cut_groups(dense: str, nodes: Sequence[object], wanted: int | None, tensors:
 
 
 Rows = Mapping[str, Tensor]
-"""Key of a piece -> the part that this rank will hold, on the host."""
+"""Key of a parameter or moment -> the part that this rank will hold, on the host."""
 
 Shared = Sequence[tuple[str, tuple[slice, ...], tuple[slice, ...]]]
-"""(key, where it lies in one part, where in another) of what two parts have in common."""
+"""(key, slices in one part, slices in another) of the intersections of two parts."""
 
 
-class RowMoves:
-    """What this rank sends and gets. Where there is a source at all, each of several ranks is at one end of a way to
-    another one, so all of them take part in the exchange or none does.
+class RowTransfer:
+    """Transfer of rows between two shardings. Where there is a source at all, each of several ranks is at one end of a
+    transfer with another one, so all of them take part in the exchange or none does.
 
     Args:
-        state: of this rank under the former cut, in a pipeline with the stages that it had and those that it will have.
-        ways: how parameters are cut, by name.
-        sources: (name of a part, the rank that has it); of a rank -1 nothing comes.
+        state: of this rank under the former sharding, in a pipeline with the stages that it had and will have.
+        ways: the cut of each parameter, by name.
+        sources: (name of a part, the rank that has it); a part of rank -1 is not sent.
         targets: the parts that every rank will have, at most one of each stage.
         world: the ranks.
-        entrusted: parts of other ranks that this one has, by name.
-        held: its own parts under that cut.
-        with_moments: whether optimizer states travel with their parameters.
+        departed_parts: parts of other ranks that this one holds, by name.
+        held: its own parts under that sharding.
+        with_moments: True if optimizer states are sent with their parameters.
         stage_of: the stage of a parameter, by its name.
     """
 
@@ -272,7 +266,7 @@ class RowMoves:
         sources: Sequence[tuple[str, int]],
         targets: Sequence[Sequence[Part]],
         world: World,
-        entrusted: Mapping[str, Rows],
+        departed_parts: Mapping[str, Rows],
         *,
         held: Sequence[Part],
         with_moments: bool,
@@ -285,7 +279,7 @@ class RowMoves:
         self._stages = {key: stage_of(name) for key, name in names.items()}
         self._dtypes = {key: tensor.dtype for key, tensor in own.items()}
         self._held: dict[Part, Rows] = dict.fromkeys(held, own)
-        self._held |= {Part.named(name): rows for name, rows in entrusted.items()}
+        self._held |= {Part.named(name): rows for name, rows in departed_parts.items()}
         self._wanted = {part.stage: part for part in targets[world.rank]}
         self._ways = [
             (part, source, target, self._common(part, targets[target]))
@@ -295,7 +289,7 @@ class RowMoves:
 
     @torch.no_grad()
     def exchange(self) -> dict[str, Tensor]:
-        """What this rank will hold; collective. What has no source is any."""
+        """Return the rows that this rank will hold; collective. Rows without a source have arbitrary values."""
         parcels = [
             PeerBuffer(source=source, target=target, nbytes=self._nbytes(common))
             for _, source, target, common in self._ways
@@ -313,7 +307,7 @@ class RowMoves:
         return rows
 
     def _common(self, source: Part, targets: Sequence[Part]) -> Shared:
-        """What a part has of what a rank will hold."""
+        """Return the intersections of a part with the parts that a rank will hold."""
         found: list[tuple[str, tuple[slice, ...], tuple[slice, ...]]] = []
         target = next((part for part in targets if part.stage == source.stage), None)
         if target is None:
@@ -340,7 +334,7 @@ class RowMoves:
 
 
 def _within(block: Sequence[slice], common: Sequence[slice]) -> tuple[slice, ...]:
-    """Of the tensor that holds a block, what is common to it and another one."""
+    """Return the slices, in the tensor that holds a block, of its intersection with another one."""
     return tuple(
         slice(outer.start + inner.start, outer.start + inner.stop) for outer, inner in zip(block, common, strict=True)
     )
@@ -348,7 +342,7 @@ def _within(block: Sequence[slice], common: Sequence[slice]) -> tuple[slice, ...
 
 @torch.no_grad()
 def held_rows(state: State, names: Collection[str], *, with_moments: bool = True) -> dict[str, Tensor]:
-    """What this rank has of dense parameters that are, or can be, cut."""
+    """Return this rank's rows of dense parameters that are, or can be, cut."""
     return {
         f"dense/{name}/{scope}": tensor
         for name, parameter in state.dense.items()
@@ -362,11 +356,11 @@ def held_rows(state: State, names: Collection[str], *, with_moments: bool = True
 _OF = ": "  # no parameter has it in its name
 
 
-def keepers_of_units(owners: Mapping[str, int], parted: Collection[str], cut: RowCut) -> dict[str, int]:
-    """The rank that keeps each unit of a world.
+def holders_of_units(owners: Mapping[str, int], parted: Collection[str], cut: RowCut) -> dict[str, int]:
+    """Return the rank that has each unit of a world.
 
     Args:
-        owners: of each parameter, or of this rank's part of it, by name.
+        owners: rank of each parameter, or of this rank's part of it, by name.
         parted: names of those that are cut by tensor index there.
         cut: of that world.
     """
@@ -381,28 +375,28 @@ def keepers_of_units(owners: Mapping[str, int], parted: Collection[str], cut: Ro
     return found
 
 
-def is_of_states(name: str) -> bool:
-    """Whether the name of an inventory is a unit's, not that of parameters' values."""
+def is_unit_name(name: str) -> bool:
+    """True if a name of an inventory is that of a unit, not that of parameters' values."""
     return not name.startswith("dense ")
 
 
 def name_of(unit: str) -> str:
-    """Of the parameter."""
+    """Return the name of a unit's parameter."""
     return unit.partition(_OF)[0]
 
 
-def takers_of(unit: str, keepers: Mapping[str, int]) -> tuple[int, ...]:
-    """The ranks of another world that make their units of this one, or of this and others."""
+def new_holders_of(unit: str, holders: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the ranks of another world that build their units from this one, or from this and others."""
     name = name_of(unit)
-    if unit in keepers:
-        return (keepers[unit],)
-    if name in keepers:
-        return (keepers[name],)
-    return tuple(keeper for other, keeper in keepers.items() if name_of(other) == name)
+    if unit in holders:
+        return (holders[unit],)
+    if name in holders:
+        return (holders[name],)
+    return tuple(holder for other, holder in holders.items() if name_of(other) == name)
 
 
-def made_of(arrived: Mapping[str, States], wanted: str, cut: TensorCut | None) -> States:
-    """The state of a unit from those that have arrived of its parameter; empty where some are lacking.
+def unit_state(arrived: Mapping[str, States], wanted: str, cut: TensorCut | None) -> States:
+    """Build the state of a unit from those that have arrived of its parameter; empty if some are missing.
 
     Args:
         cut: of the parameter; None: it is never cut by tensor index.
@@ -430,7 +424,7 @@ def _part_of(unit: str) -> Part:
 def check_parts(axes: MeshShape, dense: str) -> None:
     """
     Raises:
-        ConfigurationError: what tensor parallelism does not go with.
+        ConfigurationError: a sharding that does not work with tensor parallelism.
     """
     if axes.tp > 1 and dense not in ("ddp", "zero1", "fsdp", "hsdp"):
         raise ConfigurationError(
@@ -439,7 +433,7 @@ def check_parts(axes: MeshShape, dense: str) -> None:
 
 
 class TensorParts:
-    """Cuts the layers of modules, and computes with their parts.
+    """Layers of modules cut by tensor index, and their computation.
 
     Args:
         size: parts of each layer.
@@ -453,15 +447,15 @@ class TensorParts:
         self.stages: StageCut | None = None
 
     def _all_layers(self) -> AbstractContextManager[None]:
-        """Inside, the module has the layers of all stages, because plans are of whole models."""
+        """Restore the layers of all stages inside, because plans are of whole models."""
         return nullcontext() if self.stages is None else self.stages.whole()
 
     def begin(self, module: pl.LightningModule, world: World) -> None:
-        """Leave this rank its part of what rank 0 has; collective. A module that an earlier training has left in parts
-        keeps its own.
+        """Broadcast rank 0's values and cut them to this rank's part; collective. A module that an earlier training has
+        left in parts keeps its own.
 
         Raises:
-            ConfigurationError: a module without a plan, or layers that cannot be dealt out equally.
+            ConfigurationError: a module without a plan, or layers that cannot be cut equally.
         """
         if not cut_parameters(module):
             for parameter, cut in self.cuts(module).items():
@@ -473,7 +467,7 @@ class TensorParts:
         self.enter(module, world)
 
     def enter(self, module: pl.LightningModule, world: World) -> None:
-        """Compute the parts that this rank has, with the ranks of a world; or everything, where it has that."""
+        """Compute this rank's parts with the ranks of a world; or whole layers, if it has those."""
         self.leave(module)
         if not any(has_index(parameter) for parameter in module.parameters()):
             return
@@ -485,26 +479,26 @@ class TensorParts:
     def _cut_layer(self, part: nn.Module, style: Style, ranks: TensorRanks) -> None:
         block = None if self.stages is None else self.stages.number_of(part)
         if self.stages is not None and block is not None and style == Parted():
-            self.stages.entering[block] = partial(ranks.own, dim=1)  # what comes to other stages are parts, too
-        elif not (isinstance(style, Embedding) and part.weight.is_meta):  # else zeros, of which there is no sum to make
+            self.stages.entering[block] = partial(ranks.own, dim=1)  # hidden states of other stages are parts, too
+        elif not (isinstance(style, Embedding) and part.weight.is_meta):  # else zeros, which are not summed
             PartedForward(part, style, ranks)
 
     def leave(self, module: pl.LightningModule) -> None:
-        """Parts stay, and layers compute by themselves."""
+        """Restore the forward methods of layers; parameters stay parts."""
         with self._all_layers():
             undo_parts(module)
 
     def forget(self, module: pl.LightningModule) -> None:
-        """Parameters are whole again, those of other stages among them."""
+        """Mark all parameters as whole, those of other stages too."""
         with self._all_layers():
             for parameter in module.parameters():
                 mark(parameter, None)
 
     def cuts(self, module: pl.LightningModule) -> dict[nn.Parameter, TensorCut]:
-        """How parameters are cut by tensor index, or will be.
+        """Return the cut of each parameter by tensor index, present or planned.
 
         Raises:
-            ConfigurationError: as of `begin`.
+            ConfigurationError: see `begin`.
         """
         with self._all_layers():
             cuts = {parameter: cut_of(parameter) for parameter in module.parameters() if has_index(parameter)}
@@ -513,8 +507,8 @@ class TensorParts:
 
     @torch.no_grad()
     def sum_gradients(self, dense: Iterable[nn.Parameter], world: World) -> None:
-        """Sum over ranks what nobody else does: gradients of parts over the ranks that hold them, or where torch's
-        fully_shard does that, those of the rest over the ranks of a tensor group; collective.
+        """Sum the gradients that are summed nowhere else: those of parts over the ranks that hold them, or where
+        torch's fully_shard does that, those of the rest over the ranks of a tensor group; collective.
         """
         in_rows = world.shard_group is not None
         group = world.axis_groups.get("tp") if in_rows else world.copy_group
@@ -530,16 +524,16 @@ class TensorParts:
 
 
 def has_index(parameter: nn.Parameter) -> bool:
-    """Whether it is cut by tensor index."""
+    """True if a parameter is cut by tensor index."""
     cut = cut_of(parameter)
     return cut is not None and bool(cut.sections)
 
 
 def _styles(module: pl.LightningModule, size: int) -> Iterator[tuple[str, Style]]:
-    """Of the modules that are cut, by their names.
+    """Yield the names and styles of the modules that are cut.
 
     Raises:
-        ConfigurationError: nobody has a plan.
+        ConfigurationError: no module has a plan.
     """
     planned: list[str] = []
     names = [name for name, _ in module.named_modules()]
@@ -563,10 +557,10 @@ def _styles(module: pl.LightningModule, size: int) -> Iterator[tuple[str, Style]
 
 
 def _cuts(module: nn.Module, styles: Mapping[str, Style], size: int) -> dict[nn.Parameter, TensorCut]:
-    """How parameters are cut.
+    """Return the cut of each parameter by the plan.
 
     Raises:
-        ConfigurationError: they cannot be dealt out equally, or one is to be cut in two ways.
+        ConfigurationError: they cannot be cut equally, or one is to be cut in two ways.
     """
     found: dict[nn.Parameter, TensorCut] = {}
     for name, style in styles.items():
@@ -589,8 +583,8 @@ def _require_equal(name: str, share: Shares, size: int) -> None:
             )
 
 
-class Holder(Protocol):
-    """The state of a rank, `RankState`, as far as parts of parameters concern it."""
+class ParameterHolder(Protocol):
+    """State of a rank, `TrainState`, as far as shards of parameters need it."""
 
     @property
     def module(self) -> pl.LightningModule: ...
@@ -609,49 +603,49 @@ class Holder(Protocol):
 
 
 class DenseParts:
-    """Cuts the dense parameters of a rank's module, and brings their parts across.
+    """Dense parameters of a rank's module that are sharded, and their transfer between worlds.
 
     Args:
         state: of the rank.
-        in_rows: whether rows are dealt over ranks, where there are several for them.
-        tensors: parts of each layer by tensor index, where ranks are a multiple of so many; 1: layers are not cut.
-        with_moments: whether who holds a part keeps its optimizer states.
+        in_rows: True if rows are sharded over the ranks.
+        tensors: parts of each layer by tensor index, if ranks are a multiple of so many; 1: layers are not cut.
+        with_moments: True if the holder of a part has its optimizer states too.
 
     Attributes:
         with_moments: as given.
         layers: the parts by tensor index.
-        entrusted: parts that ranks have left here before they went, by name, until the next world has them.
+        departed_parts: parts of ranks that have left, by name, until the next world has them.
     """
 
-    def __init__(self, state: Holder, *, in_rows: bool, tensors: int, with_moments: bool) -> None:
+    def __init__(self, state: ParameterHolder, *, in_rows: bool, tensors: int, with_moments: bool) -> None:
         self._state, self._in_rows, self._tensors, self.with_moments = state, in_rows, tensors, with_moments
         self.layers = TensorParts(tensors)
-        self.entrusted: dict[str, Rows] = {}
+        self.departed_parts: dict[str, Rows] = {}
         self._buffers: list[str] = []
         self._scalars: list[nn.Parameter] = []
 
     @property
     def is_wished(self) -> bool:
-        """Whether ranks share copies of the dense parameters, where there are enough."""
+        """True if ranks share copies of the dense parameters, given enough ranks."""
         return self._in_rows or self._tensors > 1
 
     @property
     def is_cut(self) -> bool:
-        """Whether this rank holds parts of parameters only."""
+        """True if this rank holds parts of parameters only."""
         return any(is_cut(parameter) for parameter in self._state.module.parameters())
 
     @property
     def is_in_rows(self) -> bool:
-        """Whether it holds rows of them."""
+        """True if this rank holds rows of parameters."""
         return is_sharded(self._state.module)
 
     @property
     def layers_are_cut(self) -> bool:
-        """Whether it computes parts of layers."""
+        """True if this rank computes parts of layers."""
         return any(has_index(parameter) for parameter in self._state.module.parameters())
 
     def ways(self) -> dict[str, TensorCut]:
-        """How parameters are cut, or will be where there are ranks to share them, by name."""
+        """Return the cut of each parameter by name, present or planned."""
         dense = self._state.training_state().dense
         cuts = self.layers.cuts(self._state.module) if self._tensors > 1 else {}
         if not self._in_rows:
@@ -665,8 +659,8 @@ class DenseParts:
     # ------------------------------------------------------------------ a world that stays
 
     def begin(self, world: World) -> None:
-        """Deal the rows of what rank 0 has, or of this rank's parts by tensor index; collective. A module that is in
-        rows already stays as it is.
+        """Shard the rows of rank 0's parameters, or of this rank's parts by tensor index; collective. A module that is
+        sharded already stays as it is.
         """
         private_lightning.evaluate_without_inference_mode(self._state.module.trainer)
         if self.is_in_rows:
@@ -688,7 +682,7 @@ class DenseParts:
         self._scalars = [p for p in dense if not p.ndim and p.requires_grad]
 
     def _mark_absent(self, cuts: Mapping[nn.Parameter, TensorCut]) -> None:
-        """Parameters of other stages, which have no values here, are cut there.
+        """Mark parameters of other stages, which have no values here, as cut there.
 
         Args:
             cuts: by tensor index.
@@ -703,12 +697,12 @@ class DenseParts:
 
     @torch.no_grad()
     def gather(self, world: World, most_bytes: int) -> bool:
-        """Give every rank whole parameters, where they take no more than this on any rank; collective where they are
-        cut. Whether this was done.
+        """Give every rank whole parameters, unless they take more than this on some rank; collective if they are cut.
+        True if this was done.
         """
         if not self.is_cut:
             return False
-        self.rest()  # a callback may have called the module
+        self.reshard()  # a callback may have called the module
         dense = self._state.training_state().dense.values()
         nbytes = sum(whole_shape(p).numel() * p.element_size() for p in dense)
         if nbytes > min(all_gather_json(most_bytes, world)):
@@ -724,7 +718,7 @@ class DenseParts:
             for part in self._in_stages(whose, self._stages_here)
         ]
         targets = [self._in_stages(Part(), self._stages_here)] * world.size
-        rows = self._moves(sources, targets, world).exchange()
+        rows = self._transfer(sources, targets, world).exchange()
         self.leave()
         self.install(rows, World.single(world.device))
         self.layers.forget(self._state.module)
@@ -737,8 +731,10 @@ class DenseParts:
 
     # ------------------------------------------------------------------ a step
 
-    def take_buffers(self, world: World) -> None:
-        """Before a forward pass: rank 0's buffers, as under DDP, but those that all ranks compute alike; collective."""
+    def broadcast_buffers(self, world: World) -> None:
+        """Broadcast rank 0's buffers before a forward pass, as under DDP, but those that all ranks compute alike;
+        collective.
+        """
         if self.is_in_rows and self._buffers:
             for name, buffer in self._state.module.named_buffers():  # a user may have set one to None
                 if name in self._buffers:
@@ -746,7 +742,7 @@ class DenseParts:
 
     @contextmanager
     def summing_later(self) -> Generator[None, None, None]:
-        """Inside, backward passes leave the sum of gradients over ranks to a later one."""
+        """Leave the sum of gradients over ranks to a later backward pass, inside."""
         if not self.is_in_rows:
             yield
             return
@@ -758,22 +754,22 @@ class DenseParts:
                 sum_gradients(self._state.module, now=True)
 
     def end_backward(self) -> None:
-        """After a backward pass inside of a step method, whose loss torch has not seen leave that method: gradients of
-        what is in no unit are summed over ranks, where they are not yet; collective.
+        """End a backward pass inside of a step method, whose loss torch has not seen leave that method: gradients
+        outside of units are summed over ranks, unless they are already; collective.
         """
         if self.is_in_rows:
             end_backward(self._state.module)
 
     def drop_frozen(self) -> None:
-        """After a backward pass: no gradients for parameters that were frozen when their values were gathered already,
-        as `toggle_optimizer` does inside of a step.
+        """Drop, after a backward pass, the gradients of parameters that were frozen after their values were gathered,
+        as by `toggle_optimizer` inside of a step.
         """
         for parameter in self._state.module.parameters() if self.is_in_rows else ():
             if not parameter.requires_grad:
                 parameter.grad = None
 
     def sum_rest(self, world: World) -> None:
-        """Sum what the backward pass has left of the sums over ranks; collective."""
+        """Sum gradients over ranks that the backward pass has not summed; collective."""
         if self.is_in_rows:
             self._sum_scalars(world)
         if self._tensors > 1:
@@ -782,7 +778,7 @@ class DenseParts:
 
     @torch.no_grad()
     def _sum_scalars(self, world: World) -> None:
-        """Sum the gradients of scalar parameters, which cannot be cut, where others are."""
+        """Sum the gradients of scalar parameters, which cannot be sharded, while others are."""
         scalars = self._scalars
         if not scalars:
             return
@@ -793,13 +789,13 @@ class DenseParts:
             if count > 0:
                 parameter.grad = total.to(parameter.dtype).reshape(parameter.shape)
 
-    def rest(self) -> None:
-        """After a forward pass without a backward one: nothing that was gathered stays."""
+    def reshard(self) -> None:
+        """Reshard gathered parameters after a forward pass without a backward pass."""
         if self.is_in_rows:
-            let_go_of_gathered(self._state.module)
+            reshard_units(self._state.module)
 
-    def give_step_up(self, world: World) -> None:
-        """When the Trainer stops because of an error: rows as between steps, ready for another one. Not collective."""
+    def abort_step(self, world: World) -> None:
+        """Restore rows as between steps when the Trainer stops because of an error. Not collective."""
         if self.is_in_rows and self._state.module.trainer.interrupted:
             self.leave()
             state, ways = self._state.training_state(), self.ways()
@@ -809,70 +805,72 @@ class DenseParts:
     # ------------------------------------------------------------------ from world to world
 
     def leave(self) -> None:
-        """The world has ended: parts stay, what computes with those of other ranks goes."""
+        """Leave a world that has ended: parts stay, what computes with those of other ranks is removed."""
         self.layers.leave(self._state.module)
         if self.is_in_rows:
             undo_shard(self._state.module)
 
     def named(self, cut: RowCut) -> tuple[list[str], list[str]]:
-        """Names of all parts of a cut, and of those of this rank, where ranks share copies."""
+        """Return the names of all parts of a cut, and of those of this rank, if ranks share copies."""
         if not self.is_wished:
             return [], []
         stages = (0,) if self._state.stages is None else range(self._state.stages.cut.num_stages)
         everyones = [part.name for whose in cut.parts for part in self._in_stages(whose, stages)]
-        return everyones, [part.name for part in self._in_stages(cut.part, self._stages_here)] + [*self.entrusted]
+        return everyones, [part.name for part in self._in_stages(cut.part, self._stages_here)] + [*self.departed_parts]
 
     @property
     def _stages_here(self) -> Sequence[int]:
         return (0,) if self._state.stages is None else self._state.stages.held
 
     def _in_stages(self, part: Part, stages: Sequence[int]) -> list[Part]:
-        """The same part of each of some stages."""
+        """Return the same part of each of some stages."""
         count = 1 if self._state.stages is None else self._state.stages.cut.num_stages
         return [replace(part, stage=stage, stages=count) for stage in stages]
 
     def fetch(
         self, sources: Sequence[tuple[str, int]], part: Part, world: World, stages: Sequence[int] = (0,)
     ) -> dict[str, Tensor]:
-        """What this rank will hold in a world, from those that have it; collective there.
+        """Transfer the rows that this rank will hold in a world from the ranks that have them; collective there.
 
         Args:
-            sources: (name of a part, its rank in the new world); of a rank -1 nothing comes.
-            part: that this rank will hold, of each of these stages.
+            sources: (name of a part, its rank in the new world); a part of rank -1 is not sent.
+            part: the part that this rank will hold, of each of these stages.
         """
-        told = all_gather_json([own.name for own in self._in_stages(part, stages)], world)
-        return self._moves(sources, [[Part.named(name) for name in names] for names in told], world).exchange()
+        everyones = all_gather_json([own.name for own in self._in_stages(part, stages)], world)
+        return self._transfer(sources, [[Part.named(name) for name in names] for names in everyones], world).exchange()
 
-    def _moves(self, sources: Sequence[tuple[str, int]], targets: Sequence[Sequence[Part]], world: World) -> RowMoves:
+    def _transfer(
+        self, sources: Sequence[tuple[str, int]], targets: Sequence[Sequence[Part]], world: World
+    ) -> RowTransfer:
         state, stages = self._state.training_state(), self._state.stages
-        return RowMoves(
+        return RowTransfer(
             state,
             self.ways(),
             [(name, rank) for name, rank in sources if Part.is_name(name)],
             targets,
             world,
-            self.entrusted,
+            self.departed_parts,
             held=self._in_stages(state.cut.part, self._stages_here),
             with_moments=self.with_moments,
             stage_of=(lambda _: 0) if stages is None else stages.stage_of,
         )
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:
-        """Before ranks leave: the parts that only they have go to ranks that stay; collective where anything is cut."""
+        """Transfer the parts that only leaving ranks have to ranks that stay; collective if anything is cut."""
         if not self.is_cut:
             return
         cut, names = world.row_cut, world.row_cut.names()
         lost = [index for index, ranks in enumerate(cut.holders) if not set(ranks) & set(staying)]
         for number, index in enumerate(lost):
-            keeper, part = staying[number % len(staying)], cut.parts[index]
-            targets = [[part] if rank == keeper else [] for rank in range(world.size)]
-            rows = self._moves([(names[index], cut.holders[index][0])], targets, world).exchange()
-            if world.rank == keeper:
-                self.entrusted[names[index]] = rows
+            holder, part = staying[number % len(staying)], cut.parts[index]
+            targets = [[part] if rank == holder else [] for rank in range(world.size)]
+            rows = self._transfer([(names[index], cut.holders[index][0])], targets, world).exchange()
+            if world.rank == holder:
+                self.departed_parts[names[index]] = rows
 
     @torch.no_grad()
     def install(self, rows: Rows | None, world: World) -> None:
-        """Cut the parameters for a world and give them these values; None: whoever restores them next does.
+        """Cut the parameters for a world and set these values; None: they are restored next.
 
         Not collective.
         """
@@ -892,14 +890,14 @@ class DenseParts:
             if rows is not None:
                 for scope, tensor in scopes.items():
                     tensor.copy_(rows[f"dense/{name}/{scope}"])
-        self.entrusted = {}
+        self.departed_parts = {}
         self._mark_absent(cuts if part.tensors > 1 else {})
         self.layers.enter(module, world)
 
     def _anew(
         self, before: Mapping[str, nn.Parameter], ways: Mapping[str, TensorCut], world: World
     ) -> dict[str, nn.Parameter]:
-        """Other parameters in the places of these, in rows where the world has ranks for that; with no values."""
+        """Replace parameters by new ones without values, in rows if the world has ranks for that."""
         module, part = self._state.module, replace(world.row_cut.part, row=0, rows=1)
         empty = {
             p: nn.Parameter(

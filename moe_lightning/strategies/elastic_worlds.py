@@ -1,35 +1,18 @@
 """Elastic worlds of one rank: join, commit steps together, recover.
 
-Builds process groups such that a member lost meanwhile is given up soon, and the next attempt works.
+A step is committed in two phases: after all its collectives every rank agrees that it is prepared, and only then
+applies its update. So survivors of a fault differ by at most one update, and those that were prepared can apply it
+later. A recovery does not leave `trainer.fit`: the fit loop runs again with the progress of the last committed step,
+in the same process, with the same module, optimizers, loggers and callbacks, as Lightning does on a resume. A retry
+inside the strategy could not restore the micro-batches before a failed one, and `trainer.fit` would run the user's
+setup hooks once more. Sources: Lazarus 4.3 and REFT 4; here live state replaces the checkpoint.
 
-gloo waits for another rank's first connection without looking at anything else, five times as long as the group's
-timeout. So groups are built with a short timeout, after all members have met in the store (a wait that can be cut),
-and get the timeout of their collectives afterwards.
+Process groups are built so that a lost member is detected soon and the next attempt works: gloo waits for another
+rank's first connection for five times the group's timeout. So groups are built with a short timeout, after all
+members have met in the store (a wait that can be aborted), and get the timeout of their collectives afterwards.
 
-Builds the groups of one membership of an elastic run, so that they can be cut from any thread.
-
-Launches what a layer's steps launch, before anybody waits for this rank: kernels are compiled at their first launch.
-
-Shapes: T tokens, K choices, E experts, N ranks, D model width.
-
-What ranks do between two worlds, or before their last: hand over what only they hold, or wait for more ranks.
-
-Which exceptions come of a lost peer, what to call them, and how to let go of what they hold.
-
-An exception is told by its type and by where it was raised. Words count only where torch or this package has written
-them: a service that a user's code asks may refuse connections, too.
-
-The first world of the processes of a run, before any of them has trained.
-
-One rank's way through the worlds of a run: joining, committing steps together, and going on when a world ends.
-
-A step is committed in two phases: after all its collectives every rank says that it is prepared, and only then applies
-its update. So survivors of a fault differ by at most one update, and those that were prepared can make up for it.
-
-A recovery does not leave `trainer.fit`: the fit loop is run again with the progress of the last committed step, in the
-same process, with the same module, optimizers, loggers and callbacks, as Lightning does on a resume. Retrying inside
-the strategy could not bring back the micro-batches before a failed one, and `trainer.fit` would run the user's setup
-hooks once more. Sources: Lazarus 4.3 and REFT 4; ours keeps live state in the place of a checkpoint.
+Exceptions of lost peers are recognized by their type and place. Messages count only where torch or this package has
+written them: a service that a user's code asks may refuse connections, too.
 """
 
 from __future__ import annotations
@@ -83,14 +66,12 @@ from moe_lightning.parallel.abort import ConnectionCut, turn_strangers_away
 from moe_lightning.parallel.collectives import all_gather_json, check_versions
 from moe_lightning.parallel.context import World, agree, any_says, first_group_options, is_silent, prepare_environment
 from moe_lightning.parallel.mesh import Layout
-from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.recovery import (
     FitProgress,
     RecoveryListener,
     RecoveryPlanner,
     RecoveryReport,
     Stopwatch,
-    brought_progress,
     enter_experts,
     fetch_missing,
     fetch_rows,
@@ -101,7 +82,9 @@ from moe_lightning.strategies.recovery import (
     restore_missing,
     set_up_data,
     share_state,
+    transfer_progress,
 )
+from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import WorldListener, Worlds
 
 _GLOO_PATIENCE = 5
@@ -289,7 +272,7 @@ def _compute(layer: MoELayer, rows: int, dtype: torch.dtype, device: torch.devic
 
 
 class _Alone(ExchangeBackend):
-    """Nothing travels: as many rows arrive as others would send, but this rank's own, and zeros."""
+    """Exchange without peers: as many rows arrive as others would send, but they are this rank's own, and zeros."""
 
     def exchange(self, rows_MD: Tensor, trip: Trip) -> Tensor:
         return F.pad(rows_MD, (0, 0, 0, sum(trip.recv) - len(rows_MD)))
@@ -303,7 +286,7 @@ class WorldChanged(Exception):
 
 
 def hand_over(
-    state: RankState,
+    state: TrainState,
     world: World,
     engine: Membership,
     notice: str | None,
@@ -313,8 +296,8 @@ def hand_over(
     spares: int,
     reason: str,
 ) -> bool:
-    """Before ranks leave, on notice or because the mesh has no place for them, the others take over what only those
-    hold. Nobody returns, and so breaks the world up, while another rank still needs it to hand over.
+    """Transfer the state that only leaving ranks hold to the others, before they leave on notice or because the mesh
+    has no place for them. No rank returns, and so aborts the world, while another one still needs it for the transfer.
 
     Args:
         notice: why this rank leaves, as a sentence; None: it stays.
@@ -325,7 +308,7 @@ def hand_over(
         reason: why the world changes; who has met all others breaks it up with this.
 
     Returns:
-        Whether this rank is spare.
+        True if this rank is spare.
 
     Raises:
         Preempted: on the ranks that leave on notice.
@@ -334,7 +317,7 @@ def hand_over(
     staying = [rank for rank, notice in enumerate(notices[: world.size - spares]) if notice is None]
     if 0 < len(staying) < world.size and world.is_connected and state.stages is not None:
         state.hand_over(staying, world)
-        state.moves.hand_over(staying, world, nodes, min_replicas=min_replicas)
+        state.stage_transfer.hand_over(staying, world, nodes, min_replicas=min_replicas)
     elif 0 < len(staying) < world.size and world.is_connected:
         held = np.stack([p.replicas > 0 for p in state.experts.placements])
         repair = repair_placements(
@@ -361,10 +344,10 @@ def hand_over(
 
 
 def starts_anew(engine: Membership, world: World, timeout: timedelta, can_restore: bool) -> bool:
-    """Whether a first world follows one that nobody survived, whose state can be taken up; collective.
+    """True if a first world follows one without survivors, whose state can be restored; collective.
 
-    All ranks then break this world up. They do so when all have heard of it: gloo may never wake one that still listens
-    to connections which others have given up.
+    All ranks then abort this world, once all have met: gloo may never wake a rank that waits on connections
+    which others have closed.
     """
     is_later = can_restore and max(all_gather_json(engine.task.starts, world)) > 1
     if is_later and world.is_connected:
@@ -373,7 +356,7 @@ def starts_anew(engine: Membership, world: World, timeout: timedelta, can_restor
 
 
 def drop_groups() -> None:
-    """Let go of the groups of a world that has ended, and of what is tied to them."""
+    """Release the groups of a world that has ended, and the objects tied to them."""
     if dist.is_initialized():
         dist.destroy_process_group()
     # What a failed backward pass left in autograd's queue of this thread goes with the next pass; until then it keeps
@@ -431,7 +414,7 @@ _LOST_DEVICE = re.compile(
 
 
 def is_worlds_fault(error: BaseException, known_reason: str | None) -> bool:
-    """Whether an exception came of a lost peer or an agreed change, and not of a mistake of this process.
+    """True if an exception was caused by a lost peer or an agreed change, not by an error of this process.
 
     Args:
         known_reason: why the world ended, where the monitor has heard of it.
@@ -452,7 +435,7 @@ def is_worlds_fault(error: BaseException, known_reason: str | None) -> bool:
 
 def is_network_fault(error: BaseException | None) -> bool:
     """True if a collective, or what surrounds it, raised an exception because of its connections."""
-    return any(_is_of_collective(cause) for cause in _causes(error))
+    return any(_raised_in_collective(cause) for cause in _causes(error))
 
 
 def reason_of(fault: BaseException | None, known_reason: str | None) -> str:
@@ -466,7 +449,7 @@ def reason_of(fault: BaseException | None, known_reason: str | None) -> str:
     return f"{type(fault).__name__}: {fault}"
 
 
-def _is_of_collective(error: BaseException) -> bool:
+def _raised_in_collective(error: BaseException) -> bool:
     if isinstance(error, dist.DistError | WorldCutError):
         return True
     place = _innermost(error.__traceback__)
@@ -498,8 +481,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def explained(error: Exception, engine: Membership) -> Exception:
-    """What to raise in the place of an error that leaves the Trainer: a lost connection is another rank's end, which a
-    launcher or the rendezvous host names some moments later.
+    """Return the exception to raise instead of one that leaves the Trainer: a lost connection is another rank's end,
+    whose cause a launcher or the rendezvous host reports some moments later.
     """
     if not is_worlds_fault(error, None) or isinstance(error, WorldChanged):
         return error
@@ -515,7 +498,7 @@ def explained(error: Exception, engine: Membership) -> Exception:
 
 
 def scrub(error: BaseException | None) -> None:
-    """Let go of the frames that an exception holds: they refer to groups whose connections would stay open."""
+    """Release the frames of an exception: they refer to groups whose connections would stay open."""
     for cause in list(_causes(error)):
         cause.__traceback__ = cause.__context__ = cause.__cause__ = None
 
@@ -558,7 +541,7 @@ logger = logging.getLogger(__name__)
 
 
 class ElasticWorlds:
-    """Joins worlds and brings the state of this rank across.
+    """Worlds of this rank: joining them, and the transfer of its state between them.
 
     Args:
         worlds: learns the present one.
@@ -584,7 +567,7 @@ class ElasticWorlds:
     def __init__(
         self,
         worlds: Worlds,
-        state: RankState,
+        state: TrainState,
         wrapped: WorldListener,
         take_place: Callable[[World], None],
         engine: Membership,
@@ -788,7 +771,7 @@ class ElasticWorlds:
         self._batch_end = None
 
     def _place(self) -> str:
-        """Where an error came up: launchers count those of one place."""
+        """Return the place of an error in words: launchers count the errors of one place."""
         return f"in the step after step {self.version}" if self._made_steps else "in the first step of this process"
 
     def _wait_for_ranks(self) -> None:
@@ -803,7 +786,7 @@ class ElasticWorlds:
         raise too_small
 
     def _follows_a_lost_world(self) -> bool:
-        """Whether this first world of its ranks follows one that nobody survived: what was saved is then taken up."""
+        """True if this first world of its ranks follows one without survivors: saved state is then restored."""
         return starts_anew(self.engine, self._worlds.present, self._timeout, self.planner.sources is not None)
 
     def _recover(self, fault: BaseException | None) -> None:
@@ -829,7 +812,7 @@ class ElasticWorlds:
                         self.is_newcomer, before = True, 0
                 with watch.phase("leaving"):
                     self._leave(reason)
-                plan, repair = self._settle_in(watch)
+                plan, repair = self._join_and_transfer(watch)
                 break
             except Exception as error:
                 if not is_worlds_fault(error, self.engine.reason):
@@ -882,12 +865,12 @@ class ElasticWorlds:
         return "this process joins a running world" if self.is_newcomer else reason_of(fault, self.engine.reason)
 
     def _leave(self, reason: str) -> None:
-        """Give the old world up: everybody hears of it, and nothing waits on its connections any more."""
+        """Abort the old world on all ranks, so that nothing waits on its connections."""
         self.engine.break_up(reason)
         self._wrapped.leave()
         drop_groups()
 
-    def _settle_in(self, watch: Stopwatch) -> tuple[RecoveryPlan, Repair]:
+    def _join_and_transfer(self, watch: Stopwatch) -> tuple[RecoveryPlan, Repair]:
         """Join the next world and bring every rank to the same committed step."""
         layers = self._state.layers
         world = self._join(watch)
@@ -925,7 +908,7 @@ class ElasticWorlds:
                 for listener in self.listeners:
                     listener.count_stale(plan.stale)
             self._has_newcomers = bool(newcomers_of(plan, world))
-            self._progress = brought_progress(self._progress, self._state, plan, world)
+            self._progress = transfer_progress(self._progress, self._state, plan, world)
             self._wrapped.enter(world)
             self._progress.restore(self._state.trainer)
             if self.has_rolled_back:
@@ -935,7 +918,7 @@ class ElasticWorlds:
         return plan, repair
 
     def _move(self, plan: RecoveryPlan, repair: Repair, world: World) -> None:
-        """Bring the state of the plan's version to where the placements want it."""
+        """Transfer the state of the plan's version to the ranks of the placements."""
         state = self._state
         state.window_replay = None
         if world.rank in plan.apply_prepared:

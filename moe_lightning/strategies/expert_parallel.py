@@ -1,13 +1,8 @@
 """Expert parallelism for Lightning: data-parallel dense parameters, experts in the slots of a placement.
 
-Every expert on every rank's host once training has ended, where memory allows: a script goes on with the module when
-the other ranks are gone, as Lightning advises with `Trainer(devices=1).test(module)` on rank 0.
-
-Where experts are put first, and on how many nodes each shall stay.
-
-Expert parallelism for Lightning: data-parallel dense parameters, experts in the slots of a placement.
-
-What callbacks that work through the strategy of this library need.
+`PlacementOptions` are the user's choice of placements. `GatheredExperts` copies every expert to every rank's host at
+the end of training, if memory allows: a script may then use the module without the other ranks, as Lightning advises
+with `Trainer(devices=1).test(module)` on rank 0.
 """
 
 from __future__ import annotations
@@ -66,24 +61,24 @@ from moe_lightning.strategies.dense_parameters import check_parts, dense_shardin
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
-from moe_lightning.strategies.rank_state import FIXED_GROUPS, RankState, replay_update
 from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps
+from moe_lightning.strategies.train_state import FIXED_GROUPS, TrainState, replay_update
 from moe_lightning.strategies.watch import LossWatch, StallWatch, StopOnNan
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_way
 
 _MOST_BYTES = 1 << 30
 _MOST_SHARE = 1 / 8
-"""Of the memory that is free, over all ranks of a machine."""
+"""Share of the free memory, over all ranks of a machine."""
 
 
-class KeptExperts:
-    """The stacks of all experts of a model, from the end of training on.
+class GatheredExperts:
+    """Stacks of all experts of a model, gathered at the end of training.
 
     Args:
         experts: under their placements.
-        stages: of a pipeline, whose layers are then all kept; None: there is one.
+        stages: of a pipeline, whose layers are then all gathered; None without one.
     """
 
     def __init__(self, experts: PlacedExperts, stages: StageState | None = None) -> None:
@@ -92,9 +87,9 @@ class KeptExperts:
         self._world = experts.world if stages is None else stages.whole
         self._stacks: list[dict[str, Tensor]] | None = None
 
-    def keep(self, most_bytes: int) -> None:
-        """Collective; keeps nothing where the experts take more than the least of the ranks allows. In a pipeline dense
-        parameters are kept likewise.
+    def gather(self, most_bytes: int) -> None:
+        """Gather all experts, unless they take more than the least limit of the ranks; collective. In a pipeline dense
+        parameters are gathered too.
         """
         if self._stages is not None:
             self._stages.gather(most_bytes)
@@ -109,8 +104,8 @@ class KeptExperts:
             {name: _whole(parameter, stack, world) for name, parameter in stack.parameters.items()} for stack in stacks
         ]
 
-    def hand_out(self) -> None:
-        """The Trainer has ended: let the layers do without the other ranks, where they can."""
+    def attach(self) -> None:
+        """Let the layers compute without the other ranks, if they can, at the end of the Trainer."""
         if self._world.size == 1:
             return
         layers = self._layers
@@ -118,8 +113,8 @@ class KeptExperts:
         for layer, whole in zip(layers, stacks, strict=True):
             layer.ended = EndedWorld(layer.experts, self._world.size, whole)
 
-    def take_back(self, *, weights_change: bool) -> None:
-        """A Trainer runs in this world again; what it changes is forgotten."""
+    def detach(self, *, weights_change: bool) -> None:
+        """Let the layers compute with the other ranks again; drop the copies if weights change."""
         for layer in self._layers:
             layer.ended = None
         if weights_change:
@@ -128,7 +123,9 @@ class KeptExperts:
 
 @torch.no_grad()
 def _whole(parameter: nn.Parameter, stack: ExpertStack, world: World) -> Tensor:
-    """[E, ...] on the host: each expert's row from the one rank that speaks for it, and zeros from the others."""
+    """Return all experts [E, ...] on the host: each row from the first rank that holds it, and zeros from
+    the others.
+    """
     whole = torch.zeros(stack.num_experts, *parameter.shape[1:], dtype=parameter.dtype, device=world.device)
     for slot, expert in stack.owned():
         whole[expert] = parameter[slot]
@@ -136,8 +133,8 @@ def _whole(parameter: nn.Parameter, stack: ExpertStack, world: World) -> Tensor:
     return whole.cpu()
 
 
-def room_for_experts(num_processes: int) -> int:
-    """Bytes that a rank may keep beside its own experts, on a machine with so many ranks."""
+def gather_limit(num_processes: int) -> int:
+    """Return the bytes that a rank may use for gathered experts, on a machine with so many ranks."""
     try:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     except (ValueError, OSError):  # not known here
@@ -145,11 +142,11 @@ def room_for_experts(num_processes: int) -> int:
     return min(_MOST_BYTES, int(free * _MOST_SHARE) // max(1, num_processes))
 
 
-class Placing:
-    """What the user chose: see ExpertParallelStrategy.
+class PlacementOptions:
+    """Options of placement and dispatch: see ExpertParallelStrategy.
 
     Attributes:
-        promised_replicas: nodes that shall hold each expert where slots allow; recovery relies on it.
+        promised_replicas: nodes that hold each expert if slots allow; recovery relies on it.
 
     Raises:
         ConfigurationError: two placements, or an unknown dispatch.
@@ -178,11 +175,11 @@ class Placing:
         self.promised_replicas = 1
 
     def require_replicas(self, nodes: int, world_size: int) -> int:
-        """Promise that so many nodes hold each expert: whoever places experts must keep it. The uniform placement holds
-        each that often, if there are as many ranks. To be called before the strategy is set up.
+        """Promise that so many nodes hold each expert, in later placements too. The uniform placement holds each that
+        often, if there are as many ranks. Must be called before the strategy is set up.
 
         Returns:
-            Replicas of each expert under the placement that the user chose, or that this call chose.
+            Replicas of each expert under the chosen placement.
 
         Raises:
             ConfigurationError: dispatch groups, which a changing number of ranks cannot keep.
@@ -201,7 +198,7 @@ class Placing:
 
         Args:
             world: the ranks, of each stage of a pipeline.
-            stages: those on this rank; None: there is one.
+            stages: those on this rank; None without a pipeline.
         """
         if self._kernels is not None:
             set_backend(self._kernels)
@@ -210,7 +207,7 @@ class Placing:
                 module, world.size, ep_size=self._ep_size, copies=self._copies, placement=self._placement
             )
         if stages is not None:
-            placements = stages.take_placements(placements)
+            placements = stages.set_placements(placements)
         return PlacedExperts(
             module,
             placements,
@@ -231,7 +228,7 @@ def resolve_placements(
     copies: int | None = None,
     placement: str | os.PathLike[str] | Sequence[Any] | None = None,
 ) -> list[Placement]:
-    """The placement of each MoE layer: uniform with so many copies, or from a table or file.
+    """Return the placement of each MoE layer: uniform with so many copies, or from a table or file.
 
     Raises:
         ConfigurationError: a file or table that is missing, malformed or made for other sizes.
@@ -276,40 +273,40 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     the samples.
 
     Args:
-        ep_size: ranks of a dispatch group; tokens travel only inside it. None: the whole world.
+        ep_size: ranks of a dispatch group; tokens are sent only inside it. None: the whole world.
         copies: replicas of each expert under the uniform placement. None: one in each dispatch group.
         placement: instead of the uniform one, replicas as a nested list [E, N] or [L, E, N], or the path of such a
             table (.json or .npy).
         slots: expert rows that every rank keeps for each layer, room for the replicas of later placements; vacant ones
             cost memory only. None: as many as the first placement needs.
         quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
-        dispatch: how tokens travel: "exchange" (uneven all-to-all), or a name of `DISPATCH_BACKENDS`.
-        plan: where it is planned who computes which tokens: "host", or "device", see `dispatch.transports`.
-        kernels: their implementation in this process, see `kernels.set_backend`. None: as that says.
-        dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
-            each), "fsdp" (all in rows over the ranks), "hsdp" (the same in several copies), or a name of
+        dispatch: transport of tokens: "exchange" (uneven all-to-all), or a name of `DISPATCH_BACKENDS`.
+        plan: place of dispatch planning: "host", or "device", see `dispatch.transports`.
+        kernels: implementation of the kernels in this process, see `kernels.set_backend`. None: its default.
+        dense: sharding of dense parameters and their optimizer states: "ddp" (none), "zero1" (each state on one
+            rank), "fsdp" (all in rows over the ranks), "hsdp" (the same in several copies), or a name of
             `strategies.dense_parameters.DENSE_SHARDINGS`.
         shard_size: under hsdp, at least so many ranks share a copy. None: those of a node, or half of all.
         zero1: short for dense="zero1".
-        offload_optimizer: whether optimizer states of dense parameters stay in host memory, and updates are made there.
+        offload_optimizer: True: optimizer states of dense parameters stay in host memory, and updates are made there.
         mesh: ranks along pp (pipeline stages), cp (parts of sequences) and tp (parts of layers). None: one each.
         schedule: of a pipeline: "1f1b", or "interleaved" with two stages on every rank, whose bubbles are half as long.
-        micro_batches: in which a pipeline computes a batch. None: two for each of its ranks.
+        micro_batches: micro-batches of a batch in a pipeline. None: two for each of its ranks.
         seed: of keyed randomness and of stock DataLoaders' sampling. None: the one given to seed_everything, else 0.
         timeout_s: longest wait for a peer in any collective.
         check_replicas_every: steps after which replicas of experts are compared bit by bit; 0: never.
-        stop_on_nan: what to do before the update of a step in which a rank's loss is no finite number: "end" the run,
+        stop_on_nan: action before the update of a step in which a rank's loss is no finite number: "end" the run,
             or "skip" the update. Both let the host wait for the loss of every micro-batch. None: update, and warn once
             with rank, step and samples.
-        stall_warning_s: without a step, after which every rank prints which rank the others wait for and where its
-            code is; five times as long before the first batch and for a rank that compiles. None: never.
+        stall_warning_s: seconds without a step, after which every rank prints the rank that the others wait for, with
+            its stack; five times as long before the first batch and for a rank that compiles. None: never.
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
     Attributes:
         worlds, elastic, collectives_timeout, may_change: see WorldDDPStrategy.
-        state, steps: what this rank holds of the run; batches, losses and gradients.
+        state, steps: this rank's state of the run; batches, losses and gradients.
         weigh, scale_sum: see `moe_lightning.moe.losses.global_mean` and `global_sum`.
-        checkpoints, placing: saves and restores; where experts are put first.
+        checkpoints, placing: saving and restoring; the options of placement.
 
     Raises:
         ConfigurationError: sizes that do not fit world or model, fp16, torch.compile.
@@ -317,8 +314,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     strategy_name = "expert_parallel"
     of_process = WorldDDPStrategy.of_process | {
-        "state", "steps", "weigh", "scale_sum", "checkpoints", "_kept", "_pipeline", "_data",
-        "_is_placed", "_num_groups", "_before_hooks", "_has_told_objects", "_losses", "_stalls"}  # fmt: skip
+        "state", "steps", "weigh", "scale_sum", "checkpoints", "_gathered", "_pipeline", "_data",
+        "_is_placed", "_num_groups", "_before_hooks", "_has_warned_of_objects", "_losses", "_stalls"}  # fmt: skip
 
     def __init__(
         self,
@@ -346,7 +343,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout_s=timeout_s, **kwargs)
-        self.placing = Placing(
+        self.placing = PlacementOptions(
             ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, plan=plan, slots=slots,
             kernels=kernels)  # fmt: skip
         self._seed = seed
@@ -365,20 +362,20 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def begin(self) -> None:
         super().begin()
         self.worlds.axes = self._axes
-        self.state = RankState(self.worlds, **self._of_state)
+        self.state = TrainState(self.worlds, **self._of_state)
         self.steps = Steps(self.worlds, self.state, check_replicas_every=self._check_replicas_every)
         self._losses = LossWatch(self._stop_on_nan)
         self._stalls = StallWatch(self._stall_warning_s)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.may_change = self.checkpoints.may_change
-        self._kept: KeptExperts | None = None
+        self._gathered: GatheredExperts | None = None
         self._pipeline: Pipeline | None = None
         self._data: StepData | None = None
         self._is_placed = False
         self._num_groups = 0
         self._before_hooks: Sequence[nn.Parameter] = ()
-        self._has_told_objects = False
+        self._has_warned_of_objects = False
 
     # ------------------------------------------------------------------ world
 
@@ -387,7 +384,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         """As in DDP, but a mean inside a step is that over the micro-batch's samples; integers have exact means."""
         is_mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg", "reduceop.avg")
         if is_mean and isinstance(tensor, Tensor):
-            tensor, reduce_op = self.steps.share_of_mean(tensor, is_of_all=group is None)
+            tensor, reduce_op = self.steps.share_of_mean(tensor, over_all_ranks=group is None)
         return tensor if self.world_size == 1 else super().reduce(tensor, group, reduce_op)
 
     @override
@@ -396,7 +393,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         return ElasticWorlds(self.worlds, self.state, self, self.take_place, engine, *groups)
 
     def leave(self) -> None:
-        """Let go of everything that belongs to the groups of the present world; values stay."""
+        """Release everything that belongs to the groups of the present world; values stay."""
         self._stalls.end()
         self.worlds.leave()
         self.model = self.state.module  # DDP's reducer holds a group
@@ -408,7 +405,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             self._pipeline.forget_step()
 
     def enter(self, world: World) -> None:
-        """Go on among other ranks, whose state is this rank's by now; collective."""
+        """Resume in another world, whose state this rank has by now; collective."""
         self.take_place(world)
         self.state.begin_world()
         trainer, mesh, waits = self.state.trainer, self.worlds.mesh, self.worlds.is_passing(world.size)
@@ -428,14 +425,14 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if "tp" in self.world.axis_groups and (trainer.state.fn == TrainerFn.FITTING or cut_parameters(module)):
             self.state.parts.layers.begin(module, self.worlds.mesh.world)
         self.steps.draw_noise()
-        self._keep_from_ddp()
+        self._ignore_in_ddp()
         self._stalls.begin(self.world)
         super().setup(trainer)
         if self._pipeline is not None:
-            self._pipeline.settle(self.experts.stack_of, str(trainer.precision))
+            self._pipeline.synchronize(self.experts.stack_of, str(trainer.precision))
         private_lightning.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
         if self.elastic is not None and self.elastic.is_newcomer:
-            trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
+            trainer.num_sanity_val_steps = 0  # there are no peers to validate with yet
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -457,17 +454,17 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.steps.stream.seed = self._run_seed()
         attach_stream(module, self.steps.stream)
         self.steps.sequences.attach(module)
-        if not self.state.is_of(module):
+        if not self.state.has_placed(module):
             if self.worlds.axes.pp > 1:
                 check_for_pipeline(module)
                 self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds)
             stages = None if self._pipeline is None else StageState(self._pipeline.cut, self.worlds)
-            self.state.take(module, self.placing.place(module, self.worlds.mesh.world, stages), stages)
-            self._kept = KeptExperts(self.experts, stages)
+            self.state.set_module(module, self.placing.place(module, self.worlds.mesh.world, stages), stages)
+            self._gathered = GatheredExperts(self.experts, stages)
         elif self._pipeline is not None:
             self._pipeline.cut.apply(self.root_device)
-        assert self._kept is not None
-        self._kept.take_back(weights_change=trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path is not None)
+        assert self._gathered is not None
+        self._gathered.detach(weights_change=trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path is not None)
         self._is_placed = True
 
     @override
@@ -475,7 +472,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         with nullcontext() if self._pipeline is None else self._pipeline.cut.whole():
             super().setup_optimizers(trainer)
         self._require_separate_updates()
-        self.state.take_optimizers(self.optimizers)
+        self.state.set_optimizers(self.optimizers)
 
     def _require_separate_updates(self) -> None:
         self._num_groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
@@ -485,16 +482,16 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @override
     def configure_ddp(self) -> None:
         """Sum dense gradients over the present world, or cut dense parameters over its ranks."""
-        self._keep_from_ddp()  # a newcomer has its parts by now
+        self._ignore_in_ddp()  # a newcomer has its parts by now
         self.steps.draw_noise()
         if self.world.shard_group is not None:
             self.state.parts.begin(self.worlds.mesh.world)
         elif self._pipeline is None:
             super().configure_ddp()
 
-    def _keep_from_ddp(self) -> None:
+    def _ignore_in_ddp(self) -> None:
         module = self.state.module
-        self.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
+        self.ignore_in_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
 
     @override
     def on_train_start(self) -> None:
@@ -507,25 +504,25 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         super().on_train_end()
         self._losses.finish()
         # In an elastic run a rank that is lost now must not end the others.
-        if self._kept is not None and self.elastic is None and self.world.size > 1:
-            room, ranks = room_for_experts(self.num_processes), self.worlds.mesh.world
+        if self._gathered is not None and self.elastic is None and self.world.size > 1:
+            room, ranks = gather_limit(self.num_processes), self.worlds.mesh.world
             self.state.gather(ranks, room)
-            self._kept.keep(room)  # in a pipeline dense parameters, too
+            self._gathered.gather(room)  # in a pipeline dense parameters, too
 
     @override
     def teardown(self) -> None:
         self._stalls.end()
         self.checkpoints.release()
-        if self._kept is not None:
-            self._kept.hand_out()
-            self.state.parts.give_step_up(self.world)
+        if self._gathered is not None:
+            self._gathered.attach()
+            self.state.parts.abort_step(self.world)
         private_lightning.unclip(self.precision_plugin)
         if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
             private_lightning.end_epochs_as_usual(trainer)
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
-            super().teardown()  # else experts were refused their places, and the user shall see that error
+            super().teardown()  # else placing the experts failed, and the user shall see that error
         if self._pipeline is not None:
-            self.state.replace_parameters(self._pipeline.cut.hand_back())
+            self.state.replace_parameters(self._pipeline.cut.restore_values())
 
     # ------------------------------------------------------------------ placement
 
@@ -552,24 +549,25 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.worlds.leave()
         return self.experts.replace(placements, self.optimizers, self.node_of)
 
-    def visit_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
-        """Let experts visit other ranks in the next step, a plan for each MoE layer here; collective, before the step.
+    def shadow_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
+        """Place shadow experts on other ranks for the next step, by a plan for each MoE layer here; collective, before
+        the step.
 
         Args:
             plans: the same on every rank.
-            early_shares: part of each layer's Trans that travels under the experts of the block before it, the rest
-                under its dense layers; None: all of it.
+            early_shares: part of each layer's Trans that overlaps with the experts of the block before it, the rest
+                with its dense layers; None: all of it.
 
         Raises:
             ConfigurationError: plans for other placements, several dispatch groups, or manual optimization, whose
                 steps have no stated end.
         """
         self.steps.require_stated_end("shadows")
-        self.experts.visit(plans, self.flight_dtype, early_shares or [1.0] * len(plans))
+        self.experts.place_shadows(plans, self.shadow_dtype, early_shares or [1.0] * len(plans))
 
     @property
-    def flight_dtype(self) -> torch.dtype:
-        """What experts compute in, and so what their weights travel in when they visit other ranks."""
+    def shadow_dtype(self) -> torch.dtype:
+        """Dtype in which experts compute, and in which the weights of shadow experts are sent."""
         is_mixed = str(self.precision_plugin.precision) == "bf16-mixed"
         return torch.bfloat16 if is_mixed else self.experts.layers[0].experts.dtype
 
@@ -589,7 +587,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @property
     def step_data(self) -> StepData:
-        """The positions in the data."""
+        """Loaders of this rank and their positions."""
         if self._data is None:
             mesh = self.worlds.mesh
             place = {"rank": mesh.data_rank, "world_size": mesh.data_size, "pieces": self._micro_batches}
@@ -605,8 +603,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """As in stock DDP values are restored before optimizers are made, where every rank holds whole dense
-        parameters; where ranks hold parts of them, these are made first.
+        """True if values are restored after optimizers are built, as is needed where ranks hold shards of dense
+        parameters; stock DDP restores them before.
         """
         has_peers = self.world_size > 1 or self.elastic is not None
         return self.worlds.axes.pp > 1 or (has_peers and self.state.parts.is_wished)
@@ -627,9 +625,9 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.lightning_module is not None and self.state.holds(self.lightning_module):
             self.checkpoints.add_positions(checkpoint)
-        if not self._has_told_objects:
+        if not self._has_warned_of_objects:
             found = hyper_parameters_with_objects(checkpoint)
-            self._has_told_objects = bool(found)
+            self._has_warned_of_objects = bool(found)
             if found:
                 rank_zero_warn(
                     f"the hyper-parameters {found} hold objects, so the checkpoint is loaded with "
@@ -639,11 +637,11 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint: a file, a checkpoint directory, or a directory of these, of which the newest is taken that
-        is whole or can be mended, and what is damaged is named. Collective.
+        """Read a checkpoint: a file, a checkpoint directory, or a directory of these, of which the newest that is whole
+        or can be repaired is used, and damage is named. Collective.
 
         Args:
-            weights_only: False: unpickle any object in a file, which may run code of whoever wrote it; else only
+            weights_only: False: unpickle any object in a file, which may run code of its author; else only
                 tensors and plain values are read.
 
         Raises:
@@ -674,7 +672,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._before_hooks = ()
         self.place_module(module.trainer)
         if isinstance(self.precision_plugin, HalfPrecision | DoublePrecision):
-            self.precision_plugin.convert_module(module)  # what frozen weights are compared in
+            self.precision_plugin.convert_module(module)  # frozen weights are compared in this dtype
         self.checkpoints.load_model(checkpoint, strict=strict)
         self.state.find_twins()
 
@@ -686,8 +684,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Callbacks and steps see this rank's part of each sequence."""
-        self._stalls.made_progress()
+        """Move a batch to the device and cut it to this rank's part of each sequence."""
+        self._stalls.record_progress()
         batch = self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
         trainer = private_lightning.trainer_of(self.lightning_module)
         if trainer is not None and trainer.training:
@@ -707,14 +705,14 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @property
     def last_gradient_norm(self) -> Tensor | None:
-        """Of the last clipped step, over the whole model."""
+        """Gradient norm of the last clipped step, over the whole model."""
         return self.steps.last_gradient_norm
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Gradients of the mean over the global batch, summed over replicas before any hook sees them."""
+        """Compute the gradients of the mean over the global batch, summed over replicas before any hook sees them."""
         module, precision = self.state.module, self.precision_plugin
-        if not self.steps.is_stand_in:
+        if not self.steps.is_dummy_batch:
             self._losses.look(closure_loss, self._place())
         weighted = closure_loss if self._pipeline is not None else self.steps.weighted(closure_loss)
         with self.steps.summing():
@@ -729,7 +727,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         return closure_loss
 
     def _place(self) -> Callable[[], str]:
-        """Where the running micro-batch came from, in words, when somebody asks."""
+        """Return a function that describes the origin of the running micro-batch: rank, step and samples."""
         trainer, rank, batch = self.state.trainer, self.world.rank, self.steps.batch
         step = trainer.global_step
         return lambda: f"on rank {rank} in the step after step {step}{samples_of(batch, trainer.train_dataloader)}"
@@ -742,10 +740,10 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Make a step final, in the order that recoveries rely on: `closure` runs forward and backward, in which DDP
+        """Run and commit a step in the order that recoveries rely on: `closure` runs forward and backward, in which DDP
         sums the gradients of dense parameters over ranks and `Steps.summing` those of experts over their holders. Hooks
-        follow, in which copies of the last state end, and clipping by the norm of the whole model. Then every rank says
-        that it is prepared, and none changes a value before all are.
+        follow, in which copies of the last state end, and clipping by the norm of the whole model. Then every rank
+        agrees that it is prepared, and none changes a value before all are.
         """
         elastic, state = self.elastic, self.state
 
@@ -754,28 +752,31 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             if elastic is not None:
                 elastic.prepare(optimizer)  # a barrier: the last collective before the update
                 replay_update(state, optimizer)
-                if state.shards_optimizers:  # after a fault others would lack what this rank has computed for them
+                if state.shards_optimizers:  # after a fault other ranks would lack the updates of this one
                     elastic.begin_update()
-            see_blocks()
+            expose_blocks()
 
         # Closure, hooks, clipping, `prepare`, update.
         updating = state.updates.around(optimizer, self.experts.stack_of)
-        with updating as see_blocks, private_lightning.before_update(self.precision_plugin, prepare):
+        with updating as expose_blocks, private_lightning.before_update(self.precision_plugin, prepare):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        state.spread(optimizer)
+        state.broadcast_updates(optimizer)
         state.after_update()
         if elastic is not None:
             if state.shards_optimizers:
-                self.world.settle()  # what other ranks computed for this one has arrived
+                self.world.settle()  # the updates of other ranks for this one have arrived
             elastic.commit()
         return output
 
     # ------------------------------------------------------------------ batches outside of training
 
     @property
-    def is_stand_in(self) -> bool:
-        """This rank has no sample in the running or the last batch: callbacks that count samples skip it."""
-        return self.steps.is_stand_in
+    def is_dummy_batch(self) -> bool:
+        """True if this rank has no sample in the running or the last batch: callbacks that count samples skip it."""
+        return self.steps.is_dummy_batch
+
+    is_stand_in = is_dummy_batch
+    """Former name of `is_dummy_batch`, for one more release."""
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -793,7 +794,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         return self.steps.predict(step, self.state.trainer.predict_dataloaders, *args, **kwargs)
 
     def _evaluation(self, name: str, context: Context) -> Callable[..., Any]:
-        """How a batch is evaluated: by Lightning, or through the stages."""
+        """Return the function that evaluates a batch: Lightning's, or the pipeline's."""
         pipeline = self._pipeline
         if pipeline is None or pipeline.is_whole:
             step: Callable[..., Any] = getattr(super(), name)
@@ -818,11 +819,11 @@ ExpertParallelStrategy.register_strategies(StrategyRegistry)
 
 
 def own_strategy(trainer: pl.Trainer, name: str, cure: str = "drop the callback") -> ExpertParallelStrategy:
-    """The trainer's strategy.
+    """Return the trainer's strategy.
 
     Args:
-        name: of the callback that needs it.
-        cure: what else helps whoever has another strategy.
+        name: the callback that needs it.
+        cure: the alternative that the error names.
 
     Raises:
         ConfigurationError: it is another one.

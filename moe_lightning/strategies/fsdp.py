@@ -1,10 +1,8 @@
-"""Fully sharded dense parameters by torch's `fully_shard`.
+"""Fully sharded dense parameters by torch's `fully_shard`: gradients are sums, and sharding can be undone.
 
-fully_shard, in a way that gradients are sums and that it can be undone in the same process.
-
-Units, which are gathered together, are the elements of ModuleLists, as of a transformer's blocks, and what is left:
-embeddings, the last norm, the head. Experts are left alone. Under precision="bf16-mixed" what autocast rounds to
-bfloat16 in any case, the parameters of Linear layers, is gathered so.
+Units, which are gathered together, are the elements of ModuleLists (the blocks of a transformer) and the rest of the
+module: embeddings, the last norm, the head. Experts are not sharded. Under precision="bf16-mixed" the parameters of
+Linear layers, which autocast rounds to bfloat16 anyway, are gathered in bfloat16.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ _HANDLES = "_moe_lightning_handles"
 
 
 def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], world: World) -> None:
-    """Cut the dense parameters of a module, which become DTensors; memory for those on the meta device is made on the
-    way, with no values.
+    """Shard the dense parameters of a module, which become DTensors; those on the meta device get memory without
+    values.
 
     Args:
-        experts: parameters to leave alone; scalars are left alone too.
+        experts: parameters that are not sharded; scalars are not sharded either.
 
     Raises:
         ConfigurationError: a unit whose parameters have several dtypes, or a torch that cannot undo it.
@@ -85,8 +83,8 @@ def _autocasts(module: pl.LightningModule) -> bool:
 
 
 def _are_linear(owners: Sequence[nn.Module]) -> bool:
-    """Whether the parameter of these modules is used in the products of Linear layers only; what a subclass does with
-    it nobody knows.
+    """True if the parameter of these modules is used in the products of Linear layers only; a subclass may use it
+    otherwise.
     """
     return all(type(owner) is nn.Linear for owner in owners)
 
@@ -105,32 +103,32 @@ def _require_autocast(layer: Any, inputs: tuple[Any, ...]) -> None:
 
 
 def _keep(part: nn.Module, handle: RemovableHandle) -> None:
-    """Of a hook, to be removed when the cut is undone."""
+    """Record the handle of a hook, which is removed when sharding is undone."""
     part.__dict__.setdefault(_HANDLES, []).append(handle)
 
 
 def _gathers_ahead(device: torch.device) -> bool:
-    """Whether a unit is gathered while the one before it computes. By itself torch does so as long as the host runs
-    ahead, which the counts of every MoE layer stop; on CPUs nothing overlaps.
+    """True if a unit is gathered while the one before it computes. torch does so by itself as long as the host runs
+    ahead, but the host waits for the counts of every MoE layer; on CPUs nothing overlaps.
     """
     return device.type != "cpu"
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether fully_shard has been at it."""
+    """True if `fully_shard` was applied to a module."""
     return isinstance(module, FSDPModule)
 
 
 def sum_gradients(module: nn.Module, *, now: bool) -> None:
-    """Whether the next backward pass sums gradients over ranks, or leaves that to a later one."""
+    """Set if the next backward pass sums gradients over ranks, or leaves the sum to a later one."""
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(now)
 
 
 @contextmanager
 def gathered(module: nn.Module) -> Generator[None, None, None]:
-    """Inside, all units stay gathered for several forward and backward passes, in any order, which may be left early;
-    then the gradients that there are are summed over ranks once. Collective.
+    """Keep all units gathered inside, for several forward and backward passes in any order, which may be interrupted;
+    then sum the gradients that exist over ranks once. Collective.
     """
     assert isinstance(module, FSDPModule)
 
@@ -151,28 +149,28 @@ def gathered(module: nn.Module) -> Generator[None, None, None]:
     end_backward(module)
 
 
-def let_go_of_gathered(module: nn.Module) -> None:
-    """After a forward pass without a backward one: parameters are blocks again everywhere."""
+def reshard_units(module: nn.Module) -> None:
+    """Reshard all units after a forward pass without a backward pass."""
     assert isinstance(module, FSDPModule)
     module.reshard()
 
 
 def undo_shard(module: nn.Module) -> None:
-    """Give every module its class and methods back; parameters stay the DTensors that they are between steps."""
+    """Restore the class and the methods of every module; parameters stay the DTensors that they are between steps."""
     for part in module.modules():
         for handle in part.__dict__.pop(_HANDLES, ()):
             handle.remove()
     undo_fully_shard(module)
     for step in _STEPS:
-        if isinstance(ours := module.__dict__.get(step), GatheringStep):  # what the user has set meanwhile stays
+        if isinstance(ours := module.__dict__.get(step), GatheringStep):  # a method that the user has set since stays
             delattr(module, step)
             if getattr(ours.own, "__func__", None) is not getattr(type(module), step):
                 setattr(module, step, ours.own)  # the user had set it on this object
 
 
 class GatheringStep:
-    """A module's step method as fully_shard needs it, and as it was where nothing is cut (any more): a user may have
-    wrapped it.
+    """Step method of a module as `fully_shard` needs it, and the method as it was while nothing is sharded: a user may
+    have wrapped it.
 
     Attributes:
         own: the method as it was.
@@ -190,7 +188,7 @@ class GatheringStep:
 
 
 def replace_parameters(module: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Put other parameters in the places of some, under all of their names."""
+    """Replace parameters of a module under all of their names."""
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if parameter in others:
@@ -198,8 +196,8 @@ def replace_parameters(module: nn.Module, others: dict[nn.Parameter, nn.Paramete
 
 
 def units(module: nn.Module, ignored: Collection[nn.Parameter]) -> Iterator[nn.Module]:
-    """What is gathered together: the elements of the outermost ModuleLists that are called, hold parameters, and share
-    none with what is outside.
+    """Yield the units that are gathered together: the elements of the outermost ModuleLists that are called, have
+    parameters, and share none with the rest of the module.
     """
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     chosen = list(_elements(module))
@@ -235,7 +233,7 @@ def _device_mesh(world: World) -> DeviceMesh:
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Make memory, with no values, for parameters on the meta device."""
+    """Allocate memory without values for parameters on the meta device."""
     plain = [p for p in module.parameters() if p.is_meta and not isinstance(p, DTensor)]
     replace_parameters(
         module, {p: nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad) for p in plain}
@@ -243,7 +241,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def _own_outputs(unit: nn.Module, arguments: object, output: object) -> object:
-    """What a unit returns, views copied: an operation in place on a view would drop the hook that gathers the unit for
+    """Copy the views that a unit returns: an operation in place on a view would drop the hook that gathers the unit for
     the backward pass.
     """
 
@@ -256,7 +254,7 @@ def _own_outputs(unit: nn.Module, arguments: object, output: object) -> object:
 def _make_contiguous(unit: nn.Module, ignored: Collection[nn.Parameter]) -> None:
     for parameter in unit.parameters():
         if parameter not in ignored and not isinstance(parameter, DTensor):
-            parameter.data = parameter.data.contiguous()  # no other can be cut
+            parameter.data = parameter.data.contiguous()  # fully_shard shards no other
 
 
 def _check_dtypes(unit: nn.Module, ignored: Collection[nn.Parameter]) -> None:

@@ -1,12 +1,9 @@
-"""Steps in a pipeline: micro-batches through stages, outputs and logs of them put together.
+"""Training and evaluation steps in a pipeline.
 
-A rank's batch cut into micro-batches of samples, and what steps return of them put together.
-
-What a step logs of each micro-batch of a pipeline, put together and logged again on every rank: callbacks and
-loggers then see what they see without a pipeline.
-
-Steps in a pipeline: every stage runs the user's step on every micro-batch, as far as its blocks, and the last one to
-its end. Gradients, losses and logged values are those of as many micro-batches of accumulated gradients.
+The batch of a rank is cut into micro-batches of samples. Every stage runs the user's step on every micro-batch: the
+last stage to its end, the others up to their blocks. Gradients, losses and logged values are those of as many
+micro-batches of accumulated gradients. Outputs and logged values are joined over the micro-batches and logged on every
+rank, so that callbacks and loggers see the same as without a pipeline.
 """
 
 from __future__ import annotations
@@ -41,11 +38,11 @@ from moe_lightning.strategies.worlds import Worlds
 
 
 def batch_pieces(batch: Any, rows: Sequence[int]) -> list[Any]:
-    """Micro-batches of so many samples each.
+    """Cut a batch into micro-batches of so many samples each.
 
     Args:
         batch: nested containers of tensors [samples, ...] and lists of a value for each sample; numbers, strings and
-            scalars are handed to every micro-batch.
+            scalars are given to every micro-batch.
 
     Raises:
         ConfigurationError: something else.
@@ -75,10 +72,10 @@ def _piece(value: Any, where: slice, total: int) -> Any:
 
 
 def joined(outcomes: Sequence[Any], counts: Sequence[int], weights: Sequence[float]) -> Any:
-    """What a step has returned of all micro-batches: rows one after the other, scalars as their mean.
+    """Join the results of a step over its micro-batches: rows are concatenated, scalars averaged.
 
     Args:
-        counts: samples of each; of none its rows are left out.
+        counts: samples of each; rows of micro-batches without samples are left out.
         weights: of the means.
 
     Raises:
@@ -91,8 +88,8 @@ def joined(outcomes: Sequence[Any], counts: Sequence[int], weights: Sequence[flo
         columns = zip(*outcomes, strict=True)
         return type(first)(joined(column, counts, weights) for column in columns)
     if isinstance(first, Tensor) and first.ndim:
-        kept = zip(outcomes, counts, strict=True)
-        return torch.cat([rows.detach() if count else rows[:0].detach() for rows, count in kept])
+        pairs_of_rows = zip(outcomes, counts, strict=True)
+        return torch.cat([rows.detach() if count else rows[:0].detach() for rows, count in pairs_of_rows])
     if isinstance(first, Tensor | float | int) and not isinstance(first, bool):
         total = sum(weights)
         pairs = [(float(o), w) for o, w in zip(outcomes, weights, strict=True) if w]
@@ -116,7 +113,7 @@ class LoggedValue:
     Attributes:
         value: None where a Metric was logged.
         metric: the name of its attribute; empty where a number was logged.
-        weight: what the value counts for among those of other micro-batches.
+        weight: weight of the value among those of other micro-batches.
         options: other arguments than the defaults.
     """
 
@@ -129,7 +126,7 @@ class LoggedValue:
 
 @dataclass
 class StepLogs:
-    """Takes the calls of `log` of a step's micro-batches.
+    """Recorded calls of `log` of a step's micro-batches.
 
     Attributes:
         values: in the order of the calls.
@@ -138,14 +135,14 @@ class StepLogs:
     values: list[LoggedValue] = field(default_factory=list)
 
     @contextmanager
-    def taking(
+    def recording(
         self, module: pl.LightningModule, count: int, shared_weight: Callable[[], Tensor | None]
     ) -> Generator[None, None, None]:
-        """Inside, the module logs here.
+        """Record the module's calls of `log` inside.
 
         Args:
             count: samples of the micro-batch on this rank.
-            shared_weight: what a mean over all ranks counts for, where the step has said it.
+            shared_weight: returns the weight of a mean over all ranks; None if the step has not set it.
         """
 
         def log(*arguments: Any, **named: Any) -> None:
@@ -156,7 +153,7 @@ class StepLogs:
             metric = ""
             if isinstance(value, Metric):
                 metric = next(path for path, part in module.named_modules() if part is value)
-            if not count and "batch_size" in options:  # a stand-in counts for nothing
+            if not count and "batch_size" in options:  # a dummy batch counts for nothing
                 options["batch_size"] = 0
             weight: Tensor | float | None = options.get("batch_size")
             if weight is None and not options.get("sync_dist"):
@@ -177,22 +174,22 @@ class StepLogs:
         finally:
             object.__delattr__(module, "log")
 
-    def told(self) -> list[Any]:
-        """As plain values."""
+    def to_plain(self) -> list[Any]:
+        """Return the recorded calls as plain values."""
         return [
             [v.name, None if v.value is None else float(v.value), v.metric, float(v.weight), v.options]
             for v in self.values
         ]
 
 
-def log_again(module: pl.LightningModule, told: list[Any], count: int) -> None:
-    """Log what `StepLogs.told` says, one value for each name.
+def log_joined(module: pl.LightningModule, calls: list[Any], count: int) -> None:
+    """Log the calls that `StepLogs.to_plain` returns, joined to one value for each name.
 
     Args:
         count: samples of this rank in all micro-batches.
     """
-    for name in dict.fromkeys(entry[0] for entry in told):
-        entries = [entry for entry in told if entry[0] == name]
+    for name in dict.fromkeys(entry[0] for entry in calls):
+        entries = [entry for entry in calls if entry[0] == name]
         _, _, metric, _, options = entries[0]
         if metric:
             logged = module.get_submodule(metric)
@@ -221,8 +218,8 @@ def _plain(option: str, value: Any) -> Any:
     raise ConfigurationError(f"log({option}={value!r}) cannot be told to the other stages of mesh.pp: drop it")
 
 
-_KEPT_SHAPES = 8
-"""Schedules that are kept for batches of other shapes."""
+_MOST_SHAPES = 8
+"""Schedules that are cached for batches of different shapes."""
 
 _BUCKET_NUMBERS = 1 << 23
 
@@ -231,16 +228,16 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass
 class _Run:
-    """One batch on its way.
+    """One batch in the pipeline.
 
     Attributes:
         step: of the user's module.
         context: around its forward passes.
         calls: its arguments for each micro-batch.
-        pieces: which samples those are.
+        pieces: samples of each micro-batch.
         is_training: backward passes follow.
-        wire: numbers that travel of a micro-batch.
-        is_watched: the first run of its kind is looked at closely.
+        wire: elements that are sent for a micro-batch.
+        is_watched: True for the first run of its kind, whose use of parameters is checked.
         outcomes, weights, logs: of the last stage.
         losses: of the last stage, as they are differentiated.
         statistics: of the layers here, of each micro-batch.
@@ -261,16 +258,16 @@ class _Run:
 
 
 class Pipeline:
-    """Runs the steps of a module through the stages.
+    """Steps of a module through the stages of a pipeline.
 
     Args:
         module: the user's.
         schedule: the order of micro-batches.
-        steps: follows them.
-        worlds: who has which stage.
+        steps: weights and gradients of the steps.
+        worlds: the present world, with the stages of its ranks.
 
     Attributes:
-        cut: the parts of the module that are here.
+        cut: the parts of the module on this rank.
     """
 
     def __init__(self, module: pl.LightningModule, schedule: ScheduleName, steps: Steps, worlds: Worlds) -> None:
@@ -292,13 +289,13 @@ class Pipeline:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all stages: there are too few ranks, which do not train."""
+        """True if every rank holds all stages: there are too few ranks, which do not train."""
         return self.cut.is_whole
 
     # ------------------------------------------------------------------ steps
 
     def train(self, context: Context, arguments: Sequence[Any]) -> Any:
-        """Forward and backward of a batch; gradients wait for `backward`, because Lightning clears them before that.
+        """Run forward and backward of a batch; gradients wait for `backward`, because Lightning clears them before it.
 
         Returns:
             What the step returns, as the mean over its micro-batches.
@@ -314,14 +311,14 @@ class Pipeline:
         return outcome
 
     def evaluate(self, step: Callable[..., Any], context: Context, arguments: Sequence[Any]) -> Any:
-        """Forward of a batch: what the step returns of all micro-batches, joined."""
+        """Run forward of a batch, and return the joined results of its micro-batches."""
         return self._through(step, context, arguments, backward=False)
 
     def backward(self, experts: Collection[nn.Parameter], *, is_last: bool) -> None:
         """Add the gradients of the batch to those before it.
 
         Args:
-            experts: parameters whose gradients somebody else sums over ranks.
+            experts: parameters whose gradients are summed over ranks elsewhere.
             is_last: of the optimizer step: dense gradients are then summed over the ranks of the stage. Collective.
         """
         for parameter, gradient in self._gradients.items():
@@ -332,13 +329,13 @@ class Pipeline:
             sum_gradients(dense, self._mesh.world)
 
     def forget_step(self) -> None:
-        """The step that runs will not end."""
+        """Forget an aborted step."""
         self._run, self._gradients = None, {}
         self._pipes.clear()
 
     @torch.no_grad()
-    def settle(self, experts: Collection[nn.Parameter], precision: str) -> None:
-        """Begin with the dense values of the first rank of the stage, in the precision they have by now; collective."""
+    def synchronize(self, experts: Collection[nn.Parameter], precision: str) -> None:
+        """Broadcast the dense values of the first rank of the stage, in their precision by now; collective."""
         for tensor in [*self._module.parameters(), *self._module.buffers()]:
             if tensor not in experts and not is_cut(tensor):
                 broadcast_(tensor.detach(), 0, self._mesh.world)
@@ -373,22 +370,22 @@ class Pipeline:
                 computed_NE=torch.stack([one.computed_NE for one in seen]).sum(0),
             )
         outcome, logs, weights = broadcast_object(
-            self._told(run) if self._is_last else None, self._mesh.shape.pp - 1, self._mesh.pipe
+            self._summary(run) if self._is_last else None, self._mesh.shape.pp - 1, self._mesh.pipe
         )
         if not self._is_last:
-            steps.take_weights(weights)
+            steps.append_weights(weights)
         with nullcontext() if batch.count else without_traces(module):
-            log_again(module, logs, batch.count)
+            log_joined(module, logs, batch.count)
         return outcome
 
-    def _told(self, run: _Run) -> list[Any]:
-        """What the last stage tells the others."""
+    def _summary(self, run: _Run) -> list[Any]:
+        """Return the last stage's result, logs and weights, for the other stages."""
         counts, weights = [piece.count for piece in run.pieces], [float(weight) for weight in run.weights]
         outcome = joined(run.outcomes, counts, weights or [float(count) for count in counts])
-        return [outcome, run.logs.told(), weights]
+        return [outcome, run.logs.to_plain(), weights]
 
     def _pipe(self, run: _Run) -> Pipe:
-        """For batches of the shapes of this one."""
+        """Return the pipe for batches of the shapes of this one."""
         leaves = [leaf for call in run.calls for leaf in private_lightning.tree_leaves(call)]
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
         rows = tuple(piece.rows for piece in run.pieces)
@@ -405,7 +402,7 @@ class Pipeline:
             sent = torch.empty(size * max(rows), dtype=hidden.dtype, **own), torch.empty(1, **own)
             pipe = Pipe(self._schedule, len(rows), sent, self._compute, self._mesh.pipe)
             self._pipes[key] = pipe, size * max(rows)
-            while len(self._pipes) > _KEPT_SHAPES:
+            while len(self._pipes) > _MOST_SHAPES:
                 self._pipes.popitem(last=False)
         else:
             run.is_watched = False
@@ -414,8 +411,10 @@ class Pipeline:
         return pipe
 
     def _probe(self, run: _Run) -> Tensor:
-        """The hidden states that come to the first block of the first micro-batch, or what has their shape."""
-        quiet = StepLogs().taking(self._module, 0, lambda: None)
+        """Return the hidden states that arrive at the first block of the first micro-batch, or a tensor of
+        their shape.
+        """
+        quiet = StepLogs().recording(self._module, 0, lambda: None)
         self._steps.enter_piece(run.pieces[0], is_training=run.is_training)
         with (
             without_traces(self._module),
@@ -434,7 +433,7 @@ class Pipeline:
         )
 
     def _compute(self, stage: int, micro: int, arrived: tuple[Tensor, ...]) -> Any:
-        """One stage's part of a micro-batch."""
+        """Compute one stage of a micro-batch."""
         run = self._run
         assert run is not None
         piece, is_last = run.pieces[micro], stage == self.cut.num_stages - 1
@@ -444,9 +443,9 @@ class Pipeline:
             self.cut.block_before(stage).auxiliary_loss = auxiliary.squeeze(0)
         self._steps.enter_piece(piece, is_training=run.is_training)
         logs = run.logs if is_last else StepLogs()
-        taking = logs.taking(self._module, piece.count, lambda: self._steps.weight_of_batch)
+        recording = logs.recording(self._module, piece.count, lambda: self._steps.weight_of_batch)
         traces = nullcontext() if piece.count else without_traces(self._module)
-        with traces, self.cut.flow.of(stage, hidden), taking, run.context():
+        with traces, self.cut.flow.of(stage, hidden), recording, run.context():
             try:
                 outcome = run.step(*run.calls[micro])
             except Left as left:
@@ -460,7 +459,7 @@ class Pipeline:
         return self._loss(run, outcome, auxiliary)
 
     def _sent(self, hidden: Tensor, auxiliary: Tensor, layers: Sequence[MoELayer], wire: int) -> tuple[Tensor, Tensor]:
-        """What the next stage gets: hidden states, and the auxiliary losses so far."""
+        """Return the tensors for the next stage: hidden states, and the auxiliary losses so far."""
         for layer in layers:
             if layer.auxiliary_loss is not None:
                 auxiliary = auxiliary + layer.auxiliary_loss
@@ -469,7 +468,7 @@ class Pipeline:
         return pad(flat, (0, wire - flat.numel())) if flat.numel() < wire else flat, auxiliary
 
     def _loss(self, run: _Run, outcome: Any, auxiliary: Tensor) -> Tensor:
-        """The loss of a micro-batch, weighed; zero where nothing is to be learned."""
+        """Return the weighted loss of a micro-batch; zero outside of training."""
         loss = outcome.get("loss") if isinstance(outcome, dict) else outcome
         run.outcomes.append(private_lightning.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, outcome))
         if not run.is_training:
@@ -488,7 +487,7 @@ class Pipeline:
 
 @torch.no_grad()
 def sum_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Sum gradients over ranks; one that no rank has stays away. Collective."""
+    """Sum gradients over ranks; a gradient that no rank has stays None. Collective."""
     has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=world.device)
     all_reduce_(has, world)
     found = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]

@@ -1,15 +1,10 @@
-"""Experts of a model under their placements: slots, transfer, gradients.
+"""Experts of a model under their placements: slots of this rank, migration, replica gradients and shadows.
 
-Moves experts with all their state between ranks: one exchange for each dtype, at a step boundary.
+Slots are fixed rows of stacked parameters. An expert that stays on a rank keeps its slot, so only rows that change
+ranks are written, and neither parameters nor optimizers are rebuilt. Experts migrate between steps with all their
+state, in one exchange for each dtype, by a plan of `balancing.migration`.
 
-Slots are fixed rows. An expert that stays on a rank keeps its slot, so only rows that change hands are touched and
-neither parameters nor optimizers are rebuilt. What to move is a plan of `balancing.migration`.
-
-Shapes: S slots of this rank.
-
-The slots in which a rank keeps the experts of a layer: who stands where, and room for more.
-
-The experts of a model under their placements: which rows of which parameters live on this rank.
+Shapes: S slots of this rank, E experts, L layers, N ranks.
 """
 
 from __future__ import annotations
@@ -39,17 +34,17 @@ from moe_lightning.parallel.exchange import PendingExchange
 
 
 def next_slots(slots: Sequence[int], experts: Collection[int]) -> tuple[int, ...]:
-    """The slots of a rank after a new placement: experts that stay keep theirs, the others fill the free ones in
-    ascending order, and -1 marks what stays vacant.
+    """Return the slots of a rank after a new placement: experts that stay keep theirs, new ones fill the free slots in
+    ascending order, and -1 marks vacant slots.
 
     Args:
         slots: expert of each slot so far, -1 where vacant.
-        experts: what the rank shall hold; at most as many as there are slots.
+        experts: experts of the rank under the new placement; at most as many as there are slots.
     """
     assert len(set(experts)) <= len(slots)
-    kept = [expert if expert in experts else -1 for expert in slots]
-    coming = iter(sorted(set(experts) - set(kept)))
-    return tuple(next(coming, -1) if expert < 0 else expert for expert in kept)
+    staying = [expert if expert in experts else -1 for expert in slots]
+    coming = iter(sorted(set(experts) - set(staying)))
+    return tuple(next(coming, -1) if expert < 0 else expert for expert in staying)
 
 
 @torch.no_grad()
@@ -61,16 +56,16 @@ def migrate_rows(
     world: World,
     dtypes: Collection[torch.dtype] | None = None,
 ) -> int:
-    """Carry the transfers out and clear the rows that become vacant; collective.
+    """Execute the transfers and zero the rows that become vacant; collective.
 
     Args:
         before, after: the same parameters of each layer, in order, under other slots.
-        optimizers: whose states move along.
+        optimizers: their states move with the experts.
         transfers: of all ranks, the same list on every rank; with `dtypes`, of the layers given.
-        dtypes: of all that travels, where ranks give some of the layers only; none: nothing travels.
+        dtypes: of all tensors sent, where ranks give some of the layers only; empty: nothing is sent.
 
     Returns:
-        Bytes that left this rank.
+        Bytes that this rank has sent.
     """
     outgoing = sorted((t for t in transfers if t.source == world.rank), key=lambda t: (t.target, t.layer, t.expert))
     incoming = sorted((t for t in transfers if t.target == world.rank), key=lambda t: (t.source, t.layer, t.expert))
@@ -98,7 +93,7 @@ def migrate_rows(
 def _rows(
     tensors: Sequence[Sequence[Tensor]], stacks: Sequence[ExpertStack], transfer: Transfer, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The expert's rows of a dtype in the tensors of its layer."""
+    """Return the expert's rows of a dtype in the tensors of its layer."""
     slot = stacks[transfer.layer].slot_experts.index(transfer.expert)
     return [tensor[slot] for tensor in tensors[transfer.layer] if tensor.dtype == dtype]
 
@@ -106,7 +101,7 @@ def _rows(
 def _exchange(
     leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]], dtype: torch.dtype, world: World
 ) -> PendingExchange:
-    """(peer, row) pairs, ordered by peer, under way; of those that arrive only the sizes count."""
+    """Start the exchange of (peer, row) pairs, ordered by peer; of arriving rows only the sizes are read."""
     send, recv = [0] * world.size, [0] * world.size
     for sizes, rows in ((send, leaving), (recv, arriving)):
         for peer, row in rows:
@@ -116,7 +111,7 @@ def _exchange(
 
 
 def _clear(tensors: Sequence[Tensor], before: Sequence[int], after: Sequence[int]) -> None:
-    """Zeros where an expert was and none comes."""
+    """Zero the rows of slots that become vacant."""
     for slot, (old, new) in enumerate(zip(before, after, strict=True)):
         if old >= 0 and new < 0:
             for tensor in tensors:
@@ -124,7 +119,7 @@ def _clear(tensors: Sequence[Tensor], before: Sequence[int], after: Sequence[int
 
 
 def in_slots(placement: Placement, rank: int, slots: int | None) -> tuple[int, ...]:
-    """The experts of a rank in its slots, ascending, and -1 in those that are left. No rank needs more slots than there
+    """Return the experts of a rank in its slots, ascending, and -1 in vacant ones. No rank needs more slots than there
     are experts.
     """
     needed = max(len(placement.experts_on(n)) for n in range(placement.num_ranks))
@@ -138,7 +133,7 @@ def in_slots(placement: Placement, rank: int, slots: int | None) -> tuple[int, .
 
 
 def new_slots(former: Sequence[int], now: Sequence[int], layer: int, arrived: Container[tuple[int, int]]) -> list[int]:
-    """The slots of experts that neither were there nor have come from another rank."""
+    """Return the slots of experts that neither were on this rank nor have come from another one."""
     return [
         slot
         for slot, (before, expert) in enumerate(zip(former, now, strict=True))
@@ -148,7 +143,7 @@ def new_slots(former: Sequence[int], now: Sequence[int], layer: int, arrived: Co
 
 @torch.no_grad()
 def grow(layer: MoELayer, slots: int, optimizers: Sequence[Optimizer]) -> None:
-    """Give a layer's stacks vacant rows up to so many slots; parameters and states stay the same objects' own."""
+    """Grow a layer's stacks to so many slots with vacant rows; parameters and states stay the same objects."""
     vacant = slots - layer.experts.num_slots
     if vacant <= 0:
         return
@@ -160,8 +155,8 @@ def grow(layer: MoELayer, slots: int, optimizers: Sequence[Optimizer]) -> None:
     layer.experts.slot_experts += (VACANT,) * vacant
 
 
-def take_rank_0_experts(layer: MoELayer, world: World) -> None:
-    """Start from rank 0, as DDP does for dense parameters: its weights, or its seed where none are allocated."""
+def broadcast_experts(layer: MoELayer, world: World) -> None:
+    """Broadcast rank 0's experts, as DDP does with dense parameters: its weights, or its seed if none are allocated."""
     experts = layer.experts
     if experts.is_deferred:
         seed = torch.tensor([experts.init_seed], device=world.device)
@@ -179,11 +174,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class MigrationReport:
-    """What a new placement cost.
+    """Cost of a new placement.
 
     Attributes:
-        moved_states: (layer, expert) states that changed hands, over all ranks.
-        sent_bytes: that left this rank.
+        moved_states: (layer, expert) states that changed ranks, over all ranks.
+        sent_bytes: bytes that this rank has sent.
         migration_s: host seconds.
     """
 
@@ -193,15 +188,15 @@ class MigrationReport:
 
 
 class PlacedExperts:
-    """Puts the experts of every MoE layer into this rank's slots and keeps the books.
+    """Experts of every MoE layer in this rank's slots, and their dispatchers.
 
     Args:
         module: the model; its layers start from rank 0's weights.
         placements: one for each MoE layer.
         world: the ranks.
         ep_size: ranks of a dispatch group; None: all.
-        quota: how replicas share tokens.
-        dispatch: how tokens travel: a name in `dispatch.dispatcher.DISPATCH_BACKENDS`.
+        quota: split of an expert's tokens over its replicas.
+        dispatch: transport of tokens: a name in `dispatch.dispatcher.DISPATCH_BACKENDS`.
         plan_on: "host" or "device", see `dispatch.dispatcher.Dispatcher`.
         slots: expert rows that every rank keeps for each layer, so that later placements have room; None: as many as
             the first placement needs.
@@ -211,14 +206,14 @@ class PlacedExperts:
         layers: the model's MoE layers.
         placements: of each layer.
         room: slots of each rank, [L][N].
-        stacks: of each layer, what lives in this rank's slots.
+        stacks: of each layer, the experts in this rank's slots.
         stack_of: the stack that each expert parameter is in.
-        visits: the shadows of the running step; None where there are none.
-        speeds: int64 [N], how fast ranks compute experts; None: all alike, as in every new world.
+        shadows: shadow experts of the running step; None without any.
+        speeds: int64 [N], speeds at which ranks compute experts; None: all equal, as in every new world.
 
     Raises:
-        ConfigurationError: a placement that does not fit the world, a dispatch group, the slots, or what the module
-            still holds.
+        ConfigurationError: a placement that does not fit the world, a dispatch group, the slots, or the experts that
+            the module still has.
     """
 
     def __init__(
@@ -236,7 +231,7 @@ class PlacedExperts:
         self.module = module
         self.layers = moe_layers(module)
         self.placements = list(placements)
-        self.visits: StepVisits | None = None
+        self.shadows: StepVisits | None = None
         self.speeds: IntArray | None = None
         self.world = world
         self._groups = dispatch_groups(world.size, ep_size or world.size)
@@ -244,15 +239,15 @@ class PlacedExperts:
         self._dispatch = dispatch, plan_on
         for index, (layer, placement) in enumerate(zip(self.layers, placements, strict=True)):
             if world.is_connected:
-                take_rank_0_experts(layer, world)
+                broadcast_experts(layer, world)
             held = in_slots(placement, world.rank, slots)
             layer.place(Dispatcher(placement, world, self._groups, quota, held, index, *self._dispatch), world.device)
         ranks = range(world.size)
         self.room = [[len(in_slots(placement, rank, slots)) for rank in ranks] for placement in placements]
-        self._take(self._stacks([layer.experts.slot_experts for layer in self.layers], placements))
+        self._set_stacks(self._stacks([layer.experts.slot_experts for layer in self.layers], placements))
 
     def _stacks(self, slots: Sequence[tuple[int, ...]], placements: Sequence[Placement]) -> list[ExpertStack]:
-        """The layers' parameters under these slots and placements."""
+        """Return the layers' parameters under these slots and placements."""
         return [
             ExpertStack(
                 parameters=layer.experts.stacked_parameters(),
@@ -264,7 +259,7 @@ class PlacedExperts:
             for layer, held, p in zip(self.layers, slots, placements, strict=True)
         ]
 
-    def _take(self, stacks: list[ExpertStack]) -> None:
+    def _set_stacks(self, stacks: list[ExpertStack]) -> None:
         self.stacks = stacks
         self.stack_of = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
         self._replica_sum = ReplicaSum(stacks, self.world)
@@ -277,18 +272,20 @@ class PlacedExperts:
         return same_objects([p for layer in self.layers for p in layer.experts.stacked_parameters().values()], placed)
 
     def sum_replica_gradients(self) -> None:
-        """Bring the gradients of shadows home, then add those of each expert over its holders, in rank order."""
-        if self.visits is not None:
-            self.visits.finish()
-            self._part()
+        """Send the gradients of shadows to the experts' ranks, then sum those of each expert over its holders, in rank
+        order.
+        """
+        if self.shadows is not None:
+            self.shadows.finish()
+            self._drop_shadows()
         self._replica_sum()
 
     def compare_replicas(self, step: int, repair_with: Sequence[Optimizer] | None = None) -> bool:
         """Compare the replicas of every expert over its holders; collective, a sum of bits of each.
 
         Args:
-            repair_with: the optimizers, whose states are part of an expert: overwrite replicas that differ where the
-                others of an expert are equal; None: none is overwritten.
+            repair_with: the optimizers, whose states are part of an expert: overwrite replicas that differ if the
+                others of the expert are equal; None: none is overwritten.
 
         Returns:
             True if some were overwritten.
@@ -331,7 +328,7 @@ class PlacedExperts:
             )
 
     def take_speeds(self, speeds: IntArray | None) -> None:
-        """Share tokens out by the speeds of the ranks from the next step on; the same on every rank."""
+        """Split tokens by the speeds of the ranks from the next step on; the same on every rank."""
         self.speeds = speeds
         for layer in self.layers:
             layer.dispatcher.speeds = speeds
@@ -350,7 +347,7 @@ class PlacedExperts:
 
         Args:
             placements: one for each layer, the same on every rank.
-            optimizers: whose states move along.
+            optimizers: their states move with the experts.
             nodes: of the ranks; experts come from the own node where they can.
 
         Raises:
@@ -365,7 +362,9 @@ class PlacedExperts:
         return self._move(placements, dispatchers, before, held_states(self.placements), optimizers, began, nodes)
 
     def refusal(self, placements: Sequence[Placement]) -> str | None:
-        """Why `replace` would refuse placements, as far as this rank knows alone; None: it would not."""
+        """Return the error message with which `replace` would refuse placements, as far as this rank can check alone;
+        None without one.
+        """
         try:
             self._dispatchers(placements)
         except ConfigurationError as error:
@@ -382,20 +381,20 @@ class PlacedExperts:
         dtypes: Collection[torch.dtype] | None = None,
         transfers: Sequence[Transfer] | None = None,
     ) -> MigrationReport:
-        """Live in another world: the same rows, new peers; experts move to where the placements want them. Collective.
+        """Enter another world: the same rows, new peers; experts move to the ranks of the placements. Collective.
 
-        Slots grow where a placement needs more than there are, or other ranks have more: all have the same room then.
+        Slots grow where a placement needs more, or other ranks have more: all then have the same number.
         Parameters and optimizers stay the same objects.
 
         Args:
             world: the new ranks; dispatch groups span all of it.
             placements: one for each layer, for these ranks.
-            held: bool [L, E, N], what each rank still holds, whole; an expert that nobody holds keeps a row of zeros
-                to be filled by whoever restores it.
-            optimizers: whose states move along; every rank must have made them.
+            held: bool [L, E, N], experts that each rank still holds, whole; an expert that no rank holds gets a row of
+                zeros, which is restored later.
+            optimizers: their states move with the experts; every rank must have built them.
             nodes: of the ranks; experts come from the own node where they can.
             dtypes: see `migrate_rows`.
-            transfers: of these layers, where others hold other ones; None: as `plan_migration` says.
+            transfers: of these layers, if other ranks have other layers; None: those of `plan_migration`.
         """
         began = time.perf_counter()
         needed = max((len(p.experts_on(rank)) for p in placements for rank in range(world.size)), default=0)
@@ -414,10 +413,10 @@ class PlacedExperts:
         return self._move(placements, dispatchers, before, held, optimizers, began, nodes, dtypes, transfers)
 
     def hold(self, layers: Sequence[MoELayer], placements: Sequence[Placement]) -> None:
-        """Speak of other layers from now on, in the slots as they are, until `settle` lets them dispatch.
+        """Set the layers, in the slots as they are, until `dispatch_among` gives them dispatchers.
 
         Args:
-            placements: of each, if only those of a former world.
+            placements: of each layer, or those of a former world.
         """
         for layer in set(self.layers) - set(layers):
             layer.dispatcher = Dispatcher.local(layer.num_experts)  # its own holds groups
@@ -425,15 +424,15 @@ class PlacedExperts:
         self.stacks = self._stacks([layer.experts.slot_experts for layer in layers], placements)
         self.stack_of = {parameter: stack for stack in self.stacks for parameter in stack.parameters.values()}
 
-    def settle(self, layers: Sequence[MoELayer], placements: Sequence[Placement], world: World) -> None:
-        """Dispatch these layers among these ranks from now on, in the slots as they are."""
+    def dispatch_among(self, layers: Sequence[MoELayer], placements: Sequence[Placement], world: World) -> None:
+        """Set the layers and give them dispatchers among these ranks, in the slots as they are."""
         self.world, self._groups = world, dispatch_groups(world.size, world.size)
         self.hold(layers, placements)
         self.room = [[layer.experts.num_slots] * world.size for layer in layers]
         for index, (layer, placement) in enumerate(zip(layers, placements, strict=True)):
             place = placement, world, self._groups, self._quota, layer.experts.slot_experts, index, *self._dispatch
             layer.dispatcher = Dispatcher(*place)
-        self._take(self.stacks)
+        self._set_stacks(self.stacks)
 
     def hand_over(
         self,
@@ -442,12 +441,12 @@ class PlacedExperts:
         optimizers: Sequence[Optimizer],
         nodes: Sequence[str] | None = None,
     ) -> MigrationReport:
-        """Bring the experts that only leaving ranks hold to the others, still in the present world; collective.
+        """Transfer the experts that only leaving ranks hold to the others, still in the present world; collective.
 
         Args:
             staying: the ranks that stay.
             placements: over those, in their order.
-            optimizers: whose states move along.
+            optimizers: their states move with the experts.
             nodes: of all ranks of the present world.
         """
         wide = [placement.over(staying, self.world.size) for placement in placements]
@@ -465,7 +464,7 @@ class PlacedExperts:
         dtypes: Collection[torch.dtype] | None = None,
         transfers: Sequence[Transfer] | None = None,
     ) -> MigrationReport:
-        """Carry rows to the placements' ranks and let the layers go on under their new dispatchers."""
+        """Transfer rows to the placements' ranks and give the layers their new dispatchers."""
         if transfers is None:
             transfers = plan_migration(held, placements, nodes).transfers
         stacks = self._stacks([dispatcher.slot_experts for dispatcher in dispatchers], placements)
@@ -480,7 +479,7 @@ class PlacedExperts:
             if layer.experts.base_names:
                 layer.experts.read_base(new_slots(slots, dispatcher.slot_experts, index, arrived))
         self.placements = list(placements)
-        self._take(stacks)
+        self._set_stacks(stacks)
         self.take_speeds(self.speeds)
         return MigrationReport(
             moved_states=len(transfers),
@@ -489,7 +488,9 @@ class PlacedExperts:
         )
 
     def _dispatchers(self, placements: Sequence[Placement]) -> list[Dispatcher]:
-        """Checked on every rank for all ranks, so that none moves anything where another one cannot."""
+        """Build the dispatchers of new placements. Every rank checks all ranks, so that either all move experts or none
+        does.
+        """
         if len(placements) != len(self.layers):
             raise ConfigurationError(
                 f"{len(placements)} placements do not fit {len(self.layers)} MoE layers: give one for each"
@@ -514,8 +515,8 @@ class PlacedExperts:
 
     # ------------------------------------------------------------------ shadows
 
-    def visit(self, plans: Sequence[ShadowPlan], dtype: torch.dtype, early_shares: Sequence[float]) -> None:
-        """Let experts visit other ranks in the step that follows, until its gradients are summed; collective.
+    def place_shadows(self, plans: Sequence[ShadowPlan], dtype: torch.dtype, early_shares: Sequence[float]) -> None:
+        """Place shadow experts on other ranks for the next step, until its gradients are summed; collective.
 
         Args:
             plans: one for each layer, the same on every rank.
@@ -526,7 +527,7 @@ class PlacedExperts:
             ConfigurationError: plans for other placements, dispatch groups smaller than the world, or experts in four
                 bits.
         """
-        self._part()
+        self._drop_shadows()
         if not any(plan.num_copies for plan in plans):
             return
         if any(layer.experts.in_4_bits for layer in self.layers):
@@ -540,24 +541,24 @@ class PlacedExperts:
             parameters, slots = layer.experts.stacked_parameters(), layer.experts.slot_experts
             visits.append(LayerVisits(parameters, slots, plan, self.world, dtype, share))
             layer.visits = visits[-1]
-        self.visits = StepVisits(visits)
-        self.visits.begin()
+        self.shadows = StepVisits(visits)
+        self.shadows.begin()
 
     def forget_step(self) -> None:
-        """Let go of what a step that will not end has left in the layers: graphs, statistics, shadows."""
-        self._part()
+        """Release what an aborted step has left in the layers: graphs, statistics, shadows."""
+        self._drop_shadows()
         for layer in self.layers:
             layer.auxiliary_loss = layer.statistics = None
 
-    def _part(self) -> None:
-        if self.visits is not None:
-            self.visits.release()
-        self.visits = None
+    def _drop_shadows(self) -> None:
+        if self.shadows is not None:
+            self.shadows.release()
+        self.shadows = None
         for layer in self.layers:
             layer.visits = layer.dispatcher.shadows = None
 
     def keys(self, module: nn.Module) -> dict[str, ExpertStack]:
-        """The state_dict keys of the expert parameters."""
+        """Return the state_dict keys of the expert parameters, with their stacks."""
         named = module.named_parameters(remove_duplicate=False)
         return {name: self.stack_of[parameter] for name, parameter in named if parameter in self.stack_of}
 

@@ -1,15 +1,8 @@
-"""Recovery of a run in a new world: sources, transfer, progress of the fit, report.
+"""Recovery of a run in a new world: sources of state, transfer, progress of the fit loop, and report.
 
-What a recovery did, how long its phases took, and who hears of it.
-
-Chooses what a new world goes on from: the live state where nothing of it is lost, else with what was saved.
-
-How far a fit is: the state of Lightning's loops, schedulers and loaders after a committed step, kept in memory.
-
-Lightning goes on from such a state with the next batch. What it had still to do after the step, a validation and the
-end of an epoch, `finish_step` does first.
-
-What a rank brings into a new world, what the world then lacks, and how ranks get it from each other.
+`RecoveryPlanner` restores live state if nothing of it is lost, else saved state. `FitProgress` is the state of
+Lightning's loops, schedulers and loaders after a committed step, in memory. Lightning resumes it with the next batch;
+`finish_step` first does what was due after the step: a validation and the end of an epoch.
 """
 
 from __future__ import annotations
@@ -39,30 +32,30 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World, agree
 from moe_lightning.strategies.dense_parameters import Rows
-from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states
+from moe_lightning.strategies.train_state import TrainState
 
 Phase = Literal["leaving", "rendezvous", "groups", "plan", "movement", "settling"]
 
 PHASES: tuple[str, ...] = get_args(Phase)
-"""Of a recovery, in their order."""
+"""Phases of a recovery, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryReport:
-    """How one world followed another.
+    """Report of a recovery: the change from one world to the next.
 
     Attributes:
         reason: one sentence.
         step: optimizer steps that the run goes on from.
         steps_lost: committed steps that are run again.
-        lost_ranks: ranks of the world before that are not in the one after: dead, expelled or gone on notice.
+        lost_ranks: ranks of the world before that are not in the one after: dead, evicted or gone on notice.
         ranks_before, ranks_after: sizes of the two worlds; 0 before for a process that was in none.
-        restored: where the experts' state came from, in words with counts.
-        stale_experts: those that came back older than the step.
+        restored: sources of the experts' state, in words with counts.
+        stale_experts: experts restored to a state older than the step.
         min_replicas: nodes that hold each expert now.
-        began_at: seconds since the epoch at which this rank saw the fault.
-        seconds: of each of PHASES that there was, and their "total".
+        began_at: seconds since the epoch at which this rank detected the fault.
+        seconds: of each of PHASES that took place, and their "total".
     """
 
     reason: str
@@ -79,18 +72,18 @@ class RecoveryReport:
 
 
 class RecoveryListener:
-    """Has a part in recoveries, or hears of them: `ElasticWorlds.listeners`."""
+    """Listener to recoveries: `ElasticWorlds.listeners`."""
 
     def publish_snapshots(self) -> None:
-        """Snapshots are about to be looked for: one that is half done shall be found."""
+        """Called before snapshots are looked for: publish a half-finished one."""
 
     def count_stale(self, versions: Mapping[tuple[int, int], int]) -> None:
-        """Experts of the live state, by (layer, expert), came back as they were at these steps; newcomers learn next
-        what is counted.
+        """Called with the experts of the live state, by (layer, expert), that were restored as of these steps, before
+        newcomers receive the counts.
         """
 
     def recovered(self, report: RecoveryReport) -> None:
-        """A recovery has ended."""
+        """Called after a recovery."""
 
 
 @dataclass
@@ -107,14 +100,15 @@ class Stopwatch:
 
 
 class RecoveryPlanner:
-    """Looks at saved state only when live state is not enough: that reads files, and a plan is waited for.
+    """Planner that reads saved state only if live state is not enough: that reads files, and all ranks wait for the
+    plan.
 
     Args:
         listeners: publish their snapshots before they are looked for.
 
     Attributes:
-        sources: where saved state lies; None where nothing is saved.
-        storage: the checkpoint that the last plan counted on; None where it counted on none.
+        sources: places of saved state; None if nothing is saved.
+        storage: the checkpoint that the last plan uses; None if it uses none.
     """
 
     def __init__(self, listeners: Sequence[RecoveryListener]) -> None:
@@ -132,17 +126,17 @@ class RecoveryPlanner:
         last_step: int,
         has_trained: bool,
     ) -> tuple[RecoveryPlan, list[RankInventory]]:
-        """The plan, the same on every rank, and the inventories it was made from; collective.
+        """Return the plan, the same on every rank, and its inventories; collective.
 
         Args:
             inventories: of all ranks, with snapshots or without.
             num_layers, num_experts: L and E.
-            last_step: that this rank committed.
-            has_trained: this rank's values are not, or may not be, those that were built.
+            last_step: last step that this rank committed.
+            has_trained: True if this rank's values may differ from the initial ones.
 
         Raises:
             ConfigurationError: no source is left.
-            PeerFailed: nor was there one yet: fresh processes have what was built.
+            PeerFailed: no source existed yet: fresh processes have the initial values.
         """
         shape = {"num_layers": num_layers, "num_experts": num_experts}
         plan = plan_recovery(inventories, None, **shape)
@@ -154,7 +148,7 @@ class RecoveryPlanner:
             plan = plan_recovery(inventories, self._newest_on_storage(self.sources, world), **shape)
         if plan.level == "nothing" and not any(all_gather_json(has_trained, world)):
             fresh = [replace(inventory, live_version=0) for inventory in inventories]
-            plan = plan_recovery(fresh, None, **shape)  # nobody has trained yet: what was built is the state
+            plan = plan_recovery(fresh, None, **shape)  # no rank has trained yet: the state is the initial one
             if plan.level == "nothing":
                 raise PeerFailed(
                     "no rank that has trained is left, and parameters that only lost ranks had are saved nowhere, so "
@@ -172,7 +166,7 @@ class RecoveryPlanner:
     def _with_snapshots(
         self, inventories: list[RankInventory], sources: RecoverySources, world: World
     ) -> list[RankInventory]:
-        """The first rank of every node reports what lies in its memory."""
+        """Add the snapshots in each node's memory, which its first rank reports."""
         for listener in self._listeners:
             listener.publish_snapshots()
         mine = inventories[world.rank]
@@ -181,7 +175,7 @@ class RecoveryPlanner:
         return [RankInventory.from_json(e) for e in all_gather_json(mine.with_snapshots(found).to_json(), world)]
 
     def _newest_on_storage(self, sources: RecoverySources, world: World) -> StorageInventory | None:
-        """The newest checkpoint that is whole or can be mended, as rank 0 finds it."""
+        """Return the inventory of the newest checkpoint that is whole or can be repaired, as rank 0 finds it."""
         checkpoint = sources.newest_checkpoint() if world.rank == 0 else None
         own = None
         if checkpoint is not None:
@@ -200,7 +194,7 @@ _SCHEDULERS, _NEXT_SCHEDULERS = "lr_schedulers", "lr_schedulers_next_epoch"
 
 @dataclass(frozen=True, kw_only=True)
 class FitProgress:
-    """The fit loop as a checkpoint of this moment would describe it.
+    """State of the fit loop as in a checkpoint of this moment.
 
     Attributes:
         step: optimizer steps done.
@@ -208,8 +202,8 @@ class FitProgress:
         loaders: positions of the training loaders.
         lr_schedulers: their state_dicts.
         lr_schedulers_next_epoch: the same after the end of the epoch, at which plateaus count; None before.
-        validation_is_due: it follows on this step, and did not end yet.
-        epoch_is_over: the step is the last one of an epoch, whose end did not come yet.
+        validation_is_due: a validation follows this step, and has not ended yet.
+        epoch_is_over: the step is the last one of an epoch, whose end has not run yet.
     """
 
     step: int
@@ -222,7 +216,7 @@ class FitProgress:
 
     @classmethod
     def of(cls, trainer: pl.Trainer, *, after_step: bool) -> FitProgress:
-        """Of a trainer in `on_train_batch_end` after an optimizer step, or in `on_train_start`."""
+        """Record the progress of a trainer in `on_train_batch_end` after an optimizer step, or in `on_train_start`."""
         loop = trainer.fit_loop
         return cls(
             validation_is_due=after_step and private_lightning.is_validation_due(trainer),
@@ -234,11 +228,11 @@ class FitProgress:
         )
 
     def after_epoch(self, trainer: pl.Trainer) -> FitProgress:
-        """Of the same step, in `on_train_epoch_start` of the next epoch."""
+        """Return the progress after the same step, in `on_train_epoch_start` of the next epoch."""
         return replace(self, epoch_is_over=False, lr_schedulers_next_epoch=_schedulers(trainer))
 
     def dump(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """For another rank: with the live state of the callbacks; tensors and plain values."""
+        """Return the progress for another rank, with the live state of the callbacks; tensors and plain values."""
         return {
             "step": self.step,
             _LOOPS: self.loops,
@@ -250,7 +244,7 @@ class FitProgress:
 
     @classmethod
     def adopt(cls, dump: dict[str, Any], trainer: pl.Trainer, *, with_callbacks: bool) -> FitProgress:
-        """Take over another rank's progress, and the state of its callbacks where this rank has none of the run."""
+        """Load another rank's progress, and the state of its callbacks if this rank has none of the run."""
         if with_callbacks:
             private_lightning.load_callbacks(trainer, dump, is_checkpoint=False)
         return cls(
@@ -263,8 +257,9 @@ class FitProgress:
 
     @classmethod
     def from_checkpoint(cls, dump: dict[str, Any], trainer: pl.Trainer) -> FitProgress:
-        """The progress in a checkpoint of Lightning's, with the state of the callbacks taken over; `restore` it, then
-        ask for `with_dues`."""
+        """Load the progress in a checkpoint of Lightning's, with the state of the callbacks; `restore` it, then call
+        `with_dues`.
+        """
         private_lightning.load_callbacks(trainer, dump, is_checkpoint=True)
         return cls(
             step=dump["global_step"],
@@ -274,7 +269,7 @@ class FitProgress:
         )
 
     def with_dues(self, trainer: pl.Trainer) -> FitProgress:
-        """Of a trainer that was just restored to a checkpoint: what was still to be done when that was saved."""
+        """Return the progress with what was due when the checkpoint was saved; after the trainer was restored to it."""
         loop = trainer.fit_loop.epoch_loop
         batches: Any = loop.batch_progress
         if batches.total.completed == batches.total.processed:  # saved at the end of training
@@ -285,7 +280,7 @@ class FitProgress:
         return replace(self, validation_is_due=is_due, epoch_is_over=batches.is_last_batch)
 
     def restore(self, trainer: pl.Trainer) -> None:
-        """Set the fit loop back to this progress; its next run goes on from here.
+        """Restore the fit loop to this progress; its next run resumes here.
 
         Raises:
             ConfigurationError: a training loader that has no position to go back to.
@@ -311,13 +306,13 @@ class FitProgress:
 
 
 def finish_step(trainer: pl.Trainer, progress: FitProgress | None, *, with_newcomers: bool) -> None:
-    """What was still to be done after the step that a fit was restored to; collective.
+    """Run what was due after the step that a fit was restored to; collective.
 
-    Lightning itself, loaded in this place, takes both as done.
+    Lightning itself, restored to this state, skips both.
 
     Args:
-        with_newcomers: some ranks did not see the epoch; what its steps logged is dropped then, because the ranks
-            could not reduce it together.
+        with_newcomers: some ranks joined during the epoch; the logged values of its steps are then dropped, because
+            the ranks cannot reduce them together.
     """
     assert progress is not None, "a recovery restored it"
     if progress.validation_is_due:
@@ -335,39 +330,40 @@ def _schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
 
 
 def shared_progress(
-    kept: FitProgress | None, trainer: pl.Trainer, version: int, world: World, *, is_live: bool
+    own: FitProgress | None, trainer: pl.Trainer, version: int, world: World, *, is_live: bool
 ) -> FitProgress:
-    """The progress at a version, from whoever has it; collective.
+    """Return the progress at a version, from a rank that has it; collective.
 
     Args:
-        kept: what this rank could take its fit loop back to.
-        is_live: this rank's state counts.
+        own: progress to which this rank could restore its fit loop.
+        is_live: True if this rank's state is valid.
     """
-    if is_live and _step_of(kept) != version == trainer.global_step:
+    if is_live and _step_of(own) != version == trainer.global_step:
         # It failed between the update and the end of its step, or before its first one.
-        kept = FitProgress.of(trainer, after_step=kept is not None)
-    mine = [kept.step, kept.validation_is_due, kept.epoch_is_over] if is_live and kept is not None else [-1] * 3
+        own = FitProgress.of(trainer, after_step=own is not None)
+    mine = [own.step, own.validation_is_due, own.epoch_is_over] if is_live and own is not None else [-1] * 3
     everyones = all_gather_json(mine, world)
     steps = [step for step, _, _ in everyones]
     if any(step != version for step in steps):
         source = steps.index(version)
-        dump = kept.dump(trainer) if world.rank == source and kept is not None else None
+        dump = own.dump(trainer) if world.rank == source and own is not None else None
         dump = broadcast_object(dump, source, world)
-        if _step_of(kept) != version or not is_live:
-            kept = FitProgress.adopt(dump, trainer, with_callbacks=not is_live)
-    assert kept is not None
-    # One that was further than others does again what they have still to do.
+        if _step_of(own) != version or not is_live:
+            own = FitProgress.adopt(dump, trainer, with_callbacks=not is_live)
+    assert own is not None
+    # A rank that was ahead of others repeats what is still due there.
     validation, epoch = (any(entry[i] for entry in everyones if entry[0] == version) for i in (1, 2))
-    return replace(kept, validation_is_due=validation, epoch_is_over=epoch)
+    return replace(own, validation_is_due=validation, epoch_is_over=epoch)
 
 
-def _step_of(kept: FitProgress | None) -> int:
-    return kept.step if kept is not None else -1
+def _step_of(own: FitProgress | None) -> int:
+    return own.step if own is not None else -1
 
 
 def set_up_data(trainer: pl.Trainer) -> None:
-    """Make all loaders that a fit will need, before its first world trains or before this process is in one: Lightning
-    makes them when they are needed, with barriers, which those who have theirs do not join in."""
+    """Build all loaders of a fit before its first world trains or before this process joins one: Lightning builds them
+    when they are needed, with barriers in which ranks with loaders do not take part.
+    """
     loop = trainer.fit_loop
     loop.setup_data()
     if trainer.enable_validation and trainer.val_dataloaders is None:
@@ -377,16 +373,16 @@ def set_up_data(trainer: pl.Trainer) -> None:
 
 
 def inventory_of(
-    state: RankState, *, former: World, rank: int, node: str, version: int, counts: bool, is_prepared: bool
+    state: TrainState, *, former: World, rank: int, node: str, version: int, counts: bool, is_prepared: bool
 ) -> RankInventory:
-    """What a rank holds as it leaves its former world.
+    """Return the inventory of a rank that leaves its former world.
 
     Args:
         former: that world.
         rank, node: its place in the new one.
         version: committed optimizer steps of its live state.
-        counts: whether that state is whole and of this run.
-        is_prepared: it was ready for the update after that.
+        counts: True if that state is whole and of this run.
+        is_prepared: True if it was ready for the update after that.
     """
     experts, (sharded, owned) = state.experts, state.dense_parts(former)
     numbers = {layer: number for number, layer in enumerate(state.layers)}
@@ -405,17 +401,17 @@ def inventory_of(
     )
 
 
-def repaired(plan: RecoveryPlan, state: RankState, world: World, *, min_replicas: int) -> Repair:
-    """The placements of the new world; rank 0 warns where slots are too few for what is wished for.
+def repaired(plan: RecoveryPlan, state: TrainState, world: World, *, min_replicas: int) -> Repair:
+    """Return the placements of the new world; rank 0 warns if slots are too few for the wanted replicas.
 
     Args:
-        min_replicas: nodes that shall hold each expert.
+        min_replicas: wanted nodes that hold each expert.
     """
     options: dict[str, Any] = {"nodes": plan.nodes, "min_replicas": min_replicas, "max_slots": state.max_slots}
     if state.stages is None:
         repair, most = repair_placements(plan.held, **options), len(set(plan.nodes))
     else:
-        ranks = state.moves.ranks_of_layers(world)
+        ranks = state.stage_transfer.ranks_of_layers(world)
         repair = repair_stages(plan.held, ranks, **options)
         most = min((len({plan.nodes[rank] for rank in own}) for own in ranks), default=1)
     if repair.min_replicas < min(min_replicas, most):
@@ -429,7 +425,8 @@ def repaired(plan: RecoveryPlan, state: RankState, world: World, *, min_replicas
 def fetch_missing(
     planner: RecoveryPlanner, plan: RecoveryPlan, repair: Repair, world: World
 ) -> MemoryCheckpoint | None:
-    """What the plan takes from snapshots and from storage, as far as this rank needs it; None where it is nothing.
+    """Return the state that the plan restores from snapshots and storage, as far as this rank needs it; None if it is
+    none.
 
     Raises:
         DamagedSnapshots: on every rank.
@@ -446,8 +443,10 @@ def fetch_missing(
     return fetch(plan, world, planner.sources.arenas, needed, storage=planner.storage)
 
 
-def share_state(state: RankState, plan: RecoveryPlan, world: World) -> None:
-    """Newcomers get what every rank has; those that made up for an update get what went with it; collective."""
+def share_state(state: TrainState, plan: RecoveryPlan, world: World) -> None:
+    """Send newcomers the state that every rank has, and optimizer states to ranks that apply a prepared update;
+    collective.
+    """
     newcomers = newcomers_of(plan, world)
     if not (newcomers or plan.apply_prepared):
         return
@@ -457,33 +456,33 @@ def share_state(state: RankState, plan: RecoveryPlan, world: World) -> None:
         broadcast_dense(own, world, source, but=state.shared_names())
 
 
-def fetch_rows(state: RankState, plan: RecoveryPlan, world: World) -> Rows | None:
-    """What this rank will hold of the dense parameters in another world, where ranks share them; collective there, and
-    changes nothing yet that counts.
+def fetch_rows(state: TrainState, plan: RecoveryPlan, world: World) -> Rows | None:
+    """Transfer the dense parameters that this rank will hold in another world, if ranks share them; collective there.
+    Live state stays unchanged.
     """
     if state.stages is not None:
-        rows = state.moves.fetch(plan.shards, world, is_live=world.rank in plan.live_ranks)
+        rows = state.stage_transfer.fetch(plan.shards, world, is_live=world.rank in plan.live_ranks)
     elif state.parts.is_wished:
         rows = state.parts.fetch(plan.shards, world.row_cut.part, world)
     else:
         return None
-    agree(world)  # all have theirs, and go on, or none does
+    agree(world)  # all have theirs and continue, or none does
     return rows
 
 
-def enter_experts(state: RankState, plan: RecoveryPlan, repair: Repair, world: World) -> None:
-    """Bring experts to where the placements of another world want them; collective there."""
+def enter_experts(state: TrainState, plan: RecoveryPlan, repair: Repair, world: World) -> None:
+    """Move experts to the ranks of another world's placements; collective there."""
     if state.stages is not None:
-        state.moves.enter_world(world, repair.placements, plan.held, plan.nodes)
+        state.stage_transfer.enter_world(world, repair.placements, plan.held, plan.nodes)
     else:
         state.experts.enter_world(world, repair.placements, plan.held, state.optimizers, plan.nodes)
 
 
-def restore_missing(state: RankState, plan: RecoveryPlan, saved: MemoryCheckpoint | None) -> None:
-    """Read what the plan takes from snapshots and storage into the live state.
+def restore_missing(state: TrainState, plan: RecoveryPlan, saved: MemoryCheckpoint | None) -> None:
+    """Restore the state that the plan reads from snapshots and storage.
 
     Args:
-        saved: what was fetched of it.
+        saved: the state that was fetched; None: nothing is restored.
     """
     if saved is None:
         return
@@ -496,24 +495,24 @@ def restore_missing(state: RankState, plan: RecoveryPlan, saved: MemoryCheckpoin
     own.restore_model(saved)
     own.restore_optimizers(saved)
     state.restored = saved
-    state.go_on_from(saved)
+    state.resume_from(saved)
 
 
 def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:
-    """Ranks whose own state does not count."""
+    """Return the ranks whose own state is not valid."""
     return tuple(rank for rank in range(world.size) if rank not in plan.live_ranks)
 
 
-def brought_progress(kept: FitProgress | None, state: RankState, plan: RecoveryPlan, world: World) -> FitProgress:
-    """The fit loop's progress at the plan's version, from whoever has it; collective.
+def transfer_progress(own: FitProgress | None, state: TrainState, plan: RecoveryPlan, world: World) -> FitProgress:
+    """Return the fit loop's progress at the plan's version, from a rank that has it; collective.
 
     Args:
-        kept: what this rank could take its fit loop back to.
+        own: progress to which this rank could restore its fit loop.
     """
     trainer = state.trainer
     if plan.level == "live":
         is_live = world.rank not in newcomers_of(plan, world)
-        return shared_progress(kept, trainer, plan.version, world, is_live=is_live)
+        return shared_progress(own, trainer, plan.version, world, is_live=is_live)
     saved = state.restored
     assert saved is not None
     return FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)

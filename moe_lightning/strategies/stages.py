@@ -1,16 +1,10 @@
-"""Pipeline stages of a module: where it is split, and the state of a run in stages.
+"""Pipeline stages of a module: where it is cut, the parts on this rank, and their state.
 
-Where a module can be cut into the stages of a pipeline.
-
-The parts of a module that the stages of a pipeline on this rank hold.
-
-A model is cut at its blocks, the elements of a ModuleList. What it has before them belongs to the first stage, what it
-has after them to the last one. Every rank runs the user's step, whatever it hands to its blocks: those of other stages
-hand hidden states on, the first of a stage takes what has arrived, and before the first of the next one the step
-is left. Keys do not change; parameters of other stages outside blocks are zeros without memory.
-
-The state of a run in stages: who holds what of the whole, so that keys and numbers in checkpoints are those of a run
-without a pipeline.
+A model is cut at its blocks, the elements of a ModuleList. Its modules before them belong to the first stage, those
+after them to the last one. Every rank runs the user's step, whatever its arguments for the blocks are: blocks of other
+stages pass hidden states through, the first block of a stage gets those that have arrived, and at the first block of
+the next stage the step ends. Parameters of other stages outside blocks are zeros without memory. Keys and numbers in
+checkpoints are those of a run without a pipeline.
 """
 
 from __future__ import annotations
@@ -45,7 +39,7 @@ from moe_lightning.strategies.worlds import Worlds
 
 
 def blocks_of(module: nn.Module, num_stages: int) -> nn.ModuleList:
-    """The longest of the outermost ModuleLists.
+    """Return the longest of the outermost ModuleLists.
 
     Raises:
         ConfigurationError: there is none, or it cannot be cut into so many stages.
@@ -72,25 +66,25 @@ def blocks_of(module: nn.Module, num_stages: int) -> nn.ModuleList:
 
 
 class Left(BaseException):
-    """Carries hidden states out of a step: the rest of it belongs to other stages."""
+    """Ends a step with its hidden states: the rest of it belongs to other stages."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
 class StageCut:
-    """Takes away from a module what other stages hold, and gives it back, without values.
+    """Parts of a module on this rank: parts of other stages are removed, and restored without values.
 
     Args:
-        module: the whole; it is cut by `apply`.
+        module: the whole module; `apply` cuts it.
         stages: of this rank, ascending.
         num_stages: of all ranks.
 
     Attributes:
         module: as given.
-        kept: dense values of other stages, by part and name, for `hand_back`.
-        bounds: where the blocks of each stage begin, and their end.
-        entering: what is done with hidden states before a block, by its number, in whatever stage that is.
+        gathered_values: dense values of other stages, by part and name, for `restore_values`.
+        bounds: index of the first block of each stage, and the number of blocks.
+        entering: functions of hidden states that run before a block, by its number, on every stage.
 
     Raises:
         ConfigurationError: no blocks are found, fewer than stages, or parameters are in several stages.
@@ -107,18 +101,18 @@ class StageCut:
         self._absent = [AbsentBlock() for _ in self._blocks]
         self._placeholders: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.flow = _Flow(self)
-        self.kept: dict[tuple[nn.Module, str], Tensor] = {}
+        self.gathered_values: dict[tuple[nn.Module, str], Tensor] = {}
         self.entering: dict[int, Callable[[Tensor], Tensor]] = {}
         self._is_applied, self._device = False, torch.device("cpu")
 
-    # ------------------------------------------------------------------ who holds what
+    # ------------------------------------------------------------------ stages of parts
 
     def stage_of_block(self, index: int) -> int:
-        """The stage that computes a block."""
+        """Return the stage that computes a block."""
         return next(stage for stage in range(self.num_stages) if index < self.bounds[stage + 1])
 
     def stage_of(self, part: nn.Module) -> int:
-        """The stage that holds the parameters of a part of the module."""
+        """Return the stage that holds the parameters of a part of the module."""
         return self._stage_of[part]
 
     def _owners(self) -> dict[nn.Module, int]:
@@ -150,12 +144,12 @@ class StageCut:
                     )
 
     def layers(self) -> list[tuple[MoELayer, int]]:
-        """All MoE layers of the whole in order, each with its stage."""
+        """Return all MoE layers of the whole module in order, each with its stage."""
         with self.whole():
             return [(part, self._stage_of[part]) for part in self.module.modules() if isinstance(part, MoELayer)]
 
     def shares_buffer(self, name: str) -> bool:
-        """Whether every stage has a buffer: it is outside the blocks."""
+        """True if every stage has a buffer, because it is outside the blocks."""
         owner = self.module.get_submodule(name.rpartition(".")[0])
         return all(owner not in set(block.modules()) for block in self._blocks)
 
@@ -163,7 +157,7 @@ class StageCut:
 
     @torch.no_grad()
     def apply(self, device: torch.device) -> None:
-        """Cut; values that other stages hold are dropped. A rank that holds all stages runs whole steps."""
+        """Cut the module and drop values of other stages. A rank that holds all stages runs whole steps."""
         if self._is_applied:
             return
         self._device, self._is_applied = device, True
@@ -185,16 +179,16 @@ class StageCut:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds all stages."""
+        """True if this rank holds all stages."""
         return len(self.stages) == self.num_stages
 
     @torch.no_grad()
     def hold(self, stages: Collection[int]) -> dict[nn.Parameter, nn.Parameter]:
-        """Have other stages from now on. Parameters that come have memory and no values yet, experts no rows; values of
-        those that go are dropped.
+        """Hold other stages from now on. Their parameters get memory without values, experts no rows; values of stages
+        that go are dropped.
 
         Returns:
-            Parameters that took the place of others.
+            New parameters by those that they replace.
         """
         coming = set(stages) - set(self.stages)
         others: dict[nn.Parameter, nn.Parameter] = {}
@@ -208,12 +202,12 @@ class StageCut:
                 for name, buffer in list(part.named_buffers(recurse=False)):
                     part._buffers[name] = buffer.to(self._device)
             for index in (index for stage in coming for index in self.chunk(stage)):
-                self._blocks[index].train(self.module.training)  # it missed what the others were told
+                self._blocks[index].train(self.module.training)  # the calls of train() and eval() that it missed
             self._drop_values(others)
         return others
 
     def undo(self) -> None:
-        """All parts are there again; those of other stages have no values."""
+        """Restore all parts; those of other stages have no values."""
         if not self._is_applied:
             return
         for part, name, parameter in self._placeholders:
@@ -228,31 +222,31 @@ class StageCut:
         self._is_applied = False
 
     def dense(self) -> Iterator[tuple[nn.Module, str, nn.Parameter, int]]:
-        """(part, name, parameter, stage) of every dense parameter of the whole; inside `whole`."""
+        """Yield (part, name, parameter, stage) of every dense parameter of the whole module; inside `whole`."""
         for part, stage in self._stage_of.items():
             for name, parameter in part.named_parameters(recurse=False) if not isinstance(part, Experts) else ():
                 yield part, name, parameter, stage
 
-    def hand_back(self) -> dict[nn.Parameter, nn.Parameter]:
-        """The Trainer has ended: all parts are there again, with the values that were kept of other stages.
+    def restore_values(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Restore all parts at the end of the Trainer, with the gathered values of other stages.
 
         Returns:
-            Parameters that took the place of others.
+            New parameters by those that they replace.
         """
         self.undo()
         others: dict[nn.Parameter, nn.Parameter] = {}
         for part, stage in self._stage_of.items():
             if isinstance(part, Experts) and stage not in self.stages:
-                for name, parameter in part.stacked_parameters().items():  # of no expert, which others fill or miss
+                for name, parameter in part.stacked_parameters().items():  # of no expert
                     _put(part, name, torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype), others)
-        for (part, name), values in self.kept.items():
+        for (part, name), values in self.gathered_values.items():
             _put(part, name, values, others)
-        self.kept = {}
+        self.gathered_values = {}
         return others
 
     @contextmanager
     def whole(self) -> Generator[None, None, None]:
-        """Inside, all parts are there, for who counts or numbers parameters."""
+        """Restore all parts inside, for code that counts or numbers parameters."""
         if not self._is_applied:
             yield
             return
@@ -263,13 +257,15 @@ class StageCut:
             self.apply(self._device)
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Follow parameters that were converted to another precision."""
+        """Convert the placeholders of parameters that were converted to another precision."""
         for part, name, parameter in self._placeholders:
             if parameter.is_floating_point():
                 part.__dict__[name] = part.__dict__[name][(0,) * parameter.ndim].to(dtype).expand(parameter.shape)
         for part, stage in self._stage_of.items():
             for own in part.parameters(recurse=False) if stage not in self.stages else ():
-                own.data = own.data.to(dtype) if own.is_floating_point() else own.data  # should it come here one day
+                own.data = (
+                    own.data.to(dtype) if own.is_floating_point() else own.data
+                )  # should its stage move to this rank
 
     def _drop_values(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         for part, stage in self._stage_of.items():
@@ -285,7 +281,7 @@ class StageCut:
                     )
 
     def borrowed(self) -> dict[int, tuple[str, int]]:
-        """Name and stage of each parameter that is zeros here, by the zeros' id."""
+        """Return name and stage of each parameter that is zeros here, by the id of the zeros."""
         names = {part: name for name, part in self.module.named_modules()}
         return {
             id(part.__dict__[name]): (f"{names[part]}.{name}", self._stage_of[part])
@@ -293,31 +289,31 @@ class StageCut:
         }
 
     def number_of(self, part: nn.Module) -> int | None:
-        """Which block a part is; None: it is none."""
+        """Return the number of a block; None if the part is none."""
         return next((index for index, block in enumerate(self._blocks) if block is part), None)
 
     def chunk(self, stage: int) -> range:
-        """The blocks of a stage."""
+        """Return the numbers of the blocks of a stage."""
         return range(*self.bounds[stage : stage + 2])
 
     def chunk_layers(self, stage: int) -> list[MoELayer]:
-        """The MoE layers of a stage of this rank."""
+        """Return the MoE layers of a stage of this rank."""
         return [part for at in self.chunk(stage) for part in self._blocks[at].modules() if isinstance(part, MoELayer)]
 
     def block_before(self, stage: int) -> AbsentBlock:
-        """What stands for the block before a stage, which is another rank's."""
+        """Return the placeholder of the block before a stage, which is on another rank."""
         return self._absent[self.bounds[stage] - 1]
 
 
 def _put(part: nn.Module, name: str, values: Tensor, others: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Another parameter in the place of one, the same in all places of that."""
+    """Replace a parameter in all of its places."""
     before = part.get_parameter(name)
     others.setdefault(before, nn.Parameter(values, requires_grad=before.requires_grad))
     setattr(part, name, others[before])
 
 
 class _Gate:
-    """In the place of a block's forward method."""
+    """Replacement of a block's forward method."""
 
     def __init__(self, flow: _Flow, index: int, block: nn.Module) -> None:
         self._flow, self._index, self._own = flow, index, block.forward
@@ -333,12 +329,12 @@ class _Gate:
 
 
 def is_gated(part: nn.Module) -> bool:
-    """Whether it is a block of a model that is cut in stages: calls of it may be answered without its own code."""
+    """True if a module is a block of a model cut in stages, whose calls may be answered without its own code."""
     return isinstance(part.__dict__.get("forward"), _Gate)
 
 
 class _Flow:
-    """What the blocks do with hidden states while a step runs for `stage`."""
+    """Hidden states in the blocks while a step computes `stage`."""
 
     def __init__(self, stages: StageCut) -> None:
         self._stages = stages
@@ -350,10 +346,10 @@ class _Flow:
 
     @contextmanager
     def of(self, stage: int, arrived: Tensor | None) -> Generator[None, None, None]:
-        """Inside, a step computes one stage.
+        """Compute one stage in the step inside.
 
         Args:
-            arrived: flat hidden states of the stage before, and perhaps more numbers behind them.
+            arrived: flat hidden states of the stage before, perhaps with padding behind them.
         """
         self.stage, self._arrived, self._next = stage, arrived, self._stages.bounds[stage]
         self.is_inside = False
@@ -364,7 +360,7 @@ class _Flow:
 
     @contextmanager
     def probing(self) -> Generator[None, None, None]:
-        """Inside, a step is left at its first block, with what it gives to that."""
+        """End the step inside at its first block, with the argument of that."""
         self._is_probe = True
         try:
             with self.watching():
@@ -374,7 +370,7 @@ class _Flow:
 
     @contextmanager
     def watching(self) -> Generator[None, None, None]:
-        """Inside, the use of a parameter that another stage holds is refused."""
+        """Refuse the use of a parameter of another stage inside."""
         self.is_inside = False
         with _Watch(self._stages.borrowed(), self):
             yield
@@ -420,9 +416,9 @@ class _Flow:
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses what would compute with the zeros that stand for other stages' parameters.
+    """Guard against computing with the zeros that replace other stages' parameters.
 
-    Before the blocks those of the first stage may be used, because hidden states that come of them are replaced.
+    Before the blocks those of the first stage may be used, because the hidden states are replaced later.
     """
 
     def __init__(self, borrowed: dict[int, tuple[str, int]], flow: _Flow) -> None:
@@ -449,21 +445,21 @@ T = TypeVar("T")
 
 
 def stages_of(trainer: pl.Trainer) -> StageState | None:
-    """Of a run; None without a pipeline."""
+    """Return the stages of a run; None without a pipeline."""
     return getattr(getattr(trainer.strategy, "state", None), "stages", None)
 
 
 class StageState:
-    """Of the stages on this rank.
+    """State of the stages on this rank.
 
     Args:
-        cut: which parts they are.
-        worlds: the ranks.
+        cut: the parts of the module on this rank.
+        worlds: the present world.
 
     Attributes:
-        held: stages whose dense values are here; others of the cut may wait for theirs.
+        held: stages whose dense values are here; others of the cut get theirs later.
         placements: of all layers, each among the ranks of its stage.
-        ranks: of the whole that hold each stage.
+        ranks: global ranks that hold each stage.
     """
 
     def __init__(self, cut: StageCut, worlds: Worlds) -> None:
@@ -488,36 +484,36 @@ class StageState:
 
     @property
     def names(self) -> Collection[str]:
-        """Of the parameters and buffers of all stages."""
+        """Names of the parameters and buffers of all stages."""
         return self._stage_of
 
     def parts(self) -> list[str]:
-        """Names of the stages, for inventories."""
+        """Return the names of the stages, for inventories."""
         return [f"dense stage {stage} of {self.cut.num_stages}" for stage in range(self.cut.num_stages)]
 
     def stage_of(self, name: str) -> int:
-        """The stage that has a parameter."""
+        """Return the stage that has a parameter."""
         return self._stage_of[name]
 
     def belongs(self, name: str, stage: int) -> bool:
-        """Whether a stage has a parameter or buffer; buffers outside of blocks are in all."""
+        """True if a stage has a parameter or buffer; buffers outside of blocks are in all."""
         return name in self._shared or self._stage_of[name] == stage
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """The ranks of the whole that hold a parameter or buffer. All have a buffer outside of blocks, and the last
-        stage, which runs whole steps, has the right one.
+        """Return the global ranks that hold a parameter or buffer. All have a buffer outside of blocks, and the last
+        stage, which runs whole steps, has the valid values.
         """
         return tuple(self.ranks[self.cut.num_stages - 1 if name in self._shared else self._stage_of.get(name, 0)])
 
     # ------------------------------------------------------------------ experts
 
-    def take_placements(self, placements: Sequence[Placement]) -> list[Placement]:
-        """Of the layers that are here, out of those of all layers."""
+    def set_placements(self, placements: Sequence[Placement]) -> list[Placement]:
+        """Set the placements of all layers, and return those of the layers here."""
         self.placements = list(placements)
         return self.own(placements)
 
     def own(self, of_layers: Sequence[T]) -> list[T]:
-        """What is of the layers that are here, out of what is of all."""
+        """Select the entries of the layers here from those of all layers."""
         return [one for one, (_, stage) in zip(of_layers, self._layers, strict=True) if stage in self.cut.stages]
 
     def replace(
@@ -526,7 +522,7 @@ class StageState:
         """See `ExpertParallelStrategy.replace_experts`; collective over all ranks, and `moved_states` are those of all.
 
         Raises:
-            ConfigurationError: on every rank, what one of them refuses, before anything moves.
+            ConfigurationError: on every rank, the refusal of one of them, before anything moves.
         """
         if len(placements) != len(self._layers):
             raise ConfigurationError(
@@ -539,31 +535,33 @@ class StageState:
         if refusal := next(filter(None, refusals), None):
             raise ConfigurationError(refusal)
         self._worlds.leave()
-        report = experts.replace(self.take_placements(placements), optimizers, self.nodes(self._worlds.node_of))
+        report = experts.replace(self.set_placements(placements), optimizers, self.nodes(self._worlds.node_of))
         moved = torch.tensor(report.moved_states, device=self.whole.device)
         all_reduce_(moved, self._mesh.pipe)
         return replace(report, moved_states=int(moved))
 
     def placements_of_all(self, own: Sequence[Placement]) -> list[Placement]:
-        """Of all layers, from those of the layers here; collective over the stages."""
+        """Return the placements of all layers from those of the layers here; collective over the stages."""
         experts = max((layer.num_experts for layer in self.layers), default=0)
         tables = [torch.tensor(placement.replicas) for placement in own]
-        told = self.counts_of_all(torch.stack(tables) if tables else torch.zeros(0, experts, self.num_ranks).long())
-        return [] if told is None else [Placement(replicas=table) for table in told.cpu().numpy()]
+        tables_LEN = self.counts_of_all(
+            torch.stack(tables) if tables else torch.zeros(0, experts, self.num_ranks).long()
+        )
+        return [] if tables_LEN is None else [Placement(replicas=table) for table in tables_LEN.cpu().numpy()]
 
     @property
     def own_ranks(self) -> Sequence[int]:
-        """Of the whole, that hold the stages here."""
+        """Global ranks that hold the stages here."""
         return self.ranks[self.cut.stages[0]]
 
     def nodes(self, of_ranks: Sequence[int]) -> tuple[int, ...]:
-        """Of the ranks of the stages here, numbered from 0, out of those of all ranks."""
+        """Return the nodes of the ranks of the stages here, numbered from 0, from those of all ranks."""
         found = [of_ranks[rank] for rank in self.own_ranks]
         numbers = {node: number for number, node in enumerate(dict.fromkeys(found))}
         return tuple(numbers[node] for node in found)
 
     def stacks(self, experts: PlacedExperts) -> list[ExpertStack]:
-        """Of all layers, over all ranks; nothing lies here of those of other stages."""
+        """Return the stacks of all layers over all ranks; those of other stages have no slots here."""
         own = dict(zip(experts.layers, experts.stacks, strict=True))
         found = []
         for (layer, stage), first in zip(self._layers, self.placements, strict=True):
@@ -581,8 +579,8 @@ class StageState:
         return found
 
     def counts_of_all(self, own_LE: Tensor | None) -> Tensor | None:
-        """A number for each expert, or anything else of each layer, int64 [L, ...], from those of the layers here; None
-        where all are 0. Collective.
+        """Return a number for each expert, or any other values of each layer, int64 [L, ...], from those of the layers
+        here; None if all are 0. Collective.
 
         Args:
             own_LE: of the layers here; None on all ranks of a stage: zeros [L, E].
@@ -597,12 +595,12 @@ class StageState:
 
     @property
     def layers(self) -> list[MoELayer]:
-        """Of all stages."""
+        """The MoE layers of all stages."""
         return [layer for layer, _ in self._layers]
 
     @property
     def numbers(self) -> list[int]:
-        """Which of the MoE layers of the whole are here."""
+        """Numbers of the MoE layers here among those of the whole module."""
         return self.own(range(len(self._layers)))
 
     @property
@@ -618,7 +616,7 @@ class StageState:
 
     @property
     def num_ranks(self) -> int:
-        """Of a stage."""
+        """Number of ranks of a stage."""
         return self._mesh.world.size
 
     @property
@@ -627,10 +625,10 @@ class StageState:
         return self._mesh.whole
 
     def ranks_of_layers(self, ranks: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """That hold each layer.
+        """Return the ranks that hold each layer.
 
         Args:
-            ranks: that hold each stage.
+            ranks: those that hold each stage.
         """
         return [ranks[stage] for _, stage in self._layers]
 
@@ -638,7 +636,9 @@ class StageState:
 
     @torch.no_grad()
     def gather(self, most_bytes: int) -> None:
-        """Keep the dense values of all stages on every rank, where they take no more than this on any; collective."""
+        """Gather the dense values of all stages on every rank, unless they take more than this on some rank;
+        collective.
+        """
         with self.cut.whole():
             entries = list(self.cut.dense())
         size = sum(whole_shape(p).numel() * p.element_size() for *_, p, _ in entries)
@@ -652,12 +652,12 @@ class StageState:
             values = torch.empty_like(parameter, device=self.whole.device) if parameter.is_meta else parameter.detach()
             broadcast_(values, self.ranks[stage][0], self.whole)
             if parameter.is_meta:
-                self.cut.kept[part, name] = values.cpu()
+                self.cut.gathered_values[part, name] = values.cpu()
 
     # ------------------------------------------------------------------ optimizers
 
     def leave_absent(self, optimizers: Sequence[Optimizer]) -> None:
-        """Leave optimizers, which were made for all parameters, those that are here."""
+        """Remove absent parameters from the optimizers, which were built with all parameters."""
         here = set(self.cut.module.parameters())
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -669,11 +669,11 @@ class StageState:
     # ------------------------------------------------------------------ one file
 
     def full_model_state(self, state: Mapping[str, Any], stacks: Sequence[ExpertStack]) -> dict[str, Any]:
-        """The whole module's state_dict on rank 0; empty on the others. Collective.
+        """Return the whole module's state_dict on rank 0; empty on the others. Collective.
 
         Args:
-            state: of this rank's parts.
-            stacks: of all layers.
+            state: state_dict of this rank's parts.
+            stacks: those of all layers.
         """
         owners: dict[nn.Parameter, ExpertStack] = {p: stack for stack in stacks for p in stack.parameters.values()}
         with self.cut.whole():
@@ -688,6 +688,6 @@ class StageState:
         return {name: whole[name] for name in self._names} if whole else {}
 
     def own_part(self, full: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:
-        """What a whole state_dict has for this rank, and what is in no stage."""
+        """Select the entries of a whole state_dict that are on this rank, and those that are in no stage."""
         others = set(self._names) - set(self.cut.module.state_dict(keep_vars=True))
         return {name: value for name, value in full.items() if name not in others}

@@ -1,4 +1,4 @@
-"""What the strategy knows about data: every loader is cut over the ranks, and every batch has its place in the step."""
+"""Data of the steps: loaders cut over the ranks, and the position of every batch in its step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOADERS_KEY = "step_loaders"
 
 
 class StepData:
-    """Cuts loaders over the ranks and follows the running batch.
+    """Loaders cut over the ranks, and the running batch.
 
     Args:
         rank, world_size: whose slices.
@@ -42,7 +42,7 @@ class StepData:
         self._most: int | None = None
 
     def cut(self, loader: object, trainer: pl.Trainer) -> object:
-        """The loader's part for this rank; its batch_size is the global batch. A rank that stays alone takes loaders
+        """Return the loader's part for this rank; its batch_size is the global batch. A run of one rank uses loaders
         that cannot be cut as they are.
 
         Raises:
@@ -102,7 +102,7 @@ class StepData:
         )
 
     def enter_world(self, *, rank: int, world_size: int, loaders: object) -> None:
-        """Cut for other ranks from now on, also what is under way."""
+        """Cut loaders, running ones too, for other ranks from now on."""
         self._world, self._speeds = self._world | {"rank": rank, "world_size": world_size}, None
         for loader in private_lightning.tree_leaves(loaders):
             if isinstance(loader, StepLoader):
@@ -125,7 +125,7 @@ class StepData:
             sampler.share_by(speeds, most)
 
     def restore(self, states: Sequence[dict[str, Any]], loaders: object) -> None:
-        """Set the training loaders to these positions: those that are cut, or else those that will be cut next."""
+        """Set the positions of the training loaders: of those that are cut, or else of those that are cut next."""
         cut = [loader for loader in private_lightning.tree_leaves(loaders) if isinstance(loader, StepLoader)]
         self._restored = [] if cut else list(states)
         for loader, state in zip(cut, states, strict=False):
@@ -137,7 +137,7 @@ def _warn_of_no_position(reason: str) -> None:
 
 
 def loader_states(loaders: object, *, is_in_step: bool = False) -> list[dict[str, Any]]:
-    """The positions of the StepLoaders in a collection of loaders.
+    """Return the positions of the StepLoaders in a collection of loaders.
 
     Args:
         is_in_step: take those before the step that has not ended.
@@ -150,7 +150,7 @@ def loader_states(loaders: object, *, is_in_step: bool = False) -> list[dict[str
 
 
 def states_of_stateful(loaders: object, *, is_in_step: bool) -> list[dict[str, Any]]:
-    """The positions of the loaders that have one in stock Lightning too: a DataLoader of torch has none there."""
+    """Return the positions of loaders that have one in stock Lightning too: a DataLoader of torch has none there."""
     stateful = [loader for loader in private_lightning.tree_leaves(loaders) if isinstance(loader, Stateful)]
     return [_state_of(loader, is_in_step) for loader in stateful if not getattr(loader, "replaces_stock", False)]
 
@@ -185,14 +185,14 @@ def require_accumulation(trainer: pl.Trainer) -> None:
 
 
 def begin_batch(loaders: object) -> None:
-    """The Trainer counts the batch that the loaders have yielded from here on."""
+    """Mark the batch that the loaders have yielded as begun: the Trainer counts it from here on."""
     for loader in private_lightning.tree_leaves(loaders):
         if isinstance(loader, StepLoader):
             loader.has_begun = True
 
 
 def training_slice(loaders: object) -> StepSlice | None:
-    """Which samples a training batch holds: those of the first loader, where a batch joins several.
+    """Return the slice of samples of a training batch: that of the first loader, where a batch joins several.
 
     Raises:
         ConfigurationError: ranks and micro-batches take unlike shares of the loaders, so that no weight fits them all.
@@ -204,7 +204,7 @@ def training_slice(loaders: object) -> StepSlice | None:
 
 
 def samples_of(batch: StepSlice | None, loaders: object) -> str:
-    """The samples of a slice of the first loader, as the end of a sentence; "" where they are not known."""
+    """Return the samples of a slice of the first loader as the end of a sentence; empty if they are not known."""
     stepping = [loader for loader in private_lightning.tree_leaves(loaders) if isinstance(loader, StepLoader)]
     if batch is None or not stepping:
         return ""
@@ -230,7 +230,7 @@ def _require_common_weight(samplers: Sequence[StepSampler]) -> None:
 
 
 def running_slice(loaders: object, index: int) -> StepSlice | None:
-    """Which samples the batch holds that a loader yielded last; None where the loader does not know."""
+    """Return the slice of samples of the batch that a loader yielded last; None if the loader has no position."""
     flat = private_lightning.tree_leaves(loaders)
     loader = flat[index] if index < len(flat) else None
     return loader.current if isinstance(loader, StepLoader) else None

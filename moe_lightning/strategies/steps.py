@@ -1,16 +1,10 @@
-"""Training and evaluation steps over any number of ranks.
+"""Training and evaluation steps that are the same on any number of ranks.
 
-A rank without a sample of its own computes a stand-in, to take part in the collectives: it leaves no trace.
-
-The gradient norm of the whole model: dense parameters once, each expert once, whoever holds what.
-
-What the loss of a rank counts for: its share of the samples of a step, or of what the module says it is a mean
-over.
-
-Cuts the sequences of every batch over the ranks that share its samples (mesh.cp), and makes predictions whole.
-
-Steps of training and evaluation, the same whatever the number of ranks: batches cut over the ranks, gradients of the
-mean over all of them.
+Batches are cut over the ranks, and gradients are those of the mean over all samples. A loss is weighted by the rank's
+share of the samples of a step, or by the weight that the module gives to `global_mean`. A rank without a sample
+computes a dummy batch, to take part in the collectives: `without_traces` restores the values that it changes. The
+gradient norm is that of the whole model: dense parameters once, each expert once. Under mesh.cp the sequences of every
+batch are cut over the ranks that share its samples, and predictions are gathered.
 """
 
 from __future__ import annotations
@@ -45,31 +39,31 @@ from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.mesh import Axis, TensorCut
 from moe_lightning.parallel.sequence import ContextParallel, OtherAttention, Sharers, attach_context
 from moe_lightning.state.tensors import cut_of, local
-from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import begin_batch, running_slice, training_slice
+from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
 
 _NOT_THE_USERS = frozenset(vars(nn.Module())) | frozenset(vars(pl.LightningModule()))
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
-"""Objects of installed packages are left alone: they may be shared with threads, or with the world outside."""
+"""Objects of installed packages are not restored: they may be shared with threads or other processes."""
 
 _OURS = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "moe_lightning")
-"""Whose modules count nothing over a user's samples, or are looked into by name."""
+"""Packages whose modules count no samples of a user, or are handled by name."""
 
 Undo = Callable[[], Any]
-"""Gives a value its content back, and answers it."""
+"""Restores the content of a value, and returns it."""
 
 
 @contextmanager
 def without_traces(module: pl.LightningModule) -> Generator[None, None, None]:
-    """Give the module, its metrics, and what it logs with `sync_dist=True`, the values back that they had.
+    """Restore the values of the module, its metrics, and its logs with `sync_dist=True` afterwards.
 
-    Of the module and its parts that is every attribute and buffer: numbers, tensors, containers of them, and objects of
-    classes that belong to no installed package; parameters and their gradients stay. Our own layers keep what they
-    count over all ranks.
+    Restored are all attributes and buffers of the module and its parts: numbers, tensors, containers of them, and
+    objects of classes that belong to no installed package; parameters and their gradients stay. Layers of this library
+    keep their counts over all ranks.
 
-    What is logged for the first time keeps its entry, with the value of no samples: an epoch's values are reduced by
-    all ranks together. Values that are not reduced over ranks stay, since a rank has nothing else to show.
+    A value that is logged for the first time keeps its entry, with the value of no samples: an epoch's values are
+    reduced by all ranks together. Values that are not reduced over ranks stay, since a rank has no others.
     """
     trainer = module.trainer
     known: dict[int, Undo] = {}
@@ -87,7 +81,7 @@ def without_traces(module: pl.LightningModule) -> Generator[None, None, None]:
 
 
 def nothing_of(prediction: Any) -> Any:
-    """A prediction with the rows of no sample."""
+    """Return a prediction with no rows."""
     return private_lightning.tree_map(
         lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf, prediction
     )
@@ -102,13 +96,13 @@ def _undo_of_metric(metric: Metric) -> Undo:
 
 
 def _reduced(trainer: pl.Trainer) -> list[Metric]:
-    """Logged values that become a mean, sum or extreme over an epoch and over ranks."""
+    """Return the logged values that become a mean, sum or extreme over an epoch and over ranks."""
     values = private_lightning.logged_values(trainer)
     return [value for value in values if value.is_tensor and value.meta.on_epoch and value.meta.sync.should]
 
 
 def _copy(value: Any) -> Any:
-    """Later updates in place do not reach it."""
+    """Copy a value, so that later updates in place do not change it."""
     return value.detach().clone() if isinstance(value, Tensor) else list(value)
 
 
@@ -120,7 +114,7 @@ def _package(value: object) -> str:
 
 
 def _is_users(value: object) -> bool:
-    """Whether it is an object with attributes, of a class that belongs to no installed package."""
+    """True if a value is an object with attributes, of a class that belongs to no installed package."""
     if isinstance(value, Dataset | DataLoader | nn.Module | type) or not isinstance(
         getattr(value, "__dict__", 0), dict
     ):
@@ -155,7 +149,7 @@ def _undo_of_names(names: dict[Any, Any], known: dict[int, Undo], but: frozenset
 
 
 def _undo_of(value: Any, known: dict[int, Undo]) -> Undo:
-    """How a value gets its present content back; a value that is met again is looked at once."""
+    """Return the function that restores a value's present content; a value that occurs again is copied once."""
     if id(value) not in known:
         known[id(value)] = lambda: value  # until it is known, for values that hold themselves
         known[id(value)] = _made_undo(value, known)
@@ -177,23 +171,23 @@ def _made_undo(value: Any, known: dict[int, Undo]) -> Undo:
 
 
 def _undo_of_array(array: Any) -> Undo:
-    kept = array.detach().clone() if isinstance(array, Tensor) else array.copy()
+    before = array.detach().clone() if isinstance(array, Tensor) else array.copy()
 
     @torch.no_grad()
     def undo() -> Any:
-        if not (torch.equal(array, kept) if isinstance(array, Tensor) else np.array_equal(array, kept)):
-            array[...] = kept  # what an earlier step's graph holds is written to only where it must be
+        if not (torch.equal(array, before) if isinstance(array, Tensor) else np.array_equal(array, before)):
+            array[...] = before  # a tensor of an earlier step's graph is written only if it has changed
         return array
 
     return undo
 
 
 def _undo_of_set(values: set[Any]) -> Undo:
-    kept = set(values)
+    before = set(values)
 
     def undo() -> set[Any]:
         values.clear()
-        values.update(kept)
+        values.update(before)
         return values
 
     return undo
@@ -220,7 +214,7 @@ def _and(undo: Callable[[], object], value: Any) -> Undo:
 
 @torch.no_grad()
 def gradient_norms(module: pl.LightningModule) -> dict[str, Tensor]:
-    """What Lightning's `grad_norm(module, 2)` is on one rank: the 2-norm of every gradient, and of all together, over
+    """Return Lightning's `grad_norm(module, 2)` as on one rank: the 2-norm of every gradient, and of all together, over
     all ranks and with each expert once; under stock strategies the same as that. For `on_before_optimizer_step`, which
     comes before clipping; collective.
 
@@ -238,7 +232,9 @@ def gradient_norms(module: pl.LightningModule) -> dict[str, Tensor]:
 
 
 def explained_norm(error: Exception) -> Exception:
-    """What is raised in the place of an error of stock functions that know whole gradients of one process only."""
+    """Return the exception to raise instead of an error of stock functions that read whole gradients of one process
+    only.
+    """
     called = {frame.name for frame in extract_tb(error.__traceback__)} & {"grad_norm", "clip_grad_norm_"}
     if not called or not any(words in str(error) for words in ("torch.Tensor and DTensor", "not allocated yet")):
         return error
@@ -256,7 +252,7 @@ def global_gradient_norm(
     world: World,
     pipe: World | None = None,
 ) -> Tensor:
-    """The 2-norm over the model, bit-identical on every rank.
+    """Compute the 2-norm over the model, bit-identical on every rank.
 
     The squared norm of each expert, and of each block of a parameter that is cut, is summed at its own place of a
     vector, so the result hardly depends on which rank computed it.
@@ -265,7 +261,7 @@ def global_gradient_norm(
         parameters: all parameters of the optimizer on all ranks, expert stacks included, in an order that all ranks
             share.
         stack_of: those that are expert stacks.
-        world: who shares the parameters.
+        world: the ranks that share the parameters.
         pipe: the stages of a pipeline, each with parameters of its own; None: there is one.
 
     Returns:
@@ -305,14 +301,14 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
 
 
 def _norm(gradient: Tensor, dim: int | None = None) -> Tensor:
-    """In float32, summed in the gradient's own precision where that is higher."""
+    """Compute a norm in float32, summed in the gradient's own precision if that is higher."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(gradient, dim=dim, dtype=dtype)
     return norm.float()
 
 
 def _squared_part(parameter: nn.Parameter, cut: TensorCut, world: World) -> Tensor:
-    """[parts], this rank's at its place where it is the first that holds these values."""
+    """Return squares [parts], with this rank's at its place if it is the first that holds these values."""
     among = world.row_cut
     squares = torch.zeros(len(among.holders), dtype=torch.float32, device=parameter.device)
     if among.holders_of(cut)[0] == world.rank and parameter.grad is not None:
@@ -346,22 +342,22 @@ class StepWeights:
     def __init__(self) -> None:
         self._of_step: list[Tensor] = []
         self.of_batch: Tensor | None = None
-        self._is_told = False
+        self._is_stated = False
         self._watched = 0
 
     def begin(self, here: StepSlice | None, *, is_training: bool = True) -> None:
-        """Enter a micro-batch; in training with the first one, a step."""
+        """Begin a micro-batch, and with the first one of training a step."""
         self.of_batch = None
         if is_training and (here is None or here.micro == 0):
             self._of_step = []
 
     def weigh(self, loss: Tensor, weight: Tensor | float, here: StepSlice | None, world: World) -> Tensor:
-        """The mean over ranks weighted by `weight`, as a loss that will be weighed by samples; collective.
+        """Return the mean over ranks weighted by `weight`, as a loss that will be weighted by samples; collective.
 
         Returns:
             The global mean as value, this rank's part of it as gradient.
         """
-        self._is_told = True
+        self._is_stated = True
         if here is None:
             return loss
         own = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
@@ -379,14 +375,14 @@ class StepWeights:
         return value
 
     def scale_sum(self, loss: Tensor, here: StepSlice | None, world: World) -> Tensor:
-        """A sum over samples, as a loss that will be weighed by samples."""
-        self._is_told = True
+        """Return a sum over samples, as a loss that will be weighted by samples."""
+        self._is_stated = True
         if here is None or world.size == 1:
             return loss
         return loss * _all_shares(here)
 
     def share(self, here: StepSlice) -> float | Tensor:
-        """What this rank's loss of the running micro-batch counts for in the step, up to the factor of `finish`.
+        """Return the weight of this rank's loss of the running micro-batch in the step, up to the factor of `finish`.
 
         Raises:
             ConfigurationError: a weight was given in some micro-batches of the step only.
@@ -403,14 +399,16 @@ class StepWeights:
         scale = torch.where(first > 0, self.of_batch / first, self.of_batch) / here.num_micros
         return scale * here.micro_share
 
-    def take(self, weights: Sequence[float], device: torch.device) -> None:
-        """Of further micro-batches of the step, which another rank has weighed."""
-        self._is_told = self._is_told or len(weights) > 0
+    def append(self, weights: Sequence[float], device: torch.device) -> None:
+        """Append the weights of further micro-batches of the step, computed by another rank."""
+        self._is_stated = self._is_stated or len(weights) > 0
         self._of_step += [torch.tensor(weight, dtype=torch.float64, device=device) for weight in weights]
 
     @torch.no_grad()
     def finish(self, module: nn.Module) -> None:
-        """Divide the gradients of a step by its sum of weights, once they hold those of all ranks and micro-batches."""
+        """Divide the gradients of a step by its sum of weights, once they are summed over all ranks and
+        micro-batches.
+        """
         if not self._of_step:
             return
         first, total = self._of_step[0], torch.stack(self._of_step).sum()
@@ -422,17 +420,17 @@ class StepWeights:
         self._of_step = []
 
     def warn_of_ignored_targets(self, arguments: Any, *, parts: int = 1) -> None:
-        """Say once where samples, or parts of them, may differ in the number of their ignored targets, and the module
-        did not say what its loss is a mean over.
+        """Warn once if samples, or parts of them, may differ in the number of their ignored targets, and the module has
+        not stated the weight of its mean.
 
         Args:
-            parts: of each sample, of which this rank sees one.
+            parts: parts of each sample, of which this rank has one.
         """
-        if self._is_told or self._watched >= _WATCHED_STEPS:
+        if self._is_stated or self._watched >= _WATCHED_STEPS:
             return
         self._watched += 1
         if any(_ignores_unevenly(leaf, parts) for leaf in private_lightning.tree_leaves(arguments)):
-            self._is_told = True
+            self._is_stated = True
             rank_zero_warn(
                 f"the samples of a batch hold unlike numbers of targets {IGNORED_TARGET}, but the loss of a rank "
                 "counts by its samples, so a mean over targets depends on the number of ranks: return "
@@ -455,7 +453,7 @@ class _MeanOfAll(torch.autograd.Function):
 
 
 def _all_shares(here: StepSlice) -> float:
-    """What undoes the share of a rank that has a sample."""
+    """Return the factor that undoes the share of a rank that has a sample."""
     return here.micro_total * here.parts / max(1, here.count)
 
 
@@ -467,14 +465,14 @@ def _ignores_unevenly(leaf: object, parts: int) -> bool:
 
 
 _MIXERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, nn.Conv1d)
-"""torch's own modules that mix positions and know nothing of parts."""
+"""torch's own modules that mix positions, and cannot work on parts of sequences."""
 
 
 class SequenceParts:
-    """Which part of each sequence is this rank's.
+    """This rank's part of each sequence.
 
     Args:
-        worlds: whose ranks share samples.
+        worlds: the present world, whose ranks share samples.
     """
 
     def __init__(self, worlds: Worlds) -> None:
@@ -486,14 +484,14 @@ class SequenceParts:
 
     @property
     def parts(self) -> int:
-        """Ranks that share a sample."""
+        """Number of ranks that share a sample."""
         return self._worlds.mesh.shape.cp
 
     def attach(self, module: pl.LightningModule) -> None:
-        """Let a module's attention know of parts.
+        """Attach the context of parallel sequences to a module's attention.
 
         Raises:
-            ConfigurationError: it has a part that mixes positions and would not.
+            ConfigurationError: a part of it mixes positions without the context.
         """
         if self._worlds.axes.cp > 1:
             _require_context(module, self._worlds.axes.cp)
@@ -501,22 +499,22 @@ class SequenceParts:
         self.enter_world()
 
     def enter_world(self) -> None:
-        """Take this rank's part in the present world."""
+        """Set this rank's part in the present world."""
         self._sharers = Sharers.of(self._worlds.present)
         self._batches, self._length = 0, None
         self._watched: set[bool] = set()
         self.leave()
 
     def enter(self) -> None:
-        """A step begins: its sequences are parts."""
+        """Mark sequences as parts, at the begin of a step."""
         self._context.enter(self._sharers, self._length)
 
     @contextmanager
     def watched(self, *, training: bool) -> Generator[None, None, None]:
-        """Around a module's step: its first one in a world shall have no attention that knows nothing of parts.
+        """Check, around a module's first step in a world, that it has no attention without the context.
 
         Raises:
-            ConfigurationError: it has.
+            ConfigurationError: it has some.
         """
         if self._sharers is None or self._length is None or training in self._watched:
             yield
@@ -526,16 +524,16 @@ class SequenceParts:
         self._watched.add(training)
 
     def leave_world(self) -> None:
-        """Let go of its groups."""
+        """Release the groups of the present world."""
         self._sharers = None
         self.leave()
 
     def leave(self) -> None:
-        """Outside of steps sequences are whole."""
+        """Mark sequences as whole, outside of steps."""
         self._context.enter(None, None)
 
     def cut(self, batch: Any) -> Any:
-        """This rank's part of every tensor [B, L, ...] of a batch; tensors [B] stay.
+        """Return this rank's part of every tensor [B, L, ...] of a batch; tensors [B] stay.
 
         Raises:
             ConfigurationError: tensors that do not all have L positions, or an L that the ranks do not divide; ranks
@@ -586,7 +584,9 @@ class SequenceParts:
 
     @torch.no_grad()
     def whole(self, prediction: Any) -> Any:
-        """A prediction of whole sequences on the first of the ranks that share them, and of no rows on the others."""
+        """Return a prediction of whole sequences on the first of the ranks that share them, and of no rows on the
+        others.
+        """
         sharers = self._sharers
         if sharers is None:
             return prediction
@@ -602,7 +602,7 @@ class SequenceParts:
 
 
 def _digest(leaves: list[Tensor]) -> list[object]:
-    """Short, and unlike for unlike tensors."""
+    """Return short values that differ for different tensors."""
     return [
         [list(leaf.shape), zlib.crc32(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())]
         for leaf in leaves
@@ -634,32 +634,31 @@ def _context_of(module: nn.Module) -> object:
 
 
 def _mixes(module: nn.Module) -> bool:
-    """Whether a module mixes positions, as far as its name tells."""
+    """True if a module mixes positions, judged by its type or class name."""
     return isinstance(module, _MIXERS) or type(module).__name__.endswith(("Attention", "Attn", "Mamba", "Mixer"))
 
 
 class Steps:
-    """Follows the running batch, weighs its loss, and sums gradients.
+    """Running batch, weight of its loss, and sums of gradients.
 
     Args:
-        worlds: whose ranks share a batch.
-        state: whose gradients they are.
+        worlds: the present world, whose ranks share a batch.
+        state: the state of this rank, with its gradients.
         check_replicas_every: steps after which replicas of experts are compared bit by bit; 0: never.
 
     Attributes:
-        stream: what keyed randomness follows.
-        sequences: which part of each sample's positions is this rank's.
-        batch: which samples the running batch holds; None where the loader does not know, and between batches.
+        stream: position of keyed randomness.
+        sequences: this rank's part of each sample's positions.
+        batch: samples of the running batch; None if the loader has no position, and between batches.
         is_blocked: others follow the running micro-batch in its step: nothing is summed over ranks yet.
-        is_stand_in: the batch that runs, or ran last, is no sample of this rank.
-        stage_loss: of the batch that ran last, what the last stage of a pipeline differentiates on this rank; None
-            elsewhere.
+        is_dummy_batch: the batch that runs, or ran last, has no sample of this rank.
+        stage_loss: weighted loss of the last batch in the last stage of a pipeline on this rank; None elsewhere.
         last_gradient_norm: of the last clipped step, over the whole model.
-        repairs_replicas: overwrite a replica that differs from a majority, unless the comparison before did so, too:
-            something else than a lost bit then parts them.
+        repairs_replicas: overwrite a replica that differs from a majority, unless the comparison before did so too:
+            the cause is then more than a flipped bit.
     """
 
-    def __init__(self, worlds: Worlds, state: RankState, *, check_replicas_every: int) -> None:
+    def __init__(self, worlds: Worlds, state: TrainState, *, check_replicas_every: int) -> None:
         self._worlds, self._state = worlds, state
         self._check_replicas_every, self._compared_step = check_replicas_every, -1
         self.repairs_replicas = self._has_just_repaired = False
@@ -668,18 +667,18 @@ class Steps:
         self.stream = SampleStream()
         self.sequences = SequenceParts(worlds)
         self.batch: StepSlice | None = None
-        self.is_stand_in = False
+        self.is_dummy_batch = False
         self.stage_loss: Tensor | None = None
         self.last_gradient_norm: Tensor | None = None
 
     def leave_world(self) -> None:
-        """The step that runs will not end. Newcomers have not compared replicas yet, and all do it together."""
+        """Abort the running step. All ranks compare replicas again together, since newcomers have not."""
         self.is_blocked, self.batch, self._compared_step = False, None, -1
         self.sequences.leave_world()
 
     def draw_noise(self) -> None:
-        """Keyed noise is that of this rank's positions in the present world: its part of each sequence, and where
-        layers are cut, its share of that.
+        """Set the positions of keyed noise: this rank's part of each sequence in the present world, and where layers
+        are cut, its share of that.
         """
         mesh = self._worlds.mesh
         axes: set[Axis] = {"cp", "tp"} if self._state.parts.layers_are_cut else {"cp"}
@@ -689,10 +688,10 @@ class Steps:
 
     @contextmanager
     def training(self, arguments: object) -> Generator[None, None, None]:
-        """Around the forward pass of a micro-batch with these arguments."""
+        """Prepare and end the forward pass of a micro-batch with these arguments."""
         trainer, module = self._state.trainer, self._state.module
         self._compare_replicas(trainer.global_step)
-        self._state.parts.take_buffers(self._worlds.mesh.world)
+        self._state.parts.broadcast_buffers(self._worlds.mesh.world)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
         self._weights.begin(self.batch)
@@ -706,12 +705,12 @@ class Steps:
             self._leave()
 
     def evaluate(self, step: Callable[..., Any], loaders: object, *args: Any, **kwargs: Any) -> Any:
-        """A batch of validation or test."""
+        """Run a batch of validation or test."""
         self.sequences.require_targets(args)
         return self.predict(step, loaders, *args, **kwargs)
 
     def predict(self, step: Callable[..., Any], loaders: object, *args: Any, **kwargs: Any) -> Any:
-        """A batch outside of training; the prediction of a stand-in has no rows."""
+        """Run a batch outside of training; the prediction of a dummy batch has no rows."""
         index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else 0)
         self.enter(running_slice(loaders, index))
         try:
@@ -722,17 +721,17 @@ class Steps:
                 return nothing_of(self.sequences.whole(step(*args, **kwargs)))
         finally:
             self._leave()
-            self._state.parts.rest()
+            self._state.parts.reshard()
 
     def enter_piece(self, piece: StepSlice, *, is_training: bool) -> None:
-        """Enter a micro-batch of the running batch."""
+        """Begin a micro-batch of the running batch."""
         self.enter(piece)
         self._weights.begin(piece, is_training=is_training)
 
     def enter(self, batch: StepSlice | None) -> None:
-        """Learn which samples the running batch holds, and let keyed randomness follow them."""
+        """Set the samples of the running batch, and the position of keyed randomness."""
         self.batch = batch = batch and replace(batch, parts=self._worlds.mesh.sharers)
-        self.is_stand_in = batch is not None and batch.count == 0
+        self.is_dummy_batch = batch is not None and batch.count == 0
         self.sequences.enter()
         if batch is not None:
             self.stream.advance(
@@ -750,7 +749,7 @@ class Steps:
     def require_stated_end(self, what: str) -> None:
         """
         Raises:
-            ConfigurationError: manual optimization, whose steps have none.
+            ConfigurationError: manual optimization, whose steps have no stated end.
         """
         if not self._state.module.automatic_optimization:
             raise ConfigurationError(
@@ -758,7 +757,7 @@ class Steps:
             )
 
     def _compare_replicas(self, step: int) -> None:
-        """Before a step whose number is a multiple of `check_replicas_every`; collective then.
+        """Compare replicas before a step whose number is a multiple of `check_replicas_every`; collective then.
 
         Raises:
             ReplicasDifferError: on every rank.
@@ -782,33 +781,35 @@ class Steps:
         return self._weights.scale_sum(loss, self.batch, self._worlds.mesh.world) / copies
 
     def share(self) -> float | Tensor:
-        """What the loss of the running micro-batch counts for in the step."""
+        """Return the weight of the running micro-batch's loss in the step."""
         assert self.batch is not None
         return self._weights.share(self.batch)
 
     @property
     def weight_of_batch(self) -> Tensor | None:
-        """Of the running micro-batch over all ranks, where the step has said it."""
+        """Weight of the running micro-batch over all ranks; None if the step has not set one."""
         return self._weights.of_batch
 
-    def take_weights(self, weights: Sequence[float]) -> None:
-        """Of micro-batches whose losses another rank has weighed."""
-        self._weights.take(weights, self._worlds.present.device)
+    def append_weights(self, weights: Sequence[float]) -> None:
+        """Append the weights of micro-batches whose losses another rank has weighted."""
+        self._weights.append(weights, self._worlds.present.device)
 
-    def share_of_mean(self, value: Tensor, *, is_of_all: bool) -> tuple[Tensor, str]:
-        """What of a mean over samples comes from this rank, and whether ranks give their "sum" or "mean".
+    def share_of_mean(self, value: Tensor, *, over_all_ranks: bool) -> tuple[Tensor, str]:
+        """Return this rank's contribution to a mean over samples, and the operation over ranks: "sum" or "mean".
 
         Args:
-            is_of_all: over all ranks, and so inside a step over the samples of the micro-batch.
+            over_all_ranks: True for a mean over all ranks, which inside a step is over the samples of the micro-batch.
         """
         if not value.is_floating_point():
             value = value.double()  # DDP would cut the fraction, and with it Lightning's counts of samples
-        if not is_of_all or self.batch is None or self._worlds.mesh.world.size == 1:
+        if not over_all_ranks or self.batch is None or self._worlds.mesh.world.size == 1:
             return value, "mean"
         return value * self.batch.micro_share, "sum"
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """The loss times this rank's share of the step, undoing Lightning's division by the number of micro-batches."""
+        """Return the loss times this rank's share of the step, undoing Lightning's division by the number of
+        micro-batches.
+        """
         share: float | Tensor = 1.0 / self._worlds.present.size
         if self.batch is not None and not self._state.module.automatic_optimization:
             share = self.batch.step_share
@@ -816,13 +817,13 @@ class Steps:
             share = self._weights.share(self.batch) * self._state.trainer.accumulate_grad_batches
         if isinstance(share, Tensor):
             return loss * share.to(dtype=loss.dtype, device=loss.device)
-        return loss * loss.new_full((), share)  # filled where it is: a copy from here would be waited for
+        return loss * loss.new_full((), share)  # filled on the device: the host would wait for a copy
 
     # ------------------------------------------------------------------ gradients
 
     @contextmanager
     def accumulating(self) -> Generator[None, None, None]:
-        """Around micro-batches that others of the same step follow: nothing is summed over ranks yet."""
+        """Leave gradients unsummed around micro-batches that are followed by others of the same step."""
         self.is_blocked = True
         try:
             yield
@@ -831,15 +832,15 @@ class Steps:
 
     @contextmanager
     def summing(self) -> Generator[None, None, None]:
-        """Around a backward pass, which sums dense gradients over ranks: then experts' are summed over their holders.
+        """Sum gradients around a backward pass: dense ones over ranks during it, experts' over their holders after it.
 
-        Under manual optimization what earlier calls left in the gradients is summed already: it steps aside.
+        Under manual optimization gradients of earlier calls are summed already: they are put aside.
         """
         module, experts = self._state.module, self._state.experts
         is_summed = self._worlds.present.size > 1 or self._state.parts.is_wished
         earlier = _take_gradients(module) if is_summed and not module.automatic_optimization else {}
-        if experts.visits is not None:
-            experts.visits.is_last_backward = not self.is_blocked
+        if experts.shadows is not None:
+            experts.shadows.is_last_backward = not self.is_blocked
         yield
         if not module.automatic_optimization:
             self._state.parts.end_backward()
@@ -854,7 +855,7 @@ class Steps:
         _add_gradients(earlier)
 
     def clip_by_value(self, optimizer: Optimizer, most: float) -> None:
-        """Clip every number of an optimizer's gradients."""
+        """Clip every element of an optimizer's gradients."""
         gradients = [local(p.grad) for p in self._state.parameters_of(optimizer) if p.grad is not None]
         for gradient in gradients:
             gradient.clamp_(-float(most), float(most))
@@ -869,7 +870,7 @@ class Steps:
 
 
 def _take_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """Empty the gradients of a module into copies, because DDP may write the next ones into the same memory."""
+    """Move the gradients of a module into copies, because DDP may write the next ones into the same memory."""
     taken = {p: p.grad.clone() for p in module.parameters() if p.grad is not None}
     for parameter in taken:
         parameter.grad = None

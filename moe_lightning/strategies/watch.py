@@ -1,15 +1,13 @@
-"""Watches of a fit: losses that are not finite, steps that do not come.
+"""Watches of a fit: losses that are not finite, and stalled steps.
 
-Losses that are no finite numbers: one warning that says where they came from, or an end, or a step left out.
+`LossWatch` warns once with rank, step and samples, ends the run, or skips the update.
 
-Says which rank the others wait for when no rank has made a step for a while, and where its code is.
-
-Every process group counts its collectives, so a rank with fewer than the others is one that they wait for. A thread of
-each rank reads the counts several times a second. Where nothing has changed for `limit_s`, it tells the others, by the
-keys that they share, its counts and where its main thread is, and prints what follows from those of all.
-
-Ranks that are all slow at the same place (they fetch data, compile, validate) have equal counts: nothing is printed.
-Stages of a pipeline send and receive, which is counted nowhere: late, it is said where each of them is.
+`StallWatch` names the rank that the others wait for when no step ends for a while, and shows its stack. Every
+process group counts its collectives: a rank with a lower count than others is one that they wait for. A thread of each
+rank reads the counts several times a second. Where nothing has changed for `limit_s`, it publishes its counts and its
+main thread's stack in the common store, and prints what follows from those of all ranks. Ranks that are all slow at the
+same place (they fetch data, compile, validate) have equal counts: nothing is printed. Stages of a pipeline send and
+receive without counts: after `_LATE_FACTOR` times the limit the stack of each is printed.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class LossWatch:
-    """Looks at the loss of every micro-batch.
+    """Check of the loss of every micro-batch.
 
     Without `stop` nothing waits for a device: a loss is copied to the host behind the work that is queued, and read
     when a later micro-batch finds that it has arrived. With it the host reads every loss before the update, and the
@@ -65,7 +63,7 @@ class LossWatch:
         self._skipped = 0
 
     def look(self, loss: Tensor, place: Callable[[], str]) -> None:
-        """Take the loss of a micro-batch in.
+        """Check the loss of a micro-batch.
 
         Args:
             place: rank, step and samples in words.
@@ -76,16 +74,17 @@ class LossWatch:
         self._read(waits=self.stop is not None)
 
     def forget_step(self) -> None:
-        """The step that runs will be made again."""
+        """Forget the losses of the running step, which will be repeated."""
         self._flying.clear()
         self._found = None
 
     def finish(self) -> None:
-        """Read what has not been read yet: training is over."""
+        """Read the losses that have not been read yet, at the end of training."""
         self._read(waits=True)
 
     def decide(self, module: nn.Module, world: World) -> None:
-        """Before an update: end, or drop the gradients, where a rank has found something; collective with `stop` only.
+        """End the run or drop the gradients before an update, if a rank has found a loss that is not finite; collective
+        with `stop` only.
 
         Raises:
             NonFiniteLossError: on every rank.
@@ -97,16 +96,16 @@ class LossWatch:
         if not is_bad:
             self._skipped = 0
             return
-        words = next(said for said in all_gather_json(found, world) if said is not None)
+        message = next(text for text in all_gather_json(found, world) if text is not None)
         self._skipped += 1
         if self.stop == "end" or self._skipped > _MOST_SKIPPED:
             times = f" ({_MOST_SKIPPED} steps before it were left out)" if self.stop == "skip" else ""
             raise NonFiniteLossError(
-                f"{words}{times}: the run ends before this update; look at these samples, lower the learning rate, or "
-                "use stop_on_nan=skip"
+                f"{message}{times}: the run ends before this update; look at these samples, lower the learning rate, "
+                "or use stop_on_nan=skip"
             )
         if world.rank == 0:
-            logger.warning("%s: this step changes nothing", words)
+            logger.warning("%s: this step changes nothing", message)
         for parameter in module.parameters():
             parameter.grad = None
 
@@ -120,31 +119,31 @@ class LossWatch:
             self._flying.popleft()
             number = float(value.float().mean())
             if not math.isfinite(number):
-                self._take(f"the loss is {number} {place()}")
+                self._report(f"the loss is {number} {place()}")
 
-    def _take(self, words: str) -> None:
-        self._found = self._found or words
+    def _report(self, message: str) -> None:
+        self._found = self._found or message
         if self.stop is not None or self._has_warned:
             return
         self._has_warned = True
         store = common_store()
         if store is None or store.add(_WARNED, 1) == 1:  # with the next update all ranks have such losses
-            write_to_terminal(f"warning: {words}; training goes on: stop_on_nan=end or skip would stop it")
+            write_to_terminal(f"warning: {message}; training goes on: stop_on_nan=end or skip would stop it")
 
 
 _LOOK_S = 0.2
-_ASK_S, _ASK_PER_RANK_S = 1.0, 0.01  # between two looks at what others have told
-_PATIENT = 5
+_ASK_S, _ASK_PER_RANK_S = 1.0, 0.01  # between two reads of the other ranks' keys
+_LATE_FACTOR = 5
 """Times the limit: before the first whole batch, and where the rank that is waited for compiles."""
 
 _FRAMES = 8
 _COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")
-_GOODBYE_S = 1.0
+_THREAD_END_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standstill:
-    """A rank on which nothing happens.
+    """State of a rank that makes no progress.
 
     Attributes:
         counts: collectives that it has begun, by group.
@@ -158,7 +157,7 @@ class Standstill:
 
 
 def awaited(ranks: Mapping[int, Standstill]) -> list[int]:
-    """The ranks that have begun fewer collectives of some group than others in it."""
+    """Return the ranks that have begun fewer collectives of some group than others in it."""
     most: dict[str, int] = {}
     for rank in ranks.values():
         for group, count in rank.counts.items():
@@ -166,26 +165,28 @@ def awaited(ranks: Mapping[int, Standstill]) -> list[int]:
     return sorted(r for r, rank in ranks.items() if any(count < most[g] for g, count in rank.counts.items()))
 
 
-def in_words(seconds: float, ranks: Mapping[int, Standstill], size: int, *, has_stages: bool = False) -> str | None:
-    """What is printed of a standstill; None where no rank is waited for.
+def stall_message(
+    seconds: float, ranks: Mapping[int, Standstill], size: int, *, has_stages: bool = False
+) -> str | None:
+    """Return the message about a standstill; None if no rank is waited for.
 
     Args:
         seconds: without a step.
-        ranks: those that have said where they are.
+        ranks: those that have published their place.
         size: of the world.
         has_stages: ranks may wait for others without a collective.
     """
-    began, told, late = f"no step for {seconds:.0f} s", sorted(ranks), awaited(ranks)
+    began, stalled, late = f"no step for {seconds:.0f} s", sorted(ranks), awaited(ranks)
     silent = sorted(set(range(size)) - ranks.keys())
     if late:
-        waiting = _named([rank for rank in told if rank not in late])
+        waiting = _named([rank for rank in stalled if rank not in late])
         return f"{began}: {waiting} {'wait' if waiting.startswith('ranks') else 'waits'} for {_named(late)}" + "".join(
             _place(rank, ranks[rank]) for rank in late
         )
     if silent:
         who = f"{_named(silent)}, of which there is no sign: stopped, or still at work"
-        return f"{began}: {_named(told)} may wait for {who}"
-    return began + "".join(_place(rank, ranks[rank]) for rank in told) if has_stages else None
+        return f"{began}: {_named(stalled)} may wait for {who}"
+    return began + "".join(_place(rank, ranks[rank]) for rank in stalled) if has_stages else None
 
 
 def _place(rank: int, standstill: Standstill) -> str:
@@ -197,10 +198,10 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 class StallWatch:
-    """Watches the ranks of a world between `begin` and `end`.
+    """Watch of the ranks of a world between `begin` and `end`.
 
     Args:
-        limit_s: without a step, before something is said; None: never.
+        limit_s: without a step, before a warning; None: never.
     """
 
     def __init__(self, limit_s: float | None) -> None:
@@ -209,12 +210,12 @@ class StallWatch:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def made_progress(self) -> None:
-        """Another batch begins."""
+    def record_progress(self) -> None:
+        """Record that another batch begins."""
         self._progress += 1
 
     def begin(self, world: World) -> None:
-        """Watch these ranks from now on; one that has no peers is waited for by none."""
+        """Watch these ranks from now on; a world of one rank is not watched."""
         self.end()
         store = common_store()
         if self._limit_s is None or store is None or not world.is_connected:
@@ -227,47 +228,47 @@ class StallWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """Watch no longer: the world ends, or what a trainer was asked for is done."""
+        """Stop watching: the world ends, or the Trainer has finished."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(_GOODBYE_S)
+            self._thread.join(_THREAD_END_S)
         self._thread = None
 
     def _run(self, watched: _Watched, limit_s: float, ended: threading.Event) -> None:
         try:
             self._watch(watched, limit_s, ended)
         except Exception as error:  # the world ended, and with it the keys
-            logger.debug("nobody looks for stalls any more: %s", error)
+            logger.debug("the watch for stalls has ended: %s", error)
 
     def _watch(self, watched: _Watched, limit_s: float, ended: threading.Event) -> None:
-        clock, last, since, asked_at, is_told, is_done = OwnClock(), None, 0.0, 0.0, False, False
+        clock, last, since, asked_at, is_published, is_done = OwnClock(), None, 0.0, 0.0, False, False
         ask_s = max(min(_ASK_S, limit_s / 5), _ASK_PER_RANK_S * watched.size)
         while not ended.wait(min(_LOOK_S, limit_s / 5)):
             now, state = clock.tick(), (self._progress, watched.counts())
             if state != last:
-                if is_told:
-                    watched.tell(None)
-                last, since, is_told, is_done = state, now, False, False
+                if is_published:
+                    watched.publish(None)
+                last, since, is_published, is_done = state, now, False, False
             waited_s = now - since
-            if is_done or waited_s < limit_s * (1 if self._progress > 1 else _PATIENT):
+            if is_done or waited_s < limit_s * (1 if self._progress > 1 else _LATE_FACTOR):
                 continue
-            if not is_told:
-                watched.tell(_standstill(state[1]))
-                is_told = True
-            is_late = waited_s >= limit_s * _PATIENT
-            if now - asked_at < ask_s or not (is_late or watched.all_have_told()):
+            if not is_published:
+                watched.publish(_standstill(state[1]))
+                is_published = True
+            is_late = waited_s >= limit_s * _LATE_FACTOR
+            if now - asked_at < ask_s or not (is_late or watched.all_have_published()):
                 continue
-            asked_at, ranks = now, watched.told()
+            asked_at, ranks = now, watched.read_all()
             if not is_late and (len(ranks) < watched.size or any(ranks[r].is_compiling for r in awaited(ranks))):
                 continue
-            words = in_words(waited_s, ranks, watched.size, has_stages=watched.has_stages and is_late)
-            is_done = is_late or words is not None
-            if words is not None:
-                logger.warning("%s", words)
+            message = stall_message(waited_s, ranks, watched.size, has_stages=watched.has_stages and is_late)
+            is_done = is_late or message is not None
+            if message is not None:
+                logger.warning("%s", message)
 
 
 class _Watched:
-    """The groups of a world, and the keys that its ranks share.
+    """Process groups of a world, and the keys that its ranks share.
 
     Args:
         world: of several ranks.
@@ -289,21 +290,21 @@ class _Watched:
         groups: dict[str, Any] = dict(self._groups)
         return {name: group._get_sequence_number_for_group() for name, group in groups.items()}
 
-    def tell(self, standstill: Standstill | None) -> None:
-        """Let the others read this rank's; None: it goes on."""
+    def publish(self, standstill: Standstill | None) -> None:
+        """Publish this rank's standstill; None: it has made progress."""
         self._store.set(self._key(self._rank), "" if standstill is None else json.dumps(asdict(standstill)))
 
-    def all_have_told(self) -> bool:
-        """True if every rank has stood still once; it may go on by now."""
+    def all_have_published(self) -> bool:
+        """True if every rank has published a standstill; it may have resumed since."""
         return self._store.check([self._key(rank) for rank in range(self.size)])
 
-    def told(self) -> dict[int, Standstill]:
-        """Those of all ranks that stand still."""
+    def read_all(self) -> dict[int, Standstill]:
+        """Return the standstills of all stalled ranks."""
         found: dict[int, Standstill] = {}
         for rank in range(self.size):
             if self._store.check([self._key(rank)]) and (text := self._store.get(self._key(rank))):
-                said: dict[str, Any] = json.loads(text)
-                found[rank] = Standstill(**said)
+                values: dict[str, Any] = json.loads(text)
+                found[rank] = Standstill(**values)
         return found
 
     @staticmethod

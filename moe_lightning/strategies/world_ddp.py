@@ -1,6 +1,6 @@
-"""Ranks of one machine that Lightning, torchrun or SLURM starts meet where no other user can reach them.
+"""Lightning's DDPStrategy over the ranks of a world that may change, without knowledge of experts.
 
-Lightning's DDPStrategy over ranks that meet in worlds of ours; nothing here knows of experts.
+Ranks of one machine rendezvous in a private folder that no other user can reach; nothing received is unpickled.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _NAMES_OF_RUNS = (
 
 
 class PrivateLauncher(SubprocessLauncher):
-    """Lightning's launcher, which starts the script once more for every other rank; on one machine they meet in a
-    private folder of rank 0's.
+    """Lightning's launcher, which starts the script again for every other rank; on one machine they rendezvous in a
+    private folder of rank 0.
 
     Args:
-        args: of Lightning's.
-        explained: the exception that is raised in the place of one that leaves the Trainer.
+        args: arguments of Lightning's launcher.
+        explained: returns the exception to raise instead of one that leaves the Trainer.
     """
 
     def __init__(self, *args: Any, explained: Callable[[Exception], Exception]) -> None:
@@ -78,15 +78,15 @@ class PrivateLauncher(SubprocessLauncher):
         try:
             return super().launch(function, *args, **kwargs)
         except Exception as error:
-            told = self._explained(error)
-            if told is error:
+            shown = self._explained(error)
+            if shown is error:
                 raise
-            raise told from None
+            raise shown from None
 
 
 class WorkerLauncher(WorkersLauncher):
-    """Lightning's launcher, which forks or spawns all ranks off this process; when they have trained, the module here
-    has the whole model.
+    """Lightning's launcher, which forks or spawns all ranks from this process; after training the module here has the
+    whole model.
 
     Args:
         strategy: of ours.
@@ -130,12 +130,12 @@ class WorkerLauncher(WorkersLauncher):
 
     @override
     def explained(self, error: Exception) -> Exception:
-        told: Exception = self.strategy.explained(error)
-        return told
+        shown: Exception = self.strategy.explained(error)
+        return shown
 
 
 def _of_worker(error: ProcessRaisedException) -> Exception:
-    """A user's mistake that a worker found, without its traceback; other errors as they are."""
+    """Return a user error of a worker without its traceback; other errors unchanged."""
     last = str(error).strip().splitlines()[-1]
     for kind in (ConfigurationError, MissingCheckpointError, CheckpointError):
         prefix = f"{kind.__module__}.{kind.__name__}: "
@@ -145,14 +145,15 @@ def _of_worker(error: ProcessRaisedException) -> Exception:
 
 
 def meeting_of(environment: ClusterEnvironment | None) -> str:
-    """What the ranks of this run have in common, and no other run on the machine at the same time."""
+    """Return a name that the ranks of this run have in common, and no other run on the machine at the same time."""
     assert environment is not None
     names = [os.environ.get(name, "") for name in _NAMES_OF_RUNS]
     return " ".join([environment.main_address, str(environment.main_port), *names])
 
 
 def elastic_devices(devices: list[torch.device] | None) -> list[torch.device] | None:
-    """The devices of this machine's ranks, of those that the Trainer found: an elastic launcher says how many.
+    """Return the devices of this machine's ranks, of those that the Trainer found: an elastic launcher sets their
+    number.
 
     Raises:
         ConfigurationError: fewer GPUs than ranks.
@@ -175,8 +176,8 @@ T = TypeVar("T")
 
 
 class WorldDDPStrategy(DDPStrategy):
-    """DDPStrategy for ranks that any launcher has started: they meet where no other user can reach them, in worlds that
-    may change, unpickle nothing that travels, and sum dense gradients over the present world.
+    """DDPStrategy for ranks that any launcher has started: their rendezvous is private, worlds may change, nothing
+    received is unpickled, and dense gradients are summed over the present world.
 
     Args:
         timeout_s: longest wait for a peer in any collective.
@@ -185,19 +186,19 @@ class WorldDDPStrategy(DDPStrategy):
     Attributes:
         start_method: how a launcher of ours starts the other ranks: "popen" (the script again), or one of
             multiprocessing's.
-        worlds: the present ranks.
+        worlds: the present world.
         elastic: changes of the world in a run that outlives its ranks; None where no elastic launcher started it.
         collectives_timeout: longest wait for a peer in any collective.
-        may_change: whether a file of Lightning's own may be written or deleted now.
+        may_change: returns True if a file of Lightning's own may be written or deleted now.
 
     Raises:
         ConfigurationError: an unknown start_method, or, when it is set up, a communication hook.
     """
 
     of_process = frozenset(
-        {"worlds", "elastic", "may_change", "_own_launcher", "_has_met", "_kept_from_ddp", "_frozen"}
+        {"worlds", "elastic", "may_change", "_own_launcher", "_has_met", "_ignored_by_ddp", "_frozen"}
     )
-    """Attributes that `begin` makes."""
+    """Attributes that `begin` creates."""
 
     def __init__(self, *, timeout_s: float, **kwargs: Any) -> None:
         known, self.start_method = ["popen", *get_all_start_methods()], kwargs.get("start_method", "popen")
@@ -210,18 +211,20 @@ class WorldDDPStrategy(DDPStrategy):
         self._options = {name: value for name, value in kwargs.items() if name not in stock}
 
     def begin(self) -> None:
-        """Make what belongs to this process and its run: constructors and copies from other processes begin so."""
+        """Create the attributes of this process and its run: constructors and copies from other processes call it."""
         self.worlds = Worlds()
         self.elastic: ElasticWorlds | None = None
         self.may_change: Callable[[object], bool] = lambda file: True
         self._own_launcher: PrivateLauncher | WorkerLauncher | None = None
         self._has_met = False
-        self._kept_from_ddp: Collection[str] = ()
+        self._ignored_by_ddp: Collection[str] = ()
         self._frozen: Sequence[nn.Parameter] = ()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """What the constructor and the Trainer gave; what `begin` makes belongs to this process."""
+        """Return the attributes of the constructor and the Trainer, without those of this process, which `begin`
+        creates.
+        """
         return {name: value for name, value in super().__getstate__().items() if name not in self.of_process}
 
     @override
@@ -268,7 +271,7 @@ class WorldDDPStrategy(DDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The place of this rank for a sampler of Lightning's, whatever the Trainer was told of devices and nodes."""
+        """Arguments for a sampler of Lightning's: this rank and the number of ranks in the present world."""
         if not self.worlds.is_joined:
             return super().distributed_sampler_kwargs
         return {"num_replicas": self.worlds.mesh.data_size, "rank": self.worlds.mesh.data_rank}
@@ -306,7 +309,7 @@ class WorldDDPStrategy(DDPStrategy):
             )
 
     def explained(self, error: Exception) -> Exception:
-        """The exception that is raised in the place of one that leaves the Trainer."""
+        """Return the exception to raise instead of one that leaves the Trainer."""
         error = explained_norm(error)
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
@@ -316,8 +319,9 @@ class WorldDDPStrategy(DDPStrategy):
         return error if self.elastic is None else explained(error, self.elastic.engine)
 
     def meet(self) -> None:
-        """Join the other ranks, unless that has happened; Lightning itself does it after it has looked for
-        checkpoints. Collective."""
+        """Join the other ranks unless that has happened; Lightning itself joins only after it has looked for
+        checkpoints. Collective.
+        """
         if not self._has_met:
             self.setup_environment()
 
@@ -344,13 +348,13 @@ class WorldDDPStrategy(DDPStrategy):
 
     @abstractmethod
     def elastic_worlds(self, engine: Membership) -> ElasticWorlds:
-        """What brings a run from world to world."""
+        """Build the object that moves a run from world to world."""
 
     def _join(self) -> None:
-        """Meet ranks that stay together to the end."""
+        """Join the ranks of a world that does not change."""
         self.set_world_ranks()
         if self.world_size == 1:
-            return  # nobody to talk to: no sockets, no process group
+            return  # no peers: no sockets, no process group
         carry_objects_without_pickle()
         if not join_local_world(
             rank=self.global_rank,
@@ -363,7 +367,7 @@ class WorldDDPStrategy(DDPStrategy):
             super().setup_distributed()
 
     def _build_groups(self) -> None:
-        """Build the groups of a world that stays to the end, unless this rank is in one; collective."""
+        """Build the groups of a world that does not change, unless this rank is in one; collective."""
         if self.worlds.is_joined:
             return
         world = World.single(self.root_device)
@@ -382,14 +386,14 @@ class WorldDDPStrategy(DDPStrategy):
             rank_zero_only.rank = max(1, self.global_rank)  # type: ignore[attr-defined]  # others train already
 
     def take_place(self, world: World) -> None:
-        """Take this process's rank and the number of ranks from a world, for Lightning too."""
+        """Set this process's rank and the number of ranks from a world, for Lightning too."""
         assert self.cluster_environment is not None
         self.worlds.take_place(world, self.cluster_environment)
 
     @property
     def reachable(self) -> World:
-        """The ranks that can be spoken to, whether or not the strategy is set up. A process that waits to join a
-        running world is alone: it will get what the others have.
+        """The ranks that are connected, whether or not the strategy is set up. A process that waits to join a running
+        world is alone: it will receive the others' values.
         """
         if self.world_size == 1:  # one that trained among others before may go on alone, and torch still knows them
             return World.single(self.root_device)
@@ -398,23 +402,24 @@ class WorldDDPStrategy(DDPStrategy):
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """The source rank's object on every rank; Lightning and its callbacks send paths, flags and results by it.
+        """Return the source rank's object on every rank; Lightning and its callbacks send paths, flags and results by
+        it.
 
         Raises:
-            ConfigurationError: the object is no plain value or tensor: nothing that travels is unpickled.
-            ForeignMessageError: what arrived was not sent by a rank of ours.
+            ConfigurationError: the object is no plain value or tensor: nothing received is unpickled.
+            ForeignMessageError: the message was not sent by a rank of this run.
         """
         value: TBroadcast = broadcast_object(obj, src, self.reachable)
         return value
 
     def decide(self, look: Callable[[], T]) -> T:
-        """What rank 0 finds, on every rank: they meet first, where they have not met yet. Collective.
+        """Return rank 0's result on every rank, after joining the other ranks if necessary. Collective.
 
         Args:
             look: called on rank 0; returns plain values.
 
         Raises:
-            ConfigurationError, CheckpointError: on every rank, what kept rank 0 from an answer.
+            ConfigurationError, CheckpointError: on every rank, the error of rank 0.
         """
         self.meet()
         return decided(look, self.reachable)
@@ -462,19 +467,19 @@ class WorldDDPStrategy(DDPStrategy):
         self.model_to_device()
         self.setup_precision_plugin()
 
-    def keep_from_ddp(self, module: nn.Module, names: Collection[str]) -> None:
-        """Parameters and buffers of the module that are neither broadcast nor summed here."""
-        self._kept_from_ddp = names
+    def ignore_in_ddp(self, module: nn.Module, names: Collection[str]) -> None:
+        """Exclude parameters and buffers of the module from DDP's broadcasts and sums."""
+        self._ignored_by_ddp = names
         private_lightning.keep_from_ddp(module, names)
 
     @override
     def configure_ddp(self) -> None:
-        """Sum dense gradients over the present world; a world of one is left as it is."""
+        """Sum dense gradients over the present world by DDP, unless it has one rank."""
         if not self.world.is_connected:
             return
         devices = self.determine_ddp_device_ids()
         assert self.model is not None
-        ignored = self._kept_from_ddp
+        ignored = self._ignored_by_ddp
         summed = {name: p for name, p in self.model.named_parameters() if name not in ignored}
         self._frozen = [parameter for parameter in summed.values() if not parameter.requires_grad]
         if len(self._frozen) == len(summed):
@@ -489,8 +494,8 @@ class WorldDDPStrategy(DDPStrategy):
         self.model = ddp
 
     def sum_unfrozen(self) -> None:
-        """Before a step: sum the gradients of parameters, too, that were frozen when DDP looked, as a backbone that is
-        tuned from some epoch on; collective where there are any.
+        """Before a step, include parameters in the sums that were frozen when DDP was configured, such as a backbone
+        that is tuned from some epoch on; collective if there are any.
         """
         if any(parameter.requires_grad for parameter in self._frozen):
             self.model = self.lightning_module
@@ -499,8 +504,8 @@ class WorldDDPStrategy(DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes files: durably and sealed, unless the user gave another way."""
-        return sealed(super().checkpoint_io)
+        """Plugin that writes files: durable and sealed, unless the user gave another one."""
+        return with_durable_io(super().checkpoint_io)
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
@@ -509,8 +514,8 @@ class WorldDDPStrategy(DDPStrategy):
 
 @contextmanager
 def _side_stream(device: torch.device) -> Iterator[None]:
-    """Inside, work goes to another stream, after what was queued so far and before what follows: DDP sends parameters
-    that were just written, and fills those that are about to be read.
+    """Queue work inside on another stream, after the work queued so far and before the following: DDP sends parameters
+    that were just written, and fills those that are read next.
     """
     present, side = torch.accelerator.current_stream(device), torch.Stream(device=device)
     side.wait_stream(present)
@@ -519,9 +524,9 @@ def _side_stream(device: torch.device) -> Iterator[None]:
     present.wait_stream(side)
 
 
-class SealedFiles(TorchCheckpointIO):
-    """Files on this machine's file systems are on disk and sealed when a save returns, so that Lightning deletes older
-    ones only then; other places (`s3://...`) are written as stock Lightning does.
+class DurableCheckpointIO(TorchCheckpointIO):
+    """Checkpoint files that are on disk and sealed when a save returns, so that Lightning deletes older ones only then;
+    remote places (`s3://...`) are written as in stock Lightning.
 
     Raises:
         CheckpointError: the storage failed.
@@ -541,17 +546,17 @@ class SealedFiles(TorchCheckpointIO):
             ) from error
 
 
-def sealed(io: CheckpointIO) -> CheckpointIO:
-    """The same, with stock Lightning's way of writing files, its own or in what wraps it, replaced by this one."""
+def with_durable_io(io: CheckpointIO) -> CheckpointIO:
+    """Replace stock Lightning's plugin, or the one that a plugin wraps, by `DurableCheckpointIO`."""
     if type(io) is TorchCheckpointIO:
-        return SealedFiles()
+        return DurableCheckpointIO()
     if type(getattr(io, "checkpoint_io", None)) is TorchCheckpointIO:  # as AsyncCheckpointIO has one
-        io.checkpoint_io = SealedFiles()  # type: ignore[attr-defined]
+        io.checkpoint_io = DurableCheckpointIO()  # type: ignore[attr-defined]
     return io
 
 
 def reads_its_own_way(io: CheckpointIO) -> bool:
-    """True if it is the user's, and what it writes may be no file of Lightning's: encrypted, say."""
+    """True if the user's plugin may write files in a format of its own, such as encrypted ones."""
     while isinstance(inner := getattr(io, "checkpoint_io", None), CheckpointIO):
         io = inner
     return type(io).load_checkpoint is not TorchCheckpointIO.load_checkpoint

@@ -1,4 +1,4 @@
-"""The world that this rank is in: its place there, and who hears when experts move or another world follows."""
+"""The present world: this rank's place in it, its mesh, and the listeners to changes of experts or ranks."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from moe_lightning.parallel.mesh import STAGE, Groups, Layout, MeshShape
 
 
 class WorldListener(Protocol):
-    """Hears of what changes the rows of experts or the ranks; add it to `strategy.worlds.listeners`, once."""
+    """Listener to changes of the rows of experts or of the ranks; add it to `strategy.worlds.listeners`, once."""
 
     def leave(self) -> None:
-        """Experts are about to move, in this world or on the way to another: from now on nobody may read their rows."""
+        """Called before experts move, in this world or between worlds: from now on nobody may read their rows."""
 
     def enter(self, world: World) -> None:
-        """This rank has entered another world and holds its state; the fit loop goes on next. Collective."""
+        """Called when this rank has entered another world and has its state; the fit loop resumes next. Collective."""
 
 
 class Worlds:
-    """The present world, for us and for Lightning.
+    """The present world, for this library and for Lightning.
 
     Attributes:
-        listeners: told, in this order, when experts move and when another world begins.
+        listeners: called in this order when experts move and when another world begins.
         members: of the present world; None where worlds do not change.
         ranks_per_node: where worlds do not change.
         shards_of: from the node of each rank of a stage to the groups that share one copy of the dense parameters.
         least_sharers: of one copy of dense parameters that are cut: the user's `shard_size`; 1 where there is none.
         axes: ranks along the axes beside dp, in every world.
-        is_elastic: worlds may be of any size.
+        is_elastic: True if the number of ranks may change.
         node: name of this rank's failure domain in an elastic run, where several may share a machine; else empty.
     """
 
@@ -46,7 +46,7 @@ class Worlds:
         self.ranks_per_node = 1
         self.shards_of: Callable[[Sequence[object]], Groups] = lambda nodes: ()
         self.least_sharers = 1
-        self._has_told_few = False
+        self._has_warned_of_few = False
         self.axes = MeshShape()
         self.is_elastic = False
         self.node = ""
@@ -59,11 +59,11 @@ class Worlds:
 
     @property
     def is_joined(self) -> bool:
-        """Whether this rank is in a world."""
+        """True if this rank is in a world."""
         return self._present is not None
 
     def take_place(self, world: World, environment: ClusterEnvironment | None = None) -> None:
-        """Take this process's rank and the number of ranks from a world; Lightning learns them from its environment."""
+        """Set this process's rank and the number of ranks from a world, for Lightning too, by its environment."""
         self._present, self._mesh = world, None
         if environment is None:
             return
@@ -73,17 +73,17 @@ class Worlds:
         rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
 
     def leave(self) -> None:
-        """Tell the listeners that experts are about to move."""
+        """Call the listeners before experts move."""
         for listener in self.listeners:
             listener.leave()
 
     def enter(self) -> None:
-        """Tell the listeners that this rank lives in another world."""
+        """Call the listeners after this rank has entered another world."""
         for listener in self.listeners:
             listener.enter(self.present)
 
     def layout(self, nodes: Sequence[object]) -> Layout:
-        """Of a world.
+        """Return the layout of a world: its mesh shape and the groups that share dense parameters.
 
         Args:
             nodes: of each rank.
@@ -100,48 +100,49 @@ class Worlds:
         return Layout(shape=shape, shards=tuple(tuple(ranks[index] for index in group) for ranks, group in shards))
 
     def _check_sharers(self, num_ranks: int) -> None:
-        """Refuse a wish for more sharers than a stage has ranks. An elastic world may be too small for it, and others
-        may come: there one copy is cut over all ranks, and that is told once.
+        """Refuse a `shard_size` above the number of ranks of a stage. In an elastic run, where more ranks may join,
+        warn once instead: one copy is then sharded over all ranks.
         """
         if self.least_sharers <= num_ranks:
-            self._has_told_few = False
+            self._has_warned_of_few = False
             return
         ranks = f"{num_ranks} ranks" if self.axes.pp == 1 else f"{num_ranks} ranks of a stage"
         if not self.is_elastic:
             raise ConfigurationError(
                 f"shard_size={self.least_sharers} is more than the {ranks}: use at most {num_ranks}, or more ranks"
             )
-        if not self._has_told_few:
+        if not self._has_warned_of_few:
             rank_zero_warn(
                 f"shard_size={self.least_sharers} is more than the {ranks} that are here: they share one copy of the "
                 "dense parameters until more come"
             )
-        self._has_told_few = True
+        self._has_warned_of_few = True
 
     def shape_of(self, num_ranks: int) -> MeshShape:
-        """Of a world.
+        """Return the mesh shape of a world of so many ranks.
 
         Raises:
-            ConfigurationError: the axes do not divide the ranks of a run that has no other worlds.
+            ConfigurationError: the axes do not divide the ranks of a run whose world does not change.
         """
         if self.is_passing(num_ranks):
             return MeshShape(dp=num_ranks)
         return MeshShape.over(num_ranks, pp=self.axes.pp, cp=self.axes.cp, tp=self.axes.tp)
 
     def is_passing(self, num_ranks: int) -> bool:
-        """Whether an elastic world of so many ranks does not train: the axes do not divide them. Each rank has all
-        dense parameters there, so that it may be left by some, or wait for others."""
+        """True if an elastic world of so many ranks cannot train because the axes do not divide them. Each rank then
+        has all dense parameters, so that ranks may leave or join.
+        """
         return self.is_elastic and num_ranks % self.axes.num_ranks != 0
 
     @property
     def spares(self) -> int:
-        """Ranks of the present world, its last ones, that leave it so that the axes divide the others."""
+        """Number of the last ranks that leave the present world so that the axes divide the others."""
         size, multiple = self.present.size, self.axes.num_ranks
         return size % multiple if self.is_elastic and size > multiple else 0
 
     @property
     def number(self) -> int:
-        """Of the present world, above those of all worlds before it; 0 where nobody numbers them."""
+        """Number of the present world, above those of all worlds before it; 0 where worlds have no numbers."""
         return int(getattr(self.members, "number", 0))
 
     @property
@@ -158,7 +159,7 @@ class Worlds:
 
     @property
     def mesh(self) -> Mesh:
-        """This rank's places in the present world; made once: steps ask for it."""
+        """This rank's coordinates in the present world; built once, because every step asks for it."""
         if self._mesh is None:
             self._mesh = Mesh.of(self.present, self._nodes())
         return self._mesh

@@ -64,7 +64,7 @@ class Moving(pl.Callback):
         if self._visit:
             plans = [random_shadows(self._rng, placement) for placement in strategy.experts.placements]
             self.visitors += sum(plan.num_copies for plan in plans)
-            strategy.visit_experts(plans, self._rng.random(len(plans)).tolist())
+            strategy.shadow_experts(plans, self._rng.random(len(plans)).tolist())
 
 
 def train(

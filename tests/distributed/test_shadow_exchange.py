@@ -230,7 +230,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
         plan = ShadowPlan(shadows=np.zeros(here.replicas.shape, dtype=np.bool_), homes=np.zeros(6, dtype=np.int64))
         plan.shadows[0, 1] = True
         with pytest.raises(ConfigurationError) as caught:
-            trainer.strategy.visit_experts([plan])  # type: ignore[attr-defined]
+            trainer.strategy.shadow_experts([plan])  # type: ignore[attr-defined]
         messages.append(str(caught.value))
     return messages
 

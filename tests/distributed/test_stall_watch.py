@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 from torch.utils.data import DataLoader
 
-from moe_lightning.strategies.watch import Standstill, awaited, in_words
+from moe_lightning.strategies.watch import Standstill, awaited, stall_message
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 from tests.forks import PATIENCE_S
@@ -108,14 +108,14 @@ def at(**counts: int) -> Standstill:
 )
 def test_who_is_awaited(ranks: dict[int, Standstill], late: list[int]) -> None:
     assert awaited(ranks) == late
-    assert (in_words(60.0, ranks, len(ranks)) is None) == (not late)
+    assert (stall_message(60.0, ranks, len(ranks)) is None) == (not late)
 
 
 def test_a_rank_that_says_nothing() -> None:
-    assert in_words(300.0, {0: at(dense=4), 1: at(dense=4)}, 2, has_stages=True) == (
+    assert stall_message(300.0, {0: at(dense=4), 1: at(dense=4)}, 2, has_stages=True) == (
         'no step for 300 s\nrank 0 is at\n  File "train.py", line 3, in fetch'
         '\nrank 1 is at\n  File "train.py", line 3, in fetch'
     )
-    words = in_words(300.0, {0: at(dense=4), 2: at(dense=4)}, 3)
+    words = stall_message(300.0, {0: at(dense=4), 2: at(dense=4)}, 3)
     assert words is not None
     assert words.startswith("no step for 300 s: ranks 0, 2 may wait for rank 1, of which there is no sign")

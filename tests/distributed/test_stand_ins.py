@@ -71,7 +71,7 @@ class Seen(pl.Callback):
         self.count = 0
 
     def on_validation_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        self.count += 0 if trainer.strategy.is_stand_in else len(batch[0])  # type: ignore[attr-defined]
+        self.count += 0 if trainer.strategy.is_dummy_batch else len(batch[0])  # type: ignore[attr-defined]
 
 
 def counts_of(rank: int, world_size: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import open_regular
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.world_ddp import SealedFiles
+from moe_lightning.strategies.world_ddp import DurableCheckpointIO
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 
@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_the_file_before_and_nothing_else(
     with pytest.raises(OSError, match="No space left"):
         write_file(STATE, file)
     with pytest.raises(CheckpointError, match=rf"^{file} cannot be written \(No space left on device\): "):
-        SealedFiles().save_checkpoint(STATE, str(file))
+        DurableCheckpointIO().save_checkpoint(STATE, str(file))
     assert file.read_bytes() == before
     assert list(file.parent.iterdir()) == [file]
 

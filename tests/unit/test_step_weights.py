@@ -11,7 +11,7 @@ from moe_lightning.strategies.steps import StepWeights
 
 def test_a_rank_whose_weights_another_stage_gives_is_not_warned_of_ignored_targets() -> None:
     weights = StepWeights()
-    weights.take([3.0, 2.0], torch.device("cpu"))
+    weights.append([3.0, 2.0], torch.device("cpu"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a warning is the failure
         weights.warn_of_ignored_targets((torch.tensor([[1, -100], [1, 1]]),))
