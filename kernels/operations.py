@@ -497,7 +497,7 @@ def expert_activation(h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = N
 
 def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
     """Rows of each expert that a rank sends to, and receives from, every rank: the integers of
-    `dispatch.quota.settled_quota` or, without rounds, `equal_quota`, and of `dispatch.quota.plan_dispatch`.
+    `dispatch.quota.settled_quota` or, without rounds, `equal_quota`, and of `dispatch.quota.dispatch_splits`.
 
     Args:
         tokens_EN: int64, assignments of every rank to every expert; every expert with some has a replica.

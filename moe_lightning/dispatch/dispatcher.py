@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_lightning import kernels as ops
 from moe_lightning.arrays import IntArray
 from moe_lightning.dispatch.placement import Placement, uniform_placement
-from moe_lightning.dispatch.quota import balanced_quota, equal_quota, plan_dispatch, uneven
+from moe_lightning.dispatch.quota import balanced_quota, dispatch_splits, equal_quota, uneven
 from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.dispatch.transports import (
     BackendFactory,
@@ -330,8 +330,7 @@ class Dispatcher:
         send, recv = np.zeros_like(tokens_EN), np.zeros_like(tokens_EN)
         ranks = list(next(group for group in self.groups if self.world.rank in group))
         tokens, quota = (np.ascontiguousarray(table[:, ranks]) for table in (tokens_EN, quota_EN))
-        plan = plan_dispatch(tokens, quota, ranks.index(self.world.rank))
-        send[:, ranks], recv[:, ranks] = plan.send, plan.recv
+        send[:, ranks], recv[:, ranks] = dispatch_splits(tokens, quota, ranks.index(self.world.rank))
         return send, recv
 
     def _share_out(self, tokens_EN: IntArray, replicas_EN: IntArray, speeds_N: IntArray | None) -> IntArray:

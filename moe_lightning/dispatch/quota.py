@@ -612,21 +612,10 @@ def _demand(tokens: IntArray, pairs: Pairs) -> _Demand:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DispatchPlan:
-    """One rank's row and column of the dispatch tensor D[e, i, j] (tokens of expert e that rank i sends to rank j).
+def dispatch_splits(tokens: IntArray, quota: IntArray, rank: int) -> tuple[IntArray, IntArray]:
+    """Return one rank's row and column of the dispatch tensor D[e, i, j], tokens of expert e that rank i sends to rank j.
 
-    Attributes:
-        send: int64 [E, N], send[e, j] = D[e, rank, j]; row sums are this rank's tokens of each expert.
-        recv: int64 [E, N], recv[e, i] = D[e, i, rank]; row sums are this rank's quota.
-    """
-
-    send: IntArray
-    recv: IntArray
-
-
-def plan_dispatch(tokens: IntArray, quota: IntArray, rank: int) -> DispatchPlan:
-    """Interval plan: tokens stay where they are up to the quota, then surplus intervals meet residual intervals.
+    Interval plan: tokens stay where they are up to the quota, then surplus intervals are matched to residual intervals.
 
     Order the surplus of all ranks on a line and the residual quota of all ranks on another: rank i sends to rank j what
     its interval and j's interval share (Lazarus Alg. 1 with its denominator corrected, in integers). The volume is the
@@ -635,7 +624,11 @@ def plan_dispatch(tokens: IntArray, quota: IntArray, rank: int) -> DispatchPlan:
     Args:
         tokens: int64 [E, N], tokens of expert e on rank n before dispatch.
         quota: int64 [E, N], tokens of expert e that rank n shall compute; row sums equal those of `tokens`.
-        rank: whose row and column to return.
+        rank: the rank i of the row and j of the column.
+
+    Returns:
+        send_EN: int64, D[e, rank, j]; row sums are this rank's tokens of each expert.
+        recv_EN: int64, D[e, i, rank]; row sums are this rank's quota.
     """
     # An expert has few holders: only the pairs with a quota and the rows of this rank's experts are touched.
     num_ranks = tokens.shape[1]
@@ -661,7 +654,7 @@ def plan_dispatch(tokens: IntArray, quota: IntArray, rank: int) -> DispatchPlan:
     surplus = tokens[held] - np.minimum(tokens[held], quota[held])
     recv[held] = _overlap(residual_end[here, None], residual[here, None], np.cumsum(surplus, axis=1), surplus)
     recv[held, rank] = local[here]
-    return DispatchPlan(send=send, recv=recv)
+    return send, recv
 
 
 def _overlap(end: IntArray, length: IntArray, other_end: IntArray, other_length: IntArray) -> IntArray:

@@ -18,7 +18,7 @@ from moe_lightning.balancing.replica_placement import deal_to_ranks
 from moe_lightning.balancing.rules import PLACEMENT_RULES, PlacementPolicy, plan_placement, replan_placement
 from moe_lightning.balancing.shadow_search import no_shadows, predict_plan, search_shadows
 from moe_lightning.dispatch.placement import uniform_placement
-from moe_lightning.dispatch.quota import ONE_SPEED, Pace, balanced_quota, equal_quota, plan_dispatch, shares
+from moe_lightning.dispatch.quota import ONE_SPEED, Pace, balanced_quota, dispatch_splits, equal_quota, shares
 
 MOST_TOKENS = (1 << 31) - 1
 """Of an expert in one step."""
@@ -164,10 +164,10 @@ def test_routes_and_shadows_of_the_most_tokens_add_up(tokens: list[int], seed: i
     on_ranks = np.stack([generator.multinomial(total, np.full(4, 0.25)) for total in tokens]).astype(np.int64)
     placement = uniform_placement(8, 4, 2)
     quota = balanced_quota(on_ranks.sum(axis=1), placement.replicas)
-    plans = [plan_dispatch(on_ranks, quota, rank) for rank in range(4)]
-    for rank, plan in enumerate(plans):
-        assert plan.send.sum(axis=1).tolist() == on_ranks[:, rank].tolist()
-        assert plan.recv.sum(axis=1).tolist() == quota[:, rank].tolist()
+    for rank in range(4):
+        send, recv = dispatch_splits(on_ranks, quota, rank)
+        assert send.sum(axis=1).tolist() == on_ranks[:, rank].tolist()
+        assert recv.sum(axis=1).tolist() == quota[:, rank].tolist()
     costs = BlockCosts(row_bytes=4096.0, weight_bytes=1e6, gradient_bytes=1e6, bytes_per_s=1e10, rows_per_s=1e6)
     searched = search_shadows(on_ranks, placement, costs)
     with_shadows, without = (
