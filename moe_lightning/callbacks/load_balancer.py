@@ -346,7 +346,7 @@ class LoadBalancer(Callback):
         known, self._restored = self._known(strategy)
         if strategy.worlds.mesh.world.size == 1 or not strategy.state.layers:
             for layer in layers:
-                layer.during_dispatch = None
+                layer.overlap_fn = None
             self._take_planner(None)  # nothing to balance
             return
         cluster = balanced_ranks(strategy, self._ranks_per_node)
@@ -364,7 +364,7 @@ class LoadBalancer(Callback):
         self._is_new_step = True
         self._counts = [{} for _ in layers]
         for index, layer in enumerate(layers):
-            layer.during_dispatch = partial(self._observe, index, layer, None if stages is None else strategy.steps)
+            layer.overlap_fn = partial(self._observe, index, layer, None if stages is None else strategy.steps)
 
     def _unfollow(self) -> None:
         """The layers, or the ranks, are others from here on."""
@@ -412,7 +412,7 @@ class LoadBalancer(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for layer in _strategy(trainer).experts.layers:
-            layer.during_dispatch = None
+            layer.overlap_fn = None
         self._unfollow()
         expected = self.planner.predicted_step() if self.planner is not None else None
         if self._timeline_path is not None and expected is not None and trainer.is_global_zero:

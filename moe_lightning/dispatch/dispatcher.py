@@ -254,7 +254,7 @@ class Dispatcher:
         x_TD: Tensor,
         expert_ids_TK: Tensor,
         counts_NE: Tensor,
-        meanwhile: Callable[[], None] | None = None,
+        overlap_fn: Callable[[], None] | None = None,
         *,
         is_training: bool = True,
     ) -> Dispatched:
@@ -264,7 +264,7 @@ class Dispatcher:
             x_TD: tokens.
             expert_ids_TK: their choices, -1 where dropped.
             counts_NE: assignments of every rank after drops, from `gather_counts`.
-            meanwhile: what this process does while the rows travel; not called in a world of one rank.
+            overlap_fn: what this process does while the rows travel; not called in a world of one rank.
             is_training: whether this is no evaluation.
         """
         if self.world.size == 1:
@@ -272,12 +272,12 @@ class Dispatcher:
             rows_MD = ops.permute(x_TD, by_expert.order_M, by_expert.inverse_TK)
             return Dispatched(rows_MD=rows_MD, tokens_per_slot_S=by_expert.tokens_per_expert_E, handle=by_expert)
         if self._planner is not None:
-            self._refuse_on_device(meanwhile is not None, "tells nobody the counts: drop what balances by them")
+            self._refuse_on_device(overlap_fn is not None, "tells nobody the counts: drop what balances by them")
             on_device = self._planner.plan(counts_NE, *expert_ids_TK.shape, is_training=is_training)
             rows_MD, tokens_S, handle = self._backend.dispatch(x_TD, expert_ids_TK, on_device, None)
             return Dispatched(rows_MD=rows_MD, tokens_per_slot_S=tokens_S, handle=handle)
         plan, num_slots = self.plan(counts_NE), len(self.slot_experts)
-        rows_MD, tokens_C, handle = self._backend.dispatch(x_TD, expert_ids_TK, plan, meanwhile)
+        rows_MD, tokens_C, handle = self._backend.dispatch(x_TD, expert_ids_TK, plan, overlap_fn)
         return Dispatched(
             rows_MD=rows_MD,
             tokens_per_slot_S=tokens_C[:num_slots],

@@ -613,7 +613,8 @@ def _demand(tokens: IntArray, pairs: Pairs) -> _Demand:
 
 
 def dispatch_splits(tokens: IntArray, quota: IntArray, rank: int) -> tuple[IntArray, IntArray]:
-    """Return one rank's row and column of the dispatch tensor D[e, i, j], tokens of expert e that rank i sends to rank j.
+    """Return one rank's row and column of the dispatch tensor D[e, i, j], tokens of expert e that rank i sends to rank
+    j.
 
     Interval plan: tokens stay where they are up to the quota, then surplus intervals are matched to residual intervals.
 

@@ -132,7 +132,7 @@ class MoELayer(nn.Module):
         visits: shadows and their schedule in the running step; None where the model runs without any.
         ended: what is left of the world that held the experts, once its Trainer has ended; None while it runs, and in a
             layer that was never placed.
-        during_dispatch: called by every forward pass in training while the tokens travel, when `statistics` are known;
+        overlap_fn: called by every forward pass in training while the tokens travel, when `statistics` are known;
             not in a world of one rank.
 
     Raises:
@@ -186,11 +186,11 @@ class MoELayer(nn.Module):
         self.statistics: LayerStatistics | None = None
         self.visits: Visits | None = None
         self.ended: EndedWorld | None = None
-        self.during_dispatch: Callable[[], None] | None = None
+        self.overlap_fn: Callable[[], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         """The copy lives in the same places, and has seen no batch."""
-        kept = {**self.__dict__, **dict.fromkeys(("auxiliary_loss", "statistics", "visits", "during_dispatch"))}
+        kept = {**self.__dict__, **dict.fromkeys(("auxiliary_loss", "statistics", "visits", "overlap_fn"))}
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(kept, memo))
@@ -202,7 +202,7 @@ class MoELayer(nn.Module):
         Raises:
             ConfigurationError: experts lie on other ranks.
         """
-        passing = ("auxiliary_loss", "statistics", "visits", "during_dispatch", "ended")
+        passing = ("auxiliary_loss", "statistics", "visits", "overlap_fn", "ended")
         state = {**self.__dict__, **dict.fromkeys(passing), "dispatcher": Dispatcher.local(self.num_experts)}
         if not self.is_whole:
             state["_modules"] = {**state["_modules"], "experts": self.experts.filled(self.whole_stacks())}
@@ -291,9 +291,9 @@ class MoELayer(nn.Module):
         stacks: Mapping[str, Tensor] | None,
     ) -> Tensor:
         """Tokens travel to their experts, and results back."""
-        meanwhile = self.during_dispatch if self.training else None
+        overlap_fn = self.overlap_fn if self.training else None
         ids_TK = routing.expert_ids_TK
-        sent = dispatcher.dispatch(x_TD, ids_TK, computed_NE, meanwhile, is_training=self.training)
+        sent = dispatcher.dispatch(x_TD, ids_TK, computed_NE, overlap_fn, is_training=self.training)
         if self.visits is not None:
             self.visits.before_experts()
         out_TD = dispatcher.combine(self._compute(sent, stacks), sent, routing.weights_TK)

@@ -70,7 +70,7 @@ from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, 
 from moe_lightning.compat import private_lightning
 from moe_lightning.data.loader import leave_schedule
 from moe_lightning.dispatch.dispatcher import Dispatcher
-from moe_lightning.dispatch.transports import ExchangeBackend, Trip
+from moe_lightning.dispatch.transports import AllToAllSpec, ExchangeBackend
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.elastic.rendezvous_client import WorldTooSmall
 from moe_lightning.elastic.worker import KILLED, PeerFailed, Preempted, RunFinished, signature_of, take_over_terminal
@@ -291,8 +291,8 @@ def _compute(layer: MoELayer, rows: int, dtype: torch.dtype, device: torch.devic
 class _Alone(ExchangeBackend):
     """Nothing travels: as many rows arrive as others would send, but this rank's own, and zeros."""
 
-    def exchange(self, rows_MD: Tensor, trip: Trip) -> Tensor:
-        return F.pad(rows_MD, (0, 0, 0, sum(trip.recv) - len(rows_MD)))
+    def exchange(self, rows_MD: Tensor, spec: AllToAllSpec) -> Tensor:
+        return F.pad(rows_MD, (0, 0, 0, sum(spec.recv_splits) - len(rows_MD)))
 
 
 _LOOK_S = 0.1

@@ -24,7 +24,7 @@ from moe_lightning.dispatch.placement import Placement
 from moe_lightning.kernels import pack, packed_bytes, unpack
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, agree
-from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
 from moe_lightning.parallel.mesh import Part, stage_ranks
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import cut_of, mark
@@ -134,7 +134,7 @@ class StageMoves:
             PeerBuffer(source=source, target=target, nbytes=packed_bytes(here[stage]) if stage in here else 0)
             for stage, source, target in ways
         ]
-        arrived = exchange_parcels(parcels, lambda at: _packed(here[ways[at][0]]), world)
+        arrived = exchange_buffers(parcels, lambda at: _packed(here[ways[at][0]]), world)
         rows = {names[ways[at][0]]: data for at, data in arrived.items()}
         return rows | (parts.fetch(list(sources.items()), part, world, own) if parts.is_wished else {})
 
