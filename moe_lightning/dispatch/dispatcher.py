@@ -244,7 +244,7 @@ class Dispatcher:
             tokens_EN=tokens_EN,
             send_EN=send_EN,
             recv_EN=recv_EN,
-            experts_C=(*self.slot_experts, *self._visiting()),
+            experts_C=(*self.slot_experts, *self._shadow_experts()),
             num_experts_N=num_experts_N,
             loads_N=quota_EN.sum(axis=0),
         )
@@ -308,7 +308,7 @@ class Dispatcher:
         slot_E = torch.tensor([*slots, -1], device=expert_ids_TK.device)  # a dropped choice, -1, takes the last entry
         return slot_E[expert_ids_TK]
 
-    def _visiting(self) -> tuple[int, ...]:
+    def _shadow_experts(self) -> tuple[int, ...]:
         """Experts with a shadow on this rank, ascending."""
         if self._shadows is None:
             return ()

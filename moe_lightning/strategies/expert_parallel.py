@@ -552,8 +552,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.worlds.leave()
         return self.experts.replace(placements, self.optimizers, self.node_of)
 
-    def visit_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
-        """Let experts visit other ranks in the next step, a plan for each MoE layer here; collective, before the step.
+    def start_shadow_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
+        """Start the shadow experts of the next step, a plan for each MoE layer here; collective, before the step.
 
         Args:
             plans: the same on every rank.
@@ -565,11 +565,11 @@ class ExpertParallelStrategy(WorldDDPStrategy):
                 steps have no stated end.
         """
         self.steps.require_stated_end("shadows")
-        self.experts.visit(plans, self.flight_dtype, early_shares or [1.0] * len(plans))
+        self.experts.start_shadows(plans, self.flight_dtype, early_shares or [1.0] * len(plans))
 
     @property
     def flight_dtype(self) -> torch.dtype:
-        """What experts compute in, and so what their weights travel in when they visit other ranks."""
+        """dtype of the experts' computation, and so of the weights of shadow experts in transfers."""
         is_mixed = str(self.precision_plugin.precision) == "bf16-mixed"
         return torch.bfloat16 if is_mixed else self.experts.layers[0].experts.dtype
 

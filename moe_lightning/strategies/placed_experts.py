@@ -28,7 +28,7 @@ from moe_lightning.balancing.migration import Transfer, held_states, plan_migrat
 from moe_lightning.dispatch.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement, dispatch_groups
 from moe_lightning.dispatch.replicas import Difference, ExpertStack, ReplicaSum, differing_replicas, stacked_states
-from moe_lightning.dispatch.shadow_exchange import LayerVisits, StepVisits
+from moe_lightning.dispatch.shadow_exchange import ShadowTransfers, StepShadowTransfers
 from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
 from moe_lightning.moe.experts import VACANT
@@ -213,7 +213,7 @@ class PlacedExperts:
         room: slots of each rank, [L][N].
         stacks: of each layer, what lives in this rank's slots.
         stack_of: the stack that each expert parameter is in.
-        visits: the shadows of the running step; None where there are none.
+        shadow_transfers: of the running step; None without shadow experts.
         speeds: int64 [N], how fast ranks compute experts; None: all alike, as in every new world.
 
     Raises:
@@ -236,7 +236,7 @@ class PlacedExperts:
         self.module = module
         self.layers = moe_layers(module)
         self.placements = list(placements)
-        self.visits: StepVisits | None = None
+        self.shadow_transfers: StepShadowTransfers | None = None
         self.speeds: IntArray | None = None
         self.world = world
         self._groups = dispatch_groups(world.size, ep_size or world.size)
@@ -278,8 +278,8 @@ class PlacedExperts:
 
     def sum_replica_gradients(self) -> None:
         """Bring the gradients of shadows home, then add those of each expert over its holders, in rank order."""
-        if self.visits is not None:
-            self.visits.finish()
+        if self.shadow_transfers is not None:
+            self.shadow_transfers.finish()
             self._part()
         self._replica_sum()
 
@@ -514,13 +514,13 @@ class PlacedExperts:
 
     # ------------------------------------------------------------------ shadows
 
-    def visit(self, plans: Sequence[ShadowPlan], dtype: torch.dtype, early_shares: Sequence[float]) -> None:
-        """Let experts visit other ranks in the step that follows, until its gradients are summed; collective.
+    def start_shadows(self, plans: Sequence[ShadowPlan], dtype: torch.dtype, early_shares: Sequence[float]) -> None:
+        """Start the shadow experts of the next step, which last until its gradients are summed; collective.
 
         Args:
             plans: one for each layer, the same on every rank.
             dtype: what experts compute in.
-            early_shares: see `LayerVisits`, for each layer.
+            early_shares: see `ShadowTransfers`, for each layer.
 
         Raises:
             ConfigurationError: plans for other placements, dispatch groups smaller than the world, or experts in four
@@ -534,14 +534,14 @@ class PlacedExperts:
                 "shadows of experts in four bits would travel as if they were not: set the balancer's shadows to none, "
                 "or use kind=lora"
             )
-        visits = []
+        shadow_transfers = []
         for layer, plan, share in zip(self.layers, plans, early_shares, strict=True):
             layer.dispatcher.shadows = plan
             parameters, slots = layer.experts.stacked_parameters(), layer.experts.slot_experts
-            visits.append(LayerVisits(parameters, slots, plan, self.world, dtype, share))
-            layer.visits = visits[-1]
-        self.visits = StepVisits(visits)
-        self.visits.begin()
+            shadow_transfers.append(ShadowTransfers(parameters, slots, plan, self.world, dtype, share))
+            layer.shadow_transfers = shadow_transfers[-1]
+        self.shadow_transfers = StepShadowTransfers(shadow_transfers)
+        self.shadow_transfers.begin()
 
     def forget_step(self) -> None:
         """Let go of what a step that will not end has left in the layers: graphs, statistics, shadows."""
@@ -550,11 +550,11 @@ class PlacedExperts:
             layer.auxiliary_loss = layer.statistics = None
 
     def _part(self) -> None:
-        if self.visits is not None:
-            self.visits.release()
-        self.visits = None
+        if self.shadow_transfers is not None:
+            self.shadow_transfers.release()
+        self.shadow_transfers = None
         for layer in self.layers:
-            layer.visits = layer.dispatcher.shadows = None
+            layer.shadow_transfers = layer.dispatcher.shadows = None
 
     def keys(self, module: nn.Module) -> dict[str, ExpertStack]:
         """The state_dict keys of the expert parameters."""

@@ -838,8 +838,8 @@ class Steps:
         module, experts = self._state.module, self._state.experts
         is_summed = self._worlds.present.size > 1 or self._state.parts.is_wished
         earlier = _take_gradients(module) if is_summed and not module.automatic_optimization else {}
-        if experts.visits is not None:
-            experts.visits.is_last_backward = not self.is_blocked
+        if experts.shadow_transfers is not None:
+            experts.shadow_transfers.is_last_backward = not self.is_blocked
         yield
         if not module.automatic_optimization:
             self._state.parts.end_backward()
