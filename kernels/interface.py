@@ -64,7 +64,7 @@ class RoutingKernels(Protocol):
         ...
 
     def fill_blocks(
-        self, order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_kept: Tensor, num_rows: int
+        self, order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_routed: Tensor, num_rows: int
     ) -> tuple[Tensor, Tensor]:
         """int64 [M] and [A]: the assignment of each row, and the row of each assignment."""
         ...
@@ -231,7 +231,7 @@ class ActivationKernels(Protocol):
 
 
 class Sharing(NamedTuple):
-    """Rule by which the holders of an expert share its tokens, see `dispatch.quota.settled_quota`.
+    """Rule by which the holders of an expert share its tokens, see `dispatch.quota.weighted_quota`.
 
     Attributes:
         rounds: of multiplicative weights; 0 splits evenly over replicas.

@@ -126,13 +126,13 @@ def chunk_order(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Tensor
 
 
 def fill_blocks(
-    order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_kept: Tensor, num_rows: int
+    order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_routed: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     """int64 [M] and [A]: the assignment of each row, and the row of each assignment."""
     index_M, inverse_M = chunk_order(starts_C, ends_C, num_rows)
     sorted_A = torch.arange(len(order_A), device=order_A.device)
     inverse_A = torch.empty_like(order_A)
-    inverse_A[order_A] = torch.where(sorted_A < num_kept, inverse_M[: len(order_A)], -1)
+    inverse_A[order_A] = torch.where(sorted_A < num_routed, inverse_M[: len(order_A)], -1)
     return order_A[index_M.clamp_max(len(order_A) - 1)], inverse_A
 
 

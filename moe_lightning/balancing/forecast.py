@@ -116,9 +116,9 @@ class ReplanRule:
         self._wait = self._interval
         return True
 
-    def judge(self, kept_s: float, fresh_s: float) -> bool:
+    def judge(self, current_s: float, fresh_s: float) -> bool:
         """Whether the fresh plan replaces the kept one, from their predicted seconds on the same tokens."""
-        replace = kept_s > fresh_s * (1 + self._tolerance)
+        replace = current_s > fresh_s * (1 + self._tolerance)
         self._interval = 1 if replace else min(2 * self._interval, self._max_interval)
         self._wait = self._interval
         return replace
@@ -145,7 +145,7 @@ _ASSUMED_NOISE, _ASSUMED_STEPS = 0.2, 6
 """Relative deviation of a step's time, before steps have shown it, and how many of them it stands for."""
 
 _LEAST_STEPS = 3
-"""Before a mean is told."""
+"""Measurements before a mean is reported."""
 
 _MANTISSA, _EXPONENT, _ERROR = 14, 6, 11
 _BITS = _MANTISSA + _EXPONENT + _ERROR
@@ -227,13 +227,13 @@ class Reading:
         return cls(femtoseconds=mantissa << exponent, error=error)
 
 
-def told(experts: Reading, samples: Reading) -> int:
+def encode_readings(experts: Reading, samples: Reading) -> int:
     """Two readings as one number of 62 bits."""
     return (experts.bits << _BITS) + samples.bits
 
 
-def heard(numbers: Sequence[int]) -> tuple[list[Reading], list[Reading]]:
-    """The readings of all ranks, of experts and of samples, from what they `told`."""
+def decode_readings(numbers: Sequence[int]) -> tuple[list[Reading], list[Reading]]:
+    """The readings of all ranks, of experts and of samples, from their encoded readings."""
     pairs = [divmod(number, 1 << _BITS) for number in numbers]
     return [Reading.of(experts) for experts, _ in pairs], [Reading.of(samples) for _, samples in pairs]
 

@@ -237,7 +237,7 @@ def align_placements(
         cost = cost * too_much + _missing_within(_missing(have, need), ranks)
     cost[size[:, None] != size[None, :]] = (int(cost.max()) + 1) * len(ranks)  # more than any whole assignment
     planned_node = assign(cost)
-    kept = _kept_within(have, need, cluster, planned_node)
+    kept = _replicas_staying(have, need, cluster, planned_node)
     needs = np.bincount(need.places, minlength=cluster.num_ranks)
     planned_rank = np.empty(cluster.num_ranks, dtype=np.int64)
     for node, mine in enumerate(ranks):
@@ -251,7 +251,7 @@ def _shape(held: BoolArray | Sequence[Placement]) -> tuple[int, ...]:
     return held.shape if isinstance(held, np.ndarray) else (len(held), *held[0].pairs.shape)
 
 
-def _kept_within(have: _States, need: _States, cluster: Cluster, planned_node: IntArray) -> IntArray:
+def _replicas_staying(have: _States, need: _States, cluster: Cluster, planned_node: IntArray) -> IntArray:
     """int64 [nodes, R, R]: states that the i-th rank of each node holds and the j-th of its planned node needs, in
     nodes of up to R ranks."""
     num_nodes, node_of = cluster.num_nodes, np.array(cluster.node_of)

@@ -186,10 +186,10 @@ class LayerPlanner:
         elif self._plan is None or self._rule.due():
             fresh = search_shadows(tokens, placement, costs, alpha=self._alpha)
             kept = no_shadows(tokens, placement) if self._plan is None else self._plan
-            kept_s, fresh_s = predict(kept), predict(fresh)
-            replaces = self._rule.judge(float(kept_s.total_s), float(fresh_s.total_s))
+            current_s, fresh_s = predict(kept), predict(fresh)
+            replaces = self._rule.judge(float(current_s.total_s), float(fresh_s.total_s))
             self._plan = fresh if replaces else kept
-            self._trans_s = float((fresh_s if replaces else kept_s).trans_s)
+            self._trans_s = float((fresh_s if replaces else current_s).trans_s)
 
     def move(self, placement: Placement) -> None:
         """The layer's experts have moved: its shadows must be planned anew."""

@@ -172,7 +172,7 @@ class RepairTable:
                 if len(self._on[rank]) < self._slots or spare:
                     if len(self._on[rank]) >= self._slots:
                         self._remove(spare[0], rank)
-                    self._settle(claim, rank)
+                    self._fill_claim(claim, rank)
                     return
                 asked.add(rank)
                 for x in sorted(self._on[rank]):
@@ -197,7 +197,7 @@ class RepairTable:
         ]
         return sorted(ranks, key=lambda rank: len(self._on[rank]))
 
-    def _settle(self, claim: _Claim | None, rank: int) -> None:
+    def _fill_claim(self, claim: _Claim | None, rank: int) -> None:
         """The replica moves to the rank, and into its place the one that claimed it, and so on."""
         while claim is not None:
             if claim.leaves >= 0:
@@ -321,7 +321,7 @@ def _level_slots(num_experts: int, num_held: int, sizes: IntArray, floor: int, r
 
 
 def _repair(held: Pairs, domains: IntArray, floor: int, slots: int) -> Placement:
-    if _is_settled(held, domains, floor, slots):
+    if _needs_no_repair(held, domains, floor, slots):
         return Placement.of_pairs(held)
     table = RepairTable(held, domains.tolist(), floor=floor, slots=slots)
     table.drop_surplus()
@@ -330,7 +330,7 @@ def _repair(held: Pairs, domains: IntArray, floor: int, slots: int) -> Placement
     return Placement.of_pairs(table.pairs())
 
 
-def _is_settled(held: Pairs, domains: IntArray, floor: int, slots: int) -> bool:
+def _needs_no_repair(held: Pairs, domains: IntArray, floor: int, slots: int) -> bool:
     """Whether a layer needs no repair, as most do where experts have replicas to spare."""
     load = _residents(held)
     if load.max() > slots or np.ptp(load) > 1:

@@ -83,9 +83,9 @@ class Dispatcher:
     Attributes:
         last_rank_loads: int64 [N], rows that each rank computed in the last planned micro-batch; None for a world of
             one rank, and where the host does not know.
-        told: a 63-bit number of this rank's that travels with its counts.
+        local_word: a 63-bit number of this rank's that travels with its counts.
         plans_on_device: whether the host learns no counts.
-        heard: those of all ranks, from the last counts; empty before any.
+        gathered_words: those of all ranks, from the last counts; empty before any.
 
     Raises:
         ConfigurationError: the placement does not fit the world, a group lacks an expert, an unknown name, or what a
@@ -120,8 +120,8 @@ class Dispatcher:
         self._layer = layer
         self._shadows: ShadowPlan | None = None
         self._speeds: IntArray | None = None
-        self._told = 0
-        self.heard: list[int] = []
+        self._local_word = 0
+        self.gathered_words: list[int] = []
         self._resident_N = np.bincount(placement.pairs.ranks, minlength=world.size)
         self._backend: DispatchBackend = DISPATCH_BACKENDS.make(backend, world)
         self.plans_on_device = plan_on == "device"
@@ -187,14 +187,14 @@ class Dispatcher:
         self._sign()
 
     @property
-    def told(self) -> int:
+    def local_word(self) -> int:
         """A 63-bit number of this rank's that travels with its counts."""
-        return self._told
+        return self._local_word
 
-    @told.setter
-    def told(self, word: int) -> None:
+    @local_word.setter
+    def local_word(self, word: int) -> None:
         self._refuse_on_device(word != 0, "brings the host no word of other ranks: follow no speeds")
-        self._told = word
+        self._local_word = word
 
     def _refuse_on_device(self, is_wanted: bool, lack: str) -> None:
         if is_wanted and self.plans_on_device and self.world.size > 1:
@@ -221,11 +221,13 @@ class Dispatcher:
             return counts_E.unsqueeze(0)
         if self._planner is not None:
             return self._planner.gather_counts(counts_E)
-        own = torch.tensor([self._plan_print ^ self._quota_print, self.told])
-        told_NE2 = all_gather_counts(torch.cat([counts_E, upload(own, counts_E.device)]), self.world)
-        require_agreement(told_NE2[:, -2].tolist(), f"the plan (placement, shadows, quotas) of MoE layer {self._layer}")
-        self.heard = told_NE2[:, -1].tolist()
-        return told_NE2[:, :-2]
+        own = torch.tensor([self._plan_print ^ self._quota_print, self.local_word])
+        gathered_NE2 = all_gather_counts(torch.cat([counts_E, upload(own, counts_E.device)]), self.world)
+        require_agreement(
+            gathered_NE2[:, -2].tolist(), f"the plan (placement, shadows, quotas) of MoE layer {self._layer}"
+        )
+        self.gathered_words = gathered_NE2[:, -1].tolist()
+        return gathered_NE2[:, :-2]
 
     def plan(self, counts_NE: Tensor) -> DispatchPlan:
         """Where every assignment goes, in a world of several ranks.

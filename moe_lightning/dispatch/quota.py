@@ -191,7 +191,7 @@ def shares(total: int, speeds: IntArray, most: int | None = None) -> IntArray:
 SLACK = 128
 """1 over the part of a bound within which moving single tokens does not pay."""
 
-_SINGLE_VISITS, _JOINT_VISITS = 1 << 13, 1 << 15
+_SINGLE_LOOKUPS, _JOINT_LOOKUPS = 1 << 13, 1 << 15
 """Pairs that the search may look at from single ranks, one or two milliseconds, and then from all together."""
 
 Step = tuple[int, int]
@@ -227,16 +227,16 @@ def relieve(
         starts=np.searchsorted(experts, np.arange(experts[-1] + 2)).tolist(),
         by_rank=(order := np.lexsort((demand, ranks))).tolist(),
         rank_starts=np.searchsorted(ranks[order], np.arange(len(load) + 1)).tolist(),
-        visits_left=_SINGLE_VISITS,
+        lookups_left=_SINGLE_LOOKUPS,
     )
     singly = True
     while (longest := int(pace.times(np.array(flow.load)).max())) > with_slack(bound) + (
         0 if singly else bound // SLACK
     ):
-        if flow.visits_left <= 0:
+        if flow.lookups_left <= 0:
             if not singly:
                 break
-            singly, flow.visits_left = False, _JOINT_VISITS
+            singly, flow.lookups_left = False, _JOINT_LOOKUPS
         if singly:
             stuck = flow.relieve_each(pace.loads(with_slack(bound)))
         else:
@@ -255,7 +255,7 @@ class _Flow:
         load: tokens of each rank.
         starts: the first pair of each expert.
         by_rank, rank_starts: pairs by rank, and where each rank's begin.
-        visits_left: pairs that may still be looked at.
+        lookups_left: pairs that may still be looked at.
     """
 
     tokens: list[int]
@@ -265,13 +265,13 @@ class _Flow:
     starts: list[int]
     by_rank: list[int]
     rank_starts: list[int]
-    visits_left: int
+    lookups_left: int
 
     def relieve_each(self, limits: list[int]) -> list[int]:
         """Push tokens away from every rank above its limit, one after the other; the ranks that share them where no
         more can go."""
         for rank in self._crowded(limits):
-            while self.load[rank] > limits[rank] and self.visits_left > 0:
+            while self.load[rank] > limits[rank] and self.lookups_left > 0:
                 path, reached = self._path(rank, limits)
                 if not path:
                     return reached
@@ -280,7 +280,7 @@ class _Flow:
 
     def relieve_all(self, limits: list[int]) -> list[int]:
         """Push tokens away from all ranks above their limits; the ranks that share them where no more can go."""
-        while self.visits_left > 0 and (crowded := self._crowded(limits)):
+        while self.lookups_left > 0 and (crowded := self._crowded(limits)):
             depths = self._depths(crowded, limits)
             for rank in crowded:
                 if depths[rank] < 0:
@@ -300,19 +300,19 @@ class _Flow:
         queue = [source]
         for rank in queue:  # grows while it is walked
             first, last = self.rank_starts[rank : rank + 2]
-            self.visits_left -= last - first
-            for giver in self.by_rank[first:last]:
-                expert = self.experts[giver]
-                if not self.tokens[giver] or expert in used:
+            self.lookups_left -= last - first
+            for sender in self.by_rank[first:last]:
+                expert = self.experts[sender]
+                if not self.tokens[sender] or expert in used:
                     continue
                 used.add(expert)
                 first, last = self.starts[expert : expert + 2]
-                self.visits_left -= last - first
-                for taker in range(first, last):
-                    other = self.ranks[taker]
+                self.lookups_left -= last - first
+                for receiver in range(first, last):
+                    other = self.ranks[receiver]
                     if other in step_to:
                         continue
-                    step_to[other] = giver, taker
+                    step_to[other] = sender, receiver
                     if self.load[other] < limits[other]:
                         return self._back_to_source(other, step_to), queue
                     queue.append(other)
@@ -333,17 +333,17 @@ class _Flow:
         waiting, used = set(crowded), [False] * (len(self.starts) - 1)
         for rank in queue:  # grows while it is walked
             first, last = self.rank_starts[rank : rank + 2]
-            self.visits_left -= last - first
-            for taker in self.by_rank[first:last]:
-                expert = self.experts[taker]
+            self.lookups_left -= last - first
+            for receiver in self.by_rank[first:last]:
+                expert = self.experts[receiver]
                 if used[expert]:
                     continue
                 used[expert] = True
                 first, last = self.starts[expert : expert + 2]
-                self.visits_left -= last - first
-                for giver in range(first, last):
-                    other = self.ranks[giver]
-                    if depths[other] < 0 and self.tokens[giver]:
+                self.lookups_left -= last - first
+                for sender in range(first, last):
+                    other = self.ranks[sender]
+                    if depths[other] < 0 and self.tokens[sender]:
                         depths[other] = depths[rank] + 1
                         queue.append(other)
                         waiting.discard(other)
@@ -358,7 +358,7 @@ class _Flow:
         for source in crowded:
             path: list[Step] = []
             rank = source
-            while self.load[source] > limits[source] and self.visits_left > 0:
+            while self.load[source] > limits[source] and self.lookups_left > 0:
                 if self.load[rank] < limits[rank]:
                     self._push(path, limits)
                     path, rank = [], source
@@ -378,30 +378,30 @@ class _Flow:
                     break
                 rank = self.ranks[path.pop()[0]]
 
-    def _is_dead(self, taker: int, depths: list[int], limits: list[int]) -> bool:
+    def _is_dead(self, receiver: int, depths: list[int], limits: list[int]) -> bool:
         """Whether no path leads on from a pair's rank."""
-        rank = self.ranks[taker]
+        rank = self.ranks[receiver]
         return depths[rank] < 0 or (not depths[rank] and self.load[rank] >= limits[rank])
 
     def _steps(self, rank: int, depths: list[int]) -> Iterator[Step]:
         """The steps from a rank to those that are one nearer to a roomy rank."""
         nearer = depths[rank] - 1
-        for giver in self.by_rank[self.rank_starts[rank] : self.rank_starts[rank + 1]]:
-            if self.tokens[giver]:
-                first, last = self.starts[self.experts[giver] : self.experts[giver] + 2]
-                self.visits_left -= last - first
-                for taker in range(first, last):
-                    if depths[self.ranks[taker]] == nearer:
-                        yield giver, taker
+        for sender in self.by_rank[self.rank_starts[rank] : self.rank_starts[rank + 1]]:
+            if self.tokens[sender]:
+                first, last = self.starts[self.experts[sender] : self.experts[sender] + 2]
+                self.lookups_left -= last - first
+                for receiver in range(first, last):
+                    if depths[self.ranks[receiver]] == nearer:
+                        yield sender, receiver
 
     def _push(self, path: list[Step], limits: list[int]) -> None:
         """Move what the path allows."""
         source, target = self.ranks[path[0][0]], self.ranks[path[-1][1]]
         room = min(self.load[source] - limits[source], limits[target] - self.load[target])
-        moved = min(room, *(self.tokens[giver] for giver, _ in path))
-        for giver, taker in path:
-            self.tokens[giver] -= moved
-            self.tokens[taker] += moved
+        moved = min(room, *(self.tokens[sender] for sender, _ in path))
+        for sender, receiver in path:
+            self.tokens[sender] -= moved
+            self.tokens[receiver] += moved
         self.load[source] -= moved
         self.load[target] += moved
 
@@ -497,7 +497,7 @@ def balanced_quota(tokens: IntArray, replicas: IntArray, speeds: IntArray | None
     return pairs.dense(balanced_split(tokens, pairs, speeds))
 
 
-def settled_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
+def weighted_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
     """`balanced_quota` for equally fast ranks without its search token by token, whose length nobody knows: where
     the weights have not come within 0.8 percent of the bound, they go on instead, for 48 rounds.
 
@@ -519,7 +519,7 @@ def settled_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
 
 
 def sharing_rounds(num_pairs: int) -> tuple[int, int, int, int]:
-    """What `settled_quota` does with so many pairs of an expert and a rank: (rounds, rounds of patience, 1 over the
+    """What `weighted_quota` does with so many pairs of an expert and a rank: (rounds, rounds of patience, 1 over the
     part of the bound that is good enough, unit of the weights).
     """
     return _ROUNDS, _patience(num_pairs), SLACK, _ONE

@@ -95,8 +95,8 @@ def row_layout(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> R
     behind_TK = expert_ids_TK.remainder(num_experts + 1)  # what is dropped, -1, sorts behind the last expert
     by_expert = ops.sort_by_expert(behind_TK, num_experts + 1, may_drop=False)
     runs = ops.plan_runs(plan.send_EN, plan.recv_EN, plan.slots_C, plan.block, is_packed=is_packed)
-    num_kept = runs.send_starts[num_experts]  # behind all that is sent lies what fills the first block
-    order_M, inverse_A = ops.fill_blocks(by_expert.order_M, runs.send_starts, runs.send_ends, num_kept, plan.num_rows)
+    num_routed = runs.send_starts[num_experts]  # behind all that is sent lies what fills the first block
+    order_M, inverse_A = ops.fill_blocks(by_expert.order_M, runs.send_starts, runs.send_ends, num_routed, plan.num_rows)
     slot_order_M, slot_inverse_M = ops.reorder_chunks(runs.recv_starts, runs.recv_ends, plan.num_rows)
     return RowLayout(
         order_M=order_M,

@@ -255,7 +255,7 @@ class MoELayer(nn.Module):
         computed_NE = self._after_drops(tokens_NE)
         self._account(routing, tokens_NE, computed_NE, is_token_T)
         if self.shadow_transfers is None and dispatcher.world.size == 1 and self.experts.takes_tokens(x_TD):
-            drops_none = dispatcher.plans_on_device and is_token_T is None and not self.router.stream.is_stand_in
+            drops_none = dispatcher.plans_on_device and is_token_T is None and not self.router.stream.is_dummy_batch
             sort = dispatcher.sorted_by_slot(routing.expert_ids_TK, may_drop=not drops_none)
             out_TD = self.experts.of_tokens(x_TD, sort, routing.weights_TK, stacks)
         else:

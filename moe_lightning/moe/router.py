@@ -275,7 +275,7 @@ class Router(nn.Module):
         config = self.config
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE, scores_TE, weights_TK, expert_ids_TK, alike_TD = self.routed(x_TD)
-        if self.stream.is_stand_in:
+        if self.stream.is_dummy_batch:
             expert_ids_TK = torch.full_like(expert_ids_TK, -1)
         elif is_token_T is not None:
             expert_ids_TK = expert_ids_TK.masked_fill(~is_token_T.unsqueeze(-1), -1)

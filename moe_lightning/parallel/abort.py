@@ -262,7 +262,7 @@ _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K: keep 0 bytes of t
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
-def turn_strangers_away(connections: Collection[Connection]) -> int:
+def reject_unknown_connections(connections: Collection[Connection]) -> int:
     """Let nobody connect any more to what listens for the same groups, and end what others have connected by now.
 
     Args:

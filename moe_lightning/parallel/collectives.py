@@ -630,13 +630,13 @@ def check_agreement(value: int, what: str, world: World) -> None:
         require_agreement(told[:, 0].tolist(), what)
 
 
-def check_versions(world: World, *, others_go_on: bool = False) -> None:
+def check_versions(world: World, *, recovers: bool = False) -> None:
     """Compare the versions of what plans; collective, when ranks have just met.
 
     Ranks that differ from rank 0, the oldest of the world, are refused. Another patch of a library is a warning.
 
     Args:
-        others_go_on: whether a world without the refused ranks is built again: the others are then warned only.
+        recovers: whether a world without the refused ranks is built again: the others are then warned only.
 
     Raises:
         ConfigurationError: on every rank, or on those that are refused: the moe-lightning, Python, NumPy or torch of
@@ -644,11 +644,11 @@ def check_versions(world: World, *, others_go_on: bool = False) -> None:
     """
     told: list[Mapping[str, str]] = all_gather_json(versions(), world)
     differences = [_differences(own, told[0]) for own in told]
-    found = {rank: f"rank {rank} has {_told(own, told[0])}" for rank, own in enumerate(told) if differences[rank]}
+    found = {rank: f"rank {rank} has {_difference(own, told[0])}" for rank, own in enumerate(told) if differences[rank]}
     refused = [rank for rank, names in enumerate(differences) if any(names.values())]
     if refused:
         sentence = f"{'; '.join(found[rank] for rank in refused)}, and would plan otherwise: install the same on all"
-        if not others_go_on or world.rank in refused:
+        if not recovers or world.rank in refused:
             raise ConfigurationError(sentence)
         warnings.warn(sentence, stacklevel=2)
     elif world.rank in found:
@@ -661,7 +661,7 @@ def _differences(own: Mapping[str, str], first: Mapping[str, str]) -> dict[str, 
     return {name: _changes_plans(name, own[name], first.get(name, "")) for name in names}
 
 
-def _told(own: Mapping[str, str], first: Mapping[str, str]) -> str:
+def _difference(own: Mapping[str, str], first: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {own[name]} where rank 0 has {first.get(name)}" for name in _differences(own, first))
 
 

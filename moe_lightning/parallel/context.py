@@ -322,7 +322,7 @@ class World:
         self.require_whole()
         return host
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has done what it was given; raises as `read`."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)

@@ -155,7 +155,7 @@ class State:
     def moment_shapes(self) -> Shapes:
         """The optimizer states that this rank has."""
         found = {
-            f"dense/{name}/{scope}": (dtype_name(tensor), _told_shape(parameter, tensor))
+            f"dense/{name}/{scope}": (dtype_name(tensor), _whole_moment_shape(parameter, tensor))
             for name, parameter in self.dense.items()
             for scope, tensor in self.moments(parameter).items()
         }
@@ -226,7 +226,7 @@ def counts_there(optimizer: Optimizer) -> bool:
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
-def _told_shape(parameter: nn.Parameter, moment: Tensor) -> tuple[int, ...]:
+def _whole_moment_shape(parameter: nn.Parameter, moment: Tensor) -> tuple[int, ...]:
     """Of the whole moment."""
     return tuple(whole_shape(parameter) if is_cut(parameter) else moment.shape)
 

@@ -120,14 +120,14 @@ def updating_blocks(optimizer: Optimizer) -> Generator[Callable[[], None], None,
     """
     blocks: dict[nn.Parameter, nn.Parameter] = {}
 
-    def see_blocks() -> None:
+    def use_blocks() -> None:
         for group in optimizer.param_groups:
             rows = [p for p in group["params"] if hasattr(p, "placements")]
             blocks.update((p, _block_of(p)) for p in rows)
         swap_parameters(optimizer, blocks)
 
     try:
-        yield see_blocks
+        yield use_blocks
     finally:
         swap_parameters(optimizer, {block: p for p, block in blocks.items()})
 
@@ -218,12 +218,12 @@ class Updates:
 
         def see() -> None:
             if self.on_host:
-                copies.update(self._brought(optimizer, experts))
+                copies.update(self._host_copies(optimizer, experts))
                 swap_parameters(optimizer, copies)
-            see_blocks()
+            use_blocks()
 
         try:
-            with updating_blocks(optimizer) as see_blocks:
+            with updating_blocks(optimizer) as use_blocks:
                 yield see
         finally:
             swap_parameters(optimizer, {copy: p for p, copy in copies.items()})
@@ -232,7 +232,7 @@ class Updates:
                 local(parameter.detach()).copy_(copy, non_blocking=True)
 
     @torch.no_grad()
-    def _brought(self, optimizer: Optimizer, experts: Collection[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+    def _host_copies(self, optimizer: Optimizer, experts: Collection[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
         """Copies, on the host and with gradients, of the dense parameters that are about to change."""
         copies: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in _dense(optimizer, experts):
@@ -274,7 +274,7 @@ def loading(optimizer: Optimizer, experts: Collection[nn.Parameter]) -> Generato
     try:
         yield
     finally:
-        swap_parameters(optimizer, {stand_in: p for p, stand_in in here.items()})
+        swap_parameters(optimizer, {empty: p for p, empty in here.items()})
 
 
 def lies_on_a_device(parameter: nn.Parameter) -> bool:

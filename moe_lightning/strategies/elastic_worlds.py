@@ -79,7 +79,7 @@ from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import load_balancing_loss, router_z_loss
 from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.moe.router import Router, drop_overflow
-from moe_lightning.parallel.abort import ConnectionCut, turn_strangers_away
+from moe_lightning.parallel.abort import ConnectionCut, reject_unknown_connections
 from moe_lightning.parallel.collectives import all_gather_json, check_versions
 from moe_lightning.parallel.context import World, agree, any_says, first_group_options, is_silent, prepare_environment
 from moe_lightning.parallel.mesh import Layout
@@ -201,8 +201,8 @@ def build_world(
         set_collectives_timeout(group, timeout)
     cut.add_groups([group for group in world.groups if is_silent(group, device)], device)
     cut.confirm(lambda value: all_gather_json(value, world))
-    turn_strangers_away(cut.connections)
-    check_versions(world, others_go_on=True)
+    reject_unknown_connections(cut.connections)
+    check_versions(world, recovers=True)
     return world
 
 

@@ -766,7 +766,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         state.after_update()
         if elastic is not None:
             if state.shards_optimizers:
-                self.world.settle()  # what other ranks computed for this one has arrived
+                self.world.synchronize()  # what other ranks computed for this one has arrived
             elastic.commit()
         return output
 

@@ -85,7 +85,7 @@ def migrate_rows(
         arriving = [(t.source, row) for t in incoming for row in _rows(tensors, after, t, dtype)]
         pending.append((arriving, _exchange(leaving, arriving, dtype, world)))
     arrived = [([row for _, row in arriving], exchange.wait()) for arriving, exchange in pending]
-    world.settle()
+    world.synchronize()
     for layer, old, new in zip(tensors, before, after, strict=True):
         _clear(layer, old.slot_experts, new.slot_experts)
     for rows, values in arrived:

@@ -696,7 +696,7 @@ class Steps:
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
         self._weights.begin(self.batch)
-        traces = without_traces(module) if self.stream.is_stand_in else nullcontext()
+        traces = without_traces(module) if self.stream.is_dummy_batch else nullcontext()
         with traces, self.sequences.watched(training=True):
             yield
         begin_batch(trainer.train_dataloader)  # one that the step itself has fetched
@@ -715,7 +715,7 @@ class Steps:
         index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else 0)
         self.enter(running_slice(loaders, index))
         try:
-            if not self.stream.is_stand_in:
+            if not self.stream.is_dummy_batch:
                 with self.sequences.watched(training=False):
                     return self.sequences.whole(step(*args, **kwargs))
             with without_traces(self._state.module):
@@ -744,7 +744,7 @@ class Steps:
 
     def _leave(self) -> None:
         self.batch = None
-        self.stream.is_stand_in = False
+        self.stream.is_dummy_batch = False
         self.sequences.leave()
 
     def require_stated_end(self, what: str) -> None:

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from moe_lightning.balancing.allocation import allocate_replicas, bounded_loads
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.cost_model import BlockCosts
-from moe_lightning.balancing.forecast import AgreedSpeeds, LoadForecast, RateMeter, Reading, heard, told
+from moe_lightning.balancing.forecast import (
+    AgreedSpeeds,
+    LoadForecast,
+    RateMeter,
+    Reading,
+    decode_readings,
+    encode_readings,
+)
 from moe_lightning.balancing.packing import longest_time
 from moe_lightning.balancing.replica_placement import deal_to_ranks
 from moe_lightning.balancing.rules import PLACEMENT_RULES, PlacementPolicy, plan_placement, replan_placement
@@ -52,10 +59,10 @@ def test_a_sample_may_take_any_time_outside_the_experts(seconds: float) -> None:
     for _ in range(30):
         meters[0].add(seconds)
         meters[1].add(seconds / 2)
-    numbers = [told(Reading(), meter.reading) for meter in meters]
+    numbers = [encode_readings(Reading(), meter.reading) for meter in meters]
     assert all(0 <= number < 1 << 62 for number in numbers)
     agreed = AgreedSpeeds(range(2))
-    assert agreed.take(heard(numbers)[1])
+    assert agreed.take(decode_readings(numbers)[1])
     assert agreed.speeds[0] / agreed.speeds[1] == pytest.approx(0.5, rel=1e-3)
 
 
@@ -64,9 +71,9 @@ def test_readings_of_any_times_travel_as_62_bits(seconds: list[float], error: in
     meter = RateMeter()
     for value in seconds:
         meter.add(value)
-    number = told(meter.reading, Reading(femtoseconds=10**40, error=error))
+    number = encode_readings(meter.reading, Reading(femtoseconds=10**40, error=error))
     assert 0 <= number < 1 << 62
-    (back,), (longest,) = heard([number])
+    (back,), (longest,) = decode_readings([number])
     assert back.femtoseconds <= longest.femtoseconds
 
 

@@ -133,7 +133,7 @@ def test_an_error_that_nccl_notes_without_a_word_is_heard(error: Error) -> None:
 
 def test_nothing_is_read_in_a_world_that_was_cut() -> None:
     world = World(rank=0, size=2, device=torch.device("cpu"), is_cut=lambda: True)
-    for read in (lambda: world.read(torch.ones(2)), world.settle):
+    for read in (lambda: world.read(torch.ones(2)), world.synchronize):
         with pytest.raises(WorldCutError):
             read()
     assert World.single().read(torch.ones(2)).tolist() == [1.0, 1.0]
