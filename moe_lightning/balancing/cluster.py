@@ -56,7 +56,7 @@ class Cluster:
 
     @cached_property
     def pace(self) -> Pace:
-        """What the ranks can carry in a time."""
+        """Throughput of the ranks, for loads and times."""
         return Pace.of(None if self.speeds is None else np.array(self.speeds), self.num_ranks)
 
     @property

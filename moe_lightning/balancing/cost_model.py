@@ -358,7 +358,7 @@ def mean_relative_error(predicted_s: FloatArray, measured_s: FloatArray) -> floa
 
 
 class Kind(Enum):
-    """What an operation does; the values are names for pictures and metrics."""
+    """Kind of an operation; the values are names for pictures and metrics."""
 
     EXCHANGE = "exchange"
     EXPERTS_FORWARD = "experts_forward"
@@ -437,7 +437,7 @@ def split_transfer(payload_bytes: int, transfer_s: float, dense_s: float) -> tup
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """When an operation runs, in seconds from the start of the forward pass's first transfer."""
+    """Begin and end of an operation, in seconds from the start of the forward pass's first transfer."""
 
     operation: Operation
     start_s: float

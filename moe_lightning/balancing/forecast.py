@@ -86,7 +86,7 @@ class ReplanState(TypedDict):
 
 @validated
 class ReplanRule:
-    """When to search for a fresh plan, and whether to take it.
+    """Rule of when to search for a fresh plan, and of when it replaces the current one.
 
     A fresh plan replaces the kept one when the kept one is predicted to be slower by more than `tolerance`; then the
     next search comes after one step. Every search that changes nothing doubles the interval, up to `max_interval`:
@@ -117,7 +117,7 @@ class ReplanRule:
         return True
 
     def judge(self, current_s: float, fresh_s: float) -> bool:
-        """Whether the fresh plan replaces the kept one, from their predicted seconds on the same tokens."""
+        """Return True if the fresh plan replaces the current one, from their predicted seconds on the same tokens."""
         replace = current_s > fresh_s * (1 + self._tolerance)
         self._interval = 1 if replace else min(2 * self._interval, self._max_interval)
         self._wait = self._interval
@@ -192,7 +192,7 @@ class RateMeter:
 
     @property
     def reading(self) -> Reading:
-        """What is known now."""
+        """Present estimate."""
         if self._steps < _LEAST_STEPS:
             return Reading()
         error = math.sqrt(self._variance / self._steps)
@@ -201,7 +201,7 @@ class RateMeter:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a rank knows of its rate.
+    """Measured rate of a rank, with its error.
 
     Attributes:
         femtoseconds: of a unit of work; 0: nothing is known yet.
@@ -239,7 +239,7 @@ def decode_readings(numbers: Sequence[int]) -> tuple[list[Reading], list[Reading
 
 
 class AgreedSpeeds:
-    """What all ranks take each other's speed for; the same on all that hear the same readings.
+    """Speeds of all ranks as all ranks agree on them: the same readings give the same speeds.
 
     Args:
         node_of: node of each rank, [N].

@@ -112,7 +112,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Migration:
-    """What must move before a plan can be used.
+    """States to move before a plan can be used.
 
     Attributes:
         transfers: between live ranks.
@@ -152,7 +152,7 @@ def held_states(placements: Sequence[Placement]) -> BoolArray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _States:
-    """Who holds the state of what, or needs it, as a list.
+    """States that ranks hold, or need, as a list.
 
     Attributes:
         cells: int64 [S], layer * E + expert, ascending.
@@ -167,7 +167,7 @@ class _States:
 
     @classmethod
     def of(cls, held: BoolArray | Sequence[Placement]) -> _States:
-        """Of bool [L, E, N], or of what placements say, one for each layer."""
+        """Build from bool [L, E, N], or from placements, one for each layer."""
         if isinstance(held, np.ndarray):
             num_layers, num_experts, num_ranks = held.shape
             cells, ranks = np.divmod(np.flatnonzero(held), num_ranks)
@@ -178,7 +178,7 @@ class _States:
         return cls(cells=cells, places=ranks, num_cells=num_layers * num_experts, num_places=num_ranks)
 
     def by_node(self, cluster: Cluster) -> _States:
-        """Of nodes instead of ranks; what several ranks of a node hold counts once."""
+        """Return the same by nodes instead of ranks; a state on several ranks of a node counts once."""
         nodes = cluster.num_nodes
         keys = np.unique(self.cells * nodes + np.array(cluster.node_of)[self.places])
         return _States(cells=keys // nodes, places=keys % nodes, num_cells=self.num_cells, num_places=nodes)

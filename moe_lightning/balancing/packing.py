@@ -65,7 +65,7 @@ class SlotTable:
 
     @property
     def pairs(self) -> Pairs:
-        """Who holds what."""
+        """Pairs of an expert and a rank that holds it."""
         experts = np.repeat(np.arange(len(self.holders)), [len(ranks) for ranks in self.holders])
         ranks = np.fromiter(chain.from_iterable(self.holders), dtype=np.int64, count=len(experts))
         return Pairs.of_replicas(experts, ranks, (len(self.holders), len(self.free)))
@@ -362,7 +362,7 @@ def _take_ranks(
 
 
 def longest_time(placement: Placement, load: IntArray, cluster: Cluster) -> int:
-    """Of the ranks under a placement, if tokens int64 [E] come."""
+    """Return the longest time of a rank under a placement, for tokens int64 [E]."""
     pairs, pace = placement.pairs, cluster.pace
     quota = balanced_split(load, pairs, None if pace.is_even else pace.speeds)
     return int(pace.times(pairs.on_ranks(quota)).max())

@@ -126,7 +126,7 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decision:
-    """What was decided after one observation.
+    """Decision after one observation.
 
     Attributes:
         plan: the layer's shadows; None where none are planned.
@@ -231,7 +231,7 @@ _DECAYS = {"last": 0.0, "ema": 0.5}
 @validated
 @dataclass(frozen=True, kw_only=True)
 class BalancePolicy:
-    """What to balance and how.
+    """Policy of the load balancer: replicas, placement, shadows and their schedule.
 
     Attributes:
         rebalance_every: steps between two placements once training has settled; 0: never.
@@ -311,7 +311,7 @@ class BalancePolicy:
         )
 
     def replan_rule(self) -> ReplanRule:
-        """When to search for fresh shadows."""
+        """Rule of when to search for fresh shadows."""
         return ReplanRule(tolerance=self.replan_threshold, max_interval=self.max_replan_interval)
 
 
@@ -375,7 +375,7 @@ class BalancePlanner:
                 self._placing = self._place()
 
     def _decision(self, layer: int) -> Decision | None:
-        """What the next step follows: the decision from the counts of the step `lag` before it."""
+        """Return the decision for the next step, from the counts of the step `lag` before it."""
         decisions = self._decisions[layer]
         return self._threads.result(decisions[0]) if len(decisions) == self.policy.lag else None
 
@@ -387,8 +387,9 @@ class BalancePlanner:
 
     @property
     def forecast_error(self) -> list[float | None]:
-        """Of each layer, the part of the last planned step's assignments that the forecast had elsewhere; None before
-        the first forecast."""
+        """Fraction of the last planned step's assignments of each layer that the forecast had elsewhere; None before
+        the first forecast.
+        """
         decisions = map(self._decision, range(len(self._layers)))
         return [decision.forecast_error if decision is not None else None for decision in decisions]
 
@@ -447,7 +448,7 @@ class BalancePlanner:
         return placements if placements != self._placements else None
 
     def fresh_placements(self) -> list[Placement]:
-        """What the loads since the last placement, and fading earlier ones, ask for; waits for it."""
+        """Wait for and return the placements for the loads since the last placement, with fading earlier ones."""
         self._placing = None
         return self._threads.result(self._place())
 

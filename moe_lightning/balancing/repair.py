@@ -126,7 +126,7 @@ class RepairTable:
     # ------------------------------------------------------------------ what may be
 
     def _is_spare(self, expert: int, rank: int) -> bool:
-        """Whether a replica may go: enough nodes hold the expert without it."""
+        """Return True if a replica may be removed: enough nodes hold the expert without it."""
         nodes = self._nodes[expert]
         return nodes[self._domains[rank]] > 1 or len(nodes) > self._floor
 
@@ -148,7 +148,7 @@ class RepairTable:
         return self._first_below(self._slots, lambda rank: None if self._domains[rank] in nodes else rank)
 
     def _first_below(self, limit: int, choose: Callable[[int], _Found | None]) -> _Found | None:
-        """What `choose` finds on the emptiest rank with fewer experts where it finds anything; it changes nothing."""
+        """Return the first result of `choose`, from the emptiest rank upwards; changes nothing."""
         walked: list[tuple[int, int]] = []
         found: _Found | None = None
         while found is None and self._by_load and self._by_load[0][0] < limit:
@@ -331,7 +331,7 @@ def _repair(held: Pairs, domains: IntArray, floor: int, slots: int) -> Placement
 
 
 def _needs_no_repair(held: Pairs, domains: IntArray, floor: int, slots: int) -> bool:
-    """Whether a layer needs no repair, as most do where experts have replicas to spare."""
+    """Return True if a layer needs no repair, as most do where experts have replicas to spare."""
     load = _residents(held)
     if load.max() > slots or np.ptp(load) > 1:
         return False

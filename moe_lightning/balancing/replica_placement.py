@@ -238,7 +238,7 @@ def mro_blocks(replicas: IntArray, node_slots: IntArray) -> tuple[int, ...]:
 
 
 def is_truncated(replicas: IntArray, node_slots: IntArray) -> bool:
-    """Whether a block is shorter than its rarest expert has replicas: then Lazarus' Theorem 1 does not hold."""
+    """True if a block is shorter than its rarest expert has replicas: then Lazarus' Theorem 1 does not hold."""
     if len(replicas) <= node_slots.min():
         return False
     representatives = np.sort(replicas)[:: int(node_slots.min())]

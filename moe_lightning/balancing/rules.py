@@ -133,7 +133,7 @@ def _name(rule: object) -> str:
 @validated
 @dataclass(frozen=True, kw_only=True)
 class PlacementPolicy:
-    """How replicas are counted, placed and mapped.
+    """Rules by which replicas are counted, placed and mapped.
 
     Attributes:
         rule: "packed" (balance first), "mro+" (survival first), "mro", "spread", "compact", or "plain" (every expert

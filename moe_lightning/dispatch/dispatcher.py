@@ -160,7 +160,7 @@ class Dispatcher:
 
     @property
     def shadows(self) -> ShadowPlan | None:
-        """Which experts visit which ranks in the running step; None: none at all."""
+        """Shadow experts of the running step; None without any."""
         return self._shadows
 
     @shadows.setter
@@ -230,7 +230,7 @@ class Dispatcher:
         return gathered_NE2[:, :-2]
 
     def plan(self, counts_NE: Tensor) -> DispatchPlan:
-        """Where every assignment goes, in a world of several ranks.
+        """Return the plan of one micro-batch, in a world of several ranks.
 
         Args:
             counts_NE: assignments of every rank after drops, from `gather_counts`.

@@ -81,7 +81,7 @@ class Placement:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether several ranks hold one of the experts."""
+        """True if an expert is on several ranks."""
         return bool(self.pairs.num_holders.max() > 1)
 
     def __eq__(self, other: object) -> bool:

@@ -103,7 +103,7 @@ class Pace:
 
     @classmethod
     def of(cls, speeds: IntArray | None, num_ranks: int) -> Pace:
-        """Of int64 [N] speeds, each from 1 to 2^16; None: all the same.
+        """Build from int64 [N] speeds, each from 1 to 2^16; None: all equal.
 
         Raises:
             ConfigurationError: speeds of another number of ranks, or outside of that range.
@@ -125,7 +125,7 @@ class Pace:
 
     @cached_property
     def total(self) -> int:
-        """Of all ranks together."""
+        """Sum over all ranks."""
         return int(self.speeds.sum())
 
     def times(self, load: IntArray) -> IntArray:
@@ -133,7 +133,7 @@ class Pace:
         return load if self.is_even else -(-load * self.fastest // self.speeds)
 
     def time(self, rank: int, load: int) -> int:
-        """Of one rank."""
+        """Return the time of one rank for a load, rounded up."""
         return -(-load * self.fastest // int(self.speeds[rank]))
 
     def loads(self, time: int) -> list[int]:
@@ -326,8 +326,9 @@ class _Flow:
         return path[::-1]
 
     def _depths(self, crowded: list[int], limits: list[int]) -> list[int]:
-        """Of each rank, the length of the shortest path to a rank below its limit; -1 where there is none, or where it
-        is longer than that of any crowded rank."""
+        """Return for each rank the length of the shortest path to a rank below its limit; -1 where there is none, or
+        where it is longer than that of any crowded rank.
+        """
         depths = [0 if load < limit else -1 for load, limit in zip(self.load, limits, strict=True)]
         queue = [rank for rank, depth in enumerate(depths) if not depth]
         waiting, used = set(crowded), [False] * (len(self.starts) - 1)
@@ -379,7 +380,7 @@ class _Flow:
                 rank = self.ranks[path.pop()[0]]
 
     def _is_dead(self, receiver: int, depths: list[int], limits: list[int]) -> bool:
-        """Whether no path leads on from a pair's rank."""
+        """Return True if no path leads on from a pair's rank."""
         rank = self.ranks[receiver]
         return depths[rank] < 0 or (not depths[rank] and self.load[rank] >= limits[rank])
 
@@ -421,7 +422,7 @@ _FEW_PAIRS, _LITTLE_PATIENCE = 1024, 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Demand:
-    """What the holders of experts share, by pairs of an expert and a rank; all int64 [P] unless said otherwise.
+    """Tokens that the holders of experts share, by pairs of an expert and a rank; all int64 [P] unless said otherwise.
 
     Attributes:
         pairs: who holds what.
@@ -442,7 +443,7 @@ class _Demand:
 
     @property
     def has_choice(self) -> bool:
-        """Whether any expert has several holders."""
+        """True if any expert has several holders."""
         return len(self.starts) < len(self.pairs.experts) and self.pairs.shape[1] > 1
 
     def split(self, pull: IntArray) -> IntArray:
@@ -519,8 +520,8 @@ def weighted_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
 
 
 def sharing_rounds(num_pairs: int) -> tuple[int, int, int, int]:
-    """What `weighted_quota` does with so many pairs of an expert and a rank: (rounds, rounds of patience, 1 over the
-    part of the bound that is good enough, unit of the weights).
+    """Return the constants of `weighted_quota` for so many pairs of an expert and a rank: (rounds, rounds of patience,
+    1 over the part of the bound that is good enough, unit of the weights).
     """
     return _ROUNDS, _patience(num_pairs), SLACK, _ONE
 

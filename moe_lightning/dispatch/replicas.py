@@ -80,7 +80,9 @@ class ExpertStack:
         ]
 
     def is_full(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has a row for every expert; rows of factored optimizer states have shapes of their own."""
+        """Return True if `tensor` has a row for every expert; rows of factored optimizer states have shapes of their
+        own.
+        """
         return tensor.shape[:1] == (self.num_experts,)
 
     def select(self, tensor_EX: Tensor) -> Tensor:
@@ -178,7 +180,7 @@ class ReplicaSum:
             self._hand_back(pieces, dtype)
 
     def _share(self, piece: _Piece, holder: int) -> Tensor:
-        """What of a gradient this holder sums."""
+        """Return the part of a gradient that this holder sums."""
         return piece.flat() if self._sends_whole else piece.part(holder)
 
     def _hand_back(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:
@@ -194,7 +196,7 @@ class ReplicaSum:
                     cursors[holder] += target.numel()
 
     def _shared(self, pieces: Sequence[_Piece], peer: int) -> list[_Piece]:
-        """What this rank and another one both hold."""
+        """Return the pieces that both this rank and another one hold."""
         return [piece for piece in pieces if peer in piece.holders and peer != self._world.rank]
 
     def _exchange(self, outgoing: Sequence[Sequence[Tensor]], sizes_in: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -205,7 +207,7 @@ class ReplicaSum:
 
 
 def _whole_copies_are_cheap(stacks: Sequence[ExpertStack], num_ranks: int) -> bool:
-    """Whether the rank that sends most sends little more in one exchange of whole copies than in two of pieces; the
+    """Return True if the busiest sender sends little more in one exchange of whole copies than in two of pieces; the
     same on every rank.
     """
     whole, pieces = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)

@@ -157,7 +157,7 @@ VACANT = -1
 
 
 class ExpertSource(Protocol):
-    """Where the first weights of experts come from, one expert at a time."""
+    """Source of the first weights of experts, one expert at a time."""
 
     def __call__(self, expert: int) -> Mapping[str, Tensor]:
         """The rows of one expert by the names of the stacked parameters."""
@@ -177,7 +177,7 @@ def deferred_experts() -> Iterator[None]:
 
 
 def experts_are_deferred() -> bool:
-    """Whether experts built here would wait for their slots."""
+    """Return True if experts built here wait for their slots."""
     return _deferred.get()
 
 
@@ -249,7 +249,7 @@ class Experts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is trained."""
+        """dtype of the trained parameters."""
         return self.get_parameter("w_up" if self.adapter is None else "lora_w_up_a").dtype
 
     def stacked_parameters(self) -> dict[str, nn.Parameter]:
@@ -258,14 +258,14 @@ class Experts(nn.Module):
 
     @property
     def base_names(self) -> frozenset[str]:
-        """Of the stacks that are frozen; none where nothing is."""
+        """Names of the frozen stacks; empty without any."""
         if BASE_DIGEST not in self._parameters:
             return frozenset()
         return frozenset(name for name in self.stacked_parameters() if not name.startswith(("lora_", BASE_DIGEST)))
 
     @property
     def in_4_bits(self) -> bool:
-        """Whether the frozen matrices are quantised."""
+        """True if the frozen matrices are quantized."""
         return "w_up" not in self._parameters
 
     @torch.no_grad()
@@ -331,7 +331,7 @@ class Experts(nn.Module):
         return [slot for slot, expert in enumerate(self.slot_experts) if expert != VACANT]
 
     def _first_rows(self, expert: int) -> Mapping[str, Tensor]:
-        """Of an expert, by the names of the base stacks."""
+        """Return the first weights of an expert, by the names of the base stacks."""
         if self.source is None:
             return {name: self._drawn(expert, index, name) for index, name in enumerate(self.shapes)}
         rows = self.source(expert)
@@ -456,7 +456,9 @@ class Experts(nn.Module):
         return out_MF
 
     def takes_tokens(self, x_TD: Tensor) -> bool:
-        """Whether `of_tokens` saves anything for such rows: without biases and adapters, where gathering is free."""
+        """Return True if `of_tokens` saves anything for such rows: without biases and adapters, where gathering is
+        free.
+        """
         return self.b_up is None and self.adapter is None and ops.fuses_experts(x_TD)
 
     def of_tokens(

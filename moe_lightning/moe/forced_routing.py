@@ -114,7 +114,7 @@ def read_loads(path: Path) -> tuple[list[int], NDArray[np.float64]]:
 @validated
 @dataclass(frozen=True, kw_only=True)
 class ForcedRouting:
-    """What the routing is forced to.
+    """Popularity of experts that the routing is forced to follow.
 
     Attributes:
         kind: "uniform"; "zipf" (the i-th most popular expert gets a share proportional to i ** -exponent, another

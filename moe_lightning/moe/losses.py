@@ -42,7 +42,7 @@ IGNORED_TARGET = -100
 
 @dataclass(frozen=True, kw_only=True)
 class RealTokens:
-    """Which rows are tokens, where others are padding.
+    """Mask of the rows that are tokens, not padding.
 
     Attributes:
         is_token_T: bool.
@@ -169,7 +169,7 @@ def _strategy_of(module: nn.Module) -> Any | None:
 
 
 def num_targets(targets: Tensor) -> Tensor:
-    """How many targets are to be predicted; a scalar."""
+    """Return the number of targets to be predicted, a scalar."""
     return torch.ne(targets, IGNORED_TARGET).sum()
 
 

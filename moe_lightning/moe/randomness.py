@@ -157,8 +157,8 @@ Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
 def remembering(modules: Iterable[nn.Module], *attributes: str) -> Contexts:
-    """What torch's checkpoint asks for as `context_fn`: contexts of the first pass, which begins now, and of its
-    repetition, where the modules find their keyed noise and these attributes as they are now.
+    """Return the `context_fn` of torch's checkpoint: contexts of the first pass, which begins now, and of its
+    recomputation, where the modules find their keyed noise and these attributes as they are now.
     """
     saved: dict[int, tuple[object, dict[str, Any]]] = {}
     for module in modules:

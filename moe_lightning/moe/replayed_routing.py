@@ -39,7 +39,7 @@ _NAME = re.compile(r"step-(\d+)\.sample-(\d+)\.part-(\d+)-of-(\d+)\.safetensors"
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Piece:
-    """Where the tokens of a micro-batch lie.
+    """Position of a micro-batch's tokens in the global batch.
 
     Attributes:
         step: optimizer step.
@@ -54,7 +54,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of its file."""
         return f"step-{self.step:08d}.sample-{self.first_sample:06d}.part-{self.part}-of-{self.parts}.safetensors"
 
 
@@ -133,7 +133,7 @@ CHOOSES_ITSELF = -1
 
 @dataclass
 class Choices:
-    """What the routers of a model chose in the forward passes of a context, the last one for each.
+    """Choices of a model's routers in the forward passes of a context, the last one for each.
 
     Attributes:
         by_layer: int64 [T, K] of each layer.
@@ -244,7 +244,7 @@ def check_expert_ids(expert_ids: Tensor, routers: Sequence[Router]) -> None:
 
 
 def routers_of(model: nn.Module) -> list[Router]:
-    """Of the MoE layers, in order.
+    """Return the routers of the MoE layers, in order.
 
     Raises:
         ConfigurationError: there is none, or one of another kind.

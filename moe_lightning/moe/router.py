@@ -144,7 +144,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a router decided for T tokens.
+    """Decision of a router for T tokens.
 
     Attributes:
         expert_ids_TK: int64, distinct within a token; -1 where capacity dropped the assignment, or the row is padding
@@ -165,8 +165,8 @@ class Routing:
 
 
 class TokenRouter(Protocol):
-    """What an MoE layer asks of its router, which is a module. `Router` has all of it: one that scores or chooses
-    otherwise overrides `logits` or `choose`.
+    """Interface of a router, which is a module. `Router` implements all of it; a router with other scores or another
+    choice overrides `logits` or `choose`.
 
     Attributes:
         config: as given; the layer reads the auxiliary losses and the capacity from it.
@@ -295,7 +295,7 @@ class Router(nn.Module):
         )
 
     def routed(self, x_TD: Tensor) -> ops.Routed:
-        """What rows choose, be they tokens or not."""
+        """Return the choices of rows, tokens or not."""
         if self.is_plain and ops.fuses_router(x_TD, self.num_experts):
             choice = ops.Choice(
                 top_k=self.config.top_k,

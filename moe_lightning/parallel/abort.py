@@ -130,12 +130,12 @@ class ConnectionCut:
 
     @property
     def connections(self) -> frozenset[Connection]:
-        """What a cut would shut down."""
+        """Connections that an abort shuts down."""
         return self._connections
 
     @property
     def is_cut(self) -> bool:
-        """Whether somebody has cut; true before anything feels it."""
+        """True once an abort was requested, before any operation raises."""
         return self._is_cut
 
     def add_groups(self, groups: Sequence[ProcessGroup], device: torch.device) -> None:

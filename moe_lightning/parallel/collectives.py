@@ -163,7 +163,7 @@ def _hints(name: str) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of exactly the type that a field declares."""
+    """Return True if a value is of exactly the type that a field declares."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -179,7 +179,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _is_failure(value: Any) -> bool:
-    """Whether it is an exception with the stack that it came from, as torch sends them."""
+    """Return True for an exception with the stack that it came from, as torch sends them."""
     is_pair = type(value) is tuple and len(value) == 2
     return is_pair and isinstance(value[0], BaseException) and type(value[1]) is traceback.StackSummary
 
@@ -656,7 +656,7 @@ def check_versions(world: World, *, recovers: bool = False) -> None:
 
 
 def _differences(own: Mapping[str, str], first: Mapping[str, str]) -> dict[str, bool]:
-    """What differs, and whether plans differ for it."""
+    """Return the names of what differs, and True if plans differ for it."""
     names = [name for name in own if own[name] != first.get(name)]
     return {name: _changes_plans(name, own[name], first.get(name, "")) for name in names}
 
@@ -666,7 +666,9 @@ def _difference(own: Mapping[str, str], first: Mapping[str, str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that takes part in a plan; builds of one torch for different devices are one version."""
+    """Return the versions of everything that takes part in a plan; builds of one torch for different devices are one
+    version.
+    """
     return {
         "moe-lightning": sys.modules["moe_lightning"].__version__,
         "Python": platform.python_version(),

@@ -77,14 +77,14 @@ def background_options(device: torch.device, timeout: timedelta) -> dict[str, An
 
 
 def is_silent(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a group's collectives of a device's tensors run on the device, as NCCL's: only aborting the group ends
-    one whose peer is gone, and then it raises nothing. gloo's run on sockets of this process, on GPUs too.
+    """Return True if a group's collectives of a device's tensors run on the device, as NCCL's: only aborting the group
+    ends one whose peer is gone, and then it raises nothing. Those of gloo run on sockets of this process, on GPUs, too.
     """
     return device.type != "cpu" and group._get_backend(device).name() != "gloo"
 
 
 def has_failed(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a group has met an error that it notes and does not raise, as NCCL's."""
+    """Return True if a group has recorded an error without raising it, as NCCL does."""
     state = getattr(group._get_backend(device), "get_error", None)  # only NCCL can say
     return state is not None and state().name != "SUCCESS"
 
@@ -172,14 +172,14 @@ class ExchangeClock:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an exchange is under way now."""
+        """True while an exchange is running."""
         with self._lock:
             self._collect()
             return self._under_way > 0 or any(began.query() for began, _ in self._on_device)
 
     @property
     def seconds(self) -> float:
-        """Of all exchanges that have ended."""
+        """Seconds of all exchanges that have ended."""
         with self._lock:
             self._collect()
             return self._seconds
@@ -262,12 +262,12 @@ class World:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there are peers to talk to."""
+        """True if there are other ranks to communicate with."""
         return self.dense is not None
 
     @property
     def may_be_cut(self) -> bool:
-        """Whether somebody may cut its connections while its ranks talk."""
+        """True if the world may be aborted while its ranks communicate."""
         return self.is_cut is not _never
 
     @classmethod
@@ -306,14 +306,14 @@ class World:
 
     @cached_property
     def row_cut(self) -> RowCut:
-        """How dense parameters are cut here."""
+        """Sharding of dense parameters by rows."""
         if not self.shards:
             return RowCut.whole(self.size)
         return RowCut.among(self.shards, self.rank, tensors=1 if self.shape is None else self.shape.tp)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What collectives have left in a tensor, on the host: nothing that other ranks sent is judged or made final
-        before it was read so. An NCCL collective that is aborted raises nothing, it ends with any numbers.
+        """Copy the result of collectives to the host; nothing received from other ranks may be used or committed
+        before. An NCCL collective that is aborted raises nothing and ends with arbitrary numbers.
 
         Raises:
             WorldCutError: the world was cut before the collectives had certainly ended.
@@ -385,7 +385,7 @@ def _sharing(world: World, shards: Groups, shape: MeshShape, timeout: timedelta)
 
 
 def _own_group(groups: Sequence[tuple[int, ...]], rank: int, timeout: timedelta, purpose: str) -> ProcessGroup:
-    """Of all these groups, which every rank builds in one order, this rank's."""
+    """Build all these groups, on every rank in one order, and return this rank's."""
     own: ProcessGroup | None = None
     for ranks in groups:
         group = dist.new_group(list(ranks), timeout=timeout, group_desc=purpose)
@@ -455,7 +455,7 @@ def agree(world: World) -> None:
 
 
 def any_says(words: Sequence[bool], world: World) -> list[bool]:
-    """Whether any rank says so, word by word; collective, raises as `World.read`."""
+    """Return for each word True if it is true on any rank; collective, raises as `World.read`."""
     said = torch.tensor(words, dtype=torch.int32, device=world.device)
     all_reduce_(said, world)
     return [bool(count) for count in world.read(said)]
@@ -510,7 +510,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which slice of the global batch is this rank's; ranks along the other axes share it."""
+        """Index of this rank's slice of the global batch; ranks along the other axes share it."""
         return self.shape.index(self.whole.rank, "dp")
 
     @property
@@ -519,8 +519,8 @@ class Mesh:
         return self.shape.dp
 
     def speeds_of_slices(self, speeds: IntArray) -> IntArray:
-        """Of each slice of the global batch, int64 [data_size], from those of the ranks of a stage: it is as fast as
-        the slowest that computes it.
+        """Return the speed of each slice of the global batch, int64 [data_size], from those of the ranks of a stage: a
+        slice is as fast as the slowest rank that computes it.
         """
         slowest: IntArray = speeds.reshape(self.data_size, -1).min(axis=1)
         return slowest

@@ -47,7 +47,7 @@ class Sharers:
 
     @classmethod
     def of(cls, world: World) -> Sharers | None:
-        """Of this rank; None where it has its samples alone."""
+        """Return the sharers of this rank; None where it has its samples alone."""
         group = world.axis_groups.get("cp")
         return None if group is None else cls(rank=group.rank(), size=group.size(), world=world, group=group)
 
@@ -79,7 +79,7 @@ class Sharers:
         ]
 
     def differ(self, value: object) -> bool:
-        """Whether they have unlike values of JSON; the same answer on all of them."""
+        """Return True if they have unlike values of JSON; the same answer on all of them."""
         alone = replace(self.world, rank=self.rank, size=self.size, background=self.group)
         values = all_gather_json(value, alone)
         return any(other != values[0] for other in values)
@@ -99,7 +99,7 @@ def _all_to_all(pieces: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class ContextParallel:
-    """Where this rank's part of each sequence lies, and attention over whole sequences.
+    """This rank's part of each sequence, and attention over whole sequences.
 
     A module that mixes positions keeps one as its attribute `context`; the strategy puts its own there. Without a
     strategy, with `mesh.cp=1`, and outside of the strategy's steps, sequences are whole.
@@ -132,7 +132,7 @@ class ContextParallel:
 
     @property
     def is_cut(self) -> bool:
-        """Whether sequences are cut in the running step."""
+        """True if sequences are sharded in the running step."""
         return self._sharers is not None
 
     @property
@@ -229,7 +229,7 @@ class ContextParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sight:
-    """Which of K keys the queries see, which begin at position `first`; see `ContextParallel.attention`."""
+    """Mask of the K keys for queries that begin at position `first`; see `ContextParallel.attention`."""
 
     is_causal: bool
     documents_BK: Tensor | None

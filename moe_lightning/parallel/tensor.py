@@ -150,7 +150,7 @@ _POSITIONS = -2
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """How a parameter is dealt out.
+    """Sharding of a parameter.
 
     Attributes:
         dim: along which it is cut.
@@ -166,7 +166,7 @@ class Shares:
 
 
 class Style(Protocol):
-    """What happens to a module of a plan."""
+    """Treatment of a module in a plan."""
 
     def shares(self, module: Any) -> Mapping[str, Shares]:
         """The parameters that are cut, by their names in the module; called before any is."""

@@ -134,7 +134,7 @@ class State:
         return next((o.state[parameter] for o, _ in self.optimizers if parameter in o.state), {})
 
     def objects(self) -> dict[str, Any]:
-        """What is no tensor: hyperparameters of the groups and scalar states by parameter number."""
+        """Non-tensor state: hyperparameters of the groups and scalar states by parameter number."""
         result = {}
         for index, (optimizer, _) in enumerate(self.optimizers):
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -193,7 +193,7 @@ class State:
                     )
 
     def home_of(self, parameter: nn.Parameter) -> torch.device:
-        """Where the moments of a parameter lie."""
+        """Return the device of the moments of a parameter."""
         return torch.device("cpu") if self.on_host and parameter not in self.stack_of else parameter.device
 
     def placed(self, optimizer: Optimizer, parameter: nn.Parameter, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -222,12 +222,12 @@ class State:
 
 
 def counts_there(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's numbers of steps lie beside its parameters, where fused kernels read them."""
+    """Return True if an optimizer's step counts lie beside its parameters, where fused kernels read them."""
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def _whole_moment_shape(parameter: nn.Parameter, moment: Tensor) -> tuple[int, ...]:
-    """Of the whole moment."""
+    """Return the shape of the whole moment."""
     return tuple(whole_shape(parameter) if is_cut(parameter) else moment.shape)
 
 

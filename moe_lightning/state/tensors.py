@@ -35,7 +35,7 @@ _CUT = "moe_lightning_cut"
 
 
 def cut_of(tensor: object) -> TensorCut | None:
-    """How a tensor is cut of which this rank holds a part only; None: it is whole."""
+    """Return the sharding of a tensor; None if it is whole."""
     known: TensorCut | None = getattr(tensor, _CUT, None)
     if known is None and isinstance(tensor, DTensor):
         return TensorCut(shape=tuple(tensor.shape))
@@ -43,12 +43,12 @@ def cut_of(tensor: object) -> TensorCut | None:
 
 
 def is_cut(tensor: object) -> bool:
-    """Whether this rank holds a part of it only."""
+    """Return True if this rank holds only a part of it."""
     return isinstance(tensor, DTensor) or hasattr(tensor, _CUT)
 
 
 def cuts_of(module: nn.Module) -> dict[str, TensorCut]:
-    """How the parameters of a module are cut, under all of their names."""
+    """Return the sharding of a module's parameters, under all of their names."""
     found = {name: cut_of(p) for name, p in module.named_parameters(remove_duplicate=False)}
     return {name: cut for name, cut in found.items() if cut is not None}
 
@@ -62,12 +62,12 @@ def mark(parameter: nn.Parameter, cut: TensorCut | None) -> None:
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
+    """Return this rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """Of the tensor of which this rank may hold a part."""
+    """Return the shape of the tensor of which this rank may hold a part."""
     cut = cut_of(tensor)
     return tensor.shape if cut is None else torch.Size(cut.shape)
 
@@ -82,7 +82,7 @@ def rows_like(parameter: Tensor, rows: Tensor) -> Tensor:
 
 
 def blocks_of(cut: TensorCut, part: Part) -> Iterator[tuple[tuple[slice, ...], Block]]:
-    """What is in a part of a tensor: where it lies in the tensor that holds the part, and in the whole one."""
+    """Yield the blocks of a part of a tensor: their slices in the tensor that holds the part, and in the whole one."""
     at = 0
     for offsets, sizes in cut.blocks(part):
         begins = (at if dim == cut.dim else 0 for dim in range(len(sizes)))
@@ -94,7 +94,7 @@ def blocks_of(cut: TensorCut, part: Part) -> Iterator[tuple[tuple[slice, ...], B
 
 
 def part_of_whole(whole: Tensor, cut: TensorCut, part: Part) -> Tensor:
-    """What is in a part of a tensor."""
+    """Return the elements of a part of a tensor."""
     found = [whole[block.slices] for _, block in blocks_of(cut, part)]
     if not found:
         return whole.new_empty(cut.shape_of(part))
@@ -170,7 +170,7 @@ def frozen_base(module: nn.Module) -> frozenset[nn.Parameter]:
 
 
 def is_digest(key: str) -> bool:
-    """Whether a key of the state table is that of a digest."""
+    """Return True if a key of the state table is that of a digest."""
     name = key.rpartition("/")[2] if key.startswith("expert/") else key.rpartition("/")[0]
     return name.rpartition("/")[2].rpartition(".")[2] == BASE_DIGEST
 
@@ -188,7 +188,7 @@ def require_same_base(saved: Tensor, here: Tensor, key: str, where: str) -> None
 
 
 class Updates:
-    """What optimizers see of parameters in an update: plain tensors, see `updating_blocks`.
+    """Parameters as optimizers see them in an update: plain tensors, see `updating_blocks`.
 
     Args:
         on_host: whether dense parameters that lie on a device are seen as copies on the host; on CPUs that changes
@@ -278,7 +278,7 @@ def loading(optimizer: Optimizer, experts: Collection[nn.Parameter]) -> Generato
 
 
 def lies_on_a_device(parameter: nn.Parameter) -> bool:
-    """Whether an update on the host is one elsewhere."""
+    """Return True if an update on the host needs copies of the parameter."""
     return parameter.device.type not in ("cpu", "meta")
 
 
