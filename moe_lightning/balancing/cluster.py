@@ -1,9 +1,4 @@
-"""Shape of a world of ranks for planning, and the measures of an even division of work.
-
-The shape of a world of ranks: which node each rank lives on, how many expert slots it has, how fast it is.
-
-How even a division of work is, in the field's measures.
-"""
+"""Shape of a world of ranks for planning (nodes, expert slots, speeds), and the field's measures of balance."""
 
 from __future__ import annotations
 

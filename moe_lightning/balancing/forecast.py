@@ -1,17 +1,12 @@
-"""Forecast of loads, and measured speeds of ranks.
+"""Forecast of loads, the rule for planning again, and measured speeds of ranks.
 
-Tomorrow's loads from yesterday's, and when a plan made from them deserves to be made again.
+Routing is local in time: consecutive steps route alike, except at the start of training (Pro-Prophet IV-C).
+`LoadForecast` and `ReplanRule` are deterministic state machines of integers and of numbers that all ranks share, so all
+ranks agree without communication.
 
-Routing is local in time: consecutive steps route alike, except at the start of training (Pro-Prophet IV-C). Both
-classes are deterministic state machines of integers and of numbers that all ranks share, so all ranks agree without
-talking.
-
-From noisy times of one rank to speeds that all ranks agree on.
-
-A rank keeps a running mean of the seconds that a unit of its work takes (`RateMeter`) and tells it to the others as a
-few bits, with its standard error (`Reading`). All ranks hear the same integers and change what they take each other's
-speed for (`AgreedSpeeds`) only where a reading differs by more than its noise explains, so that plans follow machines
-and not jitter.
+A rank keeps a running mean of the seconds that a unit of its work takes (`RateMeter`) and sends it to the others as a
+few bits, with its standard error (`Reading`). All ranks receive the same integers and change a speed (`AgreedSpeeds`)
+only where a reading differs by more than its noise explains, so that plans follow machines and not jitter.
 
 Shapes: N ranks.
 """

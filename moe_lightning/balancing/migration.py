@@ -1,11 +1,8 @@
-"""Migration: the cheapest pairing of present and planned placement, and the states to move.
+"""Migration: the cheapest mapping of planned to present nodes, and the states to move.
 
-The assignment problem: pair rows with columns at the least total cost.
-
-From the states that ranks hold to a planned placement: who becomes which planned node, who sends what to whom.
-
-A plan names nodes arbitrarily, so it is first renamed to fit what the nodes already hold, by one mapping for all
-layers: separate mappings would move a little less and make the layers' fatal node sets unrelated (Lazarus 4.3).
+A plan names nodes arbitrarily, so it is first renamed to fit the present placement, by one mapping for all layers (an
+assignment problem): separate mappings would move a little less and make the layers' fatal node sets unrelated
+(Lazarus 4.3).
 
 Shapes: L layers, E experts, N ranks.
 """

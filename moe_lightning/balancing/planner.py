@@ -1,21 +1,12 @@
 """Planner of the load balancer: state machines of counts and costs, equal on every rank.
 
-Threads that plan beside the training, and what they promise: results do not depend on which thread ran when.
-
-Every chain is a sequence of tasks that run one after the other, in the order in which they were given, so that a state
-machine behind a chain goes through the same states as if it were called directly.
-
-What one layer's shadows are in the next step: a state machine of the layer's counts, the same on every rank.
-
-Shapes: E experts, N ranks.
-
-What the load balancer decides: a state machine of counts and costs that all ranks share, so all decide alike.
-
 Slow scale: placements, from the loads of the last steps, first after a few steps and then less and less often until
-`rebalance_every`. Fast scale: shadows, from the forecast of the next step, searched again when the kept plan is due.
+`rebalance_every`. Fast scale: each layer's shadow experts, from the forecast of the next step, searched again when the
+current plan is due.
 
-Planning runs in threads beside the training. Which plan a step uses does not depend on how fast they are: it is the one
-made from the counts of the step `lag` before, and a step waits for it.
+Planning runs in threads beside the training; the tasks of a chain run one after the other in the order given. The plan
+of a step does not depend on the speed of threads: it is the one made from the counts of the step `lag` before, and a
+step waits for it.
 
 Shapes: L layers, E experts, N ranks.
 """

@@ -1,21 +1,15 @@
 """Repair of placements for a changed world: surviving replicas stay, few are added or moved.
 
-One layer's replicas while they are repaired: which rank holds what, who may leave, who may come.
-
-Experts, the nodes that hold them and the ranks of these nodes form a flow network: every expert sends `floor` units, at
-most one through each node, and every rank takes as many as it has slots. Where no slot is free for an expert, a
-search finds a chain of replicas that make way for each other; those that travel anyway are asked before those that
-would have to be copied.
-
-Placements for a changed world: replicas that are left stay, and as few as possible are added or moved.
-
 Lazarus plans a new world from scratch and then permutes the nodes (4.3). Here the placement is repaired, because a
-recovery is waited for: what a dead rank held is spread over the others, what a new rank needs comes from the fullest
+recovery is waited for: replicas of a dead rank are spread over the others, those of a new rank come from the fullest
 ones. A load-aware placement may follow later, between steps.
 
-How many nodes can hold each expert is exact: rows of f ones fit columns of at most u_n ones if and only if f * E is at
-most the sum of min(u_n, E) (Gale and Ryser, for rows that are alike). What the greedy repair cannot place, augmenting
-paths do (`repair_table`).
+The number of nodes that can hold each expert is exact: rows of f ones fit columns of at most u_n ones if and only if
+f * E is at most the sum of min(u_n, E) (Gale and Ryser, for rows that are alike). What the greedy repair cannot place,
+augmenting paths do. Experts, the nodes that hold them and the ranks of these nodes form a flow network: every expert
+sends `floor` units, at most one through each node, and every rank receives as many as it has slots. Where no slot is
+free for an expert, a search finds a chain of replicas to move; those that are sent anyway come before those that would
+have to be copied.
 
 Shapes: L layers, E experts, N ranks.
 """

@@ -1,4 +1,4 @@
-"""Brings each token to a replica of its expert and the result back.
+"""Dispatcher: sends each token to a replica of its expert and the result back.
 
 Shapes: T tokens and K choices of this rank, E experts, N ranks, S slots and H shadows of this rank, M rows, D model
 width.
@@ -54,8 +54,8 @@ class Dispatched:
     Attributes:
         rows_MD: for this rank's slots and then for its shadows, sorted by both; differentiable.
         tokens_per_slot_S: int64, rows that this rank computes for each of its slots.
-        tokens_per_shadow_H: int64, rows for each expert that visits this rank, ascending; None where no expert of the
-            layer visits any rank.
+        tokens_per_shadow_H: int64, rows for each shadow expert on this rank, ascending; None where no expert of the
+            layer has a shadow.
         resident_rows: sum of tokens_per_slot_S, on the host.
         handle: for `Dispatcher.combine`.
     """
@@ -68,24 +68,24 @@ class Dispatched:
 
 
 class Dispatcher:
-    """Dispatch under one layer's placement; it keeps no state between micro-batches but the statistics of the last one.
+    """Dispatcher of one layer under its placement; between micro-batches it keeps only statistics of the last one.
 
     Args:
         placement: replicas [E, N].
         world: the ranks.
-        groups: dispatch groups; tokens travel only inside the group of their rank.
+        groups: dispatch groups; tokens are sent only inside the group of their rank.
         quota: "balanced" over ranks, or "equal" per replica.
         slot_experts: this rank's slots in their order, -1 where vacant; None: its experts, ascending.
         layer: ordinal of the MoE layer, for messages.
-        backend: carries the rows: a name in `DISPATCH_BACKENDS`.
+        backend: transport of the rows: a name in `DISPATCH_BACKENDS`.
         plan_on: "host", which waits for the counts of every micro-batch, or "device", see `dispatch.transports`.
 
     Attributes:
         last_rank_loads: int64 [N], rows that each rank computed in the last planned micro-batch; None for a world of
             one rank, and where the host does not know.
-        local_word: a 63-bit number of this rank's that travels with its counts.
-        plans_on_device: whether the host learns no counts.
-        gathered_words: those of all ranks, from the last counts; empty before any.
+        local_word: a 63-bit number of this rank that is sent with its counts.
+        plans_on_device: True if the host reads no counts.
+        gathered_words: `local_word` of all ranks, from the last counts; empty before any.
 
     Raises:
         ConfigurationError: the placement does not fit the world, a group lacks an expert, an unknown name, or what a
@@ -145,17 +145,17 @@ class Dispatcher:
 
     @classmethod
     def local(cls, num_experts: int) -> Dispatcher:
-        """All experts on the one rank there is."""
+        """Return a dispatcher of one rank with all experts."""
         return cls(uniform_placement(num_experts, 1), World.single(), [(0,)])
 
     @property
     def last_sent_rows(self) -> int:
-        """That left this rank in the last dispatch."""
+        """Rows that this rank sent in the last dispatch."""
         return self._backend.sent_rows
 
     @property
     def last_sent_bytes(self) -> int:
-        """That left this rank in the last dispatch."""
+        """Bytes that this rank sent in the last dispatch."""
         return self._backend.sent_bytes
 
     @property
@@ -201,7 +201,7 @@ class Dispatcher:
             raise ConfigurationError(f"plan='device' {lack}, or use plan='host'")
 
     def _sign(self) -> None:
-        """Take the fingerprint of what this rank plans by."""
+        """Update the fingerprint of this rank's placement, shadows and speeds."""
         self._plan_print = self._placement_print
         if self._shadows is not None:
             self._plan_print ^= fingerprint(self._shadows.shadows, self._shadows.homes, self._shadows.quota_rule)
@@ -212,7 +212,7 @@ class Dispatcher:
         """All ranks' assignments per expert, int64 [N, E], on the host; the layer's one synchronisation of host and
         device with several ranks. On the device, and no synchronisation, where plans are made there.
 
-        A hash of this rank's placement, shadows, speeds and latest quota travels along, and what it tells.
+        A hash of this rank's placement, shadows, speeds and latest quota is sent along, and `local_word`.
 
         Raises:
             ConfigurationError: on every rank, some plan otherwise than others.
@@ -260,14 +260,14 @@ class Dispatcher:
         *,
         is_training: bool = True,
     ) -> Dispatched:
-        """Bring this rank's tokens to their experts, and others' here.
+        """Send this rank's tokens to their experts, and receive those of other ranks.
 
         Args:
             x_TD: tokens.
             expert_ids_TK: their choices, -1 where dropped.
             counts_NE: assignments of every rank after drops, from `gather_counts`.
-            overlap_fn: what this process does while the rows travel; not called in a world of one rank.
-            is_training: whether this is no evaluation.
+            overlap_fn: called while the rows travel; not called in a world of one rank.
+            is_training: False in evaluation.
         """
         if self.world.size == 1:
             by_expert = self.sorted_by_slot(expert_ids_TK)

@@ -1,4 +1,4 @@
-"""Which rank holds which experts: the placement and the groups of ranks that dispatch among themselves."""
+"""Expert placement: replicas of experts on ranks, and the groups of ranks that dispatch among themselves."""
 
 from __future__ import annotations
 

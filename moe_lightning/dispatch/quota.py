@@ -1,33 +1,21 @@
-"""Quotas: how many tokens of each expert every holder computes, and which rank sends them.
+"""Quotas: tokens of every expert that each holder computes, and the ranks that send them.
 
-How fast ranks are, in integers that all ranks know, and what loads and shares follow from them.
+Integers throughout, so that every rank of a heterogeneous cluster finds the same numbers. A speed is a fixed-point
+number with the unit `ONE_SPEED`; only ratios matter. A rank's *time* is its load at the speed of the fastest rank: with
+equal speeds, times are loads.
 
-A speed is a fixed-point number with the unit `ONE_SPEED`; only ratios matter. A rank's *time* is its load at the speed
-of the fastest rank: with equal speeds times are loads, and everything here gives the integers of ranks that nobody has
-timed.
+An equal split per replica leaves ranks with two hot experts overloaded. Here the holders of an expert share its tokens
+in proportion to a weight per rank, and the weights fall on overloaded ranks and rise on idle ones (multiplicative
+weights). The best split found is then finished token by token, because weights converge slowly where a few ranks are
+the only holders of some experts. That is a transportation problem: tokens are pushed along shortest paths of shared
+experts from crowded ranks, all paths of one length together (Dinic), until every rank is within 0.8 percent of a lower
+bound of the busiest. Where no path is left, the reachable ranks share tokens without other holders: their mean is a
+better bound, and the search continues with it. The search runs on the list of (expert, rank) pairs, not on the dense
+table.
 
-Shapes: N ranks.
+`dispatch_splits` then matches senders and receivers such that as few tokens as possible are sent.
 
-The last step of a quota: whole tokens move from crowded ranks to roomy ones, through the experts that they share.
-
-Which tokens of an expert its holders compute is a transportation problem, and a split is best when no path of shared
-experts leads from the busiest rank to one with less work. Tokens are pushed along shortest paths, all paths of one
-length together (Dinic), until every rank is within 0.8 percent of a lower bound of the busiest. Where no path is left,
-the ranks that can be reached share tokens that nobody else holds: their mean is a better bound of every split, and the
-search goes on from there. The busiest rank is the one that takes longest: limits are times, and a rank's limit in
-tokens follows its speed. Integers throughout, so every rank finds the same split.
-
-How many tokens of each expert every holder computes: balanced over ranks, in integers, the same on every rank.
-
-An equal split per replica balances each expert for itself; ranks that hold two hot experts stay overloaded. Here the
-holders of an expert share its tokens in proportion to a weight per rank, and the weights fall on overloaded ranks and
-rise on idle ones (multiplicative weights); the best split met is then finished token by token (`quota_flow`), for
-weights converge slowly where a few ranks hold what nobody else does. Where ranks differ in speed, what is balanced is
-their time. The search runs on the list of (expert, rank)
-pairs, not on the dense table, and in fixed-point integers, so that every rank of a heterogeneous cluster finds the same
-numbers.
-
-Who sends which tokens to whom, so that every rank computes its exact quota and as few tokens as possible travel.
+Shapes: E experts, N ranks, P pairs of an expert and a rank that holds it.
 """
 
 from __future__ import annotations
@@ -120,7 +108,7 @@ class Pace:
 
     @cached_property
     def fastest(self) -> int:
-        """The speed in which times are told."""
+        """Speed in whose time unit times are expressed."""
         return int(self.speeds.max())
 
     @cached_property
@@ -499,7 +487,7 @@ def balanced_quota(tokens: IntArray, replicas: IntArray, speeds: IntArray | None
 
 
 def weighted_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
-    """`balanced_quota` for equally fast ranks without its search token by token, whose length nobody knows: where
+    """`balanced_quota` for equally fast ranks without its search token by token, whose length is unknown: where
     the weights have not come within 0.8 percent of the bound, they go on instead, for 48 rounds.
 
     Args:

@@ -1,17 +1,12 @@
 """Replicas of experts: their stacked parameters, the sum of their gradients, and the comparison of their bits.
 
-Who holds which expert: the stacked parameters of a MoE layer, the slots of this rank and the placement over all.
+The flat gradient of an expert with m holders is split into m pieces. One exchange sends all copies of piece j to holder
+j, which adds them in rank order, so that replicas stay bit-identical (law L3); a second one sends the sum to the other
+holders. This is the bandwidth-optimal reduce-scatter and all-gather, for all experts of all layers in two collectives
+and without a process group per expert. Where two ranks hold an expert, exchanging whole copies moves as many bytes in
+one exchange; where that holds for all, or little is sent at all, each holder adds the copies itself.
 
-Sums the gradients of an expert's replicas over the ranks that hold it, so that all replicas stay bit-identical
-(law L3).
-
-The flat gradient of an expert with m holders is cut into m pieces. One exchange brings all copies of piece j to
-holder j, which adds them in rank order; a second exchange hands the sum to the other holders. That is the
-bandwidth-optimal reduce-scatter and all-gather, done for all experts of all layers in two collectives and without a
-process group per expert. Where two ranks hold an expert, sending whole copies both ways moves as many bytes in one
-exchange, so where that holds for all, or little is sent at all, each holder adds the copies itself.
-
-Compares the replicas of experts over the ranks that hold them: one sum of bits for each, one collective for all.
+Replicas are compared by one sum of bits for each, in one collective.
 
 Shapes: S slots of this rank, E experts of a layer, T experts of all layers.
 """

@@ -1,21 +1,14 @@
-"""Experts of one layer as stacked parameters, dense feed-forward layers, four-bit weights.
+"""Experts of one layer as stacked parameters, dense feed-forward layers, and four-bit weights.
 
-Four-bit weights of experts: blockwise NF4, dequantised one expert at a time inside the grouped product.
+Row s of each stack belongs to the expert in slot s, or is vacant. A new placement overwrites rows in place, so neither
+parameters nor the optimizer are rebuilt. Every expert is initialized from a generator of its own, keyed by (layer seed,
+expert, tensor): the weights do not depend on the placement.
 
-Blocks of 64 numbers share their largest magnitude; each number is the nearest of 16 quantiles of a normal distribution.
-Source: QLoRA (arXiv 2305.14314), section 3 and appendix E; scales are kept in float32, not quantised once more.
+Four-bit weights are blockwise NF4, dequantized one expert at a time inside the grouped product. Blocks of 64 numbers
+share their largest magnitude; each number is the nearest of 16 quantiles of a normal distribution. Source: QLoRA (arXiv
+2305.14314), section 3 and appendix E; scales are kept in float32, not quantized once more.
 
-Shapes: M rows sorted by slot, S slots, an expert's matrix [D, F] of P = D * F numbers.
-
-The experts of one layer as stacked parameters: row s of each belongs to the expert in slot s, or is vacant.
-
-A new placement overwrites rows in place, so neither parameters nor the optimizer are rebuilt. Every expert is
-initialised from a generator of its own, keyed by (layer seed, expert, tensor): the weights do not depend on where an
-expert lives.
-
-Shapes: M rows sorted by slot, S slots, D model width, F expert width.
-
-The dense feed-forward layer, of the same shape as one expert.
+Shapes: M rows sorted by slot, S slots, D model width, F expert width, an expert's matrix [D, F] of P = D * F numbers.
 """
 
 from __future__ import annotations

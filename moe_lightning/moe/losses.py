@@ -1,10 +1,6 @@
-"""Auxiliary losses of routing, and means over the global batch.
+"""Auxiliary losses of routing, means over the global batch, and placeholders of blocks in other pipeline stages.
 
-What stands in a model for a block that other ranks compute, in another stage of a pipeline.
-
-Auxiliary losses of routing, and what makes means and sums over parts of a batch those over the global batch.
-
-The mean of an auxiliary loss is per token, so that weighing ranks by samples gives the mean over the global batch.
+The mean of an auxiliary loss is per token, so that weighting ranks by samples gives the mean over the global batch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Random numbers keyed by the position of a sample in the global stream.
-
-Randomness that depends on where a sample lies in the global stream, not on which rank computes it (law L1).
+"""Random numbers keyed by the position of a sample in the global stream (law L1).
 
 Noise of routers, jitter and dropout are functions of (seed, step, layer tag, global row): slicing the batch over more
-ranks or micro-batches changes none of them. The numbers come from a counter-based hash (splitmix64's finaliser), so no
-generator state exists to be saved.
-
-What modules read beside their inputs, for a backward pass that computes them again when other batches have come.
+ranks or micro-batches changes none of them. The numbers come from a counter-based hash (splitmix64's finalizer), so no
+generator state exists to be saved. `remembering` restores what modules read beside their inputs when a backward pass
+computes them again.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Recorded and replayed routing: the experts of every token, in memory and on disk.
 
-Which experts each token of a run took, on disk: a directory of safetensors files, one for each piece of a step.
+For fine-tuning on text that an inference engine generated (its router and the trainer's differ in the last digits, and
+so in choices), and for comparing runs token by token. Choices are forced, weights are not: they come from the scores of
+the router that trains, with their gradients.
 
+On disk a directory of safetensors files, one for each piece of a step:
 `step-00000012.sample-000008.part-0-of-1.safetensors` holds `expert_ids`, integers [samples, positions, layers, K], of
 the samples that follow the 8th one of the global batch of step 12, in its order; -1 in all K where the router shall
 choose. Where several ranks share samples, each writes its part of their positions. A file may hold all samples of a
-step, as an inference engine writes them; what lies twice is alike.
-
-Which experts each token took, kept and forced again: for fine-tuning on what an inference engine generated (its
-router and the trainer's part in the last digits, and so in choices), and for comparing runs token by token.
-
-Choices are forced, weights are not: they come from the scores of the router that trains, with their gradients.
+step, as an inference engine writes them; entries that occur twice are equal.
 
 Shapes: B samples, L positions, T = B * L tokens, K choices, layers in the order of the model's modules.
 """

@@ -1,11 +1,5 @@
 """Routers: the K experts of each token and their weights, capacities and groups.
 
-Limits of what tokens choose: the capacity of experts, and the groups of them that a token may use.
-
-Shapes: T tokens of this rank, K choices, E experts, G groups of experts.
-
-Routers: which K experts a token goes to and with what weight.
-
 Shapes: T tokens of this rank, K choices, E experts, D model width, G groups of experts.
 """
 

@@ -1,20 +1,15 @@
 """Abort of process groups: collectives that wait for a dead or stopped peer raise at once.
 
-TCP for small messages that somebody waits for, also where packets are lost.
-
-Cuts the connections of process groups, so that collectives blocked on a dead or stopped peer raise at once.
-
 gloo's own abort and shutdown do nothing, and a peer of a stopped process never sees an error. Shutting a *connected*
-TCP socket down wakes every operation that waits on it, from any thread, whoever called it (DDP's reducer, third-party
-code). Only reading is shut down: gloo then fails all that is under way on the connection and closes it, while a write
-that failed as an answer to the peer's last word would be forgotten together with whoever waits for it. Listening
-sockets must be left alone: gloo aborts the process when accept fails. NCCL groups are aborted through their own call.
+TCP socket down wakes every operation that waits on it, from any thread, also in DDP's reducer and third-party code.
+Only reading is shut down: gloo then fails all operations on the connection and closes it, while a failed write of the
+last answer would be lost together with its waiting peer. Listening sockets are left alone, because gloo aborts the
+process when accept fails. NCCL groups are aborted through their own call.
 
-Closes the ports of gloo once the groups are built: it knows no password, and keeps whatever connects to it.
+gloo has no authentication and accepts any connection. Once the groups are built, a socket filter on its listeners drops
+packets that would open new connections; established connections do not pass the filter. Linux only.
 
-gloo has no call for that, and aborts the process when its listener fails. So the listener is left as it is, and the
-kernel drops what comes to it: a socket filter on a listening socket sees every packet that would open a connection,
-and connections that it has already made do not pass it. Linux only; elsewhere the ports stay open.
+`tune` sets TCP options for small messages with a waiting reader, also where packets are lost.
 """
 
 from __future__ import annotations

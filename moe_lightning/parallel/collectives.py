@@ -1,34 +1,18 @@
-"""Collectives for objects and named tensors, without pickle.
+"""Collectives for objects and named tensors without pickle, and agreement of ranks on plans and versions.
 
-What ranks tell each other when a user saves with `torch.distributed.checkpoint`, taken apart and put together again.
-
-Exactly the classes below travel, each with fields of the types that it declares; a failure of a rank travels as words.
-What is made of a message is data that torch's planners look at: none of the constructors runs anything of a sender's.
-
-Objects as bytes and back, without pickle: what arrives from another process can be wrong, but it cannot run code.
-
-A message is a JSON tree and, behind it, the raw bytes of tensors, arrays and byte strings in the order in which the
-tree names them. JSON's own values stand for themselves; everything else is a node {"tag": content}:
+A received message can be wrong, but it cannot run code. A message is a JSON tree and, behind it, the raw bytes of
+tensors, arrays and byte strings in the order of the tree. JSON's own values stand for themselves; everything else is a
+node {"tag": content}:
 
     magic "MOELOBJ1" | bytes of the tree, u64 | tree | bytes
 
-Types are matched exactly: an instance of a subclass is refused rather than turned into what it inherits from. Of
-classes only those of `records` travel.
+Types are matched exactly: an instance of a subclass is refused. The only classes are those that
+`torch.distributed.checkpoint` exchanges in a save, each with fields of its declared types; an error travels as text.
+torch's own object collectives (`all_gather_object` and others), which unpickle and which users' modules and metrics
+call, use the same codec in a process that trains with others.
 
-torch's own object collectives without pickle.
-
-Users' modules, metrics (mean average precision in torchmetrics) and compilers call
-`torch.distributed.all_gather_object` and its relatives, which unpickle what peers send, and ask no strategy. So in a
-process that trains with others these collectives carry what the codec carries, and refuse the rest in a sentence.
-
-Objects and named tensors of several ranks, without pickle: names and shapes travel as JSON, the bytes of each dtype
-as one exchange, objects by the codec.
-
-Whether ranks that decide alone decide alike: their versions when they meet, their plans as they use them.
-
-Ranks derive placements, shadows and quotas from the same numbers without asking each other. A rank that comes to
-another result (another library, another file) would send rows that nobody expects, so a hash of what it is about to do
-travels with the counts that it sends anyway.
+Ranks derive placements, shadows and quotas from the same numbers without communication. A rank with another result
+(another library, another file) would send rows that no rank expects, so a hash of its plan is sent with its counts.
 """
 
 from __future__ import annotations

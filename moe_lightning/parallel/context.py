@@ -1,22 +1,14 @@
-"""Process groups of one world of ranks, and the coordinates of a rank along each axis of the mesh.
+"""Parallel context: process groups of one world, a rank's coordinates on the mesh, and clocks of exchanges.
 
-What NCCL needs and gloo does not: settings before its first group, and groups that fail or end without a word.
+A `World` holds three groups over all its ranks: *dense* (torch's default group) for dense gradients and agreements,
+*compute* for token dispatch and combine, *background* for everything that overlaps with it (replica gradients, shadow
+experts, migrations). Beside them there is one group along each mesh axis but dp that has several ranks (pp, cp, tp),
+and, where dense parameters are sharded, one of the ranks that share a copy and one of those with the same part of other
+copies. With pipeline parallelism each stage is a world of its own with three such groups. Ranks without data exchange
+zero rows, so a new placement or new dispatch groups build no process group.
 
-None of it has run on a GPU.
-
-How long a rank's token exchanges or waits for other stages take, and whether one is under way.
-
-One membership of ranks and the three process groups that everything runs on.
-
-Dense gradients and what the ranks agree on run on the *dense* group, token dispatch and combine on the *compute* group,
-everything that may overlap with it (replica sums, shadows, migrations) on the *background* group. All span the whole
-world: ranks that have nothing to say to each other exchange zero rows, so a change of placement or of dispatch groups
-never builds a group.
-
-Where a rank stands in its run: another coordinate for each purpose, over one mesh of ranks.
-
-What a rank computes on (its slice of the batch), whom it exchanges tokens with, what it writes into a checkpoint and
-whom it fails with are four questions. With data parallelism alone the rank in the world answers all of them.
+`Mesh` adds a rank's coordinates: its slice of the batch, its dispatch peers, its stage and its failure domain. NCCL's
+settings and the handling of its silent aborts are here, too; these have not run on a GPU.
 """
 
 from __future__ import annotations
@@ -51,12 +43,12 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_environment(*, is_elastic: bool) -> None:
-    """Say what NCCL and torch's part of it read before their first group; what a user has set stays.
+    """Set the variables that NCCL and torch read before their first group; values set by the user stay.
 
     Args:
         is_elastic: ranks outlive their world.
     """
-    # Three communicators run side by side, and their kernels must start in one order on all ranks.
+    # Several communicators run side by side, and their kernels must start in one order on all ranks.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if is_elastic:  # torch's watchdog would end a survivor whose groups we are about to abort
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -115,8 +107,8 @@ def stamp(device: torch.device) -> Any:
 
 
 class ExchangeClock:
-    """Adds up the seconds of this rank's exchanges on the compute group, waits for slower peers and what the process
-    does meanwhile included. It counts nothing, and costs nothing, before `watch`.
+    """Clock of this rank's exchanges on the compute group, including waits for slower peers and overlapped work. It
+    counts nothing, and costs nothing, before `watch`.
 
     On a GPU a host call returns before its exchange begins, so the device's own events are timed.
 
@@ -133,7 +125,7 @@ class ExchangeClock:
         self.listener: Callable[[bool], None] | None = None
 
     def __reduce__(self) -> tuple[type[ExchangeClock], tuple[()]]:
-        """Models that know their world are copied and pickled; a copy counts for itself, from nothing."""
+        """Models with a world are copied and pickled; a copy counts for itself, from zero."""
         return ExchangeClock, ()
 
     def watch(self) -> None:
@@ -209,8 +201,7 @@ class World:
         rank: this process, 0-based.
         size: number of ranks.
         device: where this rank's tensors live.
-        dense: group of dense sums, broadcasts and agreements. This and the other groups are None when the world is one
-            rank.
+        dense: group of dense sums, broadcasts and agreements. All groups are None in a world of one rank.
         compute: group of dispatch and combine.
         background: group of transfers that overlap with compute.
         shards: ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; in a
@@ -220,7 +211,7 @@ class World:
         copy_group: the ranks that hold the same part of other copies; None where there is one copy.
         shape: ranks along the axes of the mesh; None: all of them are data-parallel.
         axis_groups: this rank's group along each axis but dp that has several ranks.
-        is_cut: whether somebody has cut the connections of this world.
+        is_cut: returns True once this world is aborted.
         stage: the ranks of this rank's pipeline stage; None where there is one stage.
         exchanges: the clock of this rank's exchanges on the compute group.
         bubbles: the clock of this rank's waits for other stages of a pipeline.
@@ -243,7 +234,7 @@ class World:
     bubbles: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> World:
-        """A copy of a model talks to the same ranks over the same groups, which cannot be copied."""
+        """Share the groups, which cannot be copied, between the copies of a model."""
         return replace(self, exchanges=ExchangeClock(), bubbles=ExchangeClock())
 
     @classmethod
@@ -253,7 +244,7 @@ class World:
 
     @classmethod
     def offline(cls, rank: int, size: int, device: torch.device, shape: MeshShape | None = None) -> World:
-        """The place that a process expects in a world that it has not joined yet: no groups, so no communication."""
+        """World that a process has not joined yet: no groups, so no communication."""
         world = cls(rank=rank, size=size, device=device, shape=shape)
         if shape is None or shape.pp == 1:
             return world
@@ -316,14 +307,14 @@ class World:
         before. An NCCL collective that is aborted raises nothing and ends with arbitrary numbers.
 
         Raises:
-            WorldCutError: the world was cut before the collectives had certainly ended.
+            WorldCutError: the world was aborted before the collectives had certainly ended.
         """
         host = tensor.cpu()
         self.require_whole()
         return host
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given; raises as `read`."""
+        """Wait for all work of the device; raises as `read`."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self.require_whole()
@@ -331,14 +322,14 @@ class World:
     def require_whole(self) -> None:
         """
         Raises:
-            WorldCutError: the world was cut, or a group of it has met an error that raised nothing.
+            WorldCutError: the world was aborted, or one of its groups has recorded an error without raising it.
         """
         is_elsewhere = self.device.type != "cpu"
         if self.is_cut() or (is_elsewhere and any(has_failed(group, self.device) for group in self.groups)):
             raise WorldCutError("the world was cut while its ranks talked: what arrived is not used")
 
     def close(self) -> None:
-        """Give back the groups made here; the dense one, torch's default group, belongs to who made it."""
+        """Destroy the groups built here; the dense one, torch's default group, is destroyed by its creator."""
         for group in self.groups:
             if group is not self.dense and dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -441,14 +432,14 @@ def loopback_variables() -> dict[str, str]:
 
 
 def common_store() -> Store | None:
-    """The keys that all ranks of torch's default group share, for words that take no part in a collective; None where
-    there is no group. Each call may fail with a DistError when the group ends.
+    """Return the store of torch's default group, for messages outside of collectives; None without a group. Each call
+    may fail with a DistError when the group ends.
     """
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def agree(world: World) -> None:
-    """Wait until all ranks have come here with everything arrived that they were sent; raises as `World.read`."""
+    """Barrier: wait until all ranks have called it and received everything sent to them; raises as `World.read`."""
     word = torch.zeros(1, device=world.device)
     all_reduce_(word, world)
     world.read(word)
@@ -550,5 +541,5 @@ class Mesh:
         return DeviceMesh(self.whole.device.type, layout, mesh_dim_names=AXES)
 
     def close(self) -> None:
-        """Give back the groups made for this mesh and its worlds; the default group belongs to who made it."""
+        """Destroy the groups built for this mesh and its worlds; the default group is destroyed by its creator."""
         self.whole.close()

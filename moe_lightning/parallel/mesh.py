@@ -1,13 +1,10 @@
 """Mesh of ranks: size and order of its axes, and the groups that share dense parameters.
 
-Which ranks share one copy of the dense parameters when they are cut (FSDP, hybrid FSDP, tensor parallelism), and
-what of them is whose.
-
-How many ranks stand along each axis of a run, and who stands where.
-
 Axes from the outermost to the innermost, as their traffic grows: pp (pipeline stages), dp (data), cp (context: parts of
 a sequence), tp (tensor: parts of a layer). rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index, so the
-ranks of a stage are consecutive, and those of a tensor group are neighbours, who share a node where it is large enough.
+ranks of a stage are consecutive, and those of a tensor group are neighbors, on one node where it is large enough.
+
+`RowCut` and `TensorCut` describe sharded dense parameters (FSDP, hybrid FSDP, tensor parallelism).
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Context parallelism: attention over sequences that several ranks share.
+"""Context parallelism: each of several ranks computes one part of every sequence.
 
-Exchanges among the ranks that share samples: pieces of one dimension of tensors for pieces of another.
-
-Attention over sequences that several ranks share: each computes one part of every sequence (context parallelism).
-
-Everything but attention works on positions one by one. Attention gives sequence for heads: an all-to-all leaves every
-rank whole sequences of its share of the heads, and another one undoes it (DeepSpeed-Ulysses, arXiv 2309.14509). Where
+Everything but attention works on positions one by one. Attention exchanges sequence for heads: one all-to-all gives
+each rank whole sequences of its share of the heads, another one undoes it (DeepSpeed-Ulysses, arXiv 2309.14509). Where
 the heads of keys and values do not divide, ranks gather keys and values and keep their own queries.
 
 Shapes: B sequences, H heads, L positions of this rank, C head size.

@@ -1,9 +1,9 @@
-"""The vocabulary of checkpointed state: pieces of tensors under keys, and their description as JSON.
+"""Pieces of tensors under keys, as checkpoints hold them, and their description as JSON.
 
-Keys (see the design of the checkpoint): `expert/{layer}/{expert}/{weight|master|exp_avg|exp_avg_sq}/{name}` for
-experts, which partial checkpoints may carry over from an older version, and any other key (`dense/...`, `trainer`,
-`rng/{rank}`, ...) for state that every checkpoint holds anew; `replay/{layer}/{expert}/{step}/{name}` for the weights
-that an expert computes with after a step of a window (`checkpoint/schedule.py`).
+Keys: `expert/{layer}/{expert}/{weight|master|exp_avg|exp_avg_sq}/{name}` for experts, which partial checkpoints may
+carry over from an older version; `replay/{layer}/{expert}/{step}/{name}` for the weights that an expert computes with
+after a step of a window (`checkpoint/schedule.py`); any other key (`dense/...`, `trainer`, `rng/{rank}`, ...) for state
+that every checkpoint holds anew.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The state table: every piece of a run's state under its key, and who holds it.
+"""State table: every piece of a run's state under its key, with the ranks that hold it.
 
-Snapshots, checkpoints in one file and in directories, broadcasts to newcomers, sharded optimizers and inventories read
-it; nobody else knows what a run consists of. Keys are those of `pieces.py` and do not depend on ranks: a scope is
-"weight", "master", "buffer" or the name of an optimizer state ("exp_avg", ...).
+Snapshots, checkpoints in one file and in directories, broadcasts to new ranks, sharded optimizers and inventories read
+it. Keys are those of `pieces.py` and do not depend on ranks: a scope is "weight", "master", "buffer" or the name of an
+optimizer state ("exp_avg", ...).
 """
 
 from __future__ import annotations

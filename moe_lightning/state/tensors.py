@@ -1,16 +1,13 @@
-"""Tensors of which a rank holds a part: rows, frozen base weights, optimizer states in host memory.
+"""Tensors of which a rank holds a part: sharded parameters, frozen base weights, optimizer states in host memory.
 
-Tensors of which a rank holds a part, as the plain tensors that they hold: DTensors cut by rows over a shard group,
-and parameters, DTensors among them, that say themselves how they are cut by tensor index (tensor parallelism).
+Sharded parameters are DTensors (rows over a shard group) or carry their sharding by tensor index (tensor parallelism);
+here they are seen as the plain tensors of this rank. Of weights that adapters leave frozen, checkpoints hold a digest,
+which a restore compares with that of the present weights.
 
-Weights that are never trained, under adapters: checkpoints hold a digest of them in their place, and a restore
-compares it with that of the weights that are here.
-
-Optimizer states of dense parameters in host memory, where their updates are made, too (ZeRO-Offload, Ren et al.
-2021, 4.1); those of experts stay on their device, where placements move them.
-
-In a step gradients and weights come down into page-locked copies, and new weights go up. Weights come down each time
-because the device's are the ones that count: restores, broadcasts and users change those.
+Optimizer states of dense parameters may lie in host memory, where their updates run (ZeRO-Offload, Ren et al. 2021,
+4.1); those of experts stay on their device, where placements move them. In a step gradients and weights are copied down
+to page-locked memory and new weights up. Weights are copied down each time because restores, broadcasts and users
+change those on the device.
 """
 
 from __future__ import annotations
