@@ -230,7 +230,7 @@ class ActivationKernels(Protocol):
         ...
 
 
-class Sharing(NamedTuple):
+class QuotaRounds(NamedTuple):
     """Rule by which the holders of an expert share its tokens, see `dispatch.quota.weighted_quota`.
 
     Attributes:
@@ -268,7 +268,9 @@ class Runs(NamedTuple):
 
 
 class PlanKernels(Protocol):
-    def plan_rows(self, tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
+    def plan_rows(
+        self, tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaRounds
+    ) -> tuple[Tensor, Tensor]:
         """int64 [E, N] each: rows of each expert that the rank sends to, and receives from, every rank."""
         ...
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import autograd, backends, buffers, reference, torch_kernels
-from moe_lightning.kernels.interface import ACTIVATIONS, Choice, Draw, ExpertSort, Routed, Runs, Sharing, is_gated
+from moe_lightning.kernels.interface import ACTIVATIONS, Choice, Draw, ExpertSort, QuotaRounds, Routed, Runs, is_gated
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -495,7 +495,7 @@ def expert_activation(h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = N
     return result
 
 
-def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
+def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaRounds) -> tuple[Tensor, Tensor]:
     """Rows of each expert that a rank sends to, and receives from, every rank: the integers of
     `dispatch.quota.weighted_quota` or, without rounds, `equal_quota`, and of `dispatch.quota.dispatch_splits`.
 

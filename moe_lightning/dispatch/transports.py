@@ -151,7 +151,7 @@ class DevicePlanner:
             torch.tensor([expert if expert >= 0 else num_experts for expert in slot_experts], dtype=torch.int64),
             torch.tensor([fingerprint]),
         ]
-        self._rules = ops.Sharing(*sharing_rounds(len(placement.pairs.ranks)))
+        self._rules = ops.QuotaRounds(*sharing_rounds(len(placement.pairs.ranks)))
         if not is_balanced:
             self._rules = self._rules._replace(rounds=0)
         self._most_tokens: dict[bool, int] = {}

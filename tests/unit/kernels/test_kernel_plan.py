@@ -14,7 +14,7 @@ from moe_lightning.dispatch import quota
 from moe_lightning.dispatch.quota import dispatch_splits, with_slack
 from moe_lightning.errors import ConfigurationError
 
-EVEN = ops.Sharing(rounds=0, patience=0, slack=1, one=1)
+EVEN = ops.QuotaRounds(rounds=0, patience=0, slack=1, one=1)
 
 
 def case(seed: int) -> tuple[IntArray, IntArray, int]:
@@ -32,8 +32,8 @@ def case(seed: int) -> tuple[IntArray, IntArray, int]:
     return np.ascontiguousarray(tokens), replicas.astype(np.int64), int(rng.integers(ranks))
 
 
-def sharing(replicas: IntArray) -> ops.Sharing:
-    return ops.Sharing(*quota.sharing_rounds(int((replicas > 0).sum())))
+def sharing(replicas: IntArray) -> ops.QuotaRounds:
+    return ops.QuotaRounds(*quota.sharing_rounds(int((replicas > 0).sum())))
 
 
 def compare(seeds: range) -> int:
