@@ -447,9 +447,9 @@ def agree(world: World) -> None:
 
 def any_says(words: Sequence[bool], world: World) -> list[bool]:
     """Return for each word True if it is true on any rank; collective, raises as `World.read`."""
-    said = torch.tensor(words, dtype=torch.int32, device=world.device)
-    all_reduce_(said, world)
-    return [bool(count) for count in world.read(said)]
+    counts = torch.tensor(words, dtype=torch.int32, device=world.device)
+    all_reduce_(counts, world)
+    return [bool(count) for count in world.read(counts)]
 
 
 def broadcast_(tensor: torch.Tensor, source: int, world: World, group: ProcessGroup | None = None) -> None:

@@ -79,7 +79,7 @@ from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import load_balancing_loss, router_z_loss
 from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.moe.router import Router, drop_overflow
-from moe_lightning.parallel.abort import ConnectionCut, reject_unknown_connections
+from moe_lightning.parallel.abort import GroupAborter, reject_unknown_connections
 from moe_lightning.parallel.collectives import all_gather_json, check_versions
 from moe_lightning.parallel.context import World, agree, any_says, first_group_options, is_silent, prepare_environment
 from moe_lightning.parallel.mesh import Layout
@@ -184,7 +184,7 @@ def build_world(
         WorldCutError: the world broke meanwhile.
         ConfigurationError: this rank has other versions than rank 0, and would plan otherwise.
     """
-    cut = ConnectionCut()
+    cut = GroupAborter()
     guard(cut.cut)
     if size == 1:
         return World.single(device)
