@@ -74,7 +74,7 @@ class BufferPool:
             )
 
     def clear(self) -> None:
-        """Give all idle blocks back to the system."""
+        """Free all idle blocks."""
         with self._lock:
             self._collect()
             self._idle.clear()

@@ -54,7 +54,7 @@ class LoadForecast:
         self._average: IntArray | None = None
 
     def observe(self, tokens: IntArray) -> None:
-        """Take in the counts of one step, int64 of any shape, each below 2^31. Another shape starts afresh."""
+        """Record the counts of one step, int64 of any shape, each below 2^31. Another shape starts afresh."""
         scaled = tokens.astype(np.int64) << _FRACTION_BITS
         if self._average is None or self._average.shape != scaled.shape:
             self._average = scaled
@@ -166,7 +166,7 @@ class RateMeter:
         self._side = 0
 
     def add(self, seconds: float) -> None:
-        """Take in a step's mean seconds of a unit; what is not positive is no measurement."""
+        """Record a step's mean seconds of a unit; values that are not positive are ignored."""
         if not (math.isfinite(seconds) and seconds > 0):
             return
         if not self._steps:
@@ -208,7 +208,7 @@ class Reading:
 
     @property
     def bits(self) -> int:
-        """As a number of 31 bits, exact to a hundredth of a percent."""
+        """Encode as a number of 31 bits, exact to a hundredth of a percent."""
         femtoseconds = min(self.femtoseconds, _LONGEST)
         exponent = max(0, femtoseconds.bit_length() - _MANTISSA)
         mantissa = femtoseconds >> exponent

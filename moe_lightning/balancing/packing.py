@@ -63,7 +63,7 @@ class SlotTable:
         return Pairs.of_replicas(experts, ranks, (len(self.holders), len(self.free)))
 
     def put(self, expert: int, rank: int) -> None:
-        """Let a rank with a free slot hold an expert that it lacks."""
+        """Add an expert to a rank with a free slot that lacks it."""
         node, nodes = self._node_of[rank], self.on_nodes[expert]
         self.holders[expert].add(rank)
         nodes[node] = nodes.get(node, 0) + 1
@@ -336,7 +336,7 @@ def _deal_greedily(replicas: IntArray, load: IntArray, cluster: Cluster, floor: 
 def _take_ranks(
     idle: list[tuple[int, int, int]], count: int, node_of: Sequence[int], floor: int
 ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """Take up to `count` entries (carried, -free, rank) off the heap, the first `floor` on distinct nodes where nodes
+    """Pop up to `count` entries (carried, -free, rank) off the heap, the first `floor` on distinct nodes where nodes
     are left; also those that were passed over for it."""
     taken: list[tuple[int, int, int]] = []
     passed: deque[tuple[int, int, int]] = deque()  # ascending, and below the rest of the heap

@@ -89,7 +89,7 @@ class PlanningThreads:
             ) from error
 
     def close(self) -> None:
-        """Let running tasks end unheard, and drop the others."""
+        """Drop waiting tasks; the results of running ones are ignored."""
         for executor in (self._combining, self._pool):
             executor.shutdown(wait=False, cancel_futures=True)
 
@@ -153,7 +153,7 @@ class LayerPlanner:
         self.load = np.zeros(placement.num_experts, dtype=np.int64)
 
     def observe(self, counts_EN: Sequence[IntArray], costs: BlockCosts) -> Decision:
-        """Take in the assignments of a step's micro-batches, int64 [E, N] each, and plan the next step's shadows."""
+        """Record the assignments of a step's micro-batches, int64 [E, N] each, and plan the next step's shadows."""
         tokens = np.ascontiguousarray(counts_EN[0] if len(counts_EN) == 1 else np.sum(counts_EN, axis=0))
         forecast, error = self.forecast.predict(), None
         if forecast is not None and forecast.shape == tokens.shape:
@@ -356,7 +356,7 @@ class BalancePlanner:
     # ------------------------------------------------------------------ fast scale
 
     def observe(self, layer: int, *counts_EN: IntArray) -> None:
-        """Take in the assignments of one step's micro-batches, int64 [E, N] each, and have plans made from them."""
+        """Record the assignments of one step's micro-batches, int64 [E, N] each, and start planning from them."""
         observation = self._chains[layer].then(self._layers[layer].observe, counts_EN, self.costs[layer])
         self._decisions[layer].append(observation)
         self._observed += 1

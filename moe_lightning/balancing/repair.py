@@ -280,7 +280,7 @@ def repair_stages(
     min_replicas: int = 1,
     max_slots: int | None = None,
 ) -> Repair:
-    """As `repair_placements`, where some ranks only compute a layer: the others hold nothing of it from now on.
+    """Variant of `repair_placements` where only some ranks compute a layer: the others lose their replicas of it.
 
     Args:
         ranks_of_layers: that compute each layer, ascending, [L].

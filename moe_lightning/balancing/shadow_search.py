@@ -313,7 +313,7 @@ class GreedyMoves:
                 self._judge()
 
     def _judge(self) -> None:
-        """Take note of the searches that are better than before, and end those that cannot become so."""
+        """Record the searches that have improved, and end those that cannot."""
         times, rows = self._predict(), self._rows
         best_s = self.best_s[rows]
         better = times.total_s < best_s
@@ -336,7 +336,7 @@ class GreedyMoves:
         return uneven
 
     def _keep(self, goes_on: BoolArray) -> None:
-        """Go on with these searches [R] only."""
+        """Continue these searches [R] only."""
         self._rows = self._rows[goes_on]
         self._computed, self._sent = self._computed[goes_on], self._sent[goes_on]
         self._received, self._touched = self._received[goes_on], self._touched[goes_on]

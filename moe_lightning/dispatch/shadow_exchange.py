@@ -74,7 +74,7 @@ class ShadowTransfers:
         self.trans_wait_s = self.agg_wait_s = 0.0
 
     def join(self, step: StepShadowTransfers, next_layer: ShadowTransfers | None) -> None:
-        """Take part in a step; `next_layer` is the next layer's."""
+        """Set the step and the transfers of the next layer."""
         self._step, self._next = step, next_layer
 
     # ------------------------------------------------------------------ called by the layer

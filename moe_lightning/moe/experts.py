@@ -356,7 +356,7 @@ class Experts(nn.Module):
             stacks[BASE_DIGEST].data[slot] = digest_of(stacks[name].data[slot] for name in sorted(self.base_names))
 
     def _reset_adapters(self, slot: int) -> None:
-        """As nn.Linear draws its weights for A, and zeros for B."""
+        """Return the weights of nn.Linear for A, and zeros for B."""
         for index, name in enumerate(_MATRICES if self.adapter is not None else (), start=len(_MATRICES) + 2):
             a_DR = self.get_parameter(f"lora_{name}_a").data[slot]
             uniform = torch.rand(a_DR.shape, generator=self._generator(self.slot_experts[slot], index))

@@ -179,7 +179,7 @@ def record_routing(model: nn.Module) -> Generator[Choices, None, None]:
 
 @contextmanager
 def replay_routing(model: nn.Module, expert_ids: Tensor) -> Generator[None, None, None]:
-    """Let every token take these experts in the forward passes inside.
+    """Force these experts on every token in the forward passes inside.
 
     Args:
         expert_ids: integers [B, L, layers, K] or [T, layers, K]; -1 in all K: the router chooses.
@@ -263,7 +263,7 @@ def routers_of(model: nn.Module) -> list[Router]:
 def choosing(
     routers: Sequence[Router], choices: Sequence[Callable[[Router, Tensor], Tensor]]
 ) -> Generator[None, None, None]:
-    """Let others choose for routers."""
+    """Replace the choices of routers."""
     before = [router.chooser for router in routers]
     for router, choice in zip(routers, choices, strict=True):
         router.chooser = choice

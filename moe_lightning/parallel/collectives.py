@@ -445,7 +445,7 @@ class _Decoder:
 
 
 def carry_objects_without_pickle() -> None:
-    """Let every object collective of this process, whoever calls it, use the codec; for the rest of its life."""
+    """Make every object collective of this process use the codec, whoever calls it, until the process ends."""
     assert hasattr(c10d, "_pickler"), "torch serialises objects in another way"
     assert hasattr(c10d, "_unpickler"), "torch serialises objects in another way"
     c10d._pickler, c10d._unpickler = _Encoder, _Decoder  # type: ignore[assignment]

@@ -485,7 +485,7 @@ class Mesh:
 
     @classmethod
     def of(cls, world: World, node_of: tuple[int, ...]) -> Mesh:
-        """As the world's groups were built."""
+        """Build from a world with its groups."""
         shape = world.shape or MeshShape(dp=world.size)
         return cls(shape=shape, whole=world, world=world.stage or world, node_of=node_of)
 

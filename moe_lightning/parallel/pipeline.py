@@ -64,7 +64,7 @@ class Pipe:
 
 
 class _Bubbles:
-    """Tells the world's clock how long a pipe runs and computes nothing."""
+    """Measures idle time of a pipeline for the world's clock."""
 
     def __init__(self, world: World) -> None:
         self._world, self._bubble = world, ExitStack()

@@ -249,7 +249,7 @@ _PLAIN = ("key", "dtype", "version", "group", "nbytes", "xxh3")
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """As in `DTYPES`."""
+    """Name of a dtype in `DTYPES`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -168,7 +168,7 @@ class State:
 
     @torch.no_grad()
     def adopt(self, objects: Mapping[str, Any], shapes: Shapes) -> None:
-        """Take over hyperparameters and scalars, and make the states that are missing, filled with zeros.
+        """Load hyperparameters and scalars, and create missing states, filled with zeros.
 
         Args:
             objects, shapes: of who has made them. What neither tells of stays as it is.

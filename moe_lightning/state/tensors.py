@@ -130,7 +130,7 @@ def updating_blocks(optimizer: Optimizer) -> Generator[Callable[[], None], None,
 
 
 def swap_parameters(optimizer: Optimizer, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Let other parameters take the places, and the states, of some of an optimizer's."""
+    """Replace parameters of an optimizer by others, which get their states."""
     if not others:
         return
     for group in optimizer.param_groups:
