@@ -23,7 +23,7 @@ from benchmarks.kernel_contenders import SIZES, Contender, Shape, contenders
 from moe_lightning import kernels as ops
 from moe_lightning.arguments import Count, option
 from moe_lightning.cli.short_training import interleaved_medians, machine
-from moe_lightning.dispatch.quota import balanced_quota, plan_dispatch
+from moe_lightning.dispatch.quota import balanced_quota, dispatch_splits
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import pool
 from moe_lightning.text_table import table
@@ -200,7 +200,7 @@ def plan_table(rounds: int) -> str:
         quota_EN = balanced_quota(total_E, replicas_EN)
         calls: dict[str, Callable[[], object]] = {
             "quota": functools.partial(balanced_quota, total_E, replicas_EN),
-            "plan": functools.partial(plan_dispatch, tokens_EN, quota_EN, num_ranks // 2),
+            "plan": functools.partial(dispatch_splits, tokens_EN, quota_EN, num_ranks // 2),
         }
         times = interleaved_medians(calls, rounds)
         busiest = quota_EN.sum(axis=0).max() / (total_E.sum() / num_ranks)

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 
 from moe_lightning.cli.short_training import interleaved_medians
-from moe_lightning.dispatch.transports import carry, refusal
+from moe_lightning.dispatch.transports import refusal, symmetric_all_to_all
 from moe_lightning.parallel.context import STORE_VARIABLE, World, join_local_world
 from moe_lightning.parallel.exchange import exchange_rows
 from moe_lightning.text_table import table
@@ -66,7 +66,7 @@ def measure(world: World, num_rows: int, width: int, rounds: int) -> list[tuple[
     calls = {"all-to-all": lambda: exchange_rows(x_MD, counts, counts, world)}
     if refusal(world) is None:
         splits_N = torch.tensor(counts, device=world.device)
-        calls["symmetric memory"] = lambda: carry(x_MD, splits_N, world, None, capacity=len(x_MD))
+        calls["symmetric memory"] = lambda: symmetric_all_to_all(x_MD, splits_N, world, None, capacity=len(x_MD))
     sent_bytes = (world.size - 1) * each * width * x_MD.element_size()
     return [
         (name, len(x_MD), width, f"{seconds * 1e3:.3f}", f"{sent_bytes / seconds / 1e9:.1f}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS
-from moe_lightning.dispatch.transports import DispatchPlan, ExchangeBackend, Trip
+from moe_lightning.dispatch.transports import AllToAllSpec, DispatchPlan, ExchangeBackend
 from moe_lightning.parallel.exchange import exchange_rows
 
 PADDED = "padded"
@@ -26,18 +26,18 @@ class PaddedBackend(ExchangeBackend):
     takes_device_plans = False
 
     @override
-    def exchange(self, rows_MD: Tensor, trip: Trip) -> Tensor:
+    def exchange(self, rows_MD: Tensor, spec: AllToAllSpec) -> Tensor:
         """Rows go out at the heads of full buffers, one for each rank, and are picked out of those that arrive."""
-        plan, send, recv = trip.plan, trip.send, trip.recv
+        plan, send, recv = spec.plan, spec.send_splits, spec.recv_splits
         assert isinstance(plan, DispatchPlan)
         assert not isinstance(send, Tensor)
         assert not isinstance(recv, Tensor)
         there = (plan.tokens_EN.max() * plan.num_experts_N).tolist()
         here = [there[self.world.rank]] * self.world.size
-        outgoing, incoming = (here, there) if trip.is_return else (there, here)
+        outgoing, incoming = (here, there) if spec.is_return else (there, here)
         padded_MD = rows_MD.new_zeros(sum(outgoing), rows_MD.shape[1])
         padded_MD = padded_MD.index_copy(0, _heads(send, outgoing).to(rows_MD.device), rows_MD)
-        arrived_MD = exchange_rows(padded_MD, outgoing, incoming, self.world, trip.meanwhile)
+        arrived_MD = exchange_rows(padded_MD, outgoing, incoming, self.world, spec.overlap_fn)
         self.sent_rows = sum(outgoing) - outgoing[self.world.rank]
         self.sent_bytes = self.sent_rows * rows_MD.shape[1] * rows_MD.element_size()
         return arrived_MD[_heads(recv, incoming).to(rows_MD.device)]

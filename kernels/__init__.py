@@ -7,7 +7,7 @@ devices.
 """
 
 from moe_lightning.kernels.backends import BACKENDS, BackendName, backend, set_backend
-from moe_lightning.kernels.interface import Choice, Draw, ExpertSort, Routed, Sharing
+from moe_lightning.kernels.interface import Choice, Draw, ExpertSort, QuotaRounds, Routed
 from moe_lightning.kernels.operations import (
     balance,
     chunk_order,
@@ -44,7 +44,7 @@ __all__ = [
     "Draw",
     "ExpertSort",
     "Routed",
-    "Sharing",
+    "QuotaRounds",
     "backend",
     "balance",
     "chunk_order",

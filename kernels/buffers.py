@@ -1,8 +1,8 @@
-"""Large CPU results are written into memory that earlier steps have already touched.
+"""Pool of CPU buffers: large results are written into memory that earlier steps have already touched.
 
 The first touch of fresh memory costs several times the copy that fills it (the system zeroes every page), and malloc
-returns large blocks to the system as soon as they are free. So a pool lends blocks to tensors and takes each back when
-the last tensor over it is gone, whoever held it: autograd, an optimizer, a user. CUDA caches blocks itself.
+returns large blocks to the system as soon as they are free. The pool lends blocks to tensors and reuses each when the
+last tensor over it is gone (autograd, optimizers and users included). CUDA caches blocks itself.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class BufferPool:
             )
 
     def clear(self) -> None:
-        """Give all idle blocks back to the system."""
+        """Free all idle blocks."""
         with self._lock:
             self._collect()
             self._idle.clear()

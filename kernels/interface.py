@@ -64,7 +64,7 @@ class RoutingKernels(Protocol):
         ...
 
     def fill_blocks(
-        self, order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_kept: Tensor, num_rows: int
+        self, order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_routed: Tensor, num_rows: int
     ) -> tuple[Tensor, Tensor]:
         """int64 [M] and [A]: the assignment of each row, and the row of each assignment."""
         ...
@@ -230,8 +230,8 @@ class ActivationKernels(Protocol):
         ...
 
 
-class Sharing(NamedTuple):
-    """Rule by which the holders of an expert share its tokens, see `dispatch.quota.settled_quota`.
+class QuotaRounds(NamedTuple):
+    """Rule by which the holders of an expert share its tokens, see `dispatch.quota.weighted_quota`.
 
     Attributes:
         rounds: of multiplicative weights; 0 splits evenly over replicas.
@@ -268,7 +268,9 @@ class Runs(NamedTuple):
 
 
 class PlanKernels(Protocol):
-    def plan_rows(self, tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
+    def plan_rows(
+        self, tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaRounds
+    ) -> tuple[Tensor, Tensor]:
         """int64 [E, N] each: rows of each expert that the rank sends to, and receives from, every rank."""
         ...
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import autograd, backends, buffers, reference, torch_kernels
-from moe_lightning.kernels.interface import ACTIVATIONS, Choice, Draw, ExpertSort, Routed, Runs, Sharing, is_gated
+from moe_lightning.kernels.interface import ACTIVATIONS, Choice, Draw, ExpertSort, QuotaRounds, Routed, Runs, is_gated
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -495,9 +495,9 @@ def expert_activation(h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = N
     return result
 
 
-def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
+def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaRounds) -> tuple[Tensor, Tensor]:
     """Rows of each expert that a rank sends to, and receives from, every rank: the integers of
-    `dispatch.quota.settled_quota` or, without rounds, `equal_quota`, and of `dispatch.quota.plan_dispatch`.
+    `dispatch.quota.weighted_quota` or, without rounds, `equal_quota`, and of `dispatch.quota.dispatch_splits`.
 
     Args:
         tokens_EN: int64, assignments of every rank to every expert; every expert with some has a replica.
@@ -538,14 +538,14 @@ def plan_runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, *, 
 
 
 def fill_blocks(
-    order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_kept: Tensor, num_rows: int
+    order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_routed: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     """The assignments in the new order of their runs, and where each went.
 
     Args:
         order_A: int64, assignments sorted by expert, those that are dropped last; at least one.
         starts_C, ends_C: the runs that are sent, of `plan_runs`.
-        num_kept: int64 [], how many are not dropped.
+        num_routed: int64 [], how many are not dropped.
         num_rows: M, the last of `ends_C`; more than A.
 
     Returns:
@@ -554,7 +554,7 @@ def fill_blocks(
     """
     impl = backends.implementation(order_A.device)
     kernels = torch_kernels if impl is None else impl.routing
-    return kernels.fill_blocks(order_A, starts_C, ends_C, num_kept, num_rows)
+    return kernels.fill_blocks(order_A, starts_C, ends_C, num_routed, num_rows)
 
 
 def keyed_dropout(x_MD: Tensor, p: float, draw: Draw) -> Tensor:

@@ -77,7 +77,7 @@ def chosen(capability: int, element_bytes: int, rows: Rows) -> Tile | None:
 
 @contextmanager
 def forced(tiles: Mapping[str, Tile]) -> Iterator[None]:
-    """Let entries go before those of all tables: to measure them."""
+    """Use these entries before those of all tables, to measure them."""
     _forced.update(tiles)
     try:
         yield

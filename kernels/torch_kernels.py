@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_lightning.kernels import buffers, torch_grouped
-from moe_lightning.kernels.interface import CLAMPED_ALPHA, CLAMPED_LIMIT, Draw, ExpertSort, Runs, Sharing, is_gated
+from moe_lightning.kernels.interface import CLAMPED_ALPHA, CLAMPED_LIMIT, Draw, ExpertSort, QuotaRounds, Runs, is_gated
 from moe_lightning.kernels.torch_grouped import cut as cut
 
 _BLOCK_BYTES = 2 << 20
@@ -126,13 +126,13 @@ def chunk_order(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Tensor
 
 
 def fill_blocks(
-    order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_kept: Tensor, num_rows: int
+    order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_routed: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     """int64 [M] and [A]: the assignment of each row, and the row of each assignment."""
     index_M, inverse_M = chunk_order(starts_C, ends_C, num_rows)
     sorted_A = torch.arange(len(order_A), device=order_A.device)
     inverse_A = torch.empty_like(order_A)
-    inverse_A[order_A] = torch.where(sorted_A < num_kept, inverse_M[: len(order_A)], -1)
+    inverse_A[order_A] = torch.where(sorted_A < num_routed, inverse_M[: len(order_A)], -1)
     return order_A[index_M.clamp_max(len(order_A) - 1)], inverse_A
 
 
@@ -283,7 +283,7 @@ def _in_place_or_wider(result: Tensor, compute: torch.dtype) -> Tensor:
     return result if result.dtype == compute else torch.empty_like(result, dtype=compute)
 
 
-def share_out(tokens_E: Tensor, replicas_EN: Tensor, sharing: Sharing) -> Tensor:
+def share_out(tokens_E: Tensor, replicas_EN: Tensor, sharing: QuotaRounds) -> Tensor:
     """int64 [E, N]: see `kernels.share_out`."""
     if sharing.rounds == 0:
         return _split(tokens_E, replicas_EN)
@@ -299,7 +299,7 @@ def _split(tokens_E: Tensor, pull_EN: Tensor) -> Tensor:
     return tokens_E1 * upto_EN // norm_E1 - tokens_E1 * (upto_EN - pull_EN) // norm_E1
 
 
-def _balancing_pull(tokens_E: Tensor, replicas_EN: Tensor, sharing: Sharing) -> tuple[Tensor, Tensor]:
+def _balancing_pull(tokens_E: Tensor, replicas_EN: Tensor, sharing: QuotaRounds) -> tuple[Tensor, Tensor]:
     """weight of the rank * replicas, for the best weights found and for the first."""
     tokens_E1, num_ranks = tokens_E.unsqueeze(1), replicas_EN.shape[1]
     mean = ((tokens_E.sum() + num_ranks - 1) // num_ranks).clamp_min(1)
@@ -347,7 +347,7 @@ def _overlap(end: Tensor, length: Tensor, other_end: Tensor, other_length: Tenso
     return (torch.minimum(end, other_end) - torch.maximum(end - length, other_end - other_length)).clamp_min(0)
 
 
-def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
+def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaRounds) -> tuple[Tensor, Tensor]:
     """int64 [E, N] each: see `kernels.plan_rows`."""
     return send_and_receive(tokens_EN, share_out(tokens_EN.sum(1), replicas_EN, sharing), rank)
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_lightning.kernels import torch_kernels
-from moe_lightning.kernels.interface import Runs, Sharing
+from moe_lightning.kernels.interface import QuotaRounds, Runs
 from moe_lightning.kernels.triton.launch import launch, power_of_two
 
 _CELLS = 4096
@@ -145,7 +145,7 @@ def _runs_kernel(
     tl.store(recv_sums + rank, by_rank_N, mask=is_rank)
 
 
-def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
+def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaRounds) -> tuple[Tensor, Tensor]:
     """int64 [E, N] each, in one launch where the table fits the registers of a program."""
     num_experts, num_ranks = tokens_EN.shape
     experts, ranks = power_of_two(num_experts), power_of_two(num_ranks)

@@ -103,7 +103,7 @@ def _chunk_kernel(starts, ends, index, inverse, num_rows, num_chunks, STEPS: tl.
 
 @triton.jit(do_not_specialize=["num_rows", "num_chunks", "num_ids"])
 def _fill_kernel(
-    order, starts, ends, num_kept, index, inverse, num_ids, num_rows, num_chunks,
+    order, starts, ends, num_routed, index, inverse, num_ids, num_rows, num_chunks,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -111,7 +111,7 @@ def _fill_kernel(
     old = _old_place(starts, ends, row, here, num_chunks, STEPS, BLOCK)
     mine = tl.load(order + tl.minimum(old, num_ids - 1), mask=here, other=0)
     tl.store(index + row, mine, mask=here)
-    tl.store(inverse + mine, tl.where(old < tl.load(num_kept), row, -1), mask=here & (old < num_ids))
+    tl.store(inverse + mine, tl.where(old < tl.load(num_routed), row, -1), mask=here & (old < num_ids))
 
 
 def top_k(scores_TE: Tensor, top_k: int) -> Tensor:
@@ -143,12 +143,12 @@ def chunk_order(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Tensor
 
 
 def fill_blocks(
-    order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_kept: Tensor, num_rows: int
+    order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_routed: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     """int64 [M] and [A]: the assignment of each row, and the row of each assignment, in one launch."""
     index_M, inverse_A = order_A.new_empty(num_rows), torch.empty_like(order_A)
     launch(
-        _fill_kernel, (ceil_div(num_rows, _ROWS),), order_A, order_A, starts_C, ends_C, num_kept, index_M, inverse_A,
+        _fill_kernel, (ceil_div(num_rows, _ROWS),), order_A, order_A, starts_C, ends_C, num_routed, index_M, inverse_A,
         len(order_A), num_rows, len(starts_C), STEPS=len(starts_C).bit_length(), BLOCK=_ROWS,
     )  # fmt: skip
     return index_M, inverse_A

@@ -1,4 +1,4 @@
-"""How many replicas each expert gets: Lazarus' eq. 1, and water-filling, which leaves the busiest replica less to do.
+"""Allocation of replicas to experts: Lazarus' eq. 1, and water-filling, which loads the busiest replica less.
 
 Both fill all slots, give every expert at least `min_replicas` and never give a busier expert fewer replicas than an
 idler one. Eq. 1 rounds down in ascending order of load, so all of its rounding goes to the hottest experts;

@@ -1,9 +1,4 @@
-"""Shape of a world of ranks for planning, and the measures of an even division of work.
-
-The shape of a world of ranks: which node each rank lives on, how many expert slots it has, how fast it is.
-
-How even a division of work is, in the field's measures.
-"""
+"""Shape of a world of ranks for planning (nodes, expert slots, speeds), and the field's measures of balance."""
 
 from __future__ import annotations
 
@@ -56,7 +51,7 @@ class Cluster:
 
     @cached_property
     def pace(self) -> Pace:
-        """What the ranks can carry in a time."""
+        """Throughput of the ranks, for loads and times."""
         return Pace.of(None if self.speeds is None else np.array(self.speeds), self.num_ranks)
 
     @property

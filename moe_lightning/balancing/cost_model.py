@@ -1,23 +1,17 @@
 """Cost model of one MoE block, and the schedule of transfers under computation.
 
-How long one MoE block of a training step takes under a plan, from a handful of measured constants.
+Pro-Prophet's model (eq. 1-6 and 8) for one expert per device, generalized: experts have replicas and shadows, ranks may
+differ in bandwidth and throughput, an exchange has a latency, an expert has a fixed cost, and copies are sent by a
+stated method. With those at their neutral values the formulas are the paper's, except that an exchange takes as long as
+its busiest sender *or* receiver: the paper counts receivers, but the results travel back over the same links, where
+roles are exchanged. All functions broadcast over leading axes, so that a search can judge many plans at once.
 
-Pro-Prophet's model (eq. 1-6 and 8) for one expert per device, generalised: experts have replicas and shadows, ranks may
-differ in bandwidth and throughput, an exchange has a latency, an expert has a fixed cost, and copies travel by a stated
-method. With those at their neutral values the formulas are the paper's, except that an exchange
-takes as long as its busiest sender *or* receiver: the paper counts receivers, but the results travel back over the same
-links, where roles are exchanged.
-
-All functions broadcast over leading axes, so that a search can judge many plans at once.
-Shapes: N ranks, E experts, P phases of a transfer.
-
-Which transfer runs under which computation: Pro-Prophet's block-wise schedule as data, and its time line.
-
-A block is a MoE layer and the dense layers that follow it. In the forward pass the next block's weights travel (Trans)
-under this block's experts and dense layers; in the backward pass the next block's gradients (Agg) do. The first block's
-Trans precedes the forward pass and its Agg follows the backward pass, with nothing to hide under.
-
+Schedule: a block is a MoE layer and the dense layers that follow it. In the forward pass the next block's weights are
+sent (Trans) under this block's experts and dense layers; in the backward pass the next block's gradients (Agg) are. The
+first block's Trans precedes the forward pass and its Agg follows the backward pass, both exposed.
 Source: Pro-Prophet V, Alg. 2, whose single loop must be two.
+
+Shapes: N ranks, E experts, P phases of a transfer.
 """
 
 from __future__ import annotations
@@ -358,7 +352,7 @@ def mean_relative_error(predicted_s: FloatArray, measured_s: FloatArray) -> floa
 
 
 class Kind(Enum):
-    """What an operation does; the values are names for pictures and metrics."""
+    """Kind of an operation; the values are names for pictures and metrics."""
 
     EXCHANGE = "exchange"
     EXPERTS_FORWARD = "experts_forward"
@@ -437,7 +431,7 @@ def split_transfer(payload_bytes: int, transfer_s: float, dense_s: float) -> tup
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """When an operation runs, in seconds from the start of the forward pass's first transfer."""
+    """Begin and end of an operation, in seconds from the start of the forward pass's first transfer."""
 
     operation: Operation
     start_s: float

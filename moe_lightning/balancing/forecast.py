@@ -1,17 +1,12 @@
-"""Forecast of loads, and measured speeds of ranks.
+"""Forecast of loads, the rule for planning again, and measured speeds of ranks.
 
-Tomorrow's loads from yesterday's, and when a plan made from them deserves to be made again.
+Routing is local in time: consecutive steps route alike, except at the start of training (Pro-Prophet IV-C).
+`LoadForecast` and `ReplanRule` are deterministic state machines of integers and of numbers that all ranks share, so all
+ranks agree without communication.
 
-Routing is local in time: consecutive steps route alike, except at the start of training (Pro-Prophet IV-C). Both
-classes are deterministic state machines of integers and of numbers that all ranks share, so all ranks agree without
-talking.
-
-From noisy times of one rank to speeds that all ranks agree on.
-
-A rank keeps a running mean of the seconds that a unit of its work takes (`RateMeter`) and tells it to the others as a
-few bits, with its standard error (`Reading`). All ranks hear the same integers and change what they take each other's
-speed for (`AgreedSpeeds`) only where a reading differs by more than its noise explains, so that plans follow machines
-and not jitter.
+A rank keeps a running mean of the seconds that a unit of its work takes (`RateMeter`) and sends it to the others as a
+few bits, with its standard error (`Reading`). All ranks receive the same integers and change a speed (`AgreedSpeeds`)
+only where a reading differs by more than its noise explains, so that plans follow machines and not jitter.
 
 Shapes: N ranks.
 """
@@ -59,7 +54,7 @@ class LoadForecast:
         self._average: IntArray | None = None
 
     def observe(self, tokens: IntArray) -> None:
-        """Take in the counts of one step, int64 of any shape, each below 2^31. Another shape starts afresh."""
+        """Record the counts of one step, int64 of any shape, each below 2^31. Another shape starts afresh."""
         scaled = tokens.astype(np.int64) << _FRACTION_BITS
         if self._average is None or self._average.shape != scaled.shape:
             self._average = scaled
@@ -86,7 +81,7 @@ class ReplanState(TypedDict):
 
 @validated
 class ReplanRule:
-    """When to search for a fresh plan, and whether to take it.
+    """Rule of when to search for a fresh plan, and of when it replaces the current one.
 
     A fresh plan replaces the kept one when the kept one is predicted to be slower by more than `tolerance`; then the
     next search comes after one step. Every search that changes nothing doubles the interval, up to `max_interval`:
@@ -116,9 +111,9 @@ class ReplanRule:
         self._wait = self._interval
         return True
 
-    def judge(self, kept_s: float, fresh_s: float) -> bool:
-        """Whether the fresh plan replaces the kept one, from their predicted seconds on the same tokens."""
-        replace = kept_s > fresh_s * (1 + self._tolerance)
+    def judge(self, current_s: float, fresh_s: float) -> bool:
+        """Return True if the fresh plan replaces the current one, from their predicted seconds on the same tokens."""
+        replace = current_s > fresh_s * (1 + self._tolerance)
         self._interval = 1 if replace else min(2 * self._interval, self._max_interval)
         self._wait = self._interval
         return replace
@@ -145,7 +140,7 @@ _ASSUMED_NOISE, _ASSUMED_STEPS = 0.2, 6
 """Relative deviation of a step's time, before steps have shown it, and how many of them it stands for."""
 
 _LEAST_STEPS = 3
-"""Before a mean is told."""
+"""Measurements before a mean is reported."""
 
 _MANTISSA, _EXPONENT, _ERROR = 14, 6, 11
 _BITS = _MANTISSA + _EXPONENT + _ERROR
@@ -171,7 +166,7 @@ class RateMeter:
         self._side = 0
 
     def add(self, seconds: float) -> None:
-        """Take in a step's mean seconds of a unit; what is not positive is no measurement."""
+        """Record a step's mean seconds of a unit; values that are not positive are ignored."""
         if not (math.isfinite(seconds) and seconds > 0):
             return
         if not self._steps:
@@ -192,7 +187,7 @@ class RateMeter:
 
     @property
     def reading(self) -> Reading:
-        """What is known now."""
+        """Present estimate."""
         if self._steps < _LEAST_STEPS:
             return Reading()
         error = math.sqrt(self._variance / self._steps)
@@ -201,7 +196,7 @@ class RateMeter:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a rank knows of its rate.
+    """Measured rate of a rank, with its error.
 
     Attributes:
         femtoseconds: of a unit of work; 0: nothing is known yet.
@@ -213,7 +208,7 @@ class Reading:
 
     @property
     def bits(self) -> int:
-        """As a number of 31 bits, exact to a hundredth of a percent."""
+        """Encode as a number of 31 bits, exact to a hundredth of a percent."""
         femtoseconds = min(self.femtoseconds, _LONGEST)
         exponent = max(0, femtoseconds.bit_length() - _MANTISSA)
         mantissa = femtoseconds >> exponent
@@ -227,19 +222,19 @@ class Reading:
         return cls(femtoseconds=mantissa << exponent, error=error)
 
 
-def told(experts: Reading, samples: Reading) -> int:
+def encode_readings(experts: Reading, samples: Reading) -> int:
     """Two readings as one number of 62 bits."""
     return (experts.bits << _BITS) + samples.bits
 
 
-def heard(numbers: Sequence[int]) -> tuple[list[Reading], list[Reading]]:
-    """The readings of all ranks, of experts and of samples, from what they `told`."""
+def decode_readings(numbers: Sequence[int]) -> tuple[list[Reading], list[Reading]]:
+    """The readings of all ranks, of experts and of samples, from their encoded readings."""
     pairs = [divmod(number, 1 << _BITS) for number in numbers]
     return [Reading.of(experts) for experts, _ in pairs], [Reading.of(samples) for _, samples in pairs]
 
 
 class AgreedSpeeds:
-    """What all ranks take each other's speed for; the same on all that hear the same readings.
+    """Speeds of all ranks as all ranks agree on them: the same readings give the same speeds.
 
     Args:
         node_of: node of each rank, [N].

@@ -1,11 +1,8 @@
-"""Migration: the cheapest pairing of present and planned placement, and the states to move.
+"""Migration: the cheapest mapping of planned to present nodes, and the states to move.
 
-The assignment problem: pair rows with columns at the least total cost.
-
-From the states that ranks hold to a planned placement: who becomes which planned node, who sends what to whom.
-
-A plan names nodes arbitrarily, so it is first renamed to fit what the nodes already hold, by one mapping for all
-layers: separate mappings would move a little less and make the layers' fatal node sets unrelated (Lazarus 4.3).
+A plan names nodes arbitrarily, so it is first renamed to fit the present placement, by one mapping for all layers (an
+assignment problem): separate mappings would move a little less and make the layers' fatal node sets unrelated
+(Lazarus 4.3).
 
 Shapes: L layers, E experts, N ranks.
 """
@@ -112,7 +109,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Migration:
-    """What must move before a plan can be used.
+    """States to move before a plan can be used.
 
     Attributes:
         transfers: between live ranks.
@@ -152,7 +149,7 @@ def held_states(placements: Sequence[Placement]) -> BoolArray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _States:
-    """Who holds the state of what, or needs it, as a list.
+    """States that ranks hold, or need, as a list.
 
     Attributes:
         cells: int64 [S], layer * E + expert, ascending.
@@ -167,7 +164,7 @@ class _States:
 
     @classmethod
     def of(cls, held: BoolArray | Sequence[Placement]) -> _States:
-        """Of bool [L, E, N], or of what placements say, one for each layer."""
+        """Build from bool [L, E, N], or from placements, one for each layer."""
         if isinstance(held, np.ndarray):
             num_layers, num_experts, num_ranks = held.shape
             cells, ranks = np.divmod(np.flatnonzero(held), num_ranks)
@@ -178,7 +175,7 @@ class _States:
         return cls(cells=cells, places=ranks, num_cells=num_layers * num_experts, num_places=num_ranks)
 
     def by_node(self, cluster: Cluster) -> _States:
-        """Of nodes instead of ranks; what several ranks of a node hold counts once."""
+        """Return the same by nodes instead of ranks; a state on several ranks of a node counts once."""
         nodes = cluster.num_nodes
         keys = np.unique(self.cells * nodes + np.array(cluster.node_of)[self.places])
         return _States(cells=keys // nodes, places=keys % nodes, num_cells=self.num_cells, num_places=nodes)
@@ -237,7 +234,7 @@ def align_placements(
         cost = cost * too_much + _missing_within(_missing(have, need), ranks)
     cost[size[:, None] != size[None, :]] = (int(cost.max()) + 1) * len(ranks)  # more than any whole assignment
     planned_node = assign(cost)
-    kept = _kept_within(have, need, cluster, planned_node)
+    kept = _replicas_staying(have, need, cluster, planned_node)
     needs = np.bincount(need.places, minlength=cluster.num_ranks)
     planned_rank = np.empty(cluster.num_ranks, dtype=np.int64)
     for node, mine in enumerate(ranks):
@@ -251,7 +248,7 @@ def _shape(held: BoolArray | Sequence[Placement]) -> tuple[int, ...]:
     return held.shape if isinstance(held, np.ndarray) else (len(held), *held[0].pairs.shape)
 
 
-def _kept_within(have: _States, need: _States, cluster: Cluster, planned_node: IntArray) -> IntArray:
+def _replicas_staying(have: _States, need: _States, cluster: Cluster, planned_node: IntArray) -> IntArray:
     """int64 [nodes, R, R]: states that the i-th rank of each node holds and the j-th of its planned node needs, in
     nodes of up to R ranks."""
     num_nodes, node_of = cluster.num_nodes, np.array(cluster.node_of)

@@ -1,24 +1,16 @@
 """Placement for balance by packing equal pieces of the loads.
 
-The books of a placement in the making: who holds what, what is free, and how crowded every rank is.
+MRO gathers cold experts on the same nodes, which is best for survival and costs balance. Here the loads are packed as
+in the alias method: a rank gets the coldest remaining experts, whole, and is filled up to the mean, or to its share by
+speed, with a piece of the hottest one. That needs at most E + N - 1 of the slots for a perfect split; the remaining
+slots first protect the experts on fewer than `min_replicas` nodes, then help the experts with most tokens per holder,
+so that the plan tolerates drifting loads. This is ours, not the papers'.
 
-Placing, protecting and filling change one replica at a time; the books follow each change in time that does not grow
-with the size of the table, so that thousands of ranks can be planned between two steps.
+Loads are summed in fixed-point integers, so that ranks on different machines make the same plan. Packing, protecting
+and filling change one replica at a time; the slot table follows each change in time that does not grow with its size,
+so that thousands of ranks can be planned between two steps.
 
 Shapes: E experts, N ranks.
-
-Placement for balance: the loads are cut into equal pieces, one per rank, and every expert keeps distinct nodes.
-
-MRO gathers cold experts on the same nodes, which is best for survival and costs balance. Here the loads are packed as
-in the alias method: a rank takes the coldest experts that are left, whole, and tops up to the mean, or to what its
-speed makes of it, with a piece of the hottest one. That needs at most E + N - 1 of the slots for a perfect split (a hot
-expert is cut by the next ranks, a cold one by nobody); the slots that are left first protect the experts on fewer than
-`min_replicas` nodes, then help the experts with most tokens per holder, so that the plan tolerates drifting loads. This
-is ours, not the papers'; on a real trace it balances better than every other rule here (bench/balance_trace.py prints
-the comparison).
-
-Loads are summed in fixed-point integers, so that ranks on different machines make the same plan. `slot_table` has the
-books that protecting and filling need.
 """
 
 from __future__ import annotations
@@ -65,13 +57,13 @@ class SlotTable:
 
     @property
     def pairs(self) -> Pairs:
-        """Who holds what."""
+        """Pairs of an expert and a rank that holds it."""
         experts = np.repeat(np.arange(len(self.holders)), [len(ranks) for ranks in self.holders])
         ranks = np.fromiter(chain.from_iterable(self.holders), dtype=np.int64, count=len(experts))
         return Pairs.of_replicas(experts, ranks, (len(self.holders), len(self.free)))
 
     def put(self, expert: int, rank: int) -> None:
-        """Let a rank with a free slot hold an expert that it lacks."""
+        """Add an expert to a rank with a free slot that lacks it."""
         node, nodes = self._node_of[rank], self.on_nodes[expert]
         self.holders[expert].add(rank)
         nodes[node] = nodes.get(node, 0) + 1
@@ -344,7 +336,7 @@ def _deal_greedily(replicas: IntArray, load: IntArray, cluster: Cluster, floor: 
 def _take_ranks(
     idle: list[tuple[int, int, int]], count: int, node_of: Sequence[int], floor: int
 ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """Take up to `count` entries (carried, -free, rank) off the heap, the first `floor` on distinct nodes where nodes
+    """Pop up to `count` entries (carried, -free, rank) off the heap, the first `floor` on distinct nodes where nodes
     are left; also those that were passed over for it."""
     taken: list[tuple[int, int, int]] = []
     passed: deque[tuple[int, int, int]] = deque()  # ascending, and below the rest of the heap
@@ -362,7 +354,7 @@ def _take_ranks(
 
 
 def longest_time(placement: Placement, load: IntArray, cluster: Cluster) -> int:
-    """Of the ranks under a placement, if tokens int64 [E] come."""
+    """Return the longest time of a rank under a placement, for tokens int64 [E]."""
     pairs, pace = placement.pairs, cluster.pace
     quota = balanced_split(load, pairs, None if pace.is_even else pace.speeds)
     return int(pace.times(pairs.on_ranks(quota)).max())

@@ -1,21 +1,12 @@
 """Planner of the load balancer: state machines of counts and costs, equal on every rank.
 
-Threads that plan beside the training, and what they promise: results do not depend on which thread ran when.
-
-Every chain is a sequence of tasks that run one after the other, in the order in which they were given, so that a state
-machine behind a chain goes through the same states as if it were called directly.
-
-What one layer's shadows are in the next step: a state machine of the layer's counts, the same on every rank.
-
-Shapes: E experts, N ranks.
-
-What the load balancer decides: a state machine of counts and costs that all ranks share, so all decide alike.
-
 Slow scale: placements, from the loads of the last steps, first after a few steps and then less and less often until
-`rebalance_every`. Fast scale: shadows, from the forecast of the next step, searched again when the kept plan is due.
+`rebalance_every`. Fast scale: each layer's shadow experts, from the forecast of the next step, searched again when the
+current plan is due.
 
-Planning runs in threads beside the training. Which plan a step uses does not depend on how fast they are: it is the one
-made from the counts of the step `lag` before, and a step waits for it.
+Planning runs in threads beside the training; the tasks of a chain run one after the other in the order given. The plan
+of a step does not depend on the speed of threads: it is the one made from the counts of the step `lag` before, and a
+step waits for it.
 
 Shapes: L layers, E experts, N ranks.
 """
@@ -98,7 +89,7 @@ class PlanningThreads:
             ) from error
 
     def close(self) -> None:
-        """Let running tasks end unheard, and drop the others."""
+        """Drop waiting tasks; the results of running ones are ignored."""
         for executor in (self._combining, self._pool):
             executor.shutdown(wait=False, cancel_futures=True)
 
@@ -126,7 +117,7 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decision:
-    """What was decided after one observation.
+    """Decision after one observation.
 
     Attributes:
         plan: the layer's shadows; None where none are planned.
@@ -162,7 +153,7 @@ class LayerPlanner:
         self.load = np.zeros(placement.num_experts, dtype=np.int64)
 
     def observe(self, counts_EN: Sequence[IntArray], costs: BlockCosts) -> Decision:
-        """Take in the assignments of a step's micro-batches, int64 [E, N] each, and plan the next step's shadows."""
+        """Record the assignments of a step's micro-batches, int64 [E, N] each, and plan the next step's shadows."""
         tokens = np.ascontiguousarray(counts_EN[0] if len(counts_EN) == 1 else np.sum(counts_EN, axis=0))
         forecast, error = self.forecast.predict(), None
         if forecast is not None and forecast.shape == tokens.shape:
@@ -186,10 +177,10 @@ class LayerPlanner:
         elif self._plan is None or self._rule.due():
             fresh = search_shadows(tokens, placement, costs, alpha=self._alpha)
             kept = no_shadows(tokens, placement) if self._plan is None else self._plan
-            kept_s, fresh_s = predict(kept), predict(fresh)
-            replaces = self._rule.judge(float(kept_s.total_s), float(fresh_s.total_s))
+            current_s, fresh_s = predict(kept), predict(fresh)
+            replaces = self._rule.judge(float(current_s.total_s), float(fresh_s.total_s))
             self._plan = fresh if replaces else kept
-            self._trans_s = float((fresh_s if replaces else kept_s).trans_s)
+            self._trans_s = float((fresh_s if replaces else current_s).trans_s)
 
     def move(self, placement: Placement) -> None:
         """The layer's experts have moved: its shadows must be planned anew."""
@@ -231,7 +222,7 @@ _DECAYS = {"last": 0.0, "ema": 0.5}
 @validated
 @dataclass(frozen=True, kw_only=True)
 class BalancePolicy:
-    """What to balance and how.
+    """Policy of the load balancer: replicas, placement, shadows and their schedule.
 
     Attributes:
         rebalance_every: steps between two placements once training has settled; 0: never.
@@ -311,7 +302,7 @@ class BalancePolicy:
         )
 
     def replan_rule(self) -> ReplanRule:
-        """When to search for fresh shadows."""
+        """Rule of when to search for fresh shadows."""
         return ReplanRule(tolerance=self.replan_threshold, max_interval=self.max_replan_interval)
 
 
@@ -365,7 +356,7 @@ class BalancePlanner:
     # ------------------------------------------------------------------ fast scale
 
     def observe(self, layer: int, *counts_EN: IntArray) -> None:
-        """Take in the assignments of one step's micro-batches, int64 [E, N] each, and have plans made from them."""
+        """Record the assignments of one step's micro-batches, int64 [E, N] each, and start planning from them."""
         observation = self._chains[layer].then(self._layers[layer].observe, counts_EN, self.costs[layer])
         self._decisions[layer].append(observation)
         self._observed += 1
@@ -375,7 +366,7 @@ class BalancePlanner:
                 self._placing = self._place()
 
     def _decision(self, layer: int) -> Decision | None:
-        """What the next step follows: the decision from the counts of the step `lag` before it."""
+        """Return the decision for the next step, from the counts of the step `lag` before it."""
         decisions = self._decisions[layer]
         return self._threads.result(decisions[0]) if len(decisions) == self.policy.lag else None
 
@@ -387,8 +378,9 @@ class BalancePlanner:
 
     @property
     def forecast_error(self) -> list[float | None]:
-        """Of each layer, the part of the last planned step's assignments that the forecast had elsewhere; None before
-        the first forecast."""
+        """Fraction of the last planned step's assignments of each layer that the forecast had elsewhere; None before
+        the first forecast.
+        """
         decisions = map(self._decision, range(len(self._layers)))
         return [decision.forecast_error if decision is not None else None for decision in decisions]
 
@@ -447,7 +439,7 @@ class BalancePlanner:
         return placements if placements != self._placements else None
 
     def fresh_placements(self) -> list[Placement]:
-        """What the loads since the last placement, and fading earlier ones, ask for; waits for it."""
+        """Wait for and return the placements for the loads since the last placement, with fading earlier ones."""
         self._placing = None
         return self._threads.result(self._place())
 

@@ -1,21 +1,15 @@
 """Repair of placements for a changed world: surviving replicas stay, few are added or moved.
 
-One layer's replicas while they are repaired: which rank holds what, who may leave, who may come.
-
-Experts, the nodes that hold them and the ranks of these nodes form a flow network: every expert sends `floor` units, at
-most one through each node, and every rank takes as many as it has slots. Where no slot is free for an expert, a
-search finds a chain of replicas that make way for each other; those that travel anyway are asked before those that
-would have to be copied.
-
-Placements for a changed world: replicas that are left stay, and as few as possible are added or moved.
-
 Lazarus plans a new world from scratch and then permutes the nodes (4.3). Here the placement is repaired, because a
-recovery is waited for: what a dead rank held is spread over the others, what a new rank needs comes from the fullest
+recovery is waited for: replicas of a dead rank are spread over the others, those of a new rank come from the fullest
 ones. A load-aware placement may follow later, between steps.
 
-How many nodes can hold each expert is exact: rows of f ones fit columns of at most u_n ones if and only if f * E is at
-most the sum of min(u_n, E) (Gale and Ryser, for rows that are alike). What the greedy repair cannot place, augmenting
-paths do (`repair_table`).
+The number of nodes that can hold each expert is exact: rows of f ones fit columns of at most u_n ones if and only if
+f * E is at most the sum of min(u_n, E) (Gale and Ryser, for rows that are alike). What the greedy repair cannot place,
+augmenting paths do. Experts, the nodes that hold them and the ranks of these nodes form a flow network: every expert
+sends `floor` units, at most one through each node, and every rank receives as many as it has slots. Where no slot is
+free for an expert, a search finds a chain of replicas to move; those that are sent anyway come before those that would
+have to be copied.
 
 Shapes: L layers, E experts, N ranks.
 """
@@ -126,7 +120,7 @@ class RepairTable:
     # ------------------------------------------------------------------ what may be
 
     def _is_spare(self, expert: int, rank: int) -> bool:
-        """Whether a replica may go: enough nodes hold the expert without it."""
+        """Return True if a replica may be removed: enough nodes hold the expert without it."""
         nodes = self._nodes[expert]
         return nodes[self._domains[rank]] > 1 or len(nodes) > self._floor
 
@@ -148,7 +142,7 @@ class RepairTable:
         return self._first_below(self._slots, lambda rank: None if self._domains[rank] in nodes else rank)
 
     def _first_below(self, limit: int, choose: Callable[[int], _Found | None]) -> _Found | None:
-        """What `choose` finds on the emptiest rank with fewer experts where it finds anything; it changes nothing."""
+        """Return the first result of `choose`, from the emptiest rank upwards; changes nothing."""
         walked: list[tuple[int, int]] = []
         found: _Found | None = None
         while found is None and self._by_load and self._by_load[0][0] < limit:
@@ -172,7 +166,7 @@ class RepairTable:
                 if len(self._on[rank]) < self._slots or spare:
                     if len(self._on[rank]) >= self._slots:
                         self._remove(spare[0], rank)
-                    self._settle(claim, rank)
+                    self._fill_claim(claim, rank)
                     return
                 asked.add(rank)
                 for x in sorted(self._on[rank]):
@@ -197,7 +191,7 @@ class RepairTable:
         ]
         return sorted(ranks, key=lambda rank: len(self._on[rank]))
 
-    def _settle(self, claim: _Claim | None, rank: int) -> None:
+    def _fill_claim(self, claim: _Claim | None, rank: int) -> None:
         """The replica moves to the rank, and into its place the one that claimed it, and so on."""
         while claim is not None:
             if claim.leaves >= 0:
@@ -286,7 +280,7 @@ def repair_stages(
     min_replicas: int = 1,
     max_slots: int | None = None,
 ) -> Repair:
-    """As `repair_placements`, where some ranks only compute a layer: the others hold nothing of it from now on.
+    """Variant of `repair_placements` where only some ranks compute a layer: the others lose their replicas of it.
 
     Args:
         ranks_of_layers: that compute each layer, ascending, [L].
@@ -321,7 +315,7 @@ def _level_slots(num_experts: int, num_held: int, sizes: IntArray, floor: int, r
 
 
 def _repair(held: Pairs, domains: IntArray, floor: int, slots: int) -> Placement:
-    if _is_settled(held, domains, floor, slots):
+    if _needs_no_repair(held, domains, floor, slots):
         return Placement.of_pairs(held)
     table = RepairTable(held, domains.tolist(), floor=floor, slots=slots)
     table.drop_surplus()
@@ -330,8 +324,8 @@ def _repair(held: Pairs, domains: IntArray, floor: int, slots: int) -> Placement
     return Placement.of_pairs(table.pairs())
 
 
-def _is_settled(held: Pairs, domains: IntArray, floor: int, slots: int) -> bool:
-    """Whether a layer needs no repair, as most do where experts have replicas to spare."""
+def _needs_no_repair(held: Pairs, domains: IntArray, floor: int, slots: int) -> bool:
+    """Return True if a layer needs no repair, as most do where experts have replicas to spare."""
     load = _residents(held)
     if load.max() > slots or np.ptp(load) > 1:
         return False

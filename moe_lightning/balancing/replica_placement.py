@@ -1,20 +1,16 @@
 """Replica placement: maximum rank overlap (MRO), MRO+, the baselines, and the probability of recovery.
 
-How likely a placement survives node failures: exactly, by the closed form of MRO, or by sampling.
+Placement works on nodes, the units that fail: it maps replicas int64 [E] and the slots of each node int64 [N] to a
+table int64 [E, N]; `deal_to_ranks` then deals a node's replicas to its ranks. Source: Lazarus 4.1. Nodes may have
+different numbers of slots, which the paper does not consider: MRO's groups are then as large as the smallest node, and
+further slots of larger nodes are filled like any other vacancy.
 
-The experts of a layer survive when every expert keeps a replica on a live node, that is when no expert's *support* (the
+A placement survives failures when every expert keeps a replica on a live node, that is when no expert's *support* (the
 set of nodes that hold it) lies inside the failed set. A model survives when all of its layers do, from the same failed
-set: the supports of all layers are therefore judged together (Lazarus 6.3). Sets of nodes are bit masks.
+set: the supports of all layers are judged together (Lazarus 6.3), exactly, by the closed form of MRO, or by sampling.
+Sets of nodes are bit masks.
 
 Shapes: L layers, E experts, N nodes.
-
-Where replicas go: Lazarus' maximum rank overlap (MRO), its repair MRO+, and the baselines spread and compact.
-
-These work on nodes, the units that fail: they take replicas int64 [E] and the slots of each node int64 [N] and return a
-table int64 [E, N]. `deal_to_ranks` then deals a node's replicas to its ranks. Source: Lazarus 4.1.
-
-Nodes may have different numbers of slots, which the paper does not consider: MRO's groups are then as large as the
-smallest node, and what larger nodes have beyond that is filled like any other vacancy.
 """
 
 from __future__ import annotations
@@ -238,7 +234,7 @@ def mro_blocks(replicas: IntArray, node_slots: IntArray) -> tuple[int, ...]:
 
 
 def is_truncated(replicas: IntArray, node_slots: IntArray) -> bool:
-    """Whether a block is shorter than its rarest expert has replicas: then Lazarus' Theorem 1 does not hold."""
+    """True if a block is shorter than its rarest expert has replicas: then Lazarus' Theorem 1 does not hold."""
     if len(replicas) <= node_slots.min():
         return False
     representatives = np.sort(replicas)[:: int(node_slots.min())]

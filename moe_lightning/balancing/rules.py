@@ -1,11 +1,5 @@
 """Placement rules by name, and the comparison of placements and shadow plans under one cost model.
 
-The rules that place one layer's experts by their loads, by name.
-
-Shapes: E experts, N ranks.
-
-One door to placement and shadows, for us and for everything that we compare with.
-
 Slow scale: `plan_placement`, every few hundred steps or when the world changes. Fast scale: `plan_shadows`, every step
 or when it pays. `STRATEGIES` names combinations of both, the baselines of the papers among them; `evaluate` judges one
 on given tokens, so that one table can compare them.
@@ -133,7 +127,7 @@ def _name(rule: object) -> str:
 @validated
 @dataclass(frozen=True, kw_only=True)
 class PlacementPolicy:
-    """How replicas are counted, placed and mapped.
+    """Rules by which replicas are counted, placed and mapped.
 
     Attributes:
         rule: "packed" (balance first), "mro+" (survival first), "mro", "spread", "compact", or "plain" (every expert

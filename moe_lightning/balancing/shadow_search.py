@@ -1,33 +1,14 @@
-"""Greedy search for shadow experts.
+"""Greedy search for shadow experts: relieve the busiest rank of its heaviest expert, keep the plan predicted fastest.
 
-Shadows: experts whose weights visit other ranks for one step and are computed where their tokens are.
-
-A plan says which experts are copied to which ranks; how tokens then divide is a quota like any other. This file has the
-plan, its quotas, its predicted time and the policies to compare with; `shadow_search` has the search.
-Source: Pro-Prophet IV.
-
-Shapes: E experts, N ranks.
-
-What copies of experts add up to on every rank while a search moves one expert after the other.
-
-Shapes: R searches side by side, N ranks.
-
-The moves of the greedy search for shadows, for all numbers n of skipped ranks at once.
+Pro-Prophet's Alg. 1 (IV) with its gaps filled: several experts per rank, replicas, and the number n of ranks that get
+no shadow of a moved expert, which the paper leaves to the user, is searched, too.
 
 A move copies an expert to all ranks that lack it but the n with fewest of its tokens. It changes the rank totals that
-the performance model needs by an amount that does not depend on the moves before it, so a move costs a few operations
-on [B, N], and nothing is tabulated for experts that never move.
+the cost model needs by an amount that does not depend on the moves before it, so a move costs a few operations on
+[B, N] for all n at once, and nothing is tabulated for experts that never move.
 
-Shapes: B values of n, R of them that are still searched, E experts, N ranks, H holders of an expert, S most experts on
-a rank, P pairs of an expert and a rank that holds it.
-
-The greedy search for shadows: relieve the busiest rank of its heaviest expert, keep what is predicted fastest.
-
-Pro-Prophet's Alg. 1 with its gaps filled: several experts per rank, replicas, and the number n of ranks that get no
-shadow of a moved expert, which the paper leaves to the user, is searched too. `shadow_moves` makes the moves of all n
-side by side.
-
-Shapes: B values of n searched at once, E experts, N ranks.
+Shapes: B values of n searched at once, R of them still running, E experts, N ranks, H holders of an expert, S most
+experts on a rank, P pairs of an expert and a rank that holds it.
 """
 
 from __future__ import annotations
@@ -332,7 +313,7 @@ class GreedyMoves:
                 self._judge()
 
     def _judge(self) -> None:
-        """Take note of the searches that are better than before, and end those that cannot become so."""
+        """Record the searches that have improved, and end those that cannot."""
         times, rows = self._predict(), self._rows
         best_s = self.best_s[rows]
         better = times.total_s < best_s
@@ -355,7 +336,7 @@ class GreedyMoves:
         return uneven
 
     def _keep(self, goes_on: BoolArray) -> None:
-        """Go on with these searches [R] only."""
+        """Continue these searches [R] only."""
         self._rows = self._rows[goes_on]
         self._computed, self._sent = self._computed[goes_on], self._sent[goes_on]
         self._received, self._touched = self._received[goes_on], self._touched[goes_on]

@@ -41,7 +41,7 @@ from moe_lightning.compat import private_lightning
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
-from moe_lightning.dispatch.shadow_exchange import StepVisits
+from moe_lightning.dispatch.shadow_exchange import StepShadowTransfers
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json
@@ -183,14 +183,16 @@ def layer_metrics(layers: Mapping[int, MoELayer], planner: BalancePlanner) -> It
             yield Metric(name=f"{area}/forecast_error_ratio", value=error)
 
 
-def movement_metrics(reports: Sequence[MigrationReport], visits: StepVisits | None) -> Iterator[Metric]:
-    """Experts that moved since the last log, and those that visited other ranks in the last step."""
+def movement_metrics(reports: Sequence[MigrationReport], transfers: StepShadowTransfers | None) -> Iterator[Metric]:
+    """Experts that moved since the last log, and shadow experts of the last step."""
     moved = sum(report.moved_states for report in reports)
     yield Metric(name="balance/migrated_states", value=float(moved))
     yield Metric(name="balance/migrated_bytes", value=float(sum(r.sent_bytes for r in reports)), over_ranks="sum")
     migration_ms = 1e3 * sum(report.migration_s for report in reports)
     yield Metric(name="balance/migration_ms", value=migration_ms, over_ranks="max")
-    sent, trans_s, agg_s = (visits.sent_bytes, visits.trans_wait_s, visits.agg_wait_s) if visits else (0, 0.0, 0.0)
+    sent, trans_s, agg_s = (
+        (transfers.sent_bytes, transfers.trans_wait_s, transfers.agg_wait_s) if transfers else (0, 0.0, 0.0)
+    )
     yield Metric(name="balance/shadow_bytes", value=float(sent), over_ranks="sum")
     yield Metric(name="balance/exposed_trans_ms", value=1e3 * trans_s, over_ranks="max")
     yield Metric(name="balance/exposed_agg_ms", value=1e3 * agg_s, over_ranks="max")
@@ -265,7 +267,7 @@ class LoadBalancer(Callback):
     Attributes:
         planner: what decides; None before training starts and in a world of one rank.
         follower: what the ranks' speeds are taken for; None before training starts with several ranks.
-        last_visits: the shadows of the last step; None where there were none.
+        last_shadow_transfers: the transfers of shadow experts in the last step; None without shadows.
 
     Raises:
         ConfigurationError: a value outside its range; when training starts: another strategy, layers with different
@@ -331,7 +333,7 @@ class LoadBalancer(Callback):
         self._layers = OwnLayers(numbers=(), total=0)
         self._counts: list[dict[tuple[int, int], IntArray]] = []
         self._observed: set[int] = set()
-        self.last_visits: StepVisits | None = None
+        self.last_shadow_transfers: StepShadowTransfers | None = None
         self._reports: list[MigrationReport] = []
         self._steps = self._steps_since_log = 0
         self._plan_s = 0.0
@@ -346,7 +348,7 @@ class LoadBalancer(Callback):
         known, self._restored = self._known(strategy)
         if strategy.worlds.mesh.world.size == 1 or not strategy.state.layers:
             for layer in layers:
-                layer.during_dispatch = None
+                layer.overlap_fn = None
             self._take_planner(None)  # nothing to balance
             return
         cluster = balanced_ranks(strategy, self._ranks_per_node)
@@ -364,7 +366,7 @@ class LoadBalancer(Callback):
         self._is_new_step = True
         self._counts = [{} for _ in layers]
         for index, layer in enumerate(layers):
-            layer.during_dispatch = partial(self._observe, index, layer, None if stages is None else strategy.steps)
+            layer.overlap_fn = partial(self._observe, index, layer, None if stages is None else strategy.steps)
 
     def _unfollow(self) -> None:
         """The layers, or the ranks, are others from here on."""
@@ -412,7 +414,7 @@ class LoadBalancer(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for layer in _strategy(trainer).experts.layers:
-            layer.during_dispatch = None
+            layer.overlap_fn = None
         self._unfollow()
         expected = self.planner.predicted_step() if self.planner is not None else None
         if self._timeline_path is not None and expected is not None and trainer.is_global_zero:
@@ -472,12 +474,12 @@ class LoadBalancer(Callback):
             self._move(strategy, planner, placements)
         began = time.perf_counter()
         plans = planner.step_plans()
-        self.last_visits = None
+        self.last_shadow_transfers = None
         if plans is not None:
             shares = planner.early_shares()
             plan_s += time.perf_counter() - began
-            strategy.shadow_experts(plans, shares)
-            self.last_visits = strategy.experts.shadows
+            strategy.start_shadow_experts(plans, shares)
+            self.last_shadow_transfers = strategy.experts.shadow_transfers
         self._plan_s += plan_s
 
     @property
@@ -556,7 +558,7 @@ class LoadBalancer(Callback):
     def _metrics(self, trainer: pl.Trainer, planner: BalancePlanner) -> Iterator[Metric]:
         layers = zip(self._layers.numbers, _strategy(trainer).experts.layers, strict=True)
         yield from layer_metrics(dict(layers), planner)
-        yield from movement_metrics(self._reports, self.last_visits)
+        yield from movement_metrics(self._reports, self.last_shadow_transfers)
         yield from self._following.metrics()
         plan_ms = 1e3 * self._plan_s / self._steps_since_log
         yield Metric(name="balance/plan_ms", value=plan_ms, over_ranks="max")

@@ -230,7 +230,7 @@ class RoutingReplay(Callback):
 
     def _replay(self, layer: int, router: Router, scores_TE: Tensor) -> Tensor:
         stream = router.stream
-        if not router.training or stream.is_stand_in:
+        if not router.training or stream.is_dummy_batch:
             return router.choose(scores_TE)
         _require_position(stream)
         piece = _piece(stream)
@@ -254,7 +254,7 @@ def _piece(stream: SampleStream) -> Piece:
 
 
 def _require_position(stream: SampleStream) -> None:
-    if not stream.num_samples and not stream.is_stand_in:
+    if not stream.num_samples and not stream.is_dummy_batch:
         raise ConfigurationError(
             "RoutingReplay does not know which samples this batch holds: give training data by a torch DataLoader with "
             "a batch_size, or a StepLoader"

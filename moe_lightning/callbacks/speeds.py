@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading, heard, told
+from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading, decode_readings, encode_readings
 from moe_lightning.callbacks.telemetry import Metric
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
@@ -325,7 +325,7 @@ class SpeedFollower:
         """Experts have moved, if they had to: what is known is told with the step's counts."""
         if self._clock is not None:
             dispatcher = self._strategy.experts.layers[0].dispatcher
-            dispatcher.told = told(self._row_s.reading, self._sample_s.reading)
+            dispatcher.local_word = encode_readings(self._row_s.reading, self._sample_s.reading)
 
     def turn(self) -> None:
         """The backward pass begins."""
@@ -348,7 +348,7 @@ class SpeedFollower:
         self._steps += 1
         has_changed = False
         if (self._steps - 1) % self._policy.speeds_every == 0:
-            experts, samples = heard(self._strategy.experts.layers[0].dispatcher.heard)
+            experts, samples = decode_readings(self._strategy.experts.layers[0].dispatcher.gathered_words)
             has_changed = self.experts.take(experts)
             if self._stages is not None:
                 has_changed, samples = self._over_stages(self._stages, has_changed, samples)

@@ -46,7 +46,7 @@ from moe_lightning.errors import CheckpointError
 from moe_lightning.kernels import pack, xor_parity
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
 from moe_lightning.state.pieces import OBJECT, Location, Piece, by_key, expert_of, is_expert_key
 
 logger = logging.getLogger(__name__)
@@ -273,7 +273,7 @@ def decode_snapshots(decodes: Sequence[Decode], library: SnapshotSet, world: Wor
         for member, source in decode.shards
         if member != holder
     ]
-    arrived = exchange_parcels(
+    arrived = exchange_buffers(
         [way[3] for way in ways], lambda at: parts.sub_shard(*ways[at][:3], nbytes=ways[at][3].nbytes), world
     )
     known: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -284,7 +284,7 @@ def decode_snapshots(decodes: Sequence[Decode], library: SnapshotSet, world: Wor
         for index, decode in enumerate(decodes)
         for holder, reader in decode.parities
     ]
-    solved = exchange_parcels(
+    solved = exchange_buffers(
         [way[2] for way in lost],
         lambda at: xor_parity([parts.parities[lost[at][:2]], *known.get(lost[at][:2], [])]),
         world,
@@ -490,7 +490,7 @@ def fetch(
         PeerBuffer(source=plan.reads[index].reader, target=target, nbytes=packed_bytes_of(listing[index]))
         for index, target in deliveries
     ]
-    arrived = exchange_parcels(parcels, lambda at: packed([data for _, data in units[deliveries[at][0]] or ()]), world)
+    arrived = exchange_buffers(parcels, lambda at: packed([data for _, data in units[deliveries[at][0]] or ()]), world)
     units |= {deliveries[at][0]: _split(data, listing[deliveries[at][0]]) for at, data in arrived.items()}
     fetched = [(piece, data) for unit in units.values() for piece, data in unit or ()]
     elsewhere = [(piece, None) for i in listing.keys() - units.keys() for piece in listing[i]]

@@ -22,7 +22,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import pack, unpack
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
 from moe_lightning.state.pieces import DTYPES, Shapes, dtype_name
 
 States = Mapping[str, Tensor]
@@ -66,7 +66,7 @@ def exchange_shards(
     entries = {name: gathered[rank][name] for name, rank in sources.items()}
     ways = [(name, target) for name in sorted(sources) for target in receivers[name]]
     parcels = [PeerBuffer(source=sources[name], target=target, nbytes=entries[name][0]) for name, target in ways]
-    arrived = exchange_parcels(parcels, lambda at: packed[ways[at][0]], world)
+    arrived = exchange_buffers(parcels, lambda at: packed[ways[at][0]], world)
     return {ways[at][0]: unpack_states(data, entries[ways[at][0]][1]) for at, data in arrived.items()}
 
 
@@ -180,7 +180,7 @@ def verify_replays(
     }
     ways = [(name, rank) for rank, names in wrong.items() for name in names]
     parcels = [PeerBuffer(source=owners[name][0], target=rank, nbytes=owners[name][2]) for name, rank in ways]
-    arrived = exchange_parcels(parcels, lambda at: packed[ways[at][0]], world)
+    arrived = exchange_buffers(parcels, lambda at: packed[ways[at][0]], world)
     for at, data in arrived.items():
         name = ways[at][0]
         replay.load(name, unpack_states(data, owners[name][3]))

@@ -36,7 +36,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import xor_parity
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.exchange import PeerBuffer, PendingParcels
+from moe_lightning.parallel.exchange import PeerBuffer, PendingBuffers
 from moe_lightning.state.pieces import Block, Location, Piece
 
 _PAGE = 4096
@@ -130,8 +130,8 @@ class _Flight:
     """A version that is being exchanged."""
 
     table: SnapshotIndex
-    tables: PendingParcels
-    payloads: PendingParcels
+    tables: PendingBuffers
+    payloads: PendingBuffers
     ways: Sequence[tuple[int, int]]
     sub_bytes: int
     start_s: float
@@ -254,9 +254,9 @@ class Protector:
 
     def _send(
         self, ways: Sequence[tuple[int, int]], nbytes: Callable[[int, int], int], payload: Callable[[int], torch.Tensor]
-    ) -> PendingParcels:
+    ) -> PendingBuffers:
         parcels = [PeerBuffer(source=writer, target=holder, nbytes=nbytes(writer, holder)) for writer, holder in ways]
-        return PendingParcels(parcels, lambda at: payload(ways[at][1]), self._world)
+        return PendingBuffers(parcels, lambda at: payload(ways[at][1]), self._world)
 
     def _sub_bytes(self, sizes: Sequence[int], rank: int) -> int:
         group = self._layout.group_of(rank)

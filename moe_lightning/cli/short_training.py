@@ -273,13 +273,13 @@ def _layers(experts: PlacedExperts) -> dict[str, float]:
 def _copies(trainer: pl.Trainer) -> dict[str, float]:
     """What the shadows of the last step cost, and what the performance model expected."""
     balancer = next((c for c in trainer.callbacks if isinstance(c, LoadBalancer)), None)  # type: ignore[attr-defined]
-    visits = balancer.last_visits if balancer is not None else None
-    planner = balancer.planner if visits is not None and balancer is not None else None
+    shadow_transfers = balancer.last_shadow_transfers if balancer is not None else None
+    planner = balancer.planner if shadow_transfers is not None and balancer is not None else None
     expected = planner.predicted_step() if planner is not None else None
     return {
-        "copy_bytes": visits.sent_bytes if visits else 0,
-        "exposed_trans_s": visits.trans_wait_s if visits else 0.0,
-        "exposed_agg_s": visits.agg_wait_s if visits else 0.0,
+        "copy_bytes": shadow_transfers.sent_bytes if shadow_transfers else 0,
+        "exposed_trans_s": shadow_transfers.trans_wait_s if shadow_transfers else 0.0,
+        "exposed_agg_s": shadow_transfers.agg_wait_s if shadow_transfers else 0.0,
         "expected_copy_s": expected.transfer_s if expected else 0.0,
         "expected_exposed_s": expected.exposed_s if expected else 0.0,
     }

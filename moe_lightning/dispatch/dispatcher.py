@@ -1,4 +1,4 @@
-"""Brings each token to a replica of its expert and the result back.
+"""Dispatcher: sends each token to a replica of its expert and the result back.
 
 Shapes: T tokens and K choices of this rank, E experts, N ranks, S slots and H shadows of this rank, M rows, D model
 width.
@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_lightning import kernels as ops
 from moe_lightning.arrays import IntArray
 from moe_lightning.dispatch.placement import Placement, uniform_placement
-from moe_lightning.dispatch.quota import balanced_quota, equal_quota, plan_dispatch, uneven
+from moe_lightning.dispatch.quota import balanced_quota, dispatch_splits, equal_quota, uneven
 from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.dispatch.transports import (
     BackendFactory,
@@ -54,8 +54,8 @@ class Dispatched:
     Attributes:
         rows_MD: for this rank's slots and then for its shadows, sorted by both; differentiable.
         tokens_per_slot_S: int64, rows that this rank computes for each of its slots.
-        tokens_per_shadow_H: int64, rows for each expert that visits this rank, ascending; None where no expert of the
-            layer visits any rank.
+        tokens_per_shadow_H: int64, rows for each shadow expert on this rank, ascending; None where no expert of the
+            layer has a shadow.
         resident_rows: sum of tokens_per_slot_S, on the host.
         handle: for `Dispatcher.combine`.
     """
@@ -68,24 +68,24 @@ class Dispatched:
 
 
 class Dispatcher:
-    """Dispatch under one layer's placement; it keeps no state between micro-batches but the statistics of the last one.
+    """Dispatcher of one layer under its placement; between micro-batches it keeps only statistics of the last one.
 
     Args:
         placement: replicas [E, N].
         world: the ranks.
-        groups: dispatch groups; tokens travel only inside the group of their rank.
+        groups: dispatch groups; tokens are sent only inside the group of their rank.
         quota: "balanced" over ranks, or "equal" per replica.
         slot_experts: this rank's slots in their order, -1 where vacant; None: its experts, ascending.
         layer: ordinal of the MoE layer, for messages.
-        backend: carries the rows: a name in `DISPATCH_BACKENDS`.
+        backend: transport of the rows: a name in `DISPATCH_BACKENDS`.
         plan_on: "host", which waits for the counts of every micro-batch, or "device", see `dispatch.transports`.
 
     Attributes:
         last_rank_loads: int64 [N], rows that each rank computed in the last planned micro-batch; None for a world of
             one rank, and where the host does not know.
-        told: a 63-bit number of this rank's that travels with its counts.
-        plans_on_device: whether the host learns no counts.
-        heard: those of all ranks, from the last counts; empty before any.
+        local_word: a 63-bit number of this rank that is sent with its counts.
+        plans_on_device: True if the host reads no counts.
+        gathered_words: `local_word` of all ranks, from the last counts; empty before any.
 
     Raises:
         ConfigurationError: the placement does not fit the world, a group lacks an expert, an unknown name, or what a
@@ -120,8 +120,8 @@ class Dispatcher:
         self._layer = layer
         self._shadows: ShadowPlan | None = None
         self._speeds: IntArray | None = None
-        self._told = 0
-        self.heard: list[int] = []
+        self._local_word = 0
+        self.gathered_words: list[int] = []
         self._resident_N = np.bincount(placement.pairs.ranks, minlength=world.size)
         self._backend: DispatchBackend = DISPATCH_BACKENDS.make(backend, world)
         self.plans_on_device = plan_on == "device"
@@ -145,22 +145,22 @@ class Dispatcher:
 
     @classmethod
     def local(cls, num_experts: int) -> Dispatcher:
-        """All experts on the one rank there is."""
+        """Return a dispatcher of one rank with all experts."""
         return cls(uniform_placement(num_experts, 1), World.single(), [(0,)])
 
     @property
     def last_sent_rows(self) -> int:
-        """That left this rank in the last dispatch."""
+        """Rows that this rank sent in the last dispatch."""
         return self._backend.sent_rows
 
     @property
     def last_sent_bytes(self) -> int:
-        """That left this rank in the last dispatch."""
+        """Bytes that this rank sent in the last dispatch."""
         return self._backend.sent_bytes
 
     @property
     def shadows(self) -> ShadowPlan | None:
-        """Which experts visit which ranks in the running step; None: none at all."""
+        """Shadow experts of the running step; None without any."""
         return self._shadows
 
     @shadows.setter
@@ -187,21 +187,21 @@ class Dispatcher:
         self._sign()
 
     @property
-    def told(self) -> int:
+    def local_word(self) -> int:
         """A 63-bit number of this rank's that travels with its counts."""
-        return self._told
+        return self._local_word
 
-    @told.setter
-    def told(self, word: int) -> None:
+    @local_word.setter
+    def local_word(self, word: int) -> None:
         self._refuse_on_device(word != 0, "brings the host no word of other ranks: follow no speeds")
-        self._told = word
+        self._local_word = word
 
     def _refuse_on_device(self, is_wanted: bool, lack: str) -> None:
         if is_wanted and self.plans_on_device and self.world.size > 1:
             raise ConfigurationError(f"plan='device' {lack}, or use plan='host'")
 
     def _sign(self) -> None:
-        """Take the fingerprint of what this rank plans by."""
+        """Update the fingerprint of this rank's placement, shadows and speeds."""
         self._plan_print = self._placement_print
         if self._shadows is not None:
             self._plan_print ^= fingerprint(self._shadows.shadows, self._shadows.homes, self._shadows.quota_rule)
@@ -212,7 +212,7 @@ class Dispatcher:
         """All ranks' assignments per expert, int64 [N, E], on the host; the layer's one synchronisation of host and
         device with several ranks. On the device, and no synchronisation, where plans are made there.
 
-        A hash of this rank's placement, shadows, speeds and latest quota travels along, and what it tells.
+        A hash of this rank's placement, shadows, speeds and latest quota is sent along, and `local_word`.
 
         Raises:
             ConfigurationError: on every rank, some plan otherwise than others.
@@ -221,14 +221,16 @@ class Dispatcher:
             return counts_E.unsqueeze(0)
         if self._planner is not None:
             return self._planner.gather_counts(counts_E)
-        own = torch.tensor([self._plan_print ^ self._quota_print, self.told])
-        told_NE2 = all_gather_counts(torch.cat([counts_E, upload(own, counts_E.device)]), self.world)
-        require_agreement(told_NE2[:, -2].tolist(), f"the plan (placement, shadows, quotas) of MoE layer {self._layer}")
-        self.heard = told_NE2[:, -1].tolist()
-        return told_NE2[:, :-2]
+        own = torch.tensor([self._plan_print ^ self._quota_print, self.local_word])
+        gathered_NE2 = all_gather_counts(torch.cat([counts_E, upload(own, counts_E.device)]), self.world)
+        require_agreement(
+            gathered_NE2[:, -2].tolist(), f"the plan (placement, shadows, quotas) of MoE layer {self._layer}"
+        )
+        self.gathered_words = gathered_NE2[:, -1].tolist()
+        return gathered_NE2[:, :-2]
 
     def plan(self, counts_NE: Tensor) -> DispatchPlan:
-        """Where every assignment goes, in a world of several ranks.
+        """Return the plan of one micro-batch, in a world of several ranks.
 
         Args:
             counts_NE: assignments of every rank after drops, from `gather_counts`.
@@ -244,7 +246,7 @@ class Dispatcher:
             tokens_EN=tokens_EN,
             send_EN=send_EN,
             recv_EN=recv_EN,
-            experts_C=(*self.slot_experts, *self._visiting()),
+            experts_C=(*self.slot_experts, *self._shadow_experts()),
             num_experts_N=num_experts_N,
             loads_N=quota_EN.sum(axis=0),
         )
@@ -254,30 +256,30 @@ class Dispatcher:
         x_TD: Tensor,
         expert_ids_TK: Tensor,
         counts_NE: Tensor,
-        meanwhile: Callable[[], None] | None = None,
+        overlap_fn: Callable[[], None] | None = None,
         *,
         is_training: bool = True,
     ) -> Dispatched:
-        """Bring this rank's tokens to their experts, and others' here.
+        """Send this rank's tokens to their experts, and receive those of other ranks.
 
         Args:
             x_TD: tokens.
             expert_ids_TK: their choices, -1 where dropped.
             counts_NE: assignments of every rank after drops, from `gather_counts`.
-            meanwhile: what this process does while the rows travel; not called in a world of one rank.
-            is_training: whether this is no evaluation.
+            overlap_fn: called while the rows travel; not called in a world of one rank.
+            is_training: False in evaluation.
         """
         if self.world.size == 1:
             by_expert = self.sorted_by_slot(expert_ids_TK)
             rows_MD = ops.permute(x_TD, by_expert.order_M, by_expert.inverse_TK)
             return Dispatched(rows_MD=rows_MD, tokens_per_slot_S=by_expert.tokens_per_expert_E, handle=by_expert)
         if self._planner is not None:
-            self._refuse_on_device(meanwhile is not None, "tells nobody the counts: drop what balances by them")
+            self._refuse_on_device(overlap_fn is not None, "tells nobody the counts: drop what balances by them")
             on_device = self._planner.plan(counts_NE, *expert_ids_TK.shape, is_training=is_training)
             rows_MD, tokens_S, handle = self._backend.dispatch(x_TD, expert_ids_TK, on_device, None)
             return Dispatched(rows_MD=rows_MD, tokens_per_slot_S=tokens_S, handle=handle)
         plan, num_slots = self.plan(counts_NE), len(self.slot_experts)
-        rows_MD, tokens_C, handle = self._backend.dispatch(x_TD, expert_ids_TK, plan, meanwhile)
+        rows_MD, tokens_C, handle = self._backend.dispatch(x_TD, expert_ids_TK, plan, overlap_fn)
         return Dispatched(
             rows_MD=rows_MD,
             tokens_per_slot_S=tokens_C[:num_slots],
@@ -308,7 +310,7 @@ class Dispatcher:
         slot_E = torch.tensor([*slots, -1], device=expert_ids_TK.device)  # a dropped choice, -1, takes the last entry
         return slot_E[expert_ids_TK]
 
-    def _visiting(self) -> tuple[int, ...]:
+    def _shadow_experts(self) -> tuple[int, ...]:
         """Experts with a shadow on this rank, ascending."""
         if self._shadows is None:
             return ()
@@ -330,8 +332,7 @@ class Dispatcher:
         send, recv = np.zeros_like(tokens_EN), np.zeros_like(tokens_EN)
         ranks = list(next(group for group in self.groups if self.world.rank in group))
         tokens, quota = (np.ascontiguousarray(table[:, ranks]) for table in (tokens_EN, quota_EN))
-        plan = plan_dispatch(tokens, quota, ranks.index(self.world.rank))
-        send[:, ranks], recv[:, ranks] = plan.send, plan.recv
+        send[:, ranks], recv[:, ranks] = dispatch_splits(tokens, quota, ranks.index(self.world.rank))
         return send, recv
 
     def _share_out(self, tokens_EN: IntArray, replicas_EN: IntArray, speeds_N: IntArray | None) -> IntArray:

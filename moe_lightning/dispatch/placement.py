@@ -1,4 +1,4 @@
-"""Which rank holds which experts: the placement and the groups of ranks that dispatch among themselves."""
+"""Expert placement: replicas of experts on ranks, and the groups of ranks that dispatch among themselves."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Placement:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether several ranks hold one of the experts."""
+        """True if an expert is on several ranks."""
         return bool(self.pairs.num_holders.max() > 1)
 
     def __eq__(self, other: object) -> bool:

@@ -1,33 +1,21 @@
-"""Quotas: how many tokens of each expert every holder computes, and which rank sends them.
+"""Quotas: tokens of every expert that each holder computes, and the ranks that send them.
 
-How fast ranks are, in integers that all ranks know, and what loads and shares follow from them.
+Integers throughout, so that every rank of a heterogeneous cluster finds the same numbers. A speed is a fixed-point
+number with the unit `ONE_SPEED`; only ratios matter. A rank's *time* is its load at the speed of the fastest rank: with
+equal speeds, times are loads.
 
-A speed is a fixed-point number with the unit `ONE_SPEED`; only ratios matter. A rank's *time* is its load at the speed
-of the fastest rank: with equal speeds times are loads, and everything here gives the integers of ranks that nobody has
-timed.
+An equal split per replica leaves ranks with two hot experts overloaded. Here the holders of an expert share its tokens
+in proportion to a weight per rank, and the weights fall on overloaded ranks and rise on idle ones (multiplicative
+weights). The best split found is then finished token by token, because weights converge slowly where a few ranks are
+the only holders of some experts. That is a transportation problem: tokens are pushed along shortest paths of shared
+experts from crowded ranks, all paths of one length together (Dinic), until every rank is within 0.8 percent of a lower
+bound of the busiest. Where no path is left, the reachable ranks share tokens without other holders: their mean is a
+better bound, and the search continues with it. The search runs on the list of (expert, rank) pairs, not on the dense
+table.
 
-Shapes: N ranks.
+`dispatch_splits` then matches senders and receivers such that as few tokens as possible are sent.
 
-The last step of a quota: whole tokens move from crowded ranks to roomy ones, through the experts that they share.
-
-Which tokens of an expert its holders compute is a transportation problem, and a split is best when no path of shared
-experts leads from the busiest rank to one with less work. Tokens are pushed along shortest paths, all paths of one
-length together (Dinic), until every rank is within 0.8 percent of a lower bound of the busiest. Where no path is left,
-the ranks that can be reached share tokens that nobody else holds: their mean is a better bound of every split, and the
-search goes on from there. The busiest rank is the one that takes longest: limits are times, and a rank's limit in
-tokens follows its speed. Integers throughout, so every rank finds the same split.
-
-How many tokens of each expert every holder computes: balanced over ranks, in integers, the same on every rank.
-
-An equal split per replica balances each expert for itself; ranks that hold two hot experts stay overloaded. Here the
-holders of an expert share its tokens in proportion to a weight per rank, and the weights fall on overloaded ranks and
-rise on idle ones (multiplicative weights); the best split met is then finished token by token (`quota_flow`), for
-weights converge slowly where a few ranks hold what nobody else does. Where ranks differ in speed, what is balanced is
-their time. The search runs on the list of (expert, rank)
-pairs, not on the dense table, and in fixed-point integers, so that every rank of a heterogeneous cluster finds the same
-numbers.
-
-Who sends which tokens to whom, so that every rank computes its exact quota and as few tokens as possible travel.
+Shapes: E experts, N ranks, P pairs of an expert and a rank that holds it.
 """
 
 from __future__ import annotations
@@ -103,7 +91,7 @@ class Pace:
 
     @classmethod
     def of(cls, speeds: IntArray | None, num_ranks: int) -> Pace:
-        """Of int64 [N] speeds, each from 1 to 2^16; None: all the same.
+        """Build from int64 [N] speeds, each from 1 to 2^16; None: all equal.
 
         Raises:
             ConfigurationError: speeds of another number of ranks, or outside of that range.
@@ -120,12 +108,12 @@ class Pace:
 
     @cached_property
     def fastest(self) -> int:
-        """The speed in which times are told."""
+        """Speed in whose time unit times are expressed."""
         return int(self.speeds.max())
 
     @cached_property
     def total(self) -> int:
-        """Of all ranks together."""
+        """Sum over all ranks."""
         return int(self.speeds.sum())
 
     def times(self, load: IntArray) -> IntArray:
@@ -133,7 +121,7 @@ class Pace:
         return load if self.is_even else -(-load * self.fastest // self.speeds)
 
     def time(self, rank: int, load: int) -> int:
-        """Of one rank."""
+        """Return the time of one rank for a load, rounded up."""
         return -(-load * self.fastest // int(self.speeds[rank]))
 
     def loads(self, time: int) -> list[int]:
@@ -191,7 +179,7 @@ def shares(total: int, speeds: IntArray, most: int | None = None) -> IntArray:
 SLACK = 128
 """1 over the part of a bound within which moving single tokens does not pay."""
 
-_SINGLE_VISITS, _JOINT_VISITS = 1 << 13, 1 << 15
+_SINGLE_LOOKUPS, _JOINT_LOOKUPS = 1 << 13, 1 << 15
 """Pairs that the search may look at from single ranks, one or two milliseconds, and then from all together."""
 
 Step = tuple[int, int]
@@ -227,16 +215,16 @@ def relieve(
         starts=np.searchsorted(experts, np.arange(experts[-1] + 2)).tolist(),
         by_rank=(order := np.lexsort((demand, ranks))).tolist(),
         rank_starts=np.searchsorted(ranks[order], np.arange(len(load) + 1)).tolist(),
-        visits_left=_SINGLE_VISITS,
+        lookups_left=_SINGLE_LOOKUPS,
     )
     singly = True
     while (longest := int(pace.times(np.array(flow.load)).max())) > with_slack(bound) + (
         0 if singly else bound // SLACK
     ):
-        if flow.visits_left <= 0:
+        if flow.lookups_left <= 0:
             if not singly:
                 break
-            singly, flow.visits_left = False, _JOINT_VISITS
+            singly, flow.lookups_left = False, _JOINT_LOOKUPS
         if singly:
             stuck = flow.relieve_each(pace.loads(with_slack(bound)))
         else:
@@ -255,7 +243,7 @@ class _Flow:
         load: tokens of each rank.
         starts: the first pair of each expert.
         by_rank, rank_starts: pairs by rank, and where each rank's begin.
-        visits_left: pairs that may still be looked at.
+        lookups_left: pairs that may still be looked at.
     """
 
     tokens: list[int]
@@ -265,13 +253,13 @@ class _Flow:
     starts: list[int]
     by_rank: list[int]
     rank_starts: list[int]
-    visits_left: int
+    lookups_left: int
 
     def relieve_each(self, limits: list[int]) -> list[int]:
         """Push tokens away from every rank above its limit, one after the other; the ranks that share them where no
         more can go."""
         for rank in self._crowded(limits):
-            while self.load[rank] > limits[rank] and self.visits_left > 0:
+            while self.load[rank] > limits[rank] and self.lookups_left > 0:
                 path, reached = self._path(rank, limits)
                 if not path:
                     return reached
@@ -280,7 +268,7 @@ class _Flow:
 
     def relieve_all(self, limits: list[int]) -> list[int]:
         """Push tokens away from all ranks above their limits; the ranks that share them where no more can go."""
-        while self.visits_left > 0 and (crowded := self._crowded(limits)):
+        while self.lookups_left > 0 and (crowded := self._crowded(limits)):
             depths = self._depths(crowded, limits)
             for rank in crowded:
                 if depths[rank] < 0:
@@ -300,19 +288,19 @@ class _Flow:
         queue = [source]
         for rank in queue:  # grows while it is walked
             first, last = self.rank_starts[rank : rank + 2]
-            self.visits_left -= last - first
-            for giver in self.by_rank[first:last]:
-                expert = self.experts[giver]
-                if not self.tokens[giver] or expert in used:
+            self.lookups_left -= last - first
+            for sender in self.by_rank[first:last]:
+                expert = self.experts[sender]
+                if not self.tokens[sender] or expert in used:
                     continue
                 used.add(expert)
                 first, last = self.starts[expert : expert + 2]
-                self.visits_left -= last - first
-                for taker in range(first, last):
-                    other = self.ranks[taker]
+                self.lookups_left -= last - first
+                for receiver in range(first, last):
+                    other = self.ranks[receiver]
                     if other in step_to:
                         continue
-                    step_to[other] = giver, taker
+                    step_to[other] = sender, receiver
                     if self.load[other] < limits[other]:
                         return self._back_to_source(other, step_to), queue
                     queue.append(other)
@@ -326,24 +314,25 @@ class _Flow:
         return path[::-1]
 
     def _depths(self, crowded: list[int], limits: list[int]) -> list[int]:
-        """Of each rank, the length of the shortest path to a rank below its limit; -1 where there is none, or where it
-        is longer than that of any crowded rank."""
+        """Return for each rank the length of the shortest path to a rank below its limit; -1 where there is none, or
+        where it is longer than that of any crowded rank.
+        """
         depths = [0 if load < limit else -1 for load, limit in zip(self.load, limits, strict=True)]
         queue = [rank for rank, depth in enumerate(depths) if not depth]
         waiting, used = set(crowded), [False] * (len(self.starts) - 1)
         for rank in queue:  # grows while it is walked
             first, last = self.rank_starts[rank : rank + 2]
-            self.visits_left -= last - first
-            for taker in self.by_rank[first:last]:
-                expert = self.experts[taker]
+            self.lookups_left -= last - first
+            for receiver in self.by_rank[first:last]:
+                expert = self.experts[receiver]
                 if used[expert]:
                     continue
                 used[expert] = True
                 first, last = self.starts[expert : expert + 2]
-                self.visits_left -= last - first
-                for giver in range(first, last):
-                    other = self.ranks[giver]
-                    if depths[other] < 0 and self.tokens[giver]:
+                self.lookups_left -= last - first
+                for sender in range(first, last):
+                    other = self.ranks[sender]
+                    if depths[other] < 0 and self.tokens[sender]:
                         depths[other] = depths[rank] + 1
                         queue.append(other)
                         waiting.discard(other)
@@ -358,7 +347,7 @@ class _Flow:
         for source in crowded:
             path: list[Step] = []
             rank = source
-            while self.load[source] > limits[source] and self.visits_left > 0:
+            while self.load[source] > limits[source] and self.lookups_left > 0:
                 if self.load[rank] < limits[rank]:
                     self._push(path, limits)
                     path, rank = [], source
@@ -378,30 +367,30 @@ class _Flow:
                     break
                 rank = self.ranks[path.pop()[0]]
 
-    def _is_dead(self, taker: int, depths: list[int], limits: list[int]) -> bool:
-        """Whether no path leads on from a pair's rank."""
-        rank = self.ranks[taker]
+    def _is_dead(self, receiver: int, depths: list[int], limits: list[int]) -> bool:
+        """Return True if no path leads on from a pair's rank."""
+        rank = self.ranks[receiver]
         return depths[rank] < 0 or (not depths[rank] and self.load[rank] >= limits[rank])
 
     def _steps(self, rank: int, depths: list[int]) -> Iterator[Step]:
         """The steps from a rank to those that are one nearer to a roomy rank."""
         nearer = depths[rank] - 1
-        for giver in self.by_rank[self.rank_starts[rank] : self.rank_starts[rank + 1]]:
-            if self.tokens[giver]:
-                first, last = self.starts[self.experts[giver] : self.experts[giver] + 2]
-                self.visits_left -= last - first
-                for taker in range(first, last):
-                    if depths[self.ranks[taker]] == nearer:
-                        yield giver, taker
+        for sender in self.by_rank[self.rank_starts[rank] : self.rank_starts[rank + 1]]:
+            if self.tokens[sender]:
+                first, last = self.starts[self.experts[sender] : self.experts[sender] + 2]
+                self.lookups_left -= last - first
+                for receiver in range(first, last):
+                    if depths[self.ranks[receiver]] == nearer:
+                        yield sender, receiver
 
     def _push(self, path: list[Step], limits: list[int]) -> None:
         """Move what the path allows."""
         source, target = self.ranks[path[0][0]], self.ranks[path[-1][1]]
         room = min(self.load[source] - limits[source], limits[target] - self.load[target])
-        moved = min(room, *(self.tokens[giver] for giver, _ in path))
-        for giver, taker in path:
-            self.tokens[giver] -= moved
-            self.tokens[taker] += moved
+        moved = min(room, *(self.tokens[sender] for sender, _ in path))
+        for sender, receiver in path:
+            self.tokens[sender] -= moved
+            self.tokens[receiver] += moved
         self.load[source] -= moved
         self.load[target] += moved
 
@@ -421,7 +410,7 @@ _FEW_PAIRS, _LITTLE_PATIENCE = 1024, 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Demand:
-    """What the holders of experts share, by pairs of an expert and a rank; all int64 [P] unless said otherwise.
+    """Tokens that the holders of experts share, by pairs of an expert and a rank; all int64 [P] unless said otherwise.
 
     Attributes:
         pairs: who holds what.
@@ -442,7 +431,7 @@ class _Demand:
 
     @property
     def has_choice(self) -> bool:
-        """Whether any expert has several holders."""
+        """True if any expert has several holders."""
         return len(self.starts) < len(self.pairs.experts) and self.pairs.shape[1] > 1
 
     def split(self, pull: IntArray) -> IntArray:
@@ -497,8 +486,8 @@ def balanced_quota(tokens: IntArray, replicas: IntArray, speeds: IntArray | None
     return pairs.dense(balanced_split(tokens, pairs, speeds))
 
 
-def settled_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
-    """`balanced_quota` for equally fast ranks without its search token by token, whose length nobody knows: where
+def weighted_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
+    """`balanced_quota` for equally fast ranks without its search token by token, whose length is unknown: where
     the weights have not come within 0.8 percent of the bound, they go on instead, for 48 rounds.
 
     Args:
@@ -519,8 +508,8 @@ def settled_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
 
 
 def sharing_rounds(num_pairs: int) -> tuple[int, int, int, int]:
-    """What `settled_quota` does with so many pairs of an expert and a rank: (rounds, rounds of patience, 1 over the
-    part of the bound that is good enough, unit of the weights).
+    """Return the constants of `weighted_quota` for so many pairs of an expert and a rank: (rounds, rounds of patience,
+    1 over the part of the bound that is good enough, unit of the weights).
     """
     return _ROUNDS, _patience(num_pairs), SLACK, _ONE
 
@@ -612,21 +601,11 @@ def _demand(tokens: IntArray, pairs: Pairs) -> _Demand:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DispatchPlan:
-    """One rank's row and column of the dispatch tensor D[e, i, j] (tokens of expert e that rank i sends to rank j).
+def dispatch_splits(tokens: IntArray, quota: IntArray, rank: int) -> tuple[IntArray, IntArray]:
+    """Return one rank's row and column of the dispatch tensor D[e, i, j], tokens of expert e that rank i sends to rank
+    j.
 
-    Attributes:
-        send: int64 [E, N], send[e, j] = D[e, rank, j]; row sums are this rank's tokens of each expert.
-        recv: int64 [E, N], recv[e, i] = D[e, i, rank]; row sums are this rank's quota.
-    """
-
-    send: IntArray
-    recv: IntArray
-
-
-def plan_dispatch(tokens: IntArray, quota: IntArray, rank: int) -> DispatchPlan:
-    """Interval plan: tokens stay where they are up to the quota, then surplus intervals meet residual intervals.
+    Interval plan: tokens stay where they are up to the quota, then surplus intervals are matched to residual intervals.
 
     Order the surplus of all ranks on a line and the residual quota of all ranks on another: rank i sends to rank j what
     its interval and j's interval share (Lazarus Alg. 1 with its denominator corrected, in integers). The volume is the
@@ -635,7 +614,11 @@ def plan_dispatch(tokens: IntArray, quota: IntArray, rank: int) -> DispatchPlan:
     Args:
         tokens: int64 [E, N], tokens of expert e on rank n before dispatch.
         quota: int64 [E, N], tokens of expert e that rank n shall compute; row sums equal those of `tokens`.
-        rank: whose row and column to return.
+        rank: the rank i of the row and j of the column.
+
+    Returns:
+        send_EN: int64, D[e, rank, j]; row sums are this rank's tokens of each expert.
+        recv_EN: int64, D[e, i, rank]; row sums are this rank's quota.
     """
     # An expert has few holders: only the pairs with a quota and the rows of this rank's experts are touched.
     num_ranks = tokens.shape[1]
@@ -661,7 +644,7 @@ def plan_dispatch(tokens: IntArray, quota: IntArray, rank: int) -> DispatchPlan:
     surplus = tokens[held] - np.minimum(tokens[held], quota[held])
     recv[held] = _overlap(residual_end[here, None], residual[here, None], np.cumsum(surplus, axis=1), surplus)
     recv[held, rank] = local[here]
-    return DispatchPlan(send=send, recv=recv)
+    return send, recv
 
 
 def _overlap(end: IntArray, length: IntArray, other_end: IntArray, other_length: IntArray) -> IntArray:

@@ -1,17 +1,12 @@
 """Replicas of experts: their stacked parameters, the sum of their gradients, and the comparison of their bits.
 
-Who holds which expert: the stacked parameters of a MoE layer, the slots of this rank and the placement over all.
+The flat gradient of an expert with m holders is split into m pieces. One exchange sends all copies of piece j to holder
+j, which adds them in rank order, so that replicas stay bit-identical (law L3); a second one sends the sum to the other
+holders. This is the bandwidth-optimal reduce-scatter and all-gather, for all experts of all layers in two collectives
+and without a process group per expert. Where two ranks hold an expert, exchanging whole copies moves as many bytes in
+one exchange; where that holds for all, or little is sent at all, each holder adds the copies itself.
 
-Sums the gradients of an expert's replicas over the ranks that hold it, so that all replicas stay bit-identical
-(law L3).
-
-The flat gradient of an expert with m holders is cut into m pieces. One exchange brings all copies of piece j to
-holder j, which adds them in rank order; a second exchange hands the sum to the other holders. That is the
-bandwidth-optimal reduce-scatter and all-gather, done for all experts of all layers in two collectives and without a
-process group per expert. Where two ranks hold an expert, sending whole copies both ways moves as many bytes in one
-exchange, so where that holds for all, or little is sent at all, each holder adds the copies itself.
-
-Compares the replicas of experts over the ranks that hold them: one sum of bits for each, one collective for all.
+Replicas are compared by one sum of bits for each, in one collective.
 
 Shapes: S slots of this rank, E experts of a layer, T experts of all layers.
 """
@@ -80,7 +75,9 @@ class ExpertStack:
         ]
 
     def is_full(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has a row for every expert; rows of factored optimizer states have shapes of their own."""
+        """Return True if `tensor` has a row for every expert; rows of factored optimizer states have shapes of their
+        own.
+        """
         return tensor.shape[:1] == (self.num_experts,)
 
     def select(self, tensor_EX: Tensor) -> Tensor:
@@ -178,7 +175,7 @@ class ReplicaSum:
             self._hand_back(pieces, dtype)
 
     def _share(self, piece: _Piece, holder: int) -> Tensor:
-        """What of a gradient this holder sums."""
+        """Return the part of a gradient that this holder sums."""
         return piece.flat() if self._sends_whole else piece.part(holder)
 
     def _hand_back(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:
@@ -194,7 +191,7 @@ class ReplicaSum:
                     cursors[holder] += target.numel()
 
     def _shared(self, pieces: Sequence[_Piece], peer: int) -> list[_Piece]:
-        """What this rank and another one both hold."""
+        """Return the pieces that both this rank and another one hold."""
         return [piece for piece in pieces if peer in piece.holders and peer != self._world.rank]
 
     def _exchange(self, outgoing: Sequence[Sequence[Tensor]], sizes_in: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -205,7 +202,7 @@ class ReplicaSum:
 
 
 def _whole_copies_are_cheap(stacks: Sequence[ExpertStack], num_ranks: int) -> bool:
-    """Whether the rank that sends most sends little more in one exchange of whole copies than in two of pieces; the
+    """Return True if the busiest sender sends little more in one exchange of whole copies than in two of pieces; the
     same on every rank.
     """
     whole, pieces = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)

@@ -1,11 +1,11 @@
-"""Shadows at run time: weights of an expert visit other ranks for one step (Trans), gradients go home (Agg).
+"""Transfers of shadow experts in one step: weights to other ranks (Trans), gradients to the home rank (Agg).
 
-Both are exchanges on the background group. Trans of the next block starts under the experts of this block and goes on
-under its dense layers, cut as `balancing.cost_model` says; Agg starts as soon as the gradients of a block exist, which
-is before those of its residents are computed, and all Aggs end before replicas are summed. Pro-Prophet (V) cuts Agg in
-two as well and starts each part under a stated computation; starting it at once needs no hooks in the backward pass.
+Both are exchanges on the background group. Trans of the next block starts under the experts of this block and continues
+under its dense layers, split as in `balancing.cost_model`. Agg starts as soon as the gradients of a block exist, before
+those of its residents are computed, and all Aggs end before replica gradients are summed. Pro-Prophet (V) splits Agg,
+too, and starts each part under a stated computation; starting it at once needs no hooks in the backward pass.
 
-Parameters do not change inside a step, so micro-batches share one Trans, add their gradients up, and share one Agg.
+Parameters do not change inside a step, so micro-batches share one Trans, accumulate gradients, and share one Agg.
 
 Shapes: H shadows on this rank, P numbers in an expert.
 """
@@ -24,13 +24,13 @@ from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PendingExchange
 
 
-class LayerVisits:
-    """One layer's shadows in one step.
+class ShadowTransfers:
+    """Transfers of one layer's shadow experts in one step.
 
     Args:
         parameters: the layer's stacks [S, ...] by name, in an order that all ranks share.
         slot_experts: expert of each slot of this rank, -1 where vacant.
-        plan: who visits whom; may be empty.
+        plan: shadow experts of the step; may be empty.
         world: the ranks.
         dtype: of weights in flight; what the experts compute in, so that nothing is lost by it.
         early_share: part of every expert's bytes that travels under the experts of the block before, the rest under
@@ -55,8 +55,8 @@ class LayerVisits:
         experts, ranks = np.nonzero(plan.shadows)
         copies = list(zip(experts.tolist(), plan.homes[experts].tolist(), ranks.tolist(), strict=True))
         # (peer, expert): in the order of sending and receiving, which is by rank and then by expert.
-        self._guests = sorted((home, expert) for expert, home, rank in copies if rank == world.rank)
-        self._hosts = sorted((rank, expert) for expert, home, rank in copies if home == world.rank)
+        self._received_from = sorted((home, expert) for expert, home, rank in copies if rank == world.rank)
+        self._sent_to = sorted((rank, expert) for expert, home, rank in copies if home == world.rank)
         self._slot_of = {expert: slot for slot, expert in enumerate(slot_experts)}
         self._sizes = {name: parameter.shape[1:].numel() for name, parameter in parameters.items()}
         num_numbers = sum(self._sizes.values())
@@ -68,36 +68,38 @@ class LayerVisits:
         self._stacks: dict[str, Tensor] | None = None
         self._gradients_seen = 0
         self._agg: PendingExchange | None = None
-        self._step: StepVisits | None = None
-        self._following: LayerVisits | None = None
+        self._step: StepShadowTransfers | None = None
+        self._next: ShadowTransfers | None = None
         self.sent_bytes = 0
         self.trans_wait_s = self.agg_wait_s = 0.0
 
-    def join(self, step: StepVisits, following: LayerVisits | None) -> None:
-        """Take part in a step; `following` is the next layer's."""
-        self._step, self._following = step, following
+    def join(self, step: StepShadowTransfers, next_layer: ShadowTransfers | None) -> None:
+        """Set the step and the transfers of the next layer."""
+        self._step, self._next = step, next_layer
 
-    # ------------------------------------------------------------------ the layer calls
+    # ------------------------------------------------------------------ called by the layer
 
     def before_experts(self) -> None:
         """Start the early part of the next layer's Trans."""
-        if self._following is not None:
-            self._following.start_trans(early=True)
+        if self._next is not None:
+            self._next.start_trans(early=True)
 
     def before_dense(self) -> None:
         """Start the rest of the next layer's Trans."""
-        if self._following is not None:
-            self._following.start_trans()
+        if self._next is not None:
+            self._next.start_trans()
 
     def weights(self) -> dict[str, Tensor]:
-        """The visitors' stacks [H, ...], ascending by expert, as leaves that collect gradients; waits for them."""
+        """Wait for the shadows' weights and return them: stacks [H, ...] by parameter name, ascending by expert, leaves
+        that accumulate gradients.
+        """
         if self._stacks is None:
             self.start_trans()
             began = time.perf_counter()
             arrived = [pending.wait() for pending in self._pending]
             self.trans_wait_s += time.perf_counter() - began
             lengths = [last - first for first, last in self._parts]
-            rows = [part.view(len(self._guests), length) for part, length in zip(arrived, lengths, strict=True)]
+            rows = [part.view(len(self._received_from), length) for part, length in zip(arrived, lengths, strict=True)]
             self._stacks = self._stack(torch.cat(rows, dim=1))
             self._pending = []
         return self._stacks
@@ -105,24 +107,24 @@ class LayerVisits:
     # ------------------------------------------------------------------ transfers
 
     def start_trans(self, early: bool = False) -> None:
-        """Have Trans under way, or only its early part; collective."""
+        """Start Trans, or only its early part; collective."""
         if not self._has_copies or self._stacks is not None:
             return
         while len(self._pending) < (self._early_parts if early else len(self._parts)):
             first, last = self._parts[len(self._pending)]
-            rows = {expert: self._row(expert, first, last) for _, expert in self._hosts}
-            send = [rows[expert] for _, expert in self._hosts]
+            rows = {expert: self._row(expert, first, last) for _, expert in self._sent_to}
+            send = [rows[expert] for _, expert in self._sent_to]
             length = last - first
-            self._pending.append(self._exchange(send, self._hosts, self._guests, length, self._dtype))
+            self._pending.append(self._exchange(send, self._sent_to, self._received_from, length, self._dtype))
 
     def start_agg(self) -> None:
-        """Send the gradients of the visitors home; collective."""
+        """Send the gradients of the shadows to their home ranks; collective."""
         if not self._has_copies or self._agg is not None:
             return
         names = self._trained()
-        ascending = sorted(expert for _, expert in self._guests)
+        ascending = sorted(expert for _, expert in self._received_from)
         send = []
-        for _, expert in self._guests:
+        for _, expert in self._received_from:
             for name in names:
                 gradient = self._stacks[name].grad if self._stacks is not None else None
                 parameter = self._parameters[name]
@@ -130,18 +132,18 @@ class LayerVisits:
                 send.append(empty if gradient is None else gradient[ascending.index(expert)].reshape(-1))
         length = sum(self._sizes[name] for name in names)
         dtype = next(iter(self._parameters.values())).dtype
-        self._agg = self._exchange(send, self._guests, self._hosts, length, dtype)
+        self._agg = self._exchange(send, self._received_from, self._sent_to, length, dtype)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Add what the visited ranks computed to the gradients of the home, in rank order."""
+        """Add the received gradients of shadows to those of the resident experts, in rank order."""
         if self._agg is None:
             return
         began = time.perf_counter()
         arrived = self._agg.wait()
         self.agg_wait_s += time.perf_counter() - began
         start = 0
-        for _, expert in self._hosts:
+        for _, expert in self._sent_to:
             for name in self._trained():
                 parameter = self._parameters[name]
                 if parameter.grad is None:
@@ -151,7 +153,7 @@ class LayerVisits:
                 start += row.numel()
 
     def release(self) -> None:
-        """Let go of the visitors' memory; their gradient hooks would keep it for ever."""
+        """Free the shadows' memory, which their gradient hooks would otherwise keep alive."""
         self._stacks, self._agg, self._pending = None, None, []
 
     def _exchange(
@@ -174,13 +176,13 @@ class LayerVisits:
     # ------------------------------------------------------------------ rows and stacks
 
     def _row(self, expert: int, first: int, last: int) -> Tensor:
-        """Numbers first..last of an expert of this rank, in flight's dtype."""
+        """Return numbers first..last of an expert of this rank in the dtype of transfers."""
         slot = self._slot_of[expert]
         row = torch.cat([p.detach()[slot].reshape(-1).to(self._dtype) for p in self._parameters.values()])
         return row[first:last]
 
     def _stack(self, rows_HP: Tensor) -> dict[str, Tensor]:
-        order = sorted(range(len(self._guests)), key=lambda index: self._guests[index][1])
+        order = sorted(range(len(self._received_from)), key=lambda index: self._received_from[index][1])
         columns = torch.split(rows_HP[order], list(self._sizes.values()), dim=1)
         stacks = {}
         for (name, parameter), column in zip(self._parameters.items(), columns, strict=True):
@@ -201,35 +203,35 @@ class LayerVisits:
         return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
 
 
-class StepVisits:
-    """The shadows of all layers in one step.
+class StepShadowTransfers:
+    """Transfers of the shadow experts of all layers in one step.
 
     Args:
         layers: one for each MoE layer, in the order of the forward pass.
 
     Attributes:
-        is_last_backward: whether the running backward pass is the step's last, so that Agg may start in it.
+        is_last_backward: True if the running backward pass is the step's last, so that Agg may start in it.
     """
 
-    def __init__(self, layers: Sequence[LayerVisits]) -> None:
+    def __init__(self, layers: Sequence[ShadowTransfers]) -> None:
         self._layers = list(layers)
         self.is_last_backward = False
-        for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
-            layer.join(self, following)
+        for layer, next_layer in zip(self._layers, [*self._layers[1:], None], strict=True):
+            layer.join(self, next_layer)
 
     def begin(self) -> None:
         """Start the first layer's Trans, which no MoE layer precedes; collective."""
         self._layers[0].start_trans()
 
     def finish(self) -> None:
-        """Bring all gradients home; collective."""
+        """Send all gradients to their home ranks and add them there; collective."""
         for layer in reversed(self._layers):
             layer.start_agg()
         for layer in reversed(self._layers):
             layer.finish()
 
     def release(self) -> None:
-        """End the visits; counters stay."""
+        """Free the shadows of all layers; counters stay."""
         for layer in self._layers:
             layer.release()
 

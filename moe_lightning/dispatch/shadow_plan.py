@@ -23,7 +23,7 @@ residents the rest.
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShadowPlan:
-    """Which experts of a layer are copied to which ranks for the next step.
+    """Shadow experts of a layer: copies of weights on other ranks for the next step.
 
     Attributes:
         shadows: bool [E, N], never where the expert is resident.
@@ -55,7 +55,7 @@ class ShadowPlan:
 
 
 def choose_homes(placement: Placement, load: IntArray) -> IntArray:
-    """int64 [E]: the holder that speaks for each expert; hot experts first, to the holder that speaks for fewest."""
+    """Return int64 [E], the home of each expert: hot experts first, to the holder that is home of fewest."""
     homes = np.zeros(placement.num_experts, dtype=np.int64)
     duties = np.zeros(placement.num_ranks, dtype=np.int64)
     ranks, starts = placement.pairs.ranks, placement.pairs.starts.tolist()

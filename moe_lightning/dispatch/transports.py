@@ -1,25 +1,17 @@
-"""Transports of dispatched rows: all-to-all, fixed blocks planned on the device, symmetric memory.
+"""Transports of dispatched rows: all-to-all planned on the host or on the device, and symmetric memory.
 
-Dispatch without a word from the device: who computes what is planned there, and rows lie in blocks of one size.
+`ExchangeBackend` sends rows in one uneven all-to-all each way. Under a `DevicePlan` the host reads nothing: rows lie in
+blocks of one size. A block has room for all rows that a rank can send to another, so no row is dropped: a token chooses
+an expert once, so these are at most its tokens times the choices, or the experts of the other rank, whichever are
+fewer.
 
-A block has room for all rows that a rank can send to another, so that none is ever lost: a token chooses an expert
-once, so these are at most its tokens times the choices, or the experts that the other holds, whichever are fewer.
+`SymmetricBackend` sends rows through symmetric memory, with splits on the device. It has not run on a GPU; tests use a
+fake of torch's operation. That operation begins when all ranks have called it and ends on each rank alone, so a peer
+may still be reading this rank's last rows: two sets of buffers alternate, and a set is written again only after the
+exchange in between. Buffers are as large on every rank.
 
-Shapes: T tokens and K choices of this rank, E experts, N ranks, C slots of this rank, M = N * block rows.
-
-How rows travel to experts and back, once it is planned who computes what: the protocol, and the uneven all-to-all.
-
-Shapes: T tokens and K choices of this rank, E experts, N ranks, C experts that this rank computes (its slots, then its
+Shapes: T tokens and K choices of this rank, E experts, N ranks, C experts computed by this rank (its slots, then its
 shadows), M rows, D model width.
-
-Rows through symmetric memory: every rank reads what is meant for it out of the others' buffers, and how many rows
-travel is said on the device alone. It has not run on a GPU; a fake of torch's operation stands in for it in tests.
-
-Buffers are as large on every rank. Torch's operation begins when all ranks have come to it, and ends on each by itself:
-a peer may still be reading this rank's last rows. So two sets of buffers take turns, and a set is written again only
-after the exchange in between, to which all came.
-
-Shapes: M rows, D model width, N ranks.
 """
 
 from __future__ import annotations
@@ -45,12 +37,12 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import upload
 from moe_lightning.parallel.collectives import require_agreement
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.exchange import Carry, Meanwhile, all_gather_counts, all_gather_flat, exchange_rows
+from moe_lightning.parallel.exchange import AllToAll, OverlapFn, all_gather_counts, all_gather_flat, exchange_rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DevicePlan:
-    """Who computes which rows of one micro-batch of one layer; all tensors lie where the tokens are.
+    """Dispatch plan of one micro-batch of one layer as tensors on the device of the tokens.
 
     Attributes:
         send_EN: int64, rows of each expert that this rank sends to each rank, itself included.
@@ -66,13 +58,13 @@ class DevicePlan:
 
     @property
     def num_rows(self) -> int:
-        """Room for what this rank receives, and for what it sends."""
+        """Rows in the buffers of this rank, for sending as for receiving."""
         return self.block * self.send_EN.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layout:
-    """How the rows of a dispatch lie in their blocks.
+class RowLayout:
+    """Order of the rows of a dispatch in their blocks.
 
     Attributes:
         order_M: int64, flat assignment of each row to be sent; of room that is left over, any.
@@ -91,8 +83,8 @@ class Layout:
     recv_N: Tensor
 
 
-def lay_out(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> Layout:
-    """Where rows lie when they are sent and when they have arrived; nothing is read on the host.
+def row_layout(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> RowLayout:
+    """Return the order of rows as they are sent and as they arrive; nothing is read on the host.
 
     Args:
         expert_ids_TK: -1 where dropped; T is at least 1.
@@ -103,10 +95,10 @@ def lay_out(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> Layo
     behind_TK = expert_ids_TK.remainder(num_experts + 1)  # what is dropped, -1, sorts behind the last expert
     by_expert = ops.sort_by_expert(behind_TK, num_experts + 1, may_drop=False)
     runs = ops.plan_runs(plan.send_EN, plan.recv_EN, plan.slots_C, plan.block, is_packed=is_packed)
-    num_kept = runs.send_starts[num_experts]  # behind all that is sent lies what fills the first block
-    order_M, inverse_A = ops.fill_blocks(by_expert.order_M, runs.send_starts, runs.send_ends, num_kept, plan.num_rows)
+    num_routed = runs.send_starts[num_experts]  # behind all that is sent lies what fills the first block
+    order_M, inverse_A = ops.fill_blocks(by_expert.order_M, runs.send_starts, runs.send_ends, num_routed, plan.num_rows)
     slot_order_M, slot_inverse_M = ops.reorder_chunks(runs.recv_starts, runs.recv_ends, plan.num_rows)
-    return Layout(
+    return RowLayout(
         order_M=order_M,
         inverse_TK=inverse_A.view(expert_ids_TK.shape),
         slot_order_M=slot_order_M,
@@ -118,7 +110,7 @@ def lay_out(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> Layo
 
 
 class DevicePlanner:
-    """Plans one layer's dispatch on the device of its counts.
+    """Planner of one layer's dispatch on the device of its counts.
 
     The host waits once, in the first micro-batch of training and the first of evaluation: for the most tokens that any
     rank has. That this rank plans by the placement of all others is read when it has arrived, a micro-batch later.
@@ -126,13 +118,13 @@ class DevicePlanner:
     Args:
         placement: replicas [E, N].
         world: the ranks.
-        is_balanced: whether quotas are balanced over ranks, or equal for each replica.
-        slot_experts: this rank's slots, -1 where vacant.
-        fingerprint: of what it plans by.
-        what: that describes, for messages.
+        is_balanced: True if quotas are balanced over ranks, False if equal for each replica.
+        slot_experts: experts of this rank's slots, -1 where vacant.
+        fingerprint: hash of the placement and the rules.
+        what: name of what is hashed, for messages.
 
     Raises:
-        ConfigurationError: a world that may be cut, whose aborted counts nobody would notice.
+        ConfigurationError: the world may be aborted, and aborted counts would go unnoticed.
     """
 
     def __init__(
@@ -159,11 +151,11 @@ class DevicePlanner:
             torch.tensor([expert if expert >= 0 else num_experts for expert in slot_experts], dtype=torch.int64),
             torch.tensor([fingerprint]),
         ]
-        self._rules = ops.Sharing(*sharing_rounds(len(placement.pairs.ranks)))
+        self._rules = ops.QuotaRounds(*sharing_rounds(len(placement.pairs.ranks)))
         if not is_balanced:
             self._rules = self._rules._replace(rounds=0)
         self._most_tokens: dict[bool, int] = {}
-        self._told: tuple[Tensor, Any] | None = None
+        self._gathered_prints: tuple[Tensor, Any] | None = None
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
         """All ranks' assignments per expert, int64 [N, E], where they were counted.
@@ -179,25 +171,25 @@ class DevicePlanner:
         with self._world.exchanges.exchange(device):
             all_gather_flat(gathered, torch.cat([counts_E, self._tables[2]]), group=self._world.compute)
         gathered_NE1 = gathered.view(self._world.size, -1)
-        self._told = read_later(gathered_NE1[:, -1])
+        self._gathered_prints = read_later(gathered_NE1[:, -1])
         return gathered_NE1[:, :-1]
 
     def plan(self, counts_NE: Tensor, num_tokens: int, top_k: int, *, is_training: bool) -> DevicePlan:
-        """Where every assignment goes.
+        """Return the plan of one micro-batch.
 
         Args:
             counts_NE: from `gather_counts`.
             num_tokens: T of this rank.
             top_k: K.
-            is_training: whether this is no evaluation.
+            is_training: False in evaluation.
 
         Raises:
             ConfigurationError: more tokens than any rank had at first.
         """
         most = self._most_tokens.get(is_training)
         if most is None:
-            told = all_gather_counts(torch.tensor([num_tokens], device=counts_NE.device), self._world)
-            most = self._most_tokens[is_training] = max(1, int(told.max()))
+            tokens_N = all_gather_counts(torch.tensor([num_tokens], device=counts_NE.device), self._world)
+            most = self._most_tokens[is_training] = max(1, int(tokens_N.max()))
         if num_tokens > most:
             raise ConfigurationError(
                 f"plan='device' has made room for the {most} tokens that a rank had at first, but this batch has "
@@ -205,7 +197,7 @@ class DevicePlanner:
             )
         block = most * min(top_k, self._most_held)
         if block * self._world.size == most * top_k:
-            block += 1  # more room than assignments: then everybody knows that some of it may be left over
+            block += 1  # more rows than assignments: then all ranks allow for padding
         replicas_EN, slots_C, _ = self._tables
         send_EN, recv_EN = ops.plan_rows(counts_NE.t(), replicas_EN, self._world.rank, self._rules)
         return DevicePlan(
@@ -217,16 +209,16 @@ class DevicePlanner:
 
     def _check_last(self) -> None:
         """Compare the ranks' fingerprints of the last micro-batch, if they are here."""
-        if self._told is None:
+        if self._gathered_prints is None:
             return
-        told, arrived = self._told
+        prints_N, arrived = self._gathered_prints
         if arrived is None or arrived.query():
-            self._told = None
-            require_agreement(told.tolist(), self._what)
+            self._gathered_prints = None
+            require_agreement(prints_N.tolist(), self._what)
 
 
 def read_later(words_N: Tensor) -> tuple[Tensor, Any]:
-    """A copy on the host that nobody waits for, and the event of its arrival; None: it is there."""
+    """Start a copy to the host; return it and the event of its arrival, None if it is complete."""
     if words_N.device.type == "cpu":
         return torch.empty(words_N.shape, dtype=words_N.dtype).copy_(words_N, non_blocking=True), None
     host = torch.empty(words_N.shape, dtype=words_N.dtype, pin_memory=True).copy_(words_N, non_blocking=True)
@@ -237,7 +229,7 @@ def read_later(words_N: Tensor) -> tuple[Tensor, Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DispatchPlan:
-    """Who computes which rows of one micro-batch of one layer, alike on all ranks.
+    """Dispatch plan of one micro-batch of one layer, made by the same rules on every rank.
 
     Attributes:
         tokens_EN: int64, assignments of every rank to every expert.
@@ -257,8 +249,8 @@ class DispatchPlan:
 
 
 class DispatchBackend(Protocol):
-    """Carries rows; one is made for every layer whenever its experts have moved. `ExchangeBackend` has all of it: one
-    that carries rows otherwise overrides `exchange`.
+    """Transport of one layer's rows; built anew whenever its experts have moved. `ExchangeBackend` implements all of
+    it; a transport with another all-to-all overrides its `exchange`.
 
     Attributes:
         sent_rows, sent_bytes: that left this rank in the last dispatch.
@@ -268,39 +260,39 @@ class DispatchBackend(Protocol):
     sent_bytes: int
 
     def dispatch(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, plan: Any, meanwhile: Meanwhile
+        self, x_TD: Tensor, expert_ids_TK: Tensor, plan: Any, overlap_fn: OverlapFn
     ) -> tuple[Tensor, Tensor, Any]:
-        """Bring the tokens of all ranks to the ranks that compute them; collective, differentiable.
+        """Send the tokens of all ranks to the ranks that compute them; collective, differentiable.
 
         Args:
             x_TD: this rank's tokens.
             expert_ids_TK: their choices, -1 where dropped.
-            plan: who computes what: a `DispatchPlan`; a `DevicePlan` where the backend says `takes_device_plans`.
-            meanwhile: to be called while the rows travel.
+            plan: a `DispatchPlan`; a `DevicePlan` where the backend sets `takes_device_plans`.
+            overlap_fn: to be called while the rows travel.
 
         Returns:
-            The rows [M, D] in the order of slots and shadows (those of a `DevicePlan` end with some that nobody
-            counts); how many belong to each, int64 [C], where x_TD is; and a
-            handle for `combine`.
+            The rows [M, D] in the order of slots and shadows (those of a `DevicePlan` end with rows of padding); the
+            rows of each, int64 [C], on the device of x_TD; and a handle for `combine`.
         """
 
     def combine(self, rows_MD: Tensor, handle: Any, weights_TK: Tensor) -> Tensor:
-        """Bring the results back: of each token the weighted sum over its choices, [T, D]; collective, differentiable.
+        """Send the results back and return, of each token, the weighted sum over its choices, [T, D]; collective,
+        differentiable.
 
         Dropped choices count nothing.
         """
 
 
 class BackendFactory(Protocol):
-    """Makes a layer's `DispatchBackend`."""
+    """Factory of a layer's `DispatchBackend`."""
 
     def __call__(self, world: World, /) -> DispatchBackend:
-        """For these ranks; `world.compute` is the group to communicate in."""
+        """Return a transport of these ranks; `world.compute` is the group to communicate in."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
-    """How the rows of a dispatch lie.
+class DispatchHandle:
+    """Order of the rows of a dispatch, kept for its combine.
 
     Attributes:
         plan: of the dispatch.
@@ -320,33 +312,33 @@ class Route:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trip:
-    """One way of the rows of a dispatch.
+class AllToAllSpec:
+    """Arguments of one all-to-all of the rows of a dispatch or combine.
 
     Attributes:
-        send, recv: rows for and from each rank; of a `DevicePlan` their blocks, or, packed, tensors.
+        send_splits, recv_splits: rows to and from each rank; of a `DevicePlan` their blocks, or, packed, tensors.
         plan: of the dispatch.
-        is_return: back to the ranks whose tokens they are.
-        meanwhile: to be called while the rows travel.
+        is_return: True in combine.
+        overlap_fn: to be called while the rows travel.
     """
 
-    send: Sequence[int] | Tensor
-    recv: Sequence[int] | Tensor
+    send_splits: Sequence[int] | Tensor
+    recv_splits: Sequence[int] | Tensor
     plan: DispatchPlan | DevicePlan
     is_return: bool = False
-    meanwhile: Meanwhile = None
+    overlap_fn: OverlapFn = None
 
 
 class ExchangeBackend:
-    """One uneven all-to-all there and one back.
+    """One uneven all-to-all for dispatch and one for combine.
 
     Args:
         world: the ranks.
 
     Attributes:
-        takes_device_plans: whether `dispatch` takes a `DevicePlan`, too.
-        is_packed: whether its rows of all ranks follow each other under such a plan, and how many they are stands in
-            tensors; else they travel in blocks of one size.
+        takes_device_plans: True if `dispatch` accepts a `DevicePlan`, too.
+        is_packed: True if the rows of all ranks follow each other under such a plan, with splits in tensors; False if
+            they travel in blocks of one size.
     """
 
     takes_device_plans = True
@@ -357,28 +349,32 @@ class ExchangeBackend:
         self.sent_rows = self.sent_bytes = 0
 
     def dispatch(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, plan: DispatchPlan | DevicePlan, meanwhile: Meanwhile
-    ) -> tuple[Tensor, Tensor, Route]:
+        self, x_TD: Tensor, expert_ids_TK: Tensor, plan: DispatchPlan | DevicePlan, overlap_fn: OverlapFn
+    ) -> tuple[Tensor, Tensor, DispatchHandle]:
         """See `DispatchBackend`."""
         if isinstance(plan, DispatchPlan):
-            route, tokens_C = _route(expert_ids_TK, plan)
+            handle, tokens_C = _handle(expert_ids_TK, plan)
         else:
-            if not len(x_TD):  # a row that nobody takes: blocks are filled with rows that there are
+            if not len(x_TD):  # a row that is routed nowhere: blocks are padded with existing rows
                 x_TD, expert_ids_TK = F.pad(x_TD, (0, 0, 0, 1)), F.pad(expert_ids_TK, (0, 0, 0, 1), value=-1)
-            route, tokens_C = _device_route(expert_ids_TK, plan, is_packed=self.is_packed)
-        rows_MD = ops.permute(x_TD, route.order_M, route.inverse_TK, may_pad=isinstance(plan, DevicePlan))
-        if not isinstance(route.send_rows, Tensor):
-            self.sent_rows = sum(route.send_rows) - route.send_rows[self.world.rank]
+            handle, tokens_C = _device_handle(expert_ids_TK, plan, is_packed=self.is_packed)
+        rows_MD = ops.permute(x_TD, handle.order_M, handle.inverse_TK, may_pad=isinstance(plan, DevicePlan))
+        if not isinstance(handle.send_rows, Tensor):
+            self.sent_rows = sum(handle.send_rows) - handle.send_rows[self.world.rank]
         self.sent_bytes = self.sent_rows * rows_MD.shape[-1] * rows_MD.element_size()
-        trip = Trip(send=route.send_rows, recv=route.recv_rows, plan=plan, meanwhile=meanwhile)
-        rows_MD = self.exchange(rows_MD, trip)
-        return ops.gather_rows(rows_MD, route.slot_order_M, route.slot_inverse_M), tokens_C, route
+        spec = AllToAllSpec(
+            send_splits=handle.send_rows, recv_splits=handle.recv_rows, plan=plan, overlap_fn=overlap_fn
+        )
+        rows_MD = self.exchange(rows_MD, spec)
+        return ops.gather_rows(rows_MD, handle.slot_order_M, handle.slot_inverse_M), tokens_C, handle
 
-    def combine(self, rows_MD: Tensor, handle: Route, weights_TK: Tensor) -> Tensor:
+    def combine(self, rows_MD: Tensor, handle: DispatchHandle, weights_TK: Tensor) -> Tensor:
         """See `DispatchBackend`."""
         rows_MD = ops.gather_rows(rows_MD, handle.slot_inverse_M, handle.slot_order_M)
-        trip = Trip(send=handle.recv_rows, recv=handle.send_rows, plan=handle.plan, is_return=True)
-        rows_MD = self.exchange(rows_MD, trip)
+        spec = AllToAllSpec(
+            send_splits=handle.recv_rows, recv_splits=handle.send_rows, plan=handle.plan, is_return=True
+        )
+        rows_MD = self.exchange(rows_MD, spec)
         if isinstance(handle.plan, DispatchPlan):
             return ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK)
         num_tokens = len(weights_TK)
@@ -386,13 +382,13 @@ class ExchangeBackend:
         out_TD = ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK, may_pad=True)
         return out_TD if num_tokens else out_TD[:0]
 
-    def exchange(self, rows_MD: Tensor, trip: Trip) -> Tensor:
+    def exchange(self, rows_MD: Tensor, spec: AllToAllSpec) -> Tensor:
         """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; differentiable."""
-        return exchange_rows(rows_MD, trip.send, trip.recv, self.world, trip.meanwhile)
+        return exchange_rows(rows_MD, spec.send_splits, spec.recv_splits, self.world, spec.overlap_fn)
 
 
-def _route(expert_ids_TK: Tensor, plan: DispatchPlan) -> tuple[Route, Tensor]:
-    """Small tables are made on the host and go up in one copy; what is as long as the rows is made on the device."""
+def _handle(expert_ids_TK: Tensor, plan: DispatchPlan) -> tuple[DispatchHandle, Tensor]:
+    """Build small tables on the host, uploaded in one copy; tables as long as the rows are built on the device."""
     num_experts, own = len(plan.send_EN), int(plan.send_EN.sum())
     by_expert = ops.sort_by_expert(expert_ids_TK, num_experts, num_rows=own)
     tokens_C, here = _by_slot(plan.recv_EN, plan.experts_C)
@@ -408,7 +404,7 @@ def _route(expert_ids_TK: Tensor, plan: DispatchPlan) -> tuple[Route, Tensor]:
         inverse_TK = row_M[inverse_TK]
     elif own:
         inverse_TK = row_M[inverse_TK.clamp_min(0)].masked_fill(inverse_TK < 0, -1)
-    route = Route(
+    handle = DispatchHandle(
         plan=plan,
         order_M=by_expert.order_M[by_target_M],
         inverse_TK=inverse_TK,
@@ -417,13 +413,13 @@ def _route(expert_ids_TK: Tensor, plan: DispatchPlan) -> tuple[Route, Tensor]:
         slot_order_M=slot_order_M,
         slot_inverse_M=slot_inverse_M,
     )
-    return route, tokens
+    return handle, tokens
 
 
-def _device_route(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> tuple[Route, Tensor]:
-    layout = lay_out(expert_ids_TK, plan, is_packed=is_packed)
+def _device_handle(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> tuple[DispatchHandle, Tensor]:
+    layout = row_layout(expert_ids_TK, plan, is_packed=is_packed)
     blocks = [plan.block] * plan.send_EN.shape[1]
-    route = Route(
+    handle = DispatchHandle(
         plan=plan,
         order_M=layout.order_M,
         inverse_TK=layout.inverse_TK,
@@ -432,7 +428,7 @@ def _device_route(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -
         slot_order_M=layout.slot_order_M,
         slot_inverse_M=layout.slot_inverse_M,
     )
-    return route, layout.tokens_C
+    return handle, layout.tokens_C
 
 
 def _by_slot(recv_EN: IntArray, experts_C: Sequence[int]) -> tuple[IntArray, tuple[IntArray, IntArray]]:
@@ -453,24 +449,24 @@ def _by_slot(recv_EN: IntArray, experts_C: Sequence[int]) -> tuple[IntArray, tup
 
 
 def _starts(sizes: IntArray) -> IntArray:
-    """Where each chunk begins, chunks row by row."""
+    """Offsets of the chunks, row by row."""
     return (sizes.ravel().cumsum() - sizes.ravel()).reshape(sizes.shape)
 
 
 def _chunks(sizes: IntArray, starts: IntArray) -> tuple[IntArray, IntArray]:
-    """What `kernels.reorder_chunks` takes: where the chunks begin, and where they end in the order given."""
+    """Arguments of `kernels.reorder_chunks`: the chunks' starts, and their ends in the given order."""
     return starts.astype(np.int64), sizes.cumsum().astype(np.int64)
 
 
 _MOST_RANKS = 32
-"""Of torch's operation: the ranks of a warp's sum."""
+"""Limit of torch's operation: the ranks of a warp's sum."""
 
 
 class SymmetricBackend(ExchangeBackend):
     """An `ExchangeBackend` whose rows go through symmetric memory; the results are the same.
 
     Raises:
-        ConfigurationError: ranks that are not on CUDA, too many, or may be cut; a torch without NVSHMEM.
+        ConfigurationError: the ranks are not on CUDA, too many, or elastic; a torch without NVSHMEM.
     """
 
     is_packed = True
@@ -482,30 +478,32 @@ class SymmetricBackend(ExchangeBackend):
             raise ConfigurationError(f"{sentence}: use dispatch='exchange'")
 
     @override
-    def exchange(self, rows_MD: Tensor, trip: Trip) -> Tensor:
-        """In buffers that hold the fullest rank's rows, sent or computed; of a `DevicePlan`, all its blocks."""
-        if isinstance(trip.plan, DevicePlan):
-            moved: Carry = partial(_carry_all, capacity=trip.plan.num_rows)
+    def exchange(self, rows_MD: Tensor, spec: AllToAllSpec) -> Tensor:
+        """Exchange in buffers for the rows of the fullest rank, sent or computed; of a `DevicePlan`, all its blocks."""
+        if isinstance(spec.plan, DevicePlan):
+            moved: AllToAll = partial(_device_planned_all_to_all, capacity=spec.plan.num_rows)
         else:
-            most = max(int(trip.plan.tokens_EN.sum(axis=0).max()), int(trip.plan.loads_N.max()))
-            moved = partial(_carry_some, capacity=most)
-        return exchange_rows(rows_MD, trip.send, trip.recv, self.world, trip.meanwhile, moved)
+            most = max(int(spec.plan.tokens_EN.sum(axis=0).max()), int(spec.plan.loads_N.max()))
+            moved = partial(_host_planned_all_to_all, capacity=most)
+        return exchange_rows(rows_MD, spec.send_splits, spec.recv_splits, self.world, spec.overlap_fn, moved)
 
 
-def _carry_some(
-    rows_MD: Tensor, send: Sequence[int], recv: Sequence[int], world: World, meanwhile: Meanwhile, *, capacity: int
+def _host_planned_all_to_all(
+    rows_MD: Tensor, send: Sequence[int], recv: Sequence[int], world: World, overlap_fn: OverlapFn, *, capacity: int
 ) -> Tensor:
     splits_N = upload(torch.tensor(send), rows_MD.device)
-    return carry(rows_MD, splits_N, world, meanwhile, capacity=capacity)[: sum(recv)]
+    return symmetric_all_to_all(rows_MD, splits_N, world, overlap_fn, capacity=capacity)[: sum(recv)]
 
 
-def _carry_all(
-    rows_MD: Tensor, send_N: Tensor, recv_N: Tensor, world: World, meanwhile: Meanwhile, *, capacity: int
+def _device_planned_all_to_all(
+    rows_MD: Tensor, send_N: Tensor, recv_N: Tensor, world: World, overlap_fn: OverlapFn, *, capacity: int
 ) -> Tensor:
-    return carry(rows_MD, send_N, world, meanwhile, capacity=capacity)
+    return symmetric_all_to_all(rows_MD, send_N, world, overlap_fn, capacity=capacity)
 
 
-def carry(rows_MD: Tensor, splits_N: Tensor, world: World, meanwhile: Meanwhile, *, capacity: int) -> Tensor:
+def symmetric_all_to_all(
+    rows_MD: Tensor, splits_N: Tensor, world: World, overlap_fn: OverlapFn, *, capacity: int
+) -> Tensor:
     """Send consecutive blocks of rows to ranks 0..N-1; collective, and nothing is read on the host.
 
     Args:
@@ -517,17 +515,17 @@ def carry(rows_MD: Tensor, splits_N: Tensor, world: World, meanwhile: Meanwhile,
         [capacity, D]: what arrived, in rank order, and anything behind it.
     """
     assert world.compute is not None
-    room = _rooms.get(world.compute)
-    if room is None:
-        room = _rooms[world.compute] = _Room(world)
-    buffers = room.next(capacity * rows_MD.shape[1] * rows_MD.element_size())
+    known = _buffers_by_group.get(world.compute)
+    if known is None:
+        known = _buffers_by_group[world.compute] = _SymmetricBuffers(world)
+    buffers = known.next(capacity * rows_MD.shape[1] * rows_MD.element_size())
     sent, received = (buffer_as(flat, capacity, rows_MD) for flat in (buffers.sent, buffers.received))
     with world.exchanges.exchange(rows_MD.device):
         sent[: len(rows_MD)].copy_(rows_MD)
         buffers.splits_N.copy_(splits_N)
         _all_to_all(sent, received, buffers.splits_N, buffers.out_2N, world.compute.group_name, 1)
-        if meanwhile is not None:
-            meanwhile()
+        if overlap_fn is not None:
+            overlap_fn()
     return received.clone()
 
 
@@ -538,7 +536,7 @@ def buffer_as(flat: Tensor, num_rows: int, like_MD: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Buffers:
+class _BufferSet:
     """Symmetric memory of one exchange.
 
     Attributes:
@@ -553,17 +551,17 @@ class _Buffers:
     out_2N: Tensor
 
 
-class _Room:
-    """Two sets of buffers for the exchanges of one group, made anew, by all ranks alike, when they become too small."""
+class _SymmetricBuffers:
+    """Two alternating sets of buffers of one group; all ranks allocate larger ones when they become too small."""
 
     def __init__(self, world: World) -> None:
         self._device, self._size = world.device, world.size
         assert world.compute is not None
         self._group_name = world.compute.group_name
-        self._sets: list[_Buffers] = []
+        self._sets: list[_BufferSet] = []
 
-    def next(self, num_bytes: int) -> _Buffers:
-        """The set that no peer reads any more; collective where it is too small."""
+    def next(self, num_bytes: int) -> _BufferSet:
+        """Return the set that no peer reads any more; collective where it is too small."""
         if not self._sets or self._sets[0].sent.numel() < num_bytes:
             if self._sets:
                 torch.accelerator.synchronize(self._device)  # peers may be reading
@@ -571,9 +569,9 @@ class _Room:
         self._sets.reverse()
         return self._sets[0]
 
-    def _made(self, num_bytes: int) -> _Buffers:
+    def _made(self, num_bytes: int) -> _BufferSet:
         num_bytes = -(-num_bytes // 256) * 256
-        made = _Buffers(
+        made = _BufferSet(
             sent=self._empty(num_bytes, dtype=torch.uint8),
             received=self._empty(num_bytes, dtype=torch.uint8),
             splits_N=self._empty(self._size, dtype=torch.int64),
@@ -588,7 +586,7 @@ class _Room:
         return made
 
 
-_rooms: WeakKeyDictionary[ProcessGroup, _Room] = WeakKeyDictionary()
+_buffers_by_group: WeakKeyDictionary[ProcessGroup, _SymmetricBuffers] = WeakKeyDictionary()
 
 
 def _library() -> Any:
@@ -603,7 +601,7 @@ def _all_to_all(sent: Tensor, received: Tensor, splits_N: Tensor, out_2N: Tensor
 
 
 def refusal(world: World) -> str | None:
-    """Why rows cannot go this way here, as a sentence; chooses NVSHMEM where they can."""
+    """Return the reason why symmetric memory cannot be used here, None where it can; selects NVSHMEM then."""
     if world.device.type != "cuda":
         return f"dispatch='symmetric' needs ranks on CUDA devices, but this one is on {world.device}"
     if world.size > _MOST_RANKS:

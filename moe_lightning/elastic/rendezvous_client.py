@@ -22,7 +22,7 @@ One worker's side of elastic training: join a world, have it guarded, break it u
     engine = ElasticEngine.from_environment()
     while True:
         members = engine.join()
-        with ConnectionCut() as cut:
+        with GroupAborter() as cut:
             engine.guard(members, cut.cut)
             ... build groups on PrefixStore(members.name, engine.store) ...
         try:

@@ -31,7 +31,7 @@ _HEADS = frozenset({"head", "lm_head", "classifier", "score"})
 @validated
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Which weights get adapters, and what the frozen ones are kept in.
+    """Weights that get adapters, and the format of the frozen ones.
 
     Attributes:
         kind: "lora", or "qlora": the matrices of experts are kept in four bits (NF4).
@@ -60,7 +60,7 @@ class AdapterConfig:
 
     @property
     def scale(self) -> float:
-        """Of the product of A and B."""
+        """Factor of the product of A and B."""
         return self.alpha / self.rank
 
 
@@ -165,13 +165,13 @@ def dense_base(model: nn.Module) -> list[nn.Parameter]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter or buffer of this name belongs to adapters, not to the model that they are put into."""
+    """Return True if a parameter or buffer of this name belongs to adapters, not to the base model."""
     last = name.rpartition(".")[2]
     return last.startswith("lora_") or last == BASE_DIGEST
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a model has adapters."""
+    """Return True if a model has adapters."""
     return any(name.rpartition(".")[2] == BASE_DIGEST for name, _ in model.named_buffers())
 
 

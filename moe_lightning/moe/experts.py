@@ -1,21 +1,14 @@
-"""Experts of one layer as stacked parameters, dense feed-forward layers, four-bit weights.
+"""Experts of one layer as stacked parameters, dense feed-forward layers, and four-bit weights.
 
-Four-bit weights of experts: blockwise NF4, dequantised one expert at a time inside the grouped product.
+Row s of each stack belongs to the expert in slot s, or is vacant. A new placement overwrites rows in place, so neither
+parameters nor the optimizer are rebuilt. Every expert is initialized from a generator of its own, keyed by (layer seed,
+expert, tensor): the weights do not depend on the placement.
 
-Blocks of 64 numbers share their largest magnitude; each number is the nearest of 16 quantiles of a normal distribution.
-Source: QLoRA (arXiv 2305.14314), section 3 and appendix E; scales are kept in float32, not quantised once more.
+Four-bit weights are blockwise NF4, dequantized one expert at a time inside the grouped product. Blocks of 64 numbers
+share their largest magnitude; each number is the nearest of 16 quantiles of a normal distribution. Source: QLoRA (arXiv
+2305.14314), section 3 and appendix E; scales are kept in float32, not quantized once more.
 
-Shapes: M rows sorted by slot, S slots, an expert's matrix [D, F] of P = D * F numbers.
-
-The experts of one layer as stacked parameters: row s of each belongs to the expert in slot s, or is vacant.
-
-A new placement overwrites rows in place, so neither parameters nor the optimizer are rebuilt. Every expert is
-initialised from a generator of its own, keyed by (layer seed, expert, tensor): the weights do not depend on where an
-expert lives.
-
-Shapes: M rows sorted by slot, S slots, D model width, F expert width.
-
-The dense feed-forward layer, of the same shape as one expert.
+Shapes: M rows sorted by slot, S slots, D model width, F expert width, an expert's matrix [D, F] of P = D * F numbers.
 """
 
 from __future__ import annotations
@@ -157,7 +150,7 @@ VACANT = -1
 
 
 class ExpertSource(Protocol):
-    """Where the first weights of experts come from, one expert at a time."""
+    """Source of the first weights of experts, one expert at a time."""
 
     def __call__(self, expert: int) -> Mapping[str, Tensor]:
         """The rows of one expert by the names of the stacked parameters."""
@@ -177,7 +170,7 @@ def deferred_experts() -> Iterator[None]:
 
 
 def experts_are_deferred() -> bool:
-    """Whether experts built here would wait for their slots."""
+    """Return True if experts built here wait for their slots."""
     return _deferred.get()
 
 
@@ -249,7 +242,7 @@ class Experts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is trained."""
+        """dtype of the trained parameters."""
         return self.get_parameter("w_up" if self.adapter is None else "lora_w_up_a").dtype
 
     def stacked_parameters(self) -> dict[str, nn.Parameter]:
@@ -258,14 +251,14 @@ class Experts(nn.Module):
 
     @property
     def base_names(self) -> frozenset[str]:
-        """Of the stacks that are frozen; none where nothing is."""
+        """Names of the frozen stacks; empty without any."""
         if BASE_DIGEST not in self._parameters:
             return frozenset()
         return frozenset(name for name in self.stacked_parameters() if not name.startswith(("lora_", BASE_DIGEST)))
 
     @property
     def in_4_bits(self) -> bool:
-        """Whether the frozen matrices are quantised."""
+        """True if the frozen matrices are quantized."""
         return "w_up" not in self._parameters
 
     @torch.no_grad()
@@ -331,7 +324,7 @@ class Experts(nn.Module):
         return [slot for slot, expert in enumerate(self.slot_experts) if expert != VACANT]
 
     def _first_rows(self, expert: int) -> Mapping[str, Tensor]:
-        """Of an expert, by the names of the base stacks."""
+        """Return the first weights of an expert, by the names of the base stacks."""
         if self.source is None:
             return {name: self._drawn(expert, index, name) for index, name in enumerate(self.shapes)}
         rows = self.source(expert)
@@ -363,7 +356,7 @@ class Experts(nn.Module):
             stacks[BASE_DIGEST].data[slot] = digest_of(stacks[name].data[slot] for name in sorted(self.base_names))
 
     def _reset_adapters(self, slot: int) -> None:
-        """As nn.Linear draws its weights for A, and zeros for B."""
+        """Return the weights of nn.Linear for A, and zeros for B."""
         for index, name in enumerate(_MATRICES if self.adapter is not None else (), start=len(_MATRICES) + 2):
             a_DR = self.get_parameter(f"lora_{name}_a").data[slot]
             uniform = torch.rand(a_DR.shape, generator=self._generator(self.slot_experts[slot], index))
@@ -456,7 +449,9 @@ class Experts(nn.Module):
         return out_MF
 
     def takes_tokens(self, x_TD: Tensor) -> bool:
-        """Whether `of_tokens` saves anything for such rows: without biases and adapters, where gathering is free."""
+        """Return True if `of_tokens` saves anything for such rows: without biases and adapters, where gathering is
+        free.
+        """
         return self.b_up is None and self.adapter is None and ops.fuses_experts(x_TD)
 
     def of_tokens(

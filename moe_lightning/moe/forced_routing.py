@@ -1,10 +1,7 @@
-"""Forced routing by recorded or given popularity of experts.
+"""Forced routing: choices that follow a given popularity of experts, for experiments under known skew.
 
-Recorded routing as it lies on disk: an .npz of `counts` [samples, layers, ranks, experts] and `iteration` [samples].
-
-Whatever reads one reads it here, so that a damaged file is told in the same words everywhere.
-
-Routing that follows a given popularity of experts instead of the learned scores: for experiments under known skew.
+Popularity is given or read from recorded routing on disk: an .npz of `counts` [samples, layers, ranks, experts] and
+`iteration` [samples]. All readers of such files use this module, so that errors have the same text everywhere.
 
 The choice of a token is a function of its position in the global stream, so forced routing keeps law L1. Weights still
 come from the learned scores, so that the router trains.
@@ -114,7 +111,7 @@ def read_loads(path: Path) -> tuple[list[int], NDArray[np.float64]]:
 @validated
 @dataclass(frozen=True, kw_only=True)
 class ForcedRouting:
-    """What the routing is forced to.
+    """Popularity of experts that the routing is forced to follow.
 
     Attributes:
         kind: "uniform"; "zipf" (the i-th most popular expert gets a share proportional to i ** -exponent, another

@@ -1,9 +1,5 @@
 """MoE layer: router, dispatch, experts, combine.
 
-What an MoE layer goes by when the Trainer that placed its experts has ended: the other ranks may be gone.
-
-The MoE layer: router, dispatch, experts, combine.
-
 Shapes: T tokens of this rank, K choices, E experts, N ranks, D model width.
 """
 
@@ -12,13 +8,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.dispatch.dispatcher import Dispatched, Dispatcher
+from moe_lightning.dispatch.shadow_exchange import ShadowTransfers
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import VACANT, Activation, Experts, FeedForward
 from moe_lightning.moe.losses import RealTokens, load_balancing_loss, router_z_loss
@@ -26,12 +23,12 @@ from moe_lightning.moe.router import ROUTERS, RouterConfig, Routing, TokenRouter
 
 
 class EndedWorld:
-    """The experts of a layer after training, all of them where memory allowed.
+    """Experts of a layer whose Trainer has ended, all of them where memory allowed; the other ranks may be gone.
 
     Args:
         experts: of the layer, as this rank holds them.
         num_ranks: of the world.
-        stacks: every expert's parameters on the host, [E, ...] by name; None: too large to be kept on every rank.
+        stacks: every expert's parameters on the host, [E, ...] by name; None: too large for every rank.
     """
 
     def __init__(self, experts: Experts, num_ranks: int, stacks: Mapping[str, Tensor] | None) -> None:
@@ -52,11 +49,11 @@ class EndedWorld:
         return self._local, self._by_device[device]
 
     def stacks(self, experts: Experts) -> Mapping[str, Tensor]:
-        """Those on the host; empty where they are not known, or this rank's experts have been changed since."""
+        """Return the stacks on the host; empty where unknown, or if this rank's experts have been changed since."""
         return self._by_device.get(torch.device("cpu"), {}) if _versions(experts) == self._versions else {}
 
     def ranks_are_gone(self, experts: Experts) -> ConfigurationError:
-        """What a forward pass answers that needed them."""
+        """Return the error of a forward pass that needs the other ranks."""
         if self._by_device and _trains(experts):
             return ConfigurationError(
                 f"the experts of this module lie on {self._num_ranks} ranks, and others of them have ended: to train "
@@ -80,8 +77,8 @@ def _versions(experts: Experts) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStatistics:
-    """What a layer saw in its last micro-batch; tensors stay where they are, so that keeping them costs no
-    synchronisation.
+    """Counts of a layer's last micro-batch; tensors stay on their device, so that keeping them costs no
+    synchronization.
 
     Attributes:
         tokens_NE: int64, assignments of each rank to each expert before any drop.
@@ -92,26 +89,12 @@ class LayerStatistics:
     computed_NE: Tensor
 
 
-class Visits(Protocol):
-    """Experts of other ranks that visit this layer for a step, and the transfers that run under its computations."""
-
-    def before_experts(self) -> None:
-        """The tokens have arrived."""
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """The visitors' stacks [H, ...] by the names of the parameters; waits for them."""
-
-    def before_dense(self) -> None:
-        """The results have been sent back."""
-
-
 @validated
 class MoELayer(nn.Module):
-    """A drop-in for a transformer's feed-forward layer: [..., D] -> [..., D].
+    """Drop-in replacement of a transformer's feed-forward layer: [..., D] -> [..., D].
 
-    On its own it holds all experts and runs on one device. Under ExpertParallelStrategy its experts live in the slots
-    of a placement and
-    tokens travel to them; the numbers are the same.
+    On its own it holds all experts and runs on one device. Under ExpertParallelStrategy its experts lie in the slots of
+    a placement and tokens are dispatched to them; the results are the same.
 
     Args:
         d_model: width D of the tokens.
@@ -129,11 +112,10 @@ class MoELayer(nn.Module):
         auxiliary_loss: weighted auxiliary losses of the last forward pass in training, differentiable; None where
             there are none.
         statistics: counts of the last forward pass.
-        visits: shadows and their schedule in the running step; None where the model runs without any.
-        ended: what is left of the world that held the experts, once its Trainer has ended; None while it runs, and in a
-            layer that was never placed.
-        during_dispatch: called by every forward pass in training while the tokens travel, when `statistics` are known;
-            not in a world of one rank.
+        shadow_transfers: weights and gradients of shadow experts in the running step; None without shadows.
+        ended: experts kept from a Trainer that has ended; None while it runs, and in a layer that was never placed.
+        overlap_fn: called by every forward pass in training while the tokens travel, after `statistics` are set; not
+            called in a world of one rank.
 
     Raises:
         ConfigurationError: a size below its least value, or a router that cannot serve so many experts.
@@ -184,25 +166,25 @@ class MoELayer(nn.Module):
         self.dispatcher = Dispatcher.local(num_experts)
         self.auxiliary_loss: Tensor | None = None
         self.statistics: LayerStatistics | None = None
-        self.visits: Visits | None = None
+        self.shadow_transfers: ShadowTransfers | None = None
         self.ended: EndedWorld | None = None
-        self.during_dispatch: Callable[[], None] | None = None
+        self.overlap_fn: Callable[[], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
-        """The copy lives in the same places, and has seen no batch."""
-        kept = {**self.__dict__, **dict.fromkeys(("auxiliary_loss", "statistics", "visits", "during_dispatch"))}
+        """Copy with the same placement, without the state of a batch."""
+        kept = {**self.__dict__, **dict.fromkeys(("auxiliary_loss", "statistics", "shadow_transfers", "overlap_fn"))}
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(kept, memo))
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """A pickled layer has all experts and lives in one process.
+        """Return the state of a layer with all experts on one process.
 
         Raises:
             ConfigurationError: experts lie on other ranks.
         """
-        passing = ("auxiliary_loss", "statistics", "visits", "during_dispatch", "ended")
+        passing = ("auxiliary_loss", "statistics", "shadow_transfers", "overlap_fn", "ended")
         state = {**self.__dict__, **dict.fromkeys(passing), "dispatcher": Dispatcher.local(self.num_experts)}
         if not self.is_whole:
             state["_modules"] = {**state["_modules"], "experts": self.experts.filled(self.whole_stacks())}
@@ -236,7 +218,7 @@ class MoELayer(nn.Module):
         return self.experts.num_experts
 
     def place(self, dispatcher: Dispatcher, device: torch.device) -> None:
-        """Live under this dispatcher's placement: keep the experts that it gives to this rank's slots.
+        """Use this dispatcher's placement: keep the experts of this rank's slots.
 
         Raises:
             ConfigurationError: a plan on the device, and a layer that needs the counts on the host.
@@ -272,8 +254,8 @@ class MoELayer(nn.Module):
         tokens_NE = self._gathered(routing.tokens_per_expert_E, dispatcher)
         computed_NE = self._after_drops(tokens_NE)
         self._account(routing, tokens_NE, computed_NE, is_token_T)
-        if self.visits is None and dispatcher.world.size == 1 and self.experts.takes_tokens(x_TD):
-            drops_none = dispatcher.plans_on_device and is_token_T is None and not self.router.stream.is_stand_in
+        if self.shadow_transfers is None and dispatcher.world.size == 1 and self.experts.takes_tokens(x_TD):
+            drops_none = dispatcher.plans_on_device and is_token_T is None and not self.router.stream.is_dummy_batch
             sort = dispatcher.sorted_by_slot(routing.expert_ids_TK, may_drop=not drops_none)
             out_TD = self.experts.of_tokens(x_TD, sort, routing.weights_TK, stacks)
         else:
@@ -290,19 +272,19 @@ class MoELayer(nn.Module):
         dispatcher: Dispatcher,
         stacks: Mapping[str, Tensor] | None,
     ) -> Tensor:
-        """Tokens travel to their experts, and results back."""
-        meanwhile = self.during_dispatch if self.training else None
+        """Dispatch tokens, compute experts, combine results."""
+        overlap_fn = self.overlap_fn if self.training else None
         ids_TK = routing.expert_ids_TK
-        sent = dispatcher.dispatch(x_TD, ids_TK, computed_NE, meanwhile, is_training=self.training)
-        if self.visits is not None:
-            self.visits.before_experts()
+        sent = dispatcher.dispatch(x_TD, ids_TK, computed_NE, overlap_fn, is_training=self.training)
+        if self.shadow_transfers is not None:
+            self.shadow_transfers.before_experts()
         out_TD = dispatcher.combine(self._compute(sent, stacks), sent, routing.weights_TK)
-        if self.visits is not None:
-            self.visits.before_dense()
+        if self.shadow_transfers is not None:
+            self.shadow_transfers.before_dense()
         return out_TD
 
     def _where(self, device: torch.device) -> tuple[Dispatcher, Mapping[str, Tensor] | None]:
-        """Who brings tokens to experts, and the experts' weights where they are not this layer's parameters."""
+        """Return the dispatcher, and the experts' weights where they are not this layer's parameters."""
         whole = None if self.ended is None else self.ended.whole(self.experts, device)
         return (self.dispatcher, None) if whole is None else whole
 
@@ -315,16 +297,16 @@ class MoELayer(nn.Module):
             raise self.ended.ranks_are_gone(self.experts) from error
 
     def _compute(self, sent: Dispatched, stacks: Mapping[str, Tensor] | None) -> Tensor:
-        """Residents first, so that visitors may still be on their way; backward visitors come first, and so do their
-        gradients.
+        """Compute residents first, while shadows are still in flight; in backward shadows come first, so that their
+        gradients leave early.
         """
-        if sent.tokens_per_shadow_H is None or self.visits is None:
+        if sent.tokens_per_shadow_H is None or self.shadow_transfers is None:
             return self.experts(sent.rows_MD, sent.tokens_per_slot_S, stacks)  # type: ignore[no-any-return]
         sizes = [sent.resident_rows, len(sent.rows_MD) - sent.resident_rows]
-        resident_MD, visiting_MD = torch.split(sent.rows_MD, sizes)
+        resident_MD, shadow_MD = torch.split(sent.rows_MD, sizes)
         resident_MD = self.experts(resident_MD, sent.tokens_per_slot_S)
-        visiting_MD = self.experts(visiting_MD, sent.tokens_per_shadow_H, self.visits.weights())
-        return torch.cat([resident_MD, visiting_MD])
+        shadow_MD = self.experts(shadow_MD, sent.tokens_per_shadow_H, self.shadow_transfers.weights())
+        return torch.cat([resident_MD, shadow_MD])
 
     def _after_drops(self, tokens_NE: Tensor) -> Tensor:
         """Every rank keeps min(limit, count) of each expert, so the counts after drops need no second gather."""

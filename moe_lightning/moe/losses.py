@@ -1,10 +1,6 @@
-"""Auxiliary losses of routing, and means over the global batch.
+"""Auxiliary losses of routing, means over the global batch, and placeholders of blocks in other pipeline stages.
 
-What stands in a model for a block that other ranks compute, in another stage of a pipeline.
-
-Auxiliary losses of routing, and what makes means and sums over parts of a batch those over the global batch.
-
-The mean of an auxiliary loss is per token, so that weighing ranks by samples gives the mean over the global batch.
+The mean of an auxiliary loss is per token, so that weighting ranks by samples gives the mean over the global batch.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ IGNORED_TARGET = -100
 
 @dataclass(frozen=True, kw_only=True)
 class RealTokens:
-    """Which rows are tokens, where others are padding.
+    """Mask of the rows that are tokens, not padding.
 
     Attributes:
         is_token_T: bool.
@@ -169,7 +165,7 @@ def _strategy_of(module: nn.Module) -> Any | None:
 
 
 def num_targets(targets: Tensor) -> Tensor:
-    """How many targets are to be predicted; a scalar."""
+    """Return the number of targets to be predicted, a scalar."""
     return torch.ne(targets, IGNORED_TARGET).sum()
 
 

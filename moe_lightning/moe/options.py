@@ -1,4 +1,4 @@
-"""Effects of a model's options, declared at their dataclass fields for everything that depends on them."""
+"""Effects of a model's options, declared at their dataclass fields for all code that depends on them."""
 
 from __future__ import annotations
 

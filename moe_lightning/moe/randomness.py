@@ -1,12 +1,9 @@
-"""Random numbers keyed by the position of a sample in the global stream.
-
-Randomness that depends on where a sample lies in the global stream, not on which rank computes it (law L1).
+"""Random numbers keyed by the position of a sample in the global stream (law L1).
 
 Noise of routers, jitter and dropout are functions of (seed, step, layer tag, global row): slicing the batch over more
-ranks or micro-batches changes none of them. The numbers come from a counter-based hash (splitmix64's finaliser), so no
-generator state exists to be saved.
-
-What modules read beside their inputs, for a backward pass that computes them again when other batches have come.
+ranks or micro-batches changes none of them. The numbers come from a counter-based hash (splitmix64's finalizer), so no
+generator state exists to be saved. `remembering` restores what modules read beside their inputs when a backward pass
+computes them again.
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ class SampleStream:
             first_sample).
         total_samples: of all ranks in the running micro-batch; 0 when unknown.
         part, parts: which of equal parts of each sample's rows this rank computes, where several share a sample.
-        is_stand_in: the batch is no sample of this rank, and only lets it take part in collectives: its tokens are
+        is_dummy_batch: the batch is no sample of this rank, and only lets it take part in collectives: its tokens are
             routed to no expert.
     """
 
@@ -68,7 +65,7 @@ class SampleStream:
         self.first_sample = 0
         self.num_samples = self.total_samples = 0
         self.part, self.parts = 0, 1
-        self.is_stand_in = False
+        self.is_dummy_batch = False
         self._is_driven = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> SampleStream:
@@ -81,13 +78,13 @@ class SampleStream:
 
     def __getstate__(self) -> dict[str, Any]:
         """In another process nobody drives it."""
-        return {**self.__dict__, "_is_driven": False, "is_stand_in": False}
+        return {**self.__dict__, "_is_driven": False, "is_dummy_batch": False}
 
     def advance(self, *, step: int, first_sample: int, num_samples: int, total_samples: int = 0) -> None:
         """Enter a micro-batch; one of no samples is a stand-in."""
         self.step, self.first_sample, self.num_samples = step, first_sample, num_samples
         self.total_samples = total_samples
-        self.is_stand_in = num_samples == 0
+        self.is_dummy_batch = num_samples == 0
         self._is_driven = True
 
     def global_rows(self, num_rows: int, device: torch.device) -> Tensor:
@@ -157,23 +154,23 @@ Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
 def remembering(modules: Iterable[nn.Module], *attributes: str) -> Contexts:
-    """What torch's checkpoint asks for as `context_fn`: contexts of the first pass, which begins now, and of its
-    repetition, where the modules find their keyed noise and these attributes as they are now.
+    """Return the `context_fn` of torch's checkpoint: contexts of the first pass, which begins now, and of its
+    recomputation, where the modules find their keyed noise and these attributes as they are now.
     """
-    kept: dict[int, tuple[object, dict[str, Any]]] = {}
+    saved: dict[int, tuple[object, dict[str, Any]]] = {}
     for module in modules:
         own = vars(module)
         if isinstance(stream := own.get("stream"), SampleStream):
-            kept[id(stream)] = stream, dict(vars(stream))
+            saved[id(stream)] = stream, dict(vars(stream))
         if found := {name: own[name] for name in attributes if name in own}:
-            kept[id(module)] = module, found
-    return nullcontext(), _as_before(list(kept.values()))
+            saved[id(module)] = module, found
+    return nullcontext(), _as_before(list(saved.values()))
 
 
 @contextmanager
-def _as_before(kept: list[tuple[object, dict[str, Any]]]) -> Generator[None, None, None]:
-    now = [(thing, {name: vars(thing)[name] for name in before}) for thing, before in kept]
-    for thing, before in kept:
+def _as_before(saved: list[tuple[object, dict[str, Any]]]) -> Generator[None, None, None]:
+    now = [(thing, {name: vars(thing)[name] for name in before}) for thing, before in saved]
+    for thing, before in saved:
         vars(thing).update(before)
     try:
         yield

@@ -1,16 +1,14 @@
 """Recorded and replayed routing: the experts of every token, in memory and on disk.
 
-Which experts each token of a run took, on disk: a directory of safetensors files, one for each piece of a step.
+For fine-tuning on text that an inference engine generated (its router and the trainer's differ in the last digits, and
+so in choices), and for comparing runs token by token. Choices are forced, weights are not: they come from the scores of
+the router that trains, with their gradients.
 
+On disk a directory of safetensors files, one for each piece of a step:
 `step-00000012.sample-000008.part-0-of-1.safetensors` holds `expert_ids`, integers [samples, positions, layers, K], of
 the samples that follow the 8th one of the global batch of step 12, in its order; -1 in all K where the router shall
 choose. Where several ranks share samples, each writes its part of their positions. A file may hold all samples of a
-step, as an inference engine writes them; what lies twice is alike.
-
-Which experts each token took, kept and forced again: for fine-tuning on what an inference engine generated (its
-router and the trainer's part in the last digits, and so in choices), and for comparing runs token by token.
-
-Choices are forced, weights are not: they come from the scores of the router that trains, with their gradients.
+step, as an inference engine writes them; entries that occur twice are equal.
 
 Shapes: B samples, L positions, T = B * L tokens, K choices, layers in the order of the model's modules.
 """
@@ -39,7 +37,7 @@ _NAME = re.compile(r"step-(\d+)\.sample-(\d+)\.part-(\d+)-of-(\d+)\.safetensors"
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Piece:
-    """Where the tokens of a micro-batch lie.
+    """Position of a micro-batch's tokens in the global batch.
 
     Attributes:
         step: optimizer step.
@@ -54,7 +52,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of its file."""
         return f"step-{self.step:08d}.sample-{self.first_sample:06d}.part-{self.part}-of-{self.parts}.safetensors"
 
 
@@ -133,7 +131,7 @@ CHOOSES_ITSELF = -1
 
 @dataclass
 class Choices:
-    """What the routers of a model chose in the forward passes of a context, the last one for each.
+    """Choices of a model's routers in the forward passes of a context, the last one for each.
 
     Attributes:
         by_layer: int64 [T, K] of each layer.
@@ -181,7 +179,7 @@ def record_routing(model: nn.Module) -> Generator[Choices, None, None]:
 
 @contextmanager
 def replay_routing(model: nn.Module, expert_ids: Tensor) -> Generator[None, None, None]:
-    """Let every token take these experts in the forward passes inside.
+    """Force these experts on every token in the forward passes inside.
 
     Args:
         expert_ids: integers [B, L, layers, K] or [T, layers, K]; -1 in all K: the router chooses.
@@ -244,7 +242,7 @@ def check_expert_ids(expert_ids: Tensor, routers: Sequence[Router]) -> None:
 
 
 def routers_of(model: nn.Module) -> list[Router]:
-    """Of the MoE layers, in order.
+    """Return the routers of the MoE layers, in order.
 
     Raises:
         ConfigurationError: there is none, or one of another kind.
@@ -265,7 +263,7 @@ def routers_of(model: nn.Module) -> list[Router]:
 def choosing(
     routers: Sequence[Router], choices: Sequence[Callable[[Router, Tensor], Tensor]]
 ) -> Generator[None, None, None]:
-    """Let others choose for routers."""
+    """Replace the choices of routers."""
     before = [router.chooser for router in routers]
     for router, choice in zip(routers, choices, strict=True):
         router.chooser = choice

@@ -1,11 +1,5 @@
 """Routers: the K experts of each token and their weights, capacities and groups.
 
-Limits of what tokens choose: the capacity of experts, and the groups of them that a token may use.
-
-Shapes: T tokens of this rank, K choices, E experts, G groups of experts.
-
-Routers: which K experts a token goes to and with what weight.
-
 Shapes: T tokens of this rank, K choices, E experts, D model width, G groups of experts.
 """
 
@@ -144,7 +138,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a router decided for T tokens.
+    """Decision of a router for T tokens.
 
     Attributes:
         expert_ids_TK: int64, distinct within a token; -1 where capacity dropped the assignment, or the row is padding
@@ -165,8 +159,8 @@ class Routing:
 
 
 class TokenRouter(Protocol):
-    """What an MoE layer asks of its router, which is a module. `Router` has all of it: one that scores or chooses
-    otherwise overrides `logits` or `choose`.
+    """Interface of a router, which is a module. `Router` implements all of it; a router with other scores or another
+    choice overrides `logits` or `choose`.
 
     Attributes:
         config: as given; the layer reads the auxiliary losses and the capacity from it.
@@ -275,7 +269,7 @@ class Router(nn.Module):
         config = self.config
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE, scores_TE, weights_TK, expert_ids_TK, alike_TD = self.routed(x_TD)
-        if self.stream.is_stand_in:
+        if self.stream.is_dummy_batch:
             expert_ids_TK = torch.full_like(expert_ids_TK, -1)
         elif is_token_T is not None:
             expert_ids_TK = expert_ids_TK.masked_fill(~is_token_T.unsqueeze(-1), -1)
@@ -295,7 +289,7 @@ class Router(nn.Module):
         )
 
     def routed(self, x_TD: Tensor) -> ops.Routed:
-        """What rows choose, be they tokens or not."""
+        """Return the choices of rows, tokens or not."""
         if self.is_plain and ops.fuses_router(x_TD, self.num_experts):
             choice = ops.Choice(
                 top_k=self.config.top_k,

@@ -1,20 +1,15 @@
 """Abort of process groups: collectives that wait for a dead or stopped peer raise at once.
 
-TCP for small messages that somebody waits for, also where packets are lost.
-
-Cuts the connections of process groups, so that collectives blocked on a dead or stopped peer raise at once.
-
 gloo's own abort and shutdown do nothing, and a peer of a stopped process never sees an error. Shutting a *connected*
-TCP socket down wakes every operation that waits on it, from any thread, whoever called it (DDP's reducer, third-party
-code). Only reading is shut down: gloo then fails all that is under way on the connection and closes it, while a write
-that failed as an answer to the peer's last word would be forgotten together with whoever waits for it. Listening
-sockets must be left alone: gloo aborts the process when accept fails. NCCL groups are aborted through their own call.
+TCP socket down wakes every operation that waits on it, from any thread, also in DDP's reducer and third-party code.
+Only reading is shut down: gloo then fails all operations on the connection and closes it, while a failed write of the
+last answer would be lost together with its waiting peer. Listening sockets are left alone, because gloo aborts the
+process when accept fails. NCCL groups are aborted through their own call.
 
-Closes the ports of gloo once the groups are built: it knows no password, and keeps whatever connects to it.
+gloo has no authentication and accepts any connection. Once the groups are built, a socket filter on its listeners drops
+packets that would open new connections; established connections do not pass the filter. Linux only.
 
-gloo has no call for that, and aborts the process when its listener fails. So the listener is left as it is, and the
-kernel drops what comes to it: a socket filter on a listening socket sees every packet that would open a connection,
-and connections that it has already made do not pass it. Linux only; elsewhere the ports stay open.
+`tune` sets TCP options for small messages with a waiting reader, also where packets are lost.
 """
 
 from __future__ import annotations
@@ -50,8 +45,7 @@ _ANSWER_US = 40_000
 
 
 def tune(connection: socket.socket) -> None:
-    """Let small messages pass at once, and what is lost of them soon; options that the system does not know are left
-    out."""
+    """Set TCP options for small messages: sent at once, lost ones sent again soon; unsupported options are skipped."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -76,7 +70,7 @@ class Connection:
 
     Attributes:
         descriptor: its number; the system may give the number to another file once it is closed.
-        inode: tells a socket from a later one of the same number.
+        inode: distinguishes a socket from a later one of the same number.
         local, peer: the two ends.
     """
 
@@ -86,18 +80,17 @@ class Connection:
     peer: Address
 
 
-class ConnectionCut:
-    """Remembers the TCP connections to peers that groups built inside the block, so that any thread can cut them.
+class GroupAborter:
+    """Aborter of process groups from any thread: records the TCP connections that groups open inside the block.
 
-        with ConnectionCut() as cut:
+        with GroupAborter() as aborter:
             dist.init_process_group(...)
-        cut.confirm(exchange)
+        aborter.confirm(exchange)
 
-    It may be cut while the block still runs: what was connected by then is cut at once, what follows at the block's
-    end.
+    An abort while the block still runs ends present connections at once, later ones at the end of the block.
 
     Args:
-        only_to: remember only connections to this port; None for all.
+        only_to: record only connections to this port; None for all.
     """
 
     def __init__(self, *, only_to: int | None = None) -> None:
@@ -114,7 +107,7 @@ class ConnectionCut:
         return self
 
     def tune(self) -> None:
-        """Let what is lost on these connections be sent again soon."""
+        """Set TCP options on these connections so that lost packets are sent again soon."""
         for connection in self._connections:
             found = _same(connection)
             if found is not None:
@@ -130,16 +123,16 @@ class ConnectionCut:
 
     @property
     def connections(self) -> frozenset[Connection]:
-        """What a cut would shut down."""
+        """Connections that an abort shuts down."""
         return self._connections
 
     @property
     def is_cut(self) -> bool:
-        """Whether somebody has cut; true before anything feels it."""
+        """True once an abort was requested, before any operation raises."""
         return self._is_cut
 
     def add_groups(self, groups: Sequence[ProcessGroup], device: torch.device) -> None:
-        """Let a cut, one that was made already too, abort groups that do not run on sockets of this process (NCCL).
+        """Add groups that do not run on sockets of this process (NCCL); an earlier abort is applied at once.
 
         Args:
             device: whose tensors they carry.
@@ -150,7 +143,7 @@ class ConnectionCut:
             self._abort_groups()
 
     def confirm(self, exchange: Callable[[object], list[object]]) -> None:
-        """Forget connections that another thread opened meanwhile: keep those whose two ends another rank also names.
+        """Drop connections that another thread opened meanwhile: keep those whose two ends another rank also reports.
 
         Args:
             exchange: an all-gather of plain JSON values among the ranks; called once, by every rank.
@@ -158,9 +151,9 @@ class ConnectionCut:
         token = secrets.token_hex(8)
         mine = [[list(c.local), list(c.peer)] for c in self._connections]
         theirs = set()
-        for said in exchange({"token": token, "connections": mine}):
-            if isinstance(said, dict) and said.get("token") != token:
-                theirs |= {(_address(local), _address(peer)) for local, peer in said.get("connections", [])}
+        for report in exchange({"token": token, "connections": mine}):
+            if isinstance(report, dict) and report.get("token") != token:
+                theirs |= {(_address(local), _address(peer)) for local, peer in report.get("connections", [])}
         with self._lock:
             self._connections = frozenset(c for c in self._connections if (c.peer, c.local) in theirs)
 
@@ -253,7 +246,7 @@ def _ends(found: socket.socket) -> tuple[Address, Address] | None:
 
 
 def _address(name: Any) -> Address:
-    """(host, port); an IPv4 address in IPv6 dress is written as IPv4, as the other end may see it."""
+    """(host, port); an IPv4-mapped IPv6 address is written as IPv4, as the other end may report it."""
     return str(name[0]).removeprefix("::ffff:"), int(name[1])
 
 
@@ -262,14 +255,14 @@ _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K: keep 0 bytes of t
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
-def turn_strangers_away(connections: Collection[Connection]) -> int:
-    """Let nobody connect any more to what listens for the same groups, and end what others have connected by now.
+def reject_unknown_connections(connections: Collection[Connection]) -> int:
+    """Reject new connections to the listeners of these groups, and close unknown ones that exist.
 
     Args:
-        connections: all between this process and its peers; of one group at least one.
+        connections: all between this process and its peers; of each group at least one.
 
     Returns:
-        Number of listeners that were closed so; 0 where it cannot be done, or groups connect only when they are used.
+        Number of listeners with a filter; 0 where unsupported, or if groups connect only when they are used.
     """
     if sys.platform != "linux" or os.environ.get(_LAZY, "0").lower() not in ("", "0", "false", "n", "no", "off"):
         return 0
@@ -291,7 +284,7 @@ def turn_strangers_away(connections: Collection[Connection]) -> int:
 
 
 def _watched_together() -> Iterator[set[int]]:
-    """The descriptors that are waited for together: a listener of gloo's and the connections of its groups are."""
+    """Yield sets of descriptors in one epoll: a listener of gloo and the connections of its groups share one."""
     for entry in Path("/proc/self/fdinfo").iterdir():
         try:
             if os.readlink(f"/proc/self/fd/{entry.name}") == "anon_inode:[eventpoll]":

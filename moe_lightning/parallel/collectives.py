@@ -1,34 +1,18 @@
-"""Collectives for objects and named tensors, without pickle.
+"""Collectives for objects and named tensors without pickle, and agreement of ranks on plans and versions.
 
-What ranks tell each other when a user saves with `torch.distributed.checkpoint`, taken apart and put together again.
-
-Exactly the classes below travel, each with fields of the types that it declares; a failure of a rank travels as words.
-What is made of a message is data that torch's planners look at: none of the constructors runs anything of a sender's.
-
-Objects as bytes and back, without pickle: what arrives from another process can be wrong, but it cannot run code.
-
-A message is a JSON tree and, behind it, the raw bytes of tensors, arrays and byte strings in the order in which the
-tree names them. JSON's own values stand for themselves; everything else is a node {"tag": content}:
+A received message can be wrong, but it cannot run code. A message is a JSON tree and, behind it, the raw bytes of
+tensors, arrays and byte strings in the order of the tree. JSON's own values stand for themselves; everything else is a
+node {"tag": content}:
 
     magic "MOELOBJ1" | bytes of the tree, u64 | tree | bytes
 
-Types are matched exactly: an instance of a subclass is refused rather than turned into what it inherits from. Of
-classes only those of `records` travel.
+Types are matched exactly: an instance of a subclass is refused. The only classes are those that
+`torch.distributed.checkpoint` exchanges in a save, each with fields of its declared types; an error travels as text.
+torch's own object collectives (`all_gather_object` and others), which unpickle and which users' modules and metrics
+call, use the same codec in a process that trains with others.
 
-torch's own object collectives without pickle.
-
-Users' modules, metrics (mean average precision in torchmetrics) and compilers call
-`torch.distributed.all_gather_object` and its relatives, which unpickle what peers send, and ask no strategy. So in a
-process that trains with others these collectives carry what the codec carries, and refuse the rest in a sentence.
-
-Objects and named tensors of several ranks, without pickle: names and shapes travel as JSON, the bytes of each dtype
-as one exchange, objects by the codec.
-
-Whether ranks that decide alone decide alike: their versions when they meet, their plans as they use them.
-
-Ranks derive placements, shadows and quotas from the same numbers without asking each other. A rank that comes to
-another result (another library, another file) would send rows that nobody expects, so a hash of what it is about to do
-travels with the counts that it sends anyway.
+Ranks derive placements, shadows and quotas from the same numbers without communication. A rank with another result
+(another library, another file) would send rows that no rank expects, so a hash of its plan is sent with its counts.
 """
 
 from __future__ import annotations
@@ -163,7 +147,7 @@ def _hints(name: str) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of exactly the type that a field declares."""
+    """Return True if a value is of exactly the type that a field declares."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -179,7 +163,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _is_failure(value: Any) -> bool:
-    """Whether it is an exception with the stack that it came from, as torch sends them."""
+    """Return True for an exception with the stack that it came from, as torch sends them."""
     is_pair = type(value) is tuple and len(value) == 2
     return is_pair and isinstance(value[0], BaseException) and type(value[1]) is traceback.StackSummary
 
@@ -461,7 +445,7 @@ class _Decoder:
 
 
 def carry_objects_without_pickle() -> None:
-    """Let every object collective of this process, whoever calls it, use the codec; for the rest of its life."""
+    """Make every object collective of this process use the codec, whoever calls it, until the process ends."""
     assert hasattr(c10d, "_pickler"), "torch serialises objects in another way"
     assert hasattr(c10d, "_unpickler"), "torch serialises objects in another way"
     c10d._pickler, c10d._unpickler = _Encoder, _Decoder  # type: ignore[assignment]
@@ -630,13 +614,13 @@ def check_agreement(value: int, what: str, world: World) -> None:
         require_agreement(told[:, 0].tolist(), what)
 
 
-def check_versions(world: World, *, others_go_on: bool = False) -> None:
+def check_versions(world: World, *, recovers: bool = False) -> None:
     """Compare the versions of what plans; collective, when ranks have just met.
 
     Ranks that differ from rank 0, the oldest of the world, are refused. Another patch of a library is a warning.
 
     Args:
-        others_go_on: whether a world without the refused ranks is built again: the others are then warned only.
+        recovers: whether a world without the refused ranks is built again: the others are then warned only.
 
     Raises:
         ConfigurationError: on every rank, or on those that are refused: the moe-lightning, Python, NumPy or torch of
@@ -644,11 +628,11 @@ def check_versions(world: World, *, others_go_on: bool = False) -> None:
     """
     told: list[Mapping[str, str]] = all_gather_json(versions(), world)
     differences = [_differences(own, told[0]) for own in told]
-    found = {rank: f"rank {rank} has {_told(own, told[0])}" for rank, own in enumerate(told) if differences[rank]}
+    found = {rank: f"rank {rank} has {_difference(own, told[0])}" for rank, own in enumerate(told) if differences[rank]}
     refused = [rank for rank, names in enumerate(differences) if any(names.values())]
     if refused:
         sentence = f"{'; '.join(found[rank] for rank in refused)}, and would plan otherwise: install the same on all"
-        if not others_go_on or world.rank in refused:
+        if not recovers or world.rank in refused:
             raise ConfigurationError(sentence)
         warnings.warn(sentence, stacklevel=2)
     elif world.rank in found:
@@ -656,17 +640,19 @@ def check_versions(world: World, *, others_go_on: bool = False) -> None:
 
 
 def _differences(own: Mapping[str, str], first: Mapping[str, str]) -> dict[str, bool]:
-    """What differs, and whether plans differ for it."""
+    """Return the names of what differs, and True if plans differ for it."""
     names = [name for name in own if own[name] != first.get(name)]
     return {name: _changes_plans(name, own[name], first.get(name, "")) for name in names}
 
 
-def _told(own: Mapping[str, str], first: Mapping[str, str]) -> str:
+def _difference(own: Mapping[str, str], first: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {own[name]} where rank 0 has {first.get(name)}" for name in _differences(own, first))
 
 
 def versions() -> dict[str, str]:
-    """Of everything that takes part in a plan; builds of one torch for different devices are one version."""
+    """Return the versions of everything that takes part in a plan; builds of one torch for different devices are one
+    version.
+    """
     return {
         "moe-lightning": sys.modules["moe_lightning"].__version__,
         "Python": platform.python_version(),

@@ -1,22 +1,14 @@
-"""Process groups of one world of ranks, and the coordinates of a rank along each axis of the mesh.
+"""Parallel context: process groups of one world, a rank's coordinates on the mesh, and clocks of exchanges.
 
-What NCCL needs and gloo does not: settings before its first group, and groups that fail or end without a word.
+A `World` holds three groups over all its ranks: *dense* (torch's default group) for dense gradients and agreements,
+*compute* for token dispatch and combine, *background* for everything that overlaps with it (replica gradients, shadow
+experts, migrations). Beside them there is one group along each mesh axis but dp that has several ranks (pp, cp, tp),
+and, where dense parameters are sharded, one of the ranks that share a copy and one of those with the same part of other
+copies. With pipeline parallelism each stage is a world of its own with three such groups. Ranks without data exchange
+zero rows, so a new placement or new dispatch groups build no process group.
 
-None of it has run on a GPU.
-
-How long a rank's token exchanges or waits for other stages take, and whether one is under way.
-
-One membership of ranks and the three process groups that everything runs on.
-
-Dense gradients and what the ranks agree on run on the *dense* group, token dispatch and combine on the *compute* group,
-everything that may overlap with it (replica sums, shadows, migrations) on the *background* group. All span the whole
-world: ranks that have nothing to say to each other exchange zero rows, so a change of placement or of dispatch groups
-never builds a group.
-
-Where a rank stands in its run: another coordinate for each purpose, over one mesh of ranks.
-
-What a rank computes on (its slice of the batch), whom it exchanges tokens with, what it writes into a checkpoint and
-whom it fails with are four questions. With data parallelism alone the rank in the world answers all of them.
+`Mesh` adds a rank's coordinates: its slice of the batch, its dispatch peers, its stage and its failure domain. NCCL's
+settings and the handling of its silent aborts are here, too; these have not run on a GPU.
 """
 
 from __future__ import annotations
@@ -51,12 +43,12 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_environment(*, is_elastic: bool) -> None:
-    """Say what NCCL and torch's part of it read before their first group; what a user has set stays.
+    """Set the variables that NCCL and torch read before their first group; values set by the user stay.
 
     Args:
         is_elastic: ranks outlive their world.
     """
-    # Three communicators run side by side, and their kernels must start in one order on all ranks.
+    # Several communicators run side by side, and their kernels must start in one order on all ranks.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if is_elastic:  # torch's watchdog would end a survivor whose groups we are about to abort
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -77,14 +69,14 @@ def background_options(device: torch.device, timeout: timedelta) -> dict[str, An
 
 
 def is_silent(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a group's collectives of a device's tensors run on the device, as NCCL's: only aborting the group ends
-    one whose peer is gone, and then it raises nothing. gloo's run on sockets of this process, on GPUs too.
+    """Return True if a group's collectives of a device's tensors run on the device, as NCCL's: only aborting the group
+    ends one whose peer is gone, and then it raises nothing. Those of gloo run on sockets of this process, on GPUs, too.
     """
     return device.type != "cpu" and group._get_backend(device).name() != "gloo"
 
 
 def has_failed(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a group has met an error that it notes and does not raise, as NCCL's."""
+    """Return True if a group has recorded an error without raising it, as NCCL does."""
     state = getattr(group._get_backend(device), "get_error", None)  # only NCCL can say
     return state is not None and state().name != "SUCCESS"
 
@@ -115,8 +107,8 @@ def stamp(device: torch.device) -> Any:
 
 
 class ExchangeClock:
-    """Adds up the seconds of this rank's exchanges on the compute group, waits for slower peers and what the process
-    does meanwhile included. It counts nothing, and costs nothing, before `watch`.
+    """Clock of this rank's exchanges on the compute group, including waits for slower peers and overlapped work. It
+    counts nothing, and costs nothing, before `watch`.
 
     On a GPU a host call returns before its exchange begins, so the device's own events are timed.
 
@@ -133,7 +125,7 @@ class ExchangeClock:
         self.listener: Callable[[bool], None] | None = None
 
     def __reduce__(self) -> tuple[type[ExchangeClock], tuple[()]]:
-        """Models that know their world are copied and pickled; a copy counts for itself, from nothing."""
+        """Models with a world are copied and pickled; a copy counts for itself, from zero."""
         return ExchangeClock, ()
 
     def watch(self) -> None:
@@ -172,14 +164,14 @@ class ExchangeClock:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an exchange is under way now."""
+        """True while an exchange is running."""
         with self._lock:
             self._collect()
             return self._under_way > 0 or any(began.query() for began, _ in self._on_device)
 
     @property
     def seconds(self) -> float:
-        """Of all exchanges that have ended."""
+        """Seconds of all exchanges that have ended."""
         with self._lock:
             self._collect()
             return self._seconds
@@ -209,8 +201,7 @@ class World:
         rank: this process, 0-based.
         size: number of ranks.
         device: where this rank's tensors live.
-        dense: group of dense sums, broadcasts and agreements. This and the other groups are None when the world is one
-            rank.
+        dense: group of dense sums, broadcasts and agreements. All groups are None in a world of one rank.
         compute: group of dispatch and combine.
         background: group of transfers that overlap with compute.
         shards: ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; in a
@@ -220,7 +211,7 @@ class World:
         copy_group: the ranks that hold the same part of other copies; None where there is one copy.
         shape: ranks along the axes of the mesh; None: all of them are data-parallel.
         axis_groups: this rank's group along each axis but dp that has several ranks.
-        is_cut: whether somebody has cut the connections of this world.
+        is_cut: returns True once this world is aborted.
         stage: the ranks of this rank's pipeline stage; None where there is one stage.
         exchanges: the clock of this rank's exchanges on the compute group.
         bubbles: the clock of this rank's waits for other stages of a pipeline.
@@ -243,7 +234,7 @@ class World:
     bubbles: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> World:
-        """A copy of a model talks to the same ranks over the same groups, which cannot be copied."""
+        """Share the groups, which cannot be copied, between the copies of a model."""
         return replace(self, exchanges=ExchangeClock(), bubbles=ExchangeClock())
 
     @classmethod
@@ -253,7 +244,7 @@ class World:
 
     @classmethod
     def offline(cls, rank: int, size: int, device: torch.device, shape: MeshShape | None = None) -> World:
-        """The place that a process expects in a world that it has not joined yet: no groups, so no communication."""
+        """World that a process has not joined yet: no groups, so no communication."""
         world = cls(rank=rank, size=size, device=device, shape=shape)
         if shape is None or shape.pp == 1:
             return world
@@ -262,12 +253,12 @@ class World:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there are peers to talk to."""
+        """True if there are other ranks to communicate with."""
         return self.dense is not None
 
     @property
     def may_be_cut(self) -> bool:
-        """Whether somebody may cut its connections while its ranks talk."""
+        """True if the world may be aborted while its ranks communicate."""
         return self.is_cut is not _never
 
     @classmethod
@@ -306,24 +297,24 @@ class World:
 
     @cached_property
     def row_cut(self) -> RowCut:
-        """How dense parameters are cut here."""
+        """Sharding of dense parameters by rows."""
         if not self.shards:
             return RowCut.whole(self.size)
         return RowCut.among(self.shards, self.rank, tensors=1 if self.shape is None else self.shape.tp)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What collectives have left in a tensor, on the host: nothing that other ranks sent is judged or made final
-        before it was read so. An NCCL collective that is aborted raises nothing, it ends with any numbers.
+        """Copy the result of collectives to the host; nothing received from other ranks may be used or committed
+        before. An NCCL collective that is aborted raises nothing and ends with arbitrary numbers.
 
         Raises:
-            WorldCutError: the world was cut before the collectives had certainly ended.
+            WorldCutError: the world was aborted before the collectives had certainly ended.
         """
         host = tensor.cpu()
         self.require_whole()
         return host
 
-    def settle(self) -> None:
-        """Wait until the device has done what it was given; raises as `read`."""
+    def synchronize(self) -> None:
+        """Wait for all work of the device; raises as `read`."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self.require_whole()
@@ -331,14 +322,14 @@ class World:
     def require_whole(self) -> None:
         """
         Raises:
-            WorldCutError: the world was cut, or a group of it has met an error that raised nothing.
+            WorldCutError: the world was aborted, or one of its groups has recorded an error without raising it.
         """
         is_elsewhere = self.device.type != "cpu"
         if self.is_cut() or (is_elsewhere and any(has_failed(group, self.device) for group in self.groups)):
             raise WorldCutError("the world was cut while its ranks talked: what arrived is not used")
 
     def close(self) -> None:
-        """Give back the groups made here; the dense one, torch's default group, belongs to who made it."""
+        """Destroy the groups built here; the dense one, torch's default group, is destroyed by its creator."""
         for group in self.groups:
             if group is not self.dense and dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -385,7 +376,7 @@ def _sharing(world: World, shards: Groups, shape: MeshShape, timeout: timedelta)
 
 
 def _own_group(groups: Sequence[tuple[int, ...]], rank: int, timeout: timedelta, purpose: str) -> ProcessGroup:
-    """Of all these groups, which every rank builds in one order, this rank's."""
+    """Build all these groups, on every rank in one order, and return this rank's."""
     own: ProcessGroup | None = None
     for ranks in groups:
         group = dist.new_group(list(ranks), timeout=timeout, group_desc=purpose)
@@ -441,24 +432,24 @@ def loopback_variables() -> dict[str, str]:
 
 
 def common_store() -> Store | None:
-    """The keys that all ranks of torch's default group share, for words that take no part in a collective; None where
-    there is no group. Each call may fail with a DistError when the group ends.
+    """Return the store of torch's default group, for messages outside of collectives; None without a group. Each call
+    may fail with a DistError when the group ends.
     """
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def agree(world: World) -> None:
-    """Wait until all ranks have come here with everything arrived that they were sent; raises as `World.read`."""
+    """Barrier: wait until all ranks have called it and received everything sent to them; raises as `World.read`."""
     word = torch.zeros(1, device=world.device)
     all_reduce_(word, world)
     world.read(word)
 
 
 def any_says(words: Sequence[bool], world: World) -> list[bool]:
-    """Whether any rank says so, word by word; collective, raises as `World.read`."""
-    said = torch.tensor(words, dtype=torch.int32, device=world.device)
-    all_reduce_(said, world)
-    return [bool(count) for count in world.read(said)]
+    """Return for each word True if it is true on any rank; collective, raises as `World.read`."""
+    counts = torch.tensor(words, dtype=torch.int32, device=world.device)
+    all_reduce_(counts, world)
+    return [bool(count) for count in world.read(counts)]
 
 
 def broadcast_(tensor: torch.Tensor, source: int, world: World, group: ProcessGroup | None = None) -> None:
@@ -494,7 +485,7 @@ class Mesh:
 
     @classmethod
     def of(cls, world: World, node_of: tuple[int, ...]) -> Mesh:
-        """As the world's groups were built."""
+        """Build from a world with its groups."""
         shape = world.shape or MeshShape(dp=world.size)
         return cls(shape=shape, whole=world, world=world.stage or world, node_of=node_of)
 
@@ -510,7 +501,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which slice of the global batch is this rank's; ranks along the other axes share it."""
+        """Index of this rank's slice of the global batch; ranks along the other axes share it."""
         return self.shape.index(self.whole.rank, "dp")
 
     @property
@@ -519,8 +510,8 @@ class Mesh:
         return self.shape.dp
 
     def speeds_of_slices(self, speeds: IntArray) -> IntArray:
-        """Of each slice of the global batch, int64 [data_size], from those of the ranks of a stage: it is as fast as
-        the slowest that computes it.
+        """Return the speed of each slice of the global batch, int64 [data_size], from those of the ranks of a stage: a
+        slice is as fast as the slowest rank that computes it.
         """
         slowest: IntArray = speeds.reshape(self.data_size, -1).min(axis=1)
         return slowest
@@ -550,5 +541,5 @@ class Mesh:
         return DeviceMesh(self.whole.device.type, layout, mesh_dim_names=AXES)
 
     def close(self) -> None:
-        """Give back the groups made for this mesh and its worlds; the default group belongs to who made it."""
+        """Destroy the groups built for this mesh and its worlds; the default group is destroyed by its creator."""
         self.whole.close()

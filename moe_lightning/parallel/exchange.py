@@ -1,11 +1,7 @@
 """Uneven all-to-all of rows with autograd, and of byte buffers between ranks.
 
-The exchange: one uneven all-to-all of rows, with autograd, and what is built from it.
-
-Every rank derives its send and receive lists from the same plan, so no sizes travel. Dispatch, combine, the sums of
-replica gradients, shadows and migrations are exchanges.
-
-Byte buffers that travel between ranks in one exchange.
+Every rank derives its send and receive splits from the same plan, so no sizes travel. Dispatch, combine, the sums of
+replica gradients, shadow experts and migrations are exchanges.
 """
 
 from __future__ import annotations
@@ -20,11 +16,11 @@ from torch import Tensor
 
 from moe_lightning.parallel.context import World
 
-Meanwhile = Callable[[], None] | None
-"""What this process does while rows travel."""
+OverlapFn = Callable[[], None] | None
+"""Work of this process while rows travel."""
 
-Carry = Callable[[Tensor, Any, Any, World, Meanwhile], Tensor]
-"""(rows, sent, received, world, meanwhile): bring rows to the other ranks; the lists are as the carrier wants them."""
+AllToAll = Callable[[Tensor, Any, Any, World, OverlapFn], Tensor]
+"""(rows, send_splits, recv_splits, world, overlap_fn) -> received rows; splits are lists or tensors."""
 
 
 def exchange_rows(
@@ -32,8 +28,8 @@ def exchange_rows(
     send_rows: Sequence[int] | Tensor,
     recv_rows: Sequence[int] | Tensor,
     world: World,
-    meanwhile: Meanwhile = None,
-    carry: Carry | None = None,
+    overlap_fn: OverlapFn = None,
+    all_to_all: AllToAll | None = None,
 ) -> Tensor:
     """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; the gradient travels back
     the same way.
@@ -42,18 +38,18 @@ def exchange_rows(
         rows_MD: [sum(send_rows), D].
         send_rows: rows for each rank.
         recv_rows: rows from each rank.
-        meanwhile: what this process does while the rows travel; not called in a world of one rank.
-        carry: how they travel; None: in an all-to-all of the compute group.
+        overlap_fn: called while the rows travel; not called in a world of one rank.
+        all_to_all: implementation; None: all-to-all of the compute group.
 
     Returns:
         [sum(recv_rows), D].
     """
     if world.size == 1:
         return rows_MD
-    moved: Carry = carry or _all_to_all
+    moved: AllToAll = all_to_all or _all_to_all
     return linear(
         rows_MD,
-        lambda rows_MD: moved(rows_MD, send_rows, recv_rows, world, meanwhile),
+        lambda rows_MD: moved(rows_MD, send_rows, recv_rows, world, overlap_fn),
         lambda gradient_MD: moved(gradient_MD, recv_rows, send_rows, world, None),
     )
 
@@ -62,7 +58,7 @@ def all_gather_counts(counts_E: Tensor, world: World) -> Tensor:
     """Every rank's counts, [N, E] int64, on the host; the one extra collective of a layer.
 
     Raises:
-        WorldCutError: they are none.
+        WorldCutError: the world was aborted, so the counts are not valid.
     """
     if world.size == 1:
         return counts_E.unsqueeze(0).cpu()
@@ -73,8 +69,9 @@ def all_gather_counts(counts_E: Tensor, world: World) -> Tensor:
 
 
 def all_gather_flat(out: Tensor, tensor: Tensor, group: Any) -> None:
-    """Every rank's tensor behind each other, in one launch, by the name that this torch has for it (since 2.13 another,
-    and the old one warns).
+    """Gather the tensors of all ranks into one, in one launch.
+
+    torch 2.13 renamed the operation and warns of the old name, so the name depends on the version.
     """
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, tensor, group=group)
@@ -95,8 +92,8 @@ class PendingExchange:
         return self._received
 
     def read(self, world: World) -> Tensor:
-        """What arrived, on the host; raises as `World.read`. Only the host waits: in a thread beside training the
-        present stream is the training's.
+        """Return the received numbers on the host; raises as `World.read`. Only the host waits: in a thread beside
+        training the current stream is the training's.
         """
         device = self._received.device
         if device.type == "cpu":
@@ -109,7 +106,7 @@ class PendingExchange:
 
 
 def linear(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    """What a linear map over ranks makes of a tensor; `back`, its transpose, makes the gradient of the result's."""
+    """Apply a linear map over ranks to a tensor; `back`, its transpose, maps the gradient."""
     return _Linear.apply(x, there, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -124,14 +121,14 @@ class _Linear(torch.autograd.Function):
         return ctx.back(gradients[0]), None, None
 
 
-def _all_to_all(rows: Tensor, send: Sequence[int], recv: Sequence[int], world: World, meanwhile: Meanwhile) -> Tensor:
+def _all_to_all(rows: Tensor, send: Sequence[int], recv: Sequence[int], world: World, overlap_fn: OverlapFn) -> Tensor:
     received, rows = rows.new_empty(sum(recv), rows.shape[1]), rows.contiguous()
     with world.exchanges.exchange(rows.device):
         work: Any = dist.all_to_all_single(
-            received, rows, list(recv), list(send), group=world.compute, async_op=meanwhile is not None
+            received, rows, list(recv), list(send), group=world.compute, async_op=overlap_fn is not None
         )
-        if meanwhile is not None:
-            meanwhile()
+        if overlap_fn is not None:
+            overlap_fn()
             work.wait()
     return received
 
@@ -145,41 +142,41 @@ class PeerBuffer:
     nbytes: int
 
 
-class PendingParcels:
-    """Parcels on their way on the background group; `wait` delivers those for this rank.
+class PendingBuffers:
+    """Byte buffers in flight on the background group; `wait` returns those for this rank.
 
     Args:
-        parcels: of all ranks, or at least those from and to this rank, in one order at both ends. Where any rank lists
-            one that crosses ranks, every rank lists such a one, or all of them wait for each other.
-        payload: index of a parcel -> its uint8 bytes; asked for parcels from this rank only.
+        buffers: of all ranks, or at least those from and to this rank, in one order at both ends. If any rank lists
+            one that crosses ranks, every rank must list one, because the exchange is collective.
+        payload: index of a buffer -> its uint8 bytes; called for buffers from this rank only.
     """
 
-    def __init__(self, parcels: Sequence[PeerBuffer], payload: Callable[[int], torch.Tensor], world: World) -> None:
+    def __init__(self, buffers: Sequence[PeerBuffer], payload: Callable[[int], torch.Tensor], world: World) -> None:
         self._world = world
         self._delivered: dict[int, torch.Tensor] = {}
         send, recv = [0] * world.size, [0] * world.size
         outgoing: list[list[torch.Tensor]] = [[] for _ in range(world.size)]
         incoming: list[list[int]] = [[] for _ in range(world.size)]
-        for index, parcel in enumerate(parcels):
-            if parcel.source == parcel.target:
-                if parcel.source == world.rank:
+        for index, buffer in enumerate(buffers):
+            if buffer.source == buffer.target:
+                if buffer.source == world.rank:
                     self._delivered[index] = payload(index)
-            elif parcel.source == world.rank:
-                outgoing[parcel.target].append(payload(index))
-                send[parcel.target] += parcel.nbytes
-            elif parcel.target == world.rank:
-                incoming[parcel.source].append(index)
-                recv[parcel.source] += parcel.nbytes
+            elif buffer.source == world.rank:
+                outgoing[buffer.target].append(payload(index))
+                send[buffer.target] += buffer.nbytes
+            elif buffer.target == world.rank:
+                incoming[buffer.source].append(index)
+                recv[buffer.source] += buffer.nbytes
         self._order = [index for indices in incoming for index in indices]
-        self._sizes = [parcels[index].nbytes for index in self._order]
+        self._sizes = [buffers[index].nbytes for index in self._order]
         self.sent_bytes = sum(send)
         self._exchange: PendingExchange | None = None
-        if any(parcel.source != parcel.target for parcel in parcels):
+        if any(buffer.source != buffer.target for buffer in buffers):
             flat = _joined([buffer for target in outgoing for buffer in target])
             self._exchange = PendingExchange(flat.to(world.device), send, recv, world)
 
     def wait(self) -> dict[int, torch.Tensor]:
-        """Index -> uint8 bytes on the host, of every parcel for this rank; raises as `World.read`."""
+        """Return index -> uint8 bytes on the host of every buffer for this rank; raises as `World.read`."""
         if self._exchange is not None:
             parts = torch.split(self._exchange.read(self._world), self._sizes)
             self._delivered |= dict(zip(self._order, parts, strict=True))
@@ -187,11 +184,11 @@ class PendingParcels:
         return self._delivered
 
 
-def exchange_parcels(
-    parcels: Sequence[PeerBuffer], payload: Callable[[int], torch.Tensor], world: World
+def exchange_buffers(
+    buffers: Sequence[PeerBuffer], payload: Callable[[int], torch.Tensor], world: World
 ) -> dict[int, torch.Tensor]:
-    """Send and deliver at once; collective."""
-    return PendingParcels(parcels, payload, world).wait()
+    """Exchange byte buffers and wait for them; collective."""
+    return PendingBuffers(buffers, payload, world).wait()
 
 
 def _joined(buffers: Sequence[torch.Tensor]) -> torch.Tensor:

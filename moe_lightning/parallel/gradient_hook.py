@@ -1,4 +1,4 @@
-"""The hook by which DDP sums dense gradients. (No postponed annotations here: DDP inspects the hook's.)"""
+"""Communication hook of DDP that sums dense gradients. (No postponed annotations: DDP inspects the hook's.)"""
 
 import torch
 import torch.distributed as dist

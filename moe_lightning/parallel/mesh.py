@@ -1,13 +1,10 @@
 """Mesh of ranks: size and order of its axes, and the groups that share dense parameters.
 
-Which ranks share one copy of the dense parameters when they are cut (FSDP, hybrid FSDP, tensor parallelism), and
-what of them is whose.
-
-How many ranks stand along each axis of a run, and who stands where.
-
 Axes from the outermost to the innermost, as their traffic grows: pp (pipeline stages), dp (data), cp (context: parts of
 a sequence), tp (tensor: parts of a layer). rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index, so the
-ranks of a stage are consecutive, and those of a tensor group are neighbours, who share a node where it is large enough.
+ranks of a stage are consecutive, and those of a tensor group are neighbors, on one node where it is large enough.
+
+`RowCut` and `TensorCut` describe sharded dense parameters (FSDP, hybrid FSDP, tensor parallelism).
 """
 
 from __future__ import annotations
@@ -85,7 +82,7 @@ class Part:
 
     @staticmethod
     def is_name(text: str) -> bool:
-        """Whether it is that of a part."""
+        """Return True if it is the name of a part."""
         return text.startswith("dense rows ")
 
     @classmethod
@@ -98,7 +95,7 @@ class Part:
         return cls(**numbers)
 
     def speaks_to(self, other: Part) -> bool:
-        """Whether a tensor that has no tensor index comes from this part, not from that of another tensor index."""
+        """Return True if a tensor without a tensor index comes from this part, not that of another tensor index."""
         return self.tensor == other.tensor % self.tensors
 
 
@@ -140,11 +137,11 @@ class RowCut:
         return self.parts[self.index]
 
     def names(self) -> tuple[str, ...]:
-        """Of the parts."""
+        """Names of the parts."""
         return tuple(part.name for part in self.parts)
 
     def twin(self, rank: int, tensor: int) -> int:
-        """Of another tensor index, the rank in the same copy as a holder of this rank's part."""
+        """Return the rank of another tensor index in the same copy as a holder of this rank's part."""
         rows = len(self.holders) // self.tensors
         return self.holders[tensor * rows + self.index % rows][self.holders[self.index].index(rank)]
 
@@ -158,7 +155,7 @@ class RowCut:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCut:
-    """Which numbers of a tensor are in which part.
+    """Map from the parts of a tensor to their elements.
 
     Attributes:
         shape: of the whole tensor.
@@ -172,7 +169,7 @@ class TensorCut:
     sections: tuple[int, ...] = ()
 
     def shape_of(self, part: Part) -> tuple[int, ...]:
-        """Of the tensor that holds a part."""
+        """Return the shape of the tensor that holds a part."""
         shape = list(self.shape)
         shape[self.dim] = sum(last - first for first, last in self._ranges(part))
         first, last = part_bounds(shape[0], part.row, part.rows)
@@ -261,7 +258,7 @@ class MeshShape:
         return prod(self.sizes)
 
     def index(self, rank: int, axis: Axis) -> int:
-        """Where a rank stands along one axis."""
+        """Return the coordinate of a rank along one axis."""
         return self._indices(rank)[AXES.index(axis)]
 
     def peers(self, rank: int, axes: Collection[Axis]) -> tuple[int, ...]:
@@ -274,7 +271,7 @@ class MeshShape:
         return tuple(self._rank(chosen) for chosen in product(*ranges))
 
     def place(self, rank: int, axes: Collection[Axis]) -> tuple[int, int]:
-        """(which of its `peers` a rank is, how many they are)."""
+        """Return (index of a rank among its `peers`, number of them)."""
         peers = self.peers(rank, axes)
         return peers.index(rank), len(peers)
 
@@ -311,7 +308,7 @@ def stage_ranks(stage: int, num_ranks: int, axes: MeshShape) -> range:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the ranks of a world are grouped; the same on all of them.
+    """Groups of the ranks of a world; the same on all of them.
 
     Attributes:
         shape: ranks along the axes.

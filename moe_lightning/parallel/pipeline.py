@@ -1,12 +1,7 @@
-"""Pipeline schedules: the order of micro-batches in each stage, and the transfers between stages.
+"""Pipeline schedules of torch.distributed.pipelining: order of micro-batches in each stage, transfers, and checks.
 
-The order in which the stages of a pipeline compute micro-batches, and what travels between them, by
-torch.distributed.pipelining.
-
-Shapes on the wire are told before anything runs: otherwise torch would run the model once more to learn them, and
-routers would count tokens that nobody trains on.
-
-What a pipeline refuses, before it trains.
+Shapes of the transfers are given before a run: otherwise torch would run the model once more to infer them, and routers
+would count tokens that are not trained on.
 """
 
 from __future__ import annotations
@@ -69,7 +64,7 @@ class Pipe:
 
 
 class _Bubbles:
-    """Tells the world's clock how long a pipe runs and computes nothing."""
+    """Measures idle time of a pipeline for the world's clock."""
 
     def __init__(self, world: World) -> None:
         self._world, self._bubble = world, ExitStack()

@@ -1,11 +1,7 @@
-"""Context parallelism: attention over sequences that several ranks share.
+"""Context parallelism: each of several ranks computes one part of every sequence.
 
-Exchanges among the ranks that share samples: pieces of one dimension of tensors for pieces of another.
-
-Attention over sequences that several ranks share: each computes one part of every sequence (context parallelism).
-
-Everything but attention works on positions one by one. Attention gives sequence for heads: an all-to-all leaves every
-rank whole sequences of its share of the heads, and another one undoes it (DeepSpeed-Ulysses, arXiv 2309.14509). Where
+Everything but attention works on positions one by one. Attention exchanges sequence for heads: one all-to-all gives
+each rank whole sequences of its share of the heads, another one undoes it (DeepSpeed-Ulysses, arXiv 2309.14509). Where
 the heads of keys and values do not divide, ranks gather keys and values and keep their own queries.
 
 Shapes: B sequences, H heads, L positions of this rank, C head size.
@@ -47,7 +43,7 @@ class Sharers:
 
     @classmethod
     def of(cls, world: World) -> Sharers | None:
-        """Of this rank; None where it has its samples alone."""
+        """Return the sharers of this rank; None where it has its samples alone."""
         group = world.axis_groups.get("cp")
         return None if group is None else cls(rank=group.rank(), size=group.size(), world=world, group=group)
 
@@ -79,7 +75,7 @@ class Sharers:
         ]
 
     def differ(self, value: object) -> bool:
-        """Whether they have unlike values of JSON; the same answer on all of them."""
+        """Return True if they have unlike values of JSON; the same answer on all of them."""
         alone = replace(self.world, rank=self.rank, size=self.size, background=self.group)
         values = all_gather_json(value, alone)
         return any(other != values[0] for other in values)
@@ -99,7 +95,7 @@ def _all_to_all(pieces: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class ContextParallel:
-    """Where this rank's part of each sequence lies, and attention over whole sequences.
+    """This rank's part of each sequence, and attention over whole sequences.
 
     A module that mixes positions keeps one as its attribute `context`; the strategy puts its own there. Without a
     strategy, with `mesh.cp=1`, and outside of the strategy's steps, sequences are whole.
@@ -132,7 +128,7 @@ class ContextParallel:
 
     @property
     def is_cut(self) -> bool:
-        """Whether sequences are cut in the running step."""
+        """True if sequences are sharded in the running step."""
         return self._sharers is not None
 
     @property
@@ -229,7 +225,7 @@ class ContextParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sight:
-    """Which of K keys the queries see, which begin at position `first`; see `ContextParallel.attention`."""
+    """Mask of the K keys for queries that begin at position `first`; see `ContextParallel.attention`."""
 
     is_causal: bool
     documents_BK: Tensor | None

@@ -1,15 +1,11 @@
 """Tensor parallelism: collectives with their transposes as gradients, and the styles of a model's layers.
 
-The exchanges of tensor parallelism, each with its transpose as gradient.
-
 Every rank computes a loss of its own, and gradients are those of the sum of all ranks' losses: so the gradient of an
 all-gather is a reduce-scatter, that of a reduce-scatter an all-gather, and that of a sum over ranks a sum over ranks.
 
-How the layers of a model are computed in parts by several ranks (tensor parallelism): the styles of a model's plan.
-
-Between the layers that are cut, each rank has some positions of every sequence, [B, L / ranks, D]: norms, dropout,
-routers and experts work on these. A layer that is cut sees all positions and computes some of its heads, hidden units
-or tokens of the vocabulary. Sources: Megatron-LM, and Korthikanti et al. 2022 for the positions.
+Between sharded layers each rank has some positions of every sequence, [B, L / ranks, D]: norms, dropout, routers and
+experts work on these. A sharded layer sees all positions and computes some of its heads, hidden units or tokens of the
+vocabulary. Sources: Megatron-LM, and Korthikanti et al. 2022 for the positions.
 """
 
 from __future__ import annotations
@@ -150,7 +146,7 @@ _POSITIONS = -2
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """How a parameter is dealt out.
+    """Sharding of a parameter.
 
     Attributes:
         dim: along which it is cut.
@@ -166,7 +162,7 @@ class Shares:
 
 
 class Style(Protocol):
-    """What happens to a module of a plan."""
+    """Treatment of a module in a plan."""
 
     def shares(self, module: Any) -> Mapping[str, Shares]:
         """The parameters that are cut, by their names in the module; called before any is."""

@@ -1,9 +1,9 @@
-"""The vocabulary of checkpointed state: pieces of tensors under keys, and their description as JSON.
+"""Pieces of tensors under keys, as checkpoints hold them, and their description as JSON.
 
-Keys (see the design of the checkpoint): `expert/{layer}/{expert}/{weight|master|exp_avg|exp_avg_sq}/{name}` for
-experts, which partial checkpoints may carry over from an older version, and any other key (`dense/...`, `trainer`,
-`rng/{rank}`, ...) for state that every checkpoint holds anew; `replay/{layer}/{expert}/{step}/{name}` for the weights
-that an expert computes with after a step of a window (`checkpoint/schedule.py`).
+Keys: `expert/{layer}/{expert}/{weight|master|exp_avg|exp_avg_sq}/{name}` for experts, which partial checkpoints may
+carry over from an older version; `replay/{layer}/{expert}/{step}/{name}` for the weights that an expert computes with
+after a step of a window (`checkpoint/schedule.py`); any other key (`dense/...`, `trainer`, `rng/{rank}`, ...) for state
+that every checkpoint holds anew.
 """
 
 from __future__ import annotations
@@ -77,21 +77,21 @@ class Block:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Of the whole tensor."""
+        """Slices of the whole tensor."""
         return tuple(slice(begin, end) for begin, end in zip(self.offsets, self._ends, strict=True))
 
     @property
     def is_rows(self) -> bool:
-        """Whether it is cut in its first dimension only."""
+        """True if it is sharded in its first dimension only."""
         return self.sizes[1:] == self.whole[1:]
 
     @property
     def is_inside(self) -> bool:
-        """Whether the whole tensor has all of it."""
+        """True if it lies inside of the whole tensor."""
         return all(0 <= at <= end <= size for at, end, size in zip(self.offsets, self._ends, self.whole, strict=True))
 
     def common(self, other: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """What two blocks of a tensor share, as slices of each; None where that is nothing."""
+        """Return the intersection of two blocks of a tensor, as slices of each; None where it is empty."""
         low = [max(pair) for pair in zip(self.offsets, other.offsets, strict=True)]
         high = [min(pair) for pair in zip(self._ends, other._ends, strict=True)]
         if any(begin >= end for begin, end in zip(low, high, strict=True)):
@@ -141,7 +141,7 @@ class StatePiece:
 
     @property
     def first_row(self) -> int:
-        """Of the whole tensor, where it begins; 0 of a scalar."""
+        """First row in the whole tensor; 0 for a scalar."""
         return sum(self.block.offsets[:1])
 
     def rows(self, first_row: int, last_row: int) -> Self:
@@ -151,8 +151,8 @@ class StatePiece:
         return replace(self, tensor=part, block=replace(block, offsets=offsets, sizes=tuple(part.shape)))
 
     def share(self, rank: int) -> Self | None:
-        """What this holder of a block writes of it, as all of them write the same number of rows; None: nothing. A
-        whole tensor is written by its first holder.
+        """Return the rows of a block that this holder writes, an equal number for each holder; None: nothing. A whole
+        tensor is written by its first holder.
         """
         if self.block.sizes == self.block.whole:
             return self if self.holders[0] == rank else None
@@ -163,7 +163,7 @@ class StatePiece:
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
-    """Where the bytes of a stored piece lie.
+    """Location of the bytes of a stored piece.
 
     Attributes:
         data_offset: of the payload, in an arena's memory or in a file.
@@ -179,7 +179,7 @@ class Location:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What is stored under a key by one rank.
+    """Tensor data stored under a key by one rank.
 
     Attributes:
         key: see the top of the file.
@@ -224,7 +224,7 @@ class Piece:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], lies: Literal["arena", "file"] | None = None) -> Self:
-        """What was listed.
+        """Return the piece of a listing.
 
         Args:
             lies: the kind of location that must be given.
@@ -249,12 +249,12 @@ _PLAIN = ("key", "dtype", "version", "group", "nbytes", "xxh3")
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """As in `DTYPES`."""
+    """Name of a dtype in `DTYPES`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def describe(live: StatePiece, *, version: int, group: str) -> Piece:
-    """What a live piece will be stored as.
+    """Return the description under which a live piece will be stored.
 
     Raises:
         ConfigurationError: a dtype that cannot be stored.
@@ -282,12 +282,12 @@ def is_expert_key(key: str) -> bool:
 
 
 def replay_key(layer: int, expert: int, step: int, name: str) -> str:
-    """Of the weights that an expert computes with after a step."""
+    """Return the key of the weights that an expert computes with after a step."""
     return f"replay/{layer}/{expert}/{step}/{name}"
 
 
 def is_replayed(key: str) -> bool:
-    """Whether it is the weights of a step that a restore runs again."""
+    """Return True for the weights of a step that a restore runs again."""
     return key.startswith("replay/")
 
 

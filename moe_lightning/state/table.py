@@ -1,8 +1,8 @@
-"""The state table: every piece of a run's state under its key, and who holds it.
+"""State table: every piece of a run's state under its key, with the ranks that hold it.
 
-Snapshots, checkpoints in one file and in directories, broadcasts to newcomers, sharded optimizers and inventories read
-it; nobody else knows what a run consists of. Keys are those of `pieces.py` and do not depend on ranks: a scope is
-"weight", "master", "buffer" or the name of an optimizer state ("exp_avg", ...).
+Snapshots, checkpoints in one file and in directories, broadcasts to new ranks, sharded optimizers and inventories read
+it. Keys are those of `pieces.py` and do not depend on ranks: a scope is "weight", "master", "buffer" or the name of an
+optimizer state ("exp_avg", ...).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class State:
         return next((o.state[parameter] for o, _ in self.optimizers if parameter in o.state), {})
 
     def objects(self) -> dict[str, Any]:
-        """What is no tensor: hyperparameters of the groups and scalar states by parameter number."""
+        """Non-tensor state: hyperparameters of the groups and scalar states by parameter number."""
         result = {}
         for index, (optimizer, _) in enumerate(self.optimizers):
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -155,7 +155,7 @@ class State:
     def moment_shapes(self) -> Shapes:
         """The optimizer states that this rank has."""
         found = {
-            f"dense/{name}/{scope}": (dtype_name(tensor), _told_shape(parameter, tensor))
+            f"dense/{name}/{scope}": (dtype_name(tensor), _whole_moment_shape(parameter, tensor))
             for name, parameter in self.dense.items()
             for scope, tensor in self.moments(parameter).items()
         }
@@ -168,7 +168,7 @@ class State:
 
     @torch.no_grad()
     def adopt(self, objects: Mapping[str, Any], shapes: Shapes) -> None:
-        """Take over hyperparameters and scalars, and make the states that are missing, filled with zeros.
+        """Load hyperparameters and scalars, and create missing states, filled with zeros.
 
         Args:
             objects, shapes: of who has made them. What neither tells of stays as it is.
@@ -193,7 +193,7 @@ class State:
                     )
 
     def home_of(self, parameter: nn.Parameter) -> torch.device:
-        """Where the moments of a parameter lie."""
+        """Return the device of the moments of a parameter."""
         return torch.device("cpu") if self.on_host and parameter not in self.stack_of else parameter.device
 
     def placed(self, optimizer: Optimizer, parameter: nn.Parameter, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -222,12 +222,12 @@ class State:
 
 
 def counts_there(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's numbers of steps lie beside its parameters, where fused kernels read them."""
+    """Return True if an optimizer's step counts lie beside its parameters, where fused kernels read them."""
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
-def _told_shape(parameter: nn.Parameter, moment: Tensor) -> tuple[int, ...]:
-    """Of the whole moment."""
+def _whole_moment_shape(parameter: nn.Parameter, moment: Tensor) -> tuple[int, ...]:
+    """Return the shape of the whole moment."""
     return tuple(whole_shape(parameter) if is_cut(parameter) else moment.shape)
 
 

@@ -1,16 +1,13 @@
-"""Tensors of which a rank holds a part: rows, frozen base weights, optimizer states in host memory.
+"""Tensors of which a rank holds a part: sharded parameters, frozen base weights, optimizer states in host memory.
 
-Tensors of which a rank holds a part, as the plain tensors that they hold: DTensors cut by rows over a shard group,
-and parameters, DTensors among them, that say themselves how they are cut by tensor index (tensor parallelism).
+Sharded parameters are DTensors (rows over a shard group) or carry their sharding by tensor index (tensor parallelism);
+here they are seen as the plain tensors of this rank. Of weights that adapters leave frozen, checkpoints hold a digest,
+which a restore compares with that of the present weights.
 
-Weights that are never trained, under adapters: checkpoints hold a digest of them in their place, and a restore
-compares it with that of the weights that are here.
-
-Optimizer states of dense parameters in host memory, where their updates are made, too (ZeRO-Offload, Ren et al.
-2021, 4.1); those of experts stay on their device, where placements move them.
-
-In a step gradients and weights come down into page-locked copies, and new weights go up. Weights come down each time
-because the device's are the ones that count: restores, broadcasts and users change those.
+Optimizer states of dense parameters may lie in host memory, where their updates run (ZeRO-Offload, Ren et al. 2021,
+4.1); those of experts stay on their device, where placements move them. In a step gradients and weights are copied down
+to page-locked memory and new weights up. Weights are copied down each time because restores, broadcasts and users
+change those on the device.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _CUT = "moe_lightning_cut"
 
 
 def cut_of(tensor: object) -> TensorCut | None:
-    """How a tensor is cut of which this rank holds a part only; None: it is whole."""
+    """Return the sharding of a tensor; None if it is whole."""
     known: TensorCut | None = getattr(tensor, _CUT, None)
     if known is None and isinstance(tensor, DTensor):
         return TensorCut(shape=tuple(tensor.shape))
@@ -43,12 +40,12 @@ def cut_of(tensor: object) -> TensorCut | None:
 
 
 def is_cut(tensor: object) -> bool:
-    """Whether this rank holds a part of it only."""
+    """Return True if this rank holds only a part of it."""
     return isinstance(tensor, DTensor) or hasattr(tensor, _CUT)
 
 
 def cuts_of(module: nn.Module) -> dict[str, TensorCut]:
-    """How the parameters of a module are cut, under all of their names."""
+    """Return the sharding of a module's parameters, under all of their names."""
     found = {name: cut_of(p) for name, p in module.named_parameters(remove_duplicate=False)}
     return {name: cut for name, cut in found.items() if cut is not None}
 
@@ -62,12 +59,12 @@ def mark(parameter: nn.Parameter, cut: TensorCut | None) -> None:
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
+    """Return this rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """Of the tensor of which this rank may hold a part."""
+    """Return the shape of the tensor of which this rank may hold a part."""
     cut = cut_of(tensor)
     return tensor.shape if cut is None else torch.Size(cut.shape)
 
@@ -82,7 +79,7 @@ def rows_like(parameter: Tensor, rows: Tensor) -> Tensor:
 
 
 def blocks_of(cut: TensorCut, part: Part) -> Iterator[tuple[tuple[slice, ...], Block]]:
-    """What is in a part of a tensor: where it lies in the tensor that holds the part, and in the whole one."""
+    """Yield the blocks of a part of a tensor: their slices in the tensor that holds the part, and in the whole one."""
     at = 0
     for offsets, sizes in cut.blocks(part):
         begins = (at if dim == cut.dim else 0 for dim in range(len(sizes)))
@@ -94,7 +91,7 @@ def blocks_of(cut: TensorCut, part: Part) -> Iterator[tuple[tuple[slice, ...], B
 
 
 def part_of_whole(whole: Tensor, cut: TensorCut, part: Part) -> Tensor:
-    """What is in a part of a tensor."""
+    """Return the elements of a part of a tensor."""
     found = [whole[block.slices] for _, block in blocks_of(cut, part)]
     if not found:
         return whole.new_empty(cut.shape_of(part))
@@ -120,20 +117,20 @@ def updating_blocks(optimizer: Optimizer) -> Generator[Callable[[], None], None,
     """
     blocks: dict[nn.Parameter, nn.Parameter] = {}
 
-    def see_blocks() -> None:
+    def use_blocks() -> None:
         for group in optimizer.param_groups:
             rows = [p for p in group["params"] if hasattr(p, "placements")]
             blocks.update((p, _block_of(p)) for p in rows)
         swap_parameters(optimizer, blocks)
 
     try:
-        yield see_blocks
+        yield use_blocks
     finally:
         swap_parameters(optimizer, {block: p for p, block in blocks.items()})
 
 
 def swap_parameters(optimizer: Optimizer, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Let other parameters take the places, and the states, of some of an optimizer's."""
+    """Replace parameters of an optimizer by others, which get their states."""
     if not others:
         return
     for group in optimizer.param_groups:
@@ -170,7 +167,7 @@ def frozen_base(module: nn.Module) -> frozenset[nn.Parameter]:
 
 
 def is_digest(key: str) -> bool:
-    """Whether a key of the state table is that of a digest."""
+    """Return True if a key of the state table is that of a digest."""
     name = key.rpartition("/")[2] if key.startswith("expert/") else key.rpartition("/")[0]
     return name.rpartition("/")[2].rpartition(".")[2] == BASE_DIGEST
 
@@ -188,7 +185,7 @@ def require_same_base(saved: Tensor, here: Tensor, key: str, where: str) -> None
 
 
 class Updates:
-    """What optimizers see of parameters in an update: plain tensors, see `updating_blocks`.
+    """Parameters as optimizers see them in an update: plain tensors, see `updating_blocks`.
 
     Args:
         on_host: whether dense parameters that lie on a device are seen as copies on the host; on CPUs that changes
@@ -218,12 +215,12 @@ class Updates:
 
         def see() -> None:
             if self.on_host:
-                copies.update(self._brought(optimizer, experts))
+                copies.update(self._host_copies(optimizer, experts))
                 swap_parameters(optimizer, copies)
-            see_blocks()
+            use_blocks()
 
         try:
-            with updating_blocks(optimizer) as see_blocks:
+            with updating_blocks(optimizer) as use_blocks:
                 yield see
         finally:
             swap_parameters(optimizer, {copy: p for p, copy in copies.items()})
@@ -232,7 +229,7 @@ class Updates:
                 local(parameter.detach()).copy_(copy, non_blocking=True)
 
     @torch.no_grad()
-    def _brought(self, optimizer: Optimizer, experts: Collection[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+    def _host_copies(self, optimizer: Optimizer, experts: Collection[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
         """Copies, on the host and with gradients, of the dense parameters that are about to change."""
         copies: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in _dense(optimizer, experts):
@@ -274,11 +271,11 @@ def loading(optimizer: Optimizer, experts: Collection[nn.Parameter]) -> Generato
     try:
         yield
     finally:
-        swap_parameters(optimizer, {stand_in: p for p, stand_in in here.items()})
+        swap_parameters(optimizer, {empty: p for p, empty in here.items()})
 
 
 def lies_on_a_device(parameter: nn.Parameter) -> bool:
-    """Whether an update on the host is one elsewhere."""
+    """Return True if an update on the host needs copies of the parameter."""
     return parameter.device.type not in ("cpu", "meta")
 
 

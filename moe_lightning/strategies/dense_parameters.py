@@ -39,7 +39,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import pack, packed_bytes, unpack
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_
-from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
 from moe_lightning.parallel.mesh import Groups, MeshShape, Part, RowCut, TensorCut, hybrid_shard_size, shard_groups
 from moe_lightning.parallel.tensor import Embedding, Parted, PartedForward, Shares, Style, TensorRanks, undo_parts
 from moe_lightning.registry import Registry
@@ -294,7 +294,7 @@ class RowTransfer:
             PeerBuffer(source=source, target=target, nbytes=self._nbytes(common))
             for _, source, target, common in self._ways
         ]
-        arrived = exchange_parcels(parcels, self._packed, self._world)
+        arrived = exchange_buffers(parcels, self._packed, self._world)
         rows = {
             key: torch.empty(cut.shape_of(self._wanted[stage]), dtype=self._dtypes[key])
             for key, cut in self._cuts.items()

@@ -53,7 +53,7 @@ from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, 
 from moe_lightning.compat import private_lightning
 from moe_lightning.data.loader import leave_schedule
 from moe_lightning.dispatch.dispatcher import Dispatcher
-from moe_lightning.dispatch.transports import ExchangeBackend, Trip
+from moe_lightning.dispatch.transports import AllToAllSpec, ExchangeBackend
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.elastic.rendezvous_client import WorldTooSmall
 from moe_lightning.elastic.worker import KILLED, PeerFailed, Preempted, RunFinished, signature_of, take_over_terminal
@@ -62,7 +62,7 @@ from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import load_balancing_loss, router_z_loss
 from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.moe.router import Router, drop_overflow
-from moe_lightning.parallel.abort import ConnectionCut, turn_strangers_away
+from moe_lightning.parallel.abort import GroupAborter, reject_unknown_connections
 from moe_lightning.parallel.collectives import all_gather_json, check_versions
 from moe_lightning.parallel.context import World, agree, any_says, first_group_options, is_silent, prepare_environment
 from moe_lightning.parallel.mesh import Layout
@@ -167,7 +167,7 @@ def build_world(
         WorldCutError: the world broke meanwhile.
         ConfigurationError: this rank has other versions than rank 0, and would plan otherwise.
     """
-    cut = ConnectionCut()
+    cut = GroupAborter()
     guard(cut.cut)
     if size == 1:
         return World.single(device)
@@ -184,8 +184,8 @@ def build_world(
         set_collectives_timeout(group, timeout)
     cut.add_groups([group for group in world.groups if is_silent(group, device)], device)
     cut.confirm(lambda value: all_gather_json(value, world))
-    turn_strangers_away(cut.connections)
-    check_versions(world, others_go_on=True)
+    reject_unknown_connections(cut.connections)
+    check_versions(world, recovers=True)
     return world
 
 
@@ -274,8 +274,8 @@ def _compute(layer: MoELayer, rows: int, dtype: torch.dtype, device: torch.devic
 class _Alone(ExchangeBackend):
     """Exchange without peers: as many rows arrive as others would send, but they are this rank's own, and zeros."""
 
-    def exchange(self, rows_MD: Tensor, trip: Trip) -> Tensor:
-        return F.pad(rows_MD, (0, 0, 0, sum(trip.recv) - len(rows_MD)))
+    def exchange(self, rows_MD: Tensor, spec: AllToAllSpec) -> Tensor:
+        return F.pad(rows_MD, (0, 0, 0, sum(spec.recv_splits) - len(rows_MD)))
 
 
 _LOOK_S = 0.1

@@ -549,9 +549,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.worlds.leave()
         return self.experts.replace(placements, self.optimizers, self.node_of)
 
-    def shadow_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
-        """Place shadow experts on other ranks for the next step, by a plan for each MoE layer here; collective, before
-        the step.
+    def start_shadow_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
+        """Start the shadow experts of the next step, a plan for each MoE layer here; collective, before the step.
 
         Args:
             plans: the same on every rank.
@@ -563,11 +562,11 @@ class ExpertParallelStrategy(WorldDDPStrategy):
                 steps have no stated end.
         """
         self.steps.require_stated_end("shadows")
-        self.experts.place_shadows(plans, self.shadow_dtype, early_shares or [1.0] * len(plans))
+        self.experts.start_shadows(plans, self.shadow_dtype, early_shares or [1.0] * len(plans))
 
     @property
     def shadow_dtype(self) -> torch.dtype:
-        """Dtype in which experts compute, and in which the weights of shadow experts are sent."""
+        """Dtype of the experts' computation, and so of the weights of shadow experts in transfers."""
         is_mixed = str(self.precision_plugin.precision) == "bf16-mixed"
         return torch.bfloat16 if is_mixed else self.experts.layers[0].experts.dtype
 
@@ -764,7 +763,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         state.after_update()
         if elastic is not None:
             if state.shards_optimizers:
-                self.world.settle()  # the updates of other ranks for this one have arrived
+                self.world.synchronize()  # the updates of other ranks for this one have arrived
             elastic.commit()
         return output
 

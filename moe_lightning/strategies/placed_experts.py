@@ -23,7 +23,7 @@ from moe_lightning.balancing.migration import Transfer, held_states, plan_migrat
 from moe_lightning.dispatch.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement, dispatch_groups
 from moe_lightning.dispatch.replicas import Difference, ExpertStack, ReplicaSum, differing_replicas, stacked_states
-from moe_lightning.dispatch.shadow_exchange import LayerVisits, StepVisits
+from moe_lightning.dispatch.shadow_exchange import ShadowTransfers, StepShadowTransfers
 from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
 from moe_lightning.moe.experts import VACANT
@@ -80,7 +80,7 @@ def migrate_rows(
         arriving = [(t.source, row) for t in incoming for row in _rows(tensors, after, t, dtype)]
         pending.append((arriving, _exchange(leaving, arriving, dtype, world)))
     arrived = [([row for _, row in arriving], exchange.wait()) for arriving, exchange in pending]
-    world.settle()
+    world.synchronize()
     for layer, old, new in zip(tensors, before, after, strict=True):
         _clear(layer, old.slot_experts, new.slot_experts)
     for rows, values in arrived:
@@ -208,7 +208,7 @@ class PlacedExperts:
         room: slots of each rank, [L][N].
         stacks: of each layer, the experts in this rank's slots.
         stack_of: the stack that each expert parameter is in.
-        shadows: shadow experts of the running step; None without any.
+        shadow_transfers: of the running step; None without shadow experts.
         speeds: int64 [N], speeds at which ranks compute experts; None: all equal, as in every new world.
 
     Raises:
@@ -231,7 +231,7 @@ class PlacedExperts:
         self.module = module
         self.layers = moe_layers(module)
         self.placements = list(placements)
-        self.shadows: StepVisits | None = None
+        self.shadow_transfers: StepShadowTransfers | None = None
         self.speeds: IntArray | None = None
         self.world = world
         self._groups = dispatch_groups(world.size, ep_size or world.size)
@@ -275,8 +275,8 @@ class PlacedExperts:
         """Send the gradients of shadows to the experts' ranks, then sum those of each expert over its holders, in rank
         order.
         """
-        if self.shadows is not None:
-            self.shadows.finish()
+        if self.shadow_transfers is not None:
+            self.shadow_transfers.finish()
             self._drop_shadows()
         self._replica_sum()
 
@@ -515,13 +515,13 @@ class PlacedExperts:
 
     # ------------------------------------------------------------------ shadows
 
-    def place_shadows(self, plans: Sequence[ShadowPlan], dtype: torch.dtype, early_shares: Sequence[float]) -> None:
-        """Place shadow experts on other ranks for the next step, until its gradients are summed; collective.
+    def start_shadows(self, plans: Sequence[ShadowPlan], dtype: torch.dtype, early_shares: Sequence[float]) -> None:
+        """Start the shadow experts of the next step, which last until its gradients are summed; collective.
 
         Args:
             plans: one for each layer, the same on every rank.
             dtype: what experts compute in.
-            early_shares: see `LayerVisits`, for each layer.
+            early_shares: see `ShadowTransfers`, for each layer.
 
         Raises:
             ConfigurationError: plans for other placements, dispatch groups smaller than the world, or experts in four
@@ -535,14 +535,14 @@ class PlacedExperts:
                 "shadows of experts in four bits would travel as if they were not: set the balancer's shadows to none, "
                 "or use kind=lora"
             )
-        visits = []
+        shadow_transfers = []
         for layer, plan, share in zip(self.layers, plans, early_shares, strict=True):
             layer.dispatcher.shadows = plan
             parameters, slots = layer.experts.stacked_parameters(), layer.experts.slot_experts
-            visits.append(LayerVisits(parameters, slots, plan, self.world, dtype, share))
-            layer.visits = visits[-1]
-        self.shadows = StepVisits(visits)
-        self.shadows.begin()
+            shadow_transfers.append(ShadowTransfers(parameters, slots, plan, self.world, dtype, share))
+            layer.shadow_transfers = shadow_transfers[-1]
+        self.shadow_transfers = StepShadowTransfers(shadow_transfers)
+        self.shadow_transfers.begin()
 
     def forget_step(self) -> None:
         """Release what an aborted step has left in the layers: graphs, statistics, shadows."""
@@ -551,11 +551,11 @@ class PlacedExperts:
             layer.auxiliary_loss = layer.statistics = None
 
     def _drop_shadows(self) -> None:
-        if self.shadows is not None:
-            self.shadows.release()
-        self.shadows = None
+        if self.shadow_transfers is not None:
+            self.shadow_transfers.release()
+        self.shadow_transfers = None
         for layer in self.layers:
-            layer.visits = layer.dispatcher.shadows = None
+            layer.shadow_transfers = layer.dispatcher.shadows = None
 
     def keys(self, module: nn.Module) -> dict[str, ExpertStack]:
         """Return the state_dict keys of the expert parameters, with their stacks."""

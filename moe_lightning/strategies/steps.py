@@ -695,7 +695,7 @@ class Steps:
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
         self._weights.begin(self.batch)
-        traces = without_traces(module) if self.stream.is_stand_in else nullcontext()
+        traces = without_traces(module) if self.stream.is_dummy_batch else nullcontext()
         with traces, self.sequences.watched(training=True):
             yield
         begin_batch(trainer.train_dataloader)  # one that the step itself has fetched
@@ -714,7 +714,7 @@ class Steps:
         index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else 0)
         self.enter(running_slice(loaders, index))
         try:
-            if not self.stream.is_stand_in:
+            if not self.stream.is_dummy_batch:
                 with self.sequences.watched(training=False):
                     return self.sequences.whole(step(*args, **kwargs))
             with without_traces(self._state.module):
@@ -743,7 +743,7 @@ class Steps:
 
     def _leave(self) -> None:
         self.batch = None
-        self.stream.is_stand_in = False
+        self.stream.is_dummy_batch = False
         self.sequences.leave()
 
     def require_stated_end(self, what: str) -> None:
@@ -839,8 +839,8 @@ class Steps:
         module, experts = self._state.module, self._state.experts
         is_summed = self._worlds.present.size > 1 or self._state.parts.is_wished
         earlier = _take_gradients(module) if is_summed and not module.automatic_optimization else {}
-        if experts.shadows is not None:
-            experts.shadows.is_last_backward = not self.is_blocked
+        if experts.shadow_transfers is not None:
+            experts.shadow_transfers.is_last_backward = not self.is_blocked
         yield
         if not module.automatic_optimization:
             self._state.parts.end_backward()

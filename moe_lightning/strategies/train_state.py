@@ -32,7 +32,7 @@ from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.router import Router
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, agree
-from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
 from moe_lightning.parallel.mesh import Part, stage_ranks
 from moe_lightning.state.tensors import Updates, cut_of, cuts_of, local, mark, swap_parameters
 from moe_lightning.strategies.checks import check_for_recovery, require_host_updates, require_updates_by_expert
@@ -538,7 +538,7 @@ class StageTransfer:
             PeerBuffer(source=source, target=target, nbytes=packed_bytes(here[stage]) if stage in here else 0)
             for stage, source, target in ways
         ]
-        arrived = exchange_parcels(parcels, lambda at: _packed(here[ways[at][0]]), world)
+        arrived = exchange_buffers(parcels, lambda at: _packed(here[ways[at][0]]), world)
         rows = {names[ways[at][0]]: data for at, data in arrived.items()}
         return rows | (parts.fetch(list(sources.items()), part, world, own) if parts.is_wished else {})
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.elastic.rendezvous_client import ElasticEngine
 from moe_lightning.elastic.worker import take_over_terminal
-from moe_lightning.parallel.abort import ConnectionCut
+from moe_lightning.parallel.abort import GroupAborter
 from moe_lightning.strategies.elastic_worlds import begin_building, set_collectives_timeout
 
 folder = Path(sys.argv[1])
@@ -35,7 +35,7 @@ while not stop:
     reason = engine.reason
     try:
         store = dist.PrefixStore(members.name, engine.store)
-        with ConnectionCut() as cut:
+        with GroupAborter() as cut:
             engine.guard(members, cut.cut)
             timeout = begin_building(store, members.size, engine.settings.build_timeout_s)
             dist.init_process_group("gloo", store=store, rank=members.rank, world_size=members.size, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Small trainings in which experts move and visit, for the tests of the balancer's laws."""
+"""Small trainings in which experts move and have shadows, for the tests of the balancer's laws."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def random_shadows(rng: np.random.Generator, placement: Placement) -> ShadowPlan
 
 
 class Moving(pl.Callback):
-    """Moves all experts to random places before some steps, and lets random experts visit in every step."""
+    """Moves all experts to random places before some steps, and gives random experts shadows in every step."""
 
-    def __init__(self, move_at: tuple[int, ...] = (), slots: int = 6, visit: bool = False, seed: int = 0) -> None:
-        self._move_at, self._slots, self._visit = move_at, slots, visit
+    def __init__(self, move_at: tuple[int, ...] = (), slots: int = 6, shadows: bool = False, seed: int = 0) -> None:
+        self._move_at, self._slots, self._shadows = move_at, slots, shadows
         self._rng = np.random.default_rng(seed)  # the same on every rank
         self._last_step = -1
         self.moved_states = 0
-        self.visitors = 0
+        self.shadow_copies = 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy = trainer.strategy
@@ -61,10 +61,10 @@ class Moving(pl.Callback):
                 random_placement(self._rng, strategy.world.size, self._slots, layer.num_experts) for layer in layers
             ]
             self.moved_states += strategy.replace_experts(placements).moved_states
-        if self._visit:
+        if self._shadows:
             plans = [random_shadows(self._rng, placement) for placement in strategy.experts.placements]
-            self.visitors += sum(plan.num_copies for plan in plans)
-            strategy.shadow_experts(plans, self._rng.random(len(plans)).tolist())
+            self.shadow_copies += sum(plan.num_copies for plan in plans)
+            strategy.start_shadow_experts(plans, self._rng.random(len(plans)).tolist())
 
 
 def train(
@@ -73,4 +73,4 @@ def train(
     """As `training.train`, with experts that move and visit; also says how many did."""
     mover = Moving(**(moving or {}))
     result = training.train(rank, world_size, steps=steps, callbacks=[mover], **options)
-    return result | {"moved_states": mover.moved_states, "visitors": mover.visitors}
+    return result | {"moved_states": mover.moved_states, "shadow_copies": mover.shadow_copies}

@@ -26,7 +26,7 @@ from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Membe
 from moe_lightning.elastic.rendezvous_client import ElasticEngine
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.worker import EXIT_HANGING
-from moe_lightning.parallel.abort import ConnectionCut
+from moe_lightning.parallel.abort import GroupAborter
 from moe_lightning.strategies.elastic_worlds import begin_building, set_collectives_timeout
 from tests.forks import FORKS, PATIENCE_S, fork, kill
 
@@ -112,7 +112,7 @@ def _meet_fate(behaviour: str, worlds: int) -> None:
 
 def _build(engine: ElasticEngine, members: Members) -> None:
     store = dist.PrefixStore(members.name, engine.store)
-    with ConnectionCut() as cut:
+    with GroupAborter() as cut:
         engine.guard(members, cut.cut)
         short = begin_building(store, members.size, engine.settings.build_timeout_s)
         dist.init_process_group("gloo", store=store, rank=members.rank, world_size=members.size, timeout=short)

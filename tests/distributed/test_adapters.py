@@ -83,10 +83,10 @@ def alone(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return request.param, run_ranks(1, fit, request.param, {})[0]
 
 
-def fit_moving(rank: int, world_size: int, kind: str, visit: bool) -> dict[str, Any]:
-    """The same while experts move and, with `visit`, visit other ranks."""
+def fit_moving(rank: int, world_size: int, kind: str, shadows: bool) -> dict[str, Any]:
+    """The same while experts move and, with `shadows`, have shadows on other ranks."""
     options = {"own_module": MODULES[kind], "strategy": {"copies": 2, "slots": 6}, "steps": STEPS}
-    return balanced_training.train(rank, world_size, moving={"move_at": (1, 3), "visit": visit}, **options)
+    return balanced_training.train(rank, world_size, moving={"move_at": (1, 3), "shadows": shadows}, **options)
 
 
 def fit(rank: int, world_size: int, kind: str, strategy: dict[str, Any], **options: Any) -> dict[str, Any]:

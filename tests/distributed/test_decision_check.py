@@ -93,14 +93,14 @@ def test_no_expert_moves_to_where_not_all_ranks_want_it() -> None:
 # ---------------------------------------------------------------------- versions
 
 
-def meet_with(rank: int, world_size: int, name: str, version: str, others_go_on: bool) -> tuple[str, list[str]]:
+def meet_with(rank: int, world_size: int, name: str, version: str, recovers: bool) -> tuple[str, list[str]]:
     own = collectives.versions()
     if rank == 1:
         collectives.versions = lambda: own | {name: version}  # type: ignore[assignment]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            check_versions(connect(), others_go_on=others_go_on)
+            check_versions(connect(), recovers=recovers)
         except ConfigurationError as error:
             return str(error), []
     return "", [str(warning.message) for warning in caught if "install the same" in str(warning.message)]

@@ -120,7 +120,7 @@ def _fit(
         "logits": probe.logits,
         "slots": probe.slots,
         "replicas": replicas_of(module),
-        "moved": sum(callback.moved_states + callback.visitors for callback in mover),
+        "moved": sum(callback.moved_states + callback.shadow_copies for callback in mover),
     }
 
 
@@ -205,7 +205,7 @@ def test_ranks(world_size: int, strategy: dict[str, Any], root: Path, reference:
 
 
 def test_experts_that_move_and_visit(root: Path, reference: dict[str, Any]) -> None:
-    moving = {"move_at": (1, 3), "slots": 5, "visit": True}
+    moving = {"move_at": (1, 3), "slots": 5, "shadows": True}
     ranks = run_ranks(2, train, root, NAMES, {"slots": 5}, moving)
     for name in NAMES:
         assert ranks[0][name]["moved"] > 0

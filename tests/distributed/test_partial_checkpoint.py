@@ -273,7 +273,7 @@ class WaitForCommit(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
-        session.settle()  # type: ignore[union-attr]
+        session.finish_copy()  # type: ignore[union-attr]
         wait_until(lambda: session.status().committed_step == trainer.global_step, "it was not committed")  # type: ignore[union-attr]
 
 

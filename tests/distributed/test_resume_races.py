@@ -51,7 +51,7 @@ class Settled(pl.Callback):
         saver_ = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint))  # type: ignore[attr-defined]
         session = saver_.session
         if session is not None:
-            session.settle()
+            session.finish_copy()
             wait_until(lambda: session.status().committed_step == saver_._saved_at, "it was not committed")
 
 

@@ -1,4 +1,4 @@
-"""Experts visit other ranks for a step: every token is computed once, and the training does not change (L1 to L3)."""
+"""Shadow experts for a step: every token is computed once, and the training does not change (L1 to L3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from benchmarks.padded_dispatch import PADDED
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import Placement, uniform_placement
-from moe_lightning.dispatch.shadow_exchange import LayerVisits, StepVisits
+from moe_lightning.dispatch.shadow_exchange import ShadowTransfers, StepShadowTransfers
 from moe_lightning.dispatch.shadow_plan import ShadowPlan, shadow_quota
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import Moving, random_placement, random_shadows, train
@@ -28,12 +28,12 @@ from tests.parameters import slow
 def dispatch_with_shadows(rank: int, world_size: int) -> int:
     """Dispatch, scale each row by its expert, combine: as if no token had travelled; and the quota is the plan's."""
     world = connect()
-    visitors = 0
+    shadow_copies = 0
     for seed in range(20):
         rng = np.random.default_rng((seed, world_size))
         placement = random_placement(rng, world_size, 5)
         plan = random_shadows(rng, placement)
-        visitors += plan.num_copies
+        shadow_copies += plan.num_copies
         ids = [torch.from_numpy(rng.integers(-1, 6, (int(rng.integers(0, 9)), 2))) for _ in range(world_size)]
         slots = rng.permutation([*placement.experts_on(rank), -1]).tolist()
         backend = ("exchange", PADDED)[seed % 2]
@@ -43,21 +43,21 @@ def dispatch_with_shadows(rank: int, world_size: int) -> int:
         x_TD = torch.randn(len(ids[rank]), 3)
         sent = dispatcher.dispatch(x_TD, ids[rank], counts_NE)
         quota = shadow_quota(counts_NE.numpy().T, placement, plan)
-        visiting = np.flatnonzero(plan.shadows[:, rank]).tolist()
+        shadow_experts = np.flatnonzero(plan.shadows[:, rank]).tolist()
         assert sent.tokens_per_slot_S.tolist() == [0 if e < 0 else quota[e, rank] for e in slots]
         if plan.num_copies:
             assert sent.tokens_per_shadow_H is not None
-            assert sent.tokens_per_shadow_H.tolist() == quota[visiting, rank].tolist()
+            assert sent.tokens_per_shadow_H.tolist() == quota[shadow_experts, rank].tolist()
         else:
             assert sent.tokens_per_shadow_H is None
-        experts = torch.tensor([*slots, *visiting])
+        experts = torch.tensor([*slots, *shadow_experts])
         sizes = quota[experts.clamp_min(0), rank] * (experts >= 0).numpy()
         assert len(sent.rows_MD) == sizes.sum()
         scale_M = (experts + 1.0).repeat_interleave(torch.from_numpy(sizes))
         out_TD = dispatcher.combine(sent.rows_MD * scale_M[:, None], sent, torch.ones(ids[rank].shape))
         expected_T = torch.where(ids[rank] >= 0, ids[rank] + 1.0, 0.0).sum(dim=1)
         torch.testing.assert_close(out_TD, x_TD * expected_T[:, None])
-    return visitors
+    return shadow_copies
 
 
 @pytest.mark.parametrize("world_size", [slow(2), 4])
@@ -94,7 +94,7 @@ def test_the_padded_baseline_differs_in_what_travels_only() -> None:
 
 
 def visit_and_return(rank: int, world_size: int) -> dict[str, Any]:
-    """Two layers, expert e of rank e; expert 0 visits everybody, expert 1 rank 0. Every visitor's gradient is known."""
+    """Two layers, expert e of rank e; expert 0 has shadows everywhere, expert 1 on rank 0. Gradients are known."""
     world = connect()
     placement = Placement(replicas=np.eye(2, world_size, dtype=np.int64))
     shadows = np.zeros((2, world_size), dtype=np.bool_)
@@ -108,20 +108,20 @@ def visit_and_return(rank: int, world_size: int) -> dict[str, Any]:
             "w": torch.nn.Parameter(torch.full((len(slots), 2, 3), 10.0 * layer + rank)),
             "b": torch.nn.Parameter(torch.full((len(slots), 5), 0.5 + layer + rank)),
         }
-        layers.append((stacks, LayerVisits(stacks, slots, plan, world, torch.bfloat16, early_share=0.3)))
-    step = StepVisits([visits for _, visits in layers])
+        layers.append((stacks, ShadowTransfers(stacks, slots, plan, world, torch.bfloat16, early_share=0.3)))
+    step = StepShadowTransfers([shadow_transfers for _, shadow_transfers in layers])
     step.begin()
-    visiting = np.flatnonzero(shadows[:, rank]).tolist()
+    shadow_experts = np.flatnonzero(shadows[:, rank]).tolist()
     for micro_batch in range(2):
         step.is_last_backward = micro_batch == 1
-        for layer, (_, visits) in enumerate(layers):
-            visits.before_experts()
-            weights = visits.weights()
-            for row, expert in enumerate(visiting):
+        for layer, (_, shadow_transfers) in enumerate(layers):
+            shadow_transfers.before_experts()
+            weights = shadow_transfers.weights()
+            for row, expert in enumerate(shadow_experts):
                 assert torch.equal(weights["w"][row], torch.full((2, 3), 10.0 * layer + expert))
                 assert torch.equal(weights["b"][row], torch.full((5,), 0.5 + layer + expert))
-            assert weights["w"].shape == (len(visiting), 2, 3)
-            visits.before_dense()
+            assert weights["w"].shape == (len(shadow_experts), 2, 3)
+            shadow_transfers.before_dense()
             sum((weight * (rank + 1.0)).sum() for weight in weights.values()).backward()  # type: ignore[union-attr]
     step.finish()
     return {
@@ -147,14 +147,14 @@ def test_weights_come_and_gradients_go_home(world_size: int) -> None:
 
 
 def leave(rank: int, world_size: int) -> bool:
-    """Whether a visitor's memory is gone once its step is over, without the help of the garbage collector."""
+    """True if the memory of a shadow is free once its step is over, without the help of the garbage collector."""
     world = connect()
     plan = ShadowPlan(shadows=np.array([[False, True], [True, False]]), homes=np.array([0, 1]))
-    visits = LayerVisits({"w": torch.nn.Parameter(torch.ones(1, 8))}, (rank,), plan, world, torch.float32)
-    step = StepVisits([visits])
+    shadow_transfers = ShadowTransfers({"w": torch.nn.Parameter(torch.ones(1, 8))}, (rank,), plan, world, torch.float32)
+    step = StepShadowTransfers([shadow_transfers])
     step.begin()
     step.is_last_backward = True
-    stack = visits.weights()["w"]
+    stack = shadow_transfers.weights()["w"]
     stack.sum().backward()
     gone = weakref.ref(stack)
     del stack
@@ -164,7 +164,7 @@ def leave(rank: int, world_size: int) -> bool:
     return gone() is None
 
 
-def test_visitors_leave_no_memory_behind() -> None:
+def test_shadows_leave_no_memory_behind() -> None:
     assert run_ranks(2, leave) == [True, True]
 
 
@@ -176,10 +176,10 @@ def test_visitors_leave_no_memory_behind() -> None:
         (4, [("plain", {"zero1": True}), ("top_1", {"quota": "equal"})]),
     ],
 )
-def test_visiting_experts_changes_nothing(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
-    options = [{"strategy": strategy, "moving": {"visit": True}, **CASES[key]} for key, strategy in cases]
+def test_shadow_experts_change_nothing(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
+    options = [{"strategy": strategy, "moving": {"shadows": True}, **CASES[key]} for key, strategy in cases]
     for (key, strategy), ranks in zip(cases, on_one_world(world_size, train, options), strict=True):
-        assert ranks[0]["visitors"] > 0
+        assert ranks[0]["shadow_copies"] > 0
         assert_same_training(reference(key), ranks, f"{key}, {strategy}")
 
 
@@ -195,17 +195,17 @@ class CheckpointedModule(OwnModule):
         return loss
 
 
-def train_checkpointed(rank: int, world_size: int, visit: bool) -> tuple[list[float], int]:
-    recorder, mover = Recorder(), Moving(visit=visit)
+def train_checkpointed(rank: int, world_size: int, shadows: bool) -> tuple[list[float], int]:
+    recorder, mover = Recorder(), Moving(shadows=shadows)
     trainer = make_trainer(rank, world_size, max_steps=6, callbacks=[recorder, mover])
     trainer.fit(CheckpointedModule(), DataLoader(RandomTokens(72), batch_size=12))
-    return recorder.losses, mover.visitors
+    return recorder.losses, mover.shadow_copies
 
 
-def test_visits_under_activation_checkpointing() -> None:
+def test_shadows_under_activation_checkpointing() -> None:
     expected, _ = run_ranks(1, train_checkpointed, False)[0]
-    for losses, visitors in run_ranks(2, train_checkpointed, True):
-        assert visitors > 0
+    for losses, shadow_copies in run_ranks(2, train_checkpointed, True):
+        assert shadow_copies > 0
         np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE)
 
 
@@ -230,7 +230,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
         plan = ShadowPlan(shadows=np.zeros(here.replicas.shape, dtype=np.bool_), homes=np.zeros(6, dtype=np.int64))
         plan.shadows[0, 1] = True
         with pytest.raises(ConfigurationError) as caught:
-            trainer.strategy.shadow_experts([plan])  # type: ignore[attr-defined]
+            trainer.strategy.start_shadow_experts([plan])  # type: ignore[attr-defined]
         messages.append(str(caught.value))
     return messages
 

@@ -112,7 +112,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         train_all,
         {
             "scratch": {"strategy": {"zero1": True}},
-            "moving": {"strategy": {"slots": 4}, "moving": {"move_at": (2, 4), "slots": 4, "visit": True}},
+            "moving": {"strategy": {"slots": 4}, "moving": {"move_at": (2, 4), "slots": 4, "shadows": True}},
             "stopped": {"steps": 3, "checkpoints": kept},
             "resumed": {"checkpoints": kept, "resume": True},
             "upcycled": {"config": upcycled, "strategy": {"copies": 2}},

@@ -184,7 +184,7 @@ def test_a_step_with_other_numbers_of_rows_compiles_nothing():
 
 @pytest.mark.parametrize("capability", SLOW)
 def test_every_kernel_compiles_and_fits(capability, compiler):
-    from moe_lightning.kernels import Draw, Sharing
+    from moe_lightning.kernels import Draw, QuotaRounds
     from moe_lightning.kernels.triton import activation, plan, routing
     from moe_lightning.kernels.triton import rows as row_kernels
 
@@ -204,7 +204,7 @@ def test_every_kernel_compiles_and_fits(capability, compiler):
     row_kernels.xor([torch.zeros(1024, dtype=torch.uint8)] * 4, torch.zeros(1024, dtype=torch.uint8))
     row_kernels.sum_in_rank_order(torch.zeros(4, 1024), torch.zeros(1024))
     table = torch.zeros(EXPERTS, 64, dtype=torch.int64)
-    plan.plan_rows(table, table, 3, Sharing(rounds=48, patience=12, slack=128, one=1 << 20))
+    plan.plan_rows(table, table, 3, QuotaRounds(rounds=48, patience=12, slack=128, one=1 << 20))
     runs = plan.runs(table, table, torch.zeros(EXPERTS, dtype=torch.int64), 4096, False)
     routing.fill_blocks(order, runs.send_starts, runs.send_ends, table[0, 0], 64 * 4096)
     row_kernels.dropout(rows, 0.1, Draw(key=-(1 << 60), first=3, here=8, parts=1, part=0))

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.exchange import PeerBuffer, PendingParcels
+from moe_lightning.parallel.exchange import PeerBuffer, PendingBuffers
 from tests.distributed.harness import run_ranks
 
 
@@ -24,7 +24,7 @@ def run(rank: int, ranks: int) -> tuple[list[int], bool]:
     with FakeDevice():
         world = World.connect(device, timedelta(seconds=60))
         ways = [PeerBuffer(source=0, target=1, nbytes=3)]
-        parcels = PendingParcels(ways, lambda _: torch.full((3,), 7, dtype=torch.uint8), world)
+        parcels = PendingBuffers(ways, lambda _: torch.full((3,), 7, dtype=torch.uint8), world)
         training, delivered = fake_streams.current_stream(), dict[int, torch.Tensor]()
         known = dict(training.known)
         thread = threading.Thread(target=_deliver, args=(parcels, delivered))
@@ -36,7 +36,7 @@ def run(rank: int, ranks: int) -> tuple[list[int], bool]:
         return [number for data in delivered.values() for number in data.tolist()], has_waited
 
 
-def _deliver(parcels: PendingParcels, delivered: dict[int, torch.Tensor]) -> None:
+def _deliver(parcels: PendingBuffers, delivered: dict[int, torch.Tensor]) -> None:
     delivered.update(parcels.wait())
 
 

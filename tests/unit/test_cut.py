@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from moe_lightning.parallel.abort import ConnectionCut
+from moe_lightning.parallel.abort import GroupAborter
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -48,7 +48,7 @@ def is_cut(pair: Pair) -> bool:
 
 def test_only_what_the_block_opened_is_cut(peers: Peers) -> None:
     before = peers.pair()
-    with ConnectionCut() as cut:
+    with GroupAborter() as cut:
         inside = peers.pair()
         listener = socket.create_server(("127.0.0.1", 0))
     after = peers.pair()
@@ -59,7 +59,7 @@ def test_only_what_the_block_opened_is_cut(peers: Peers) -> None:
 
 
 def test_a_blocked_reader_is_freed(peers: Peers) -> None:
-    with ConnectionCut() as cut:
+    with GroupAborter() as cut:
         ours, _ = peers.pair()
     got: list[bytes] = []
     reader = threading.Thread(target=lambda: got.append(ours.recv(1)))
@@ -71,7 +71,7 @@ def test_a_blocked_reader_is_freed(peers: Peers) -> None:
 
 
 def test_a_writer_meets_no_error(peers: Peers) -> None:
-    with ConnectionCut() as cut:
+    with GroupAborter() as cut:
         ours, theirs = peers.pair()
     theirs.sendall(b"ready")
     cut.cut()
@@ -81,7 +81,7 @@ def test_a_writer_meets_no_error(peers: Peers) -> None:
 
 
 def test_what_is_lost_is_sent_again_soon(peers: Peers) -> None:
-    with ConnectionCut() as cut:
+    with GroupAborter() as cut:
         inside = peers.pair()
     outside = peers.pair()
     cut.tune()
@@ -91,7 +91,7 @@ def test_what_is_lost_is_sent_again_soon(peers: Peers) -> None:
 
 
 def test_a_cut_inside_the_block_reaches_what_follows(peers: Peers) -> None:
-    with ConnectionCut() as cut:
+    with GroupAborter() as cut:
         first = peers.pair()
         cut.cut()
         assert is_cut(first)
@@ -100,7 +100,7 @@ def test_a_cut_inside_the_block_reaches_what_follows(peers: Peers) -> None:
 
 
 def test_a_number_that_was_given_away_is_left_alone(peers: Peers) -> None:
-    with ConnectionCut() as cut:
+    with GroupAborter() as cut:
         inside = peers.pair()
     numbers = [end.fileno() for end in inside]
     for end in inside:
@@ -113,7 +113,7 @@ def test_a_number_that_was_given_away_is_left_alone(peers: Peers) -> None:
 
 def test_files_and_pipes_do_not_matter(peers: Peers) -> None:
     reader, writer = os.pipe()
-    with ConnectionCut() as cut:
+    with GroupAborter() as cut:
         left, right = socket.socketpair()
         datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         datagrams.connect(("127.0.0.1", peers.port))
@@ -125,7 +125,7 @@ def test_files_and_pipes_do_not_matter(peers: Peers) -> None:
 
 
 def test_confirm_keeps_what_another_rank_also_names(peers: Peers) -> None:
-    with ConnectionCut() as cut:
+    with GroupAborter() as cut:
         ours, _theirs = peers.pair()
         strange = peers.pair()
     other = {"token": "other", "connections": [[list(ours.getpeername()), list(ours.getsockname())]]}
@@ -136,7 +136,7 @@ def test_confirm_keeps_what_another_rank_also_names(peers: Peers) -> None:
 
 
 def test_confirm_does_not_take_a_process_for_its_own_peer(peers: Peers) -> None:
-    with ConnectionCut() as cut:
+    with GroupAborter() as cut:
         peers.pair()  # both ends are of this process
     assert len(cut.connections) == 2
     cut.confirm(lambda mine: [mine])
@@ -144,7 +144,7 @@ def test_confirm_does_not_take_a_process_for_its_own_peer(peers: Peers) -> None:
 
 
 def test_only_to_a_port(peers: Peers) -> None:
-    with ExitStack() as stack, ConnectionCut(only_to=peers.port) as cut:
+    with ExitStack() as stack, GroupAborter(only_to=peers.port) as cut:
         peers.pair()
         Peers(stack).pair()
     assert {c.peer[1] for c in cut.connections} == {peers.port}

@@ -12,13 +12,20 @@ from hypothesis import strategies as st
 from moe_lightning.balancing.allocation import allocate_replicas, bounded_loads
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.cost_model import BlockCosts
-from moe_lightning.balancing.forecast import AgreedSpeeds, LoadForecast, RateMeter, Reading, heard, told
+from moe_lightning.balancing.forecast import (
+    AgreedSpeeds,
+    LoadForecast,
+    RateMeter,
+    Reading,
+    decode_readings,
+    encode_readings,
+)
 from moe_lightning.balancing.packing import longest_time
 from moe_lightning.balancing.replica_placement import deal_to_ranks
 from moe_lightning.balancing.rules import PLACEMENT_RULES, PlacementPolicy, plan_placement, replan_placement
 from moe_lightning.balancing.shadow_search import no_shadows, predict_plan, search_shadows
 from moe_lightning.dispatch.placement import uniform_placement
-from moe_lightning.dispatch.quota import ONE_SPEED, Pace, balanced_quota, equal_quota, plan_dispatch, shares
+from moe_lightning.dispatch.quota import ONE_SPEED, Pace, balanced_quota, dispatch_splits, equal_quota, shares
 
 MOST_TOKENS = (1 << 31) - 1
 """Of an expert in one step."""
@@ -52,10 +59,10 @@ def test_a_sample_may_take_any_time_outside_the_experts(seconds: float) -> None:
     for _ in range(30):
         meters[0].add(seconds)
         meters[1].add(seconds / 2)
-    numbers = [told(Reading(), meter.reading) for meter in meters]
+    numbers = [encode_readings(Reading(), meter.reading) for meter in meters]
     assert all(0 <= number < 1 << 62 for number in numbers)
     agreed = AgreedSpeeds(range(2))
-    assert agreed.take(heard(numbers)[1])
+    assert agreed.take(decode_readings(numbers)[1])
     assert agreed.speeds[0] / agreed.speeds[1] == pytest.approx(0.5, rel=1e-3)
 
 
@@ -64,9 +71,9 @@ def test_readings_of_any_times_travel_as_62_bits(seconds: list[float], error: in
     meter = RateMeter()
     for value in seconds:
         meter.add(value)
-    number = told(meter.reading, Reading(femtoseconds=10**40, error=error))
+    number = encode_readings(meter.reading, Reading(femtoseconds=10**40, error=error))
     assert 0 <= number < 1 << 62
-    (back,), (longest,) = heard([number])
+    (back,), (longest,) = decode_readings([number])
     assert back.femtoseconds <= longest.femtoseconds
 
 
@@ -164,10 +171,10 @@ def test_routes_and_shadows_of_the_most_tokens_add_up(tokens: list[int], seed: i
     on_ranks = np.stack([generator.multinomial(total, np.full(4, 0.25)) for total in tokens]).astype(np.int64)
     placement = uniform_placement(8, 4, 2)
     quota = balanced_quota(on_ranks.sum(axis=1), placement.replicas)
-    plans = [plan_dispatch(on_ranks, quota, rank) for rank in range(4)]
-    for rank, plan in enumerate(plans):
-        assert plan.send.sum(axis=1).tolist() == on_ranks[:, rank].tolist()
-        assert plan.recv.sum(axis=1).tolist() == quota[:, rank].tolist()
+    for rank in range(4):
+        send, recv = dispatch_splits(on_ranks, quota, rank)
+        assert send.sum(axis=1).tolist() == on_ranks[:, rank].tolist()
+        assert recv.sum(axis=1).tolist() == quota[:, rank].tolist()
     costs = BlockCosts(row_bytes=4096.0, weight_bytes=1e6, gradient_bytes=1e6, bytes_per_s=1e10, rows_per_s=1e6)
     searched = search_shadows(on_ranks, placement, costs)
     with_shadows, without = (

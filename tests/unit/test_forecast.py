@@ -52,7 +52,7 @@ def searches(rule: ReplanRule, steps: int, replaced_until: int) -> list[int]:
     for step in range(steps):
         if rule.due():
             searched.append(step)
-            rule.judge(kept_s=2.0 if step < replaced_until else 1.0, fresh_s=1.0)
+            rule.judge(current_s=2.0 if step < replaced_until else 1.0, fresh_s=1.0)
     return searched
 
 
@@ -62,10 +62,10 @@ def test_searches_are_dense_while_plans_age_and_rare_once_they_last() -> None:
 
 def test_a_plan_within_tolerance_is_kept_and_drift_resets_the_interval() -> None:
     rule = ReplanRule(tolerance=0.1, max_interval=16)
-    assert not rule.judge(kept_s=1.09, fresh_s=1.0)
-    assert not rule.judge(kept_s=1.0, fresh_s=1.0)
+    assert not rule.judge(current_s=1.09, fresh_s=1.0)
+    assert not rule.judge(current_s=1.0, fresh_s=1.0)
     assert rule.state_dict()["interval"] == 4
-    assert rule.judge(kept_s=1.2, fresh_s=1.0)
+    assert rule.judge(current_s=1.2, fresh_s=1.0)
     assert rule.state_dict()["interval"] == 1
 
 

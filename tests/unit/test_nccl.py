@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from moe_lightning.errors import WorldCutError
 from moe_lightning.parallel import context
-from moe_lightning.parallel.abort import ConnectionCut
+from moe_lightning.parallel.abort import GroupAborter
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies import elastic_worlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -69,7 +69,7 @@ def test_communicators_are_aborted_in_one_bracket_and_all_of_them(caplog: pytest
 
 def test_groups_of_a_world_that_broke_while_they_were_built_are_aborted_too() -> None:
     calls: list[str] = []
-    cut = ConnectionCut()
+    cut = GroupAborter()
     with cut:
         cut.cut()
     cut.add_groups([Group(calls), Group(calls)], GPU)  # type: ignore[list-item]
@@ -133,7 +133,7 @@ def test_an_error_that_nccl_notes_without_a_word_is_heard(error: Error) -> None:
 
 def test_nothing_is_read_in_a_world_that_was_cut() -> None:
     world = World(rank=0, size=2, device=torch.device("cpu"), is_cut=lambda: True)
-    for read in (lambda: world.read(torch.ones(2)), world.settle):
+    for read in (lambda: world.read(torch.ones(2)), world.synchronize):
         with pytest.raises(WorldCutError):
             read()
     assert World.single().read(torch.ones(2)).tolist() == [1.0, 1.0]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading, heard, told
+from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading, decode_readings, encode_readings
 from moe_lightning.dispatch.quota import ONE_SPEED, shares
 
 EVERY = 8
@@ -90,9 +90,9 @@ def test_what_is_no_time_is_no_measurement(seconds: float) -> None:
 )
 def test_readings_travel_as_62_bits(rates: list[tuple[int, int]]) -> None:
     experts, samples = (Reading(femtoseconds=femtoseconds, error=error) for femtoseconds, error in rates)
-    number = told(experts, samples)
+    number = encode_readings(experts, samples)
     assert 0 <= number < 1 << 62
-    for sent, (back,) in zip((experts, samples), heard([number]), strict=True):
+    for sent, (back,) in zip((experts, samples), decode_readings([number]), strict=True):
         assert abs(back.femtoseconds - sent.femtoseconds) <= sent.femtoseconds * 2e-4
         assert back.error == min(sent.error, 2047)
 

@@ -11,10 +11,10 @@ import torch
 from moe_lightning import kernels as ops
 from moe_lightning.arrays import IntArray
 from moe_lightning.dispatch import quota
-from moe_lightning.dispatch.quota import plan_dispatch, with_slack
+from moe_lightning.dispatch.quota import dispatch_splits, with_slack
 from moe_lightning.errors import ConfigurationError
 
-EVEN = ops.Sharing(rounds=0, patience=0, slack=1, one=1)
+EVEN = ops.QuotaRounds(rounds=0, patience=0, slack=1, one=1)
 
 
 def case(seed: int) -> tuple[IntArray, IntArray, int]:
@@ -32,8 +32,8 @@ def case(seed: int) -> tuple[IntArray, IntArray, int]:
     return np.ascontiguousarray(tokens), replicas.astype(np.int64), int(rng.integers(ranks))
 
 
-def sharing(replicas: IntArray) -> ops.Sharing:
-    return ops.Sharing(*quota.sharing_rounds(int((replicas > 0).sum())))
+def sharing(replicas: IntArray) -> ops.QuotaRounds:
+    return ops.QuotaRounds(*quota.sharing_rounds(int((replicas > 0).sum())))
 
 
 def compare(seeds: range) -> int:
@@ -41,17 +41,17 @@ def compare(seeds: range) -> int:
     same = 0
     for seed in seeds:
         tokens, replicas, rank = case(seed)
-        for how, rule in ((sharing(replicas), quota.settled_quota), (EVEN, quota.equal_quota)):
-            wanted = plan_dispatch(tokens, rule(tokens.sum(axis=1), replicas), rank)
+        for how, rule in ((sharing(replicas), quota.weighted_quota), (EVEN, quota.equal_quota)):
+            wanted_send, wanted_recv = dispatch_splits(tokens, rule(tokens.sum(axis=1), replicas), rank)
             sent, received = ops.plan_rows(torch.from_numpy(tokens), torch.from_numpy(replicas), rank, how)
-            assert np.array_equal(sent.numpy(), wanted.send), seed
-            assert np.array_equal(received.numpy(), wanted.recv), seed
+            assert np.array_equal(sent.numpy(), wanted_send), seed
+            assert np.array_equal(received.numpy(), wanted_recv), seed
         same += searches_for_nothing(tokens.sum(axis=1), replicas)
     return same
 
 
 def searches_for_nothing(tokens: IntArray, replicas: IntArray) -> bool:
-    """Whether `balanced_quota` has nothing to move after the weights; then `settled_quota` is the same."""
+    """Whether `balanced_quota` has nothing to move after the weights; then `weighted_quota` is the same."""
     searched = []
 
     def left_alone(split: IntArray, load: IntArray, bound: int, *_: object, **__: object) -> IntArray:
@@ -61,7 +61,7 @@ def searches_for_nothing(tokens: IntArray, replicas: IntArray) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quota, "relieve", left_alone)
         weighted = quota.balanced_quota(tokens, replicas)
-    settled = quota.settled_quota(tokens, replicas)
+    settled = quota.weighted_quota(tokens, replicas)
     assert settled.sum(axis=0).max() <= weighted.sum(axis=0).max()
     if any(searched):
         return False
@@ -114,8 +114,8 @@ def test_rows_of_a_plan_lie_in_blocks_and_by_slots(seed: int, is_packed: bool) -
 
     sent = [(rank, expert) for expert in range(experts) for rank in range(ranks) for _ in range(send[expert, rank])]
     laid = in_blocks(sorted(sent), ranks, block, is_packed)
-    num_kept = runs.send_starts[experts]
-    order_M, inverse_A = ops.fill_blocks(order_A, runs.send_starts, runs.send_ends, num_kept, ranks * block)
+    num_routed = runs.send_starts[experts]
+    order_M, inverse_A = ops.fill_blocks(order_A, runs.send_starts, runs.send_ends, num_routed, ranks * block)
     row_of = {int(assignment): row for row, assignment in enumerate(order_M) if laid[row] is not None}
     assert [laid[row_of[int(assignment)]] for assignment in order_A[: len(sent)]] == sent
     assert inverse_A.tolist() == [row_of.get(assignment, -1) for assignment in range(len(order_A))]
