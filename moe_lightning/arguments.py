@@ -102,7 +102,7 @@ def option(help_: str, default: Any = MISSING, **keywords: Any) -> Any:
     """A field of a dataclass that `add_options` makes an option of; one without a default must be given, by position.
 
     Args:
-        keywords: further ones of argparse's `add_argument`.
+        keywords: further ones of argparse's `add_argument`, and `former`, a former name that is still read.
     """
     metadata = {"help": help_, **keywords}
     if isinstance(default, list | tuple):
@@ -127,7 +127,8 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
             if default is not None and default is not False and default != [] and "(default" not in keywords["help"]:
                 words = " ".join(map(str, default)) if isinstance(default, list) else default
                 keywords["help"] += f" (default: {words})"
-        parser.add_argument(name, **keywords)
+        former = keywords.pop("former", None)
+        parser.add_argument(name, *([former] if former else []), **keywords)
 
 
 def read_options(options: type[T], namespace: argparse.Namespace) -> T:

@@ -281,8 +281,8 @@ def locked(directory: RunDirectory, party: str | None = None) -> Iterator[bool]:
 
     Args:
         directory: exists.
-        party: what the commands of several machines in one run have in common, the address of their lighthouse; None
-            for a command that runs alone.
+        party: address of the rendezvous host that the commands of several machines share; None for a command that
+            runs alone.
 
     Yields whether no other command of the party is there yet.
 

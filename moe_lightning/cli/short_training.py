@@ -318,7 +318,7 @@ def balancer_of(ways: Strategy) -> LoadBalancer:
     """Return the callback that balances as a strategy of `balancing.rules` says."""
     return LoadBalancer(
         rebalance_every=0 if ways.placement.rule == "plain" else 200,
-        placement=ways.placement.rule,
+        placement_rule=ways.placement.rule,
         allocation=ways.placement.allocation,
         shadows=ways.shadows,
     )

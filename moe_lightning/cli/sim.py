@@ -159,7 +159,7 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mes
         "ranks_per_node": config["hardware"]["ranks_per_node"] or 1,
     }
     if policy.placement is not None:
-        balancer["placement"] = policy.placement
+        balancer["placement_rule"] = policy.placement
     recovery: dict[str, Any] = {
         "_target_": "moe_lightning.callbacks.fault_recovery.FaultRecovery",
         "min_replicas": policy.min_replicas,

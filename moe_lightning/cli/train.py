@@ -51,7 +51,7 @@ from moe_lightning.cli.composition import (
     known_keys,
     with_quotes,
 )
-from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option
+from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option, rename_former_keys
 from moe_lightning.cli.resume import changes, check_changes, config_of, told
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
 from moe_lightning.config import TARGET, fits, shown
@@ -144,7 +144,7 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
         )
     for kind, values, key in ((ElasticSettings, settings, "elastic.settings"), (ElasticLauncher, options, "elastic")):
         check_arguments({TARGET: f"{kind.__module__}.{kind.__qualname__}", **values}, key)
-    _check_address(options.get("lighthouse"))
+    _check_address(options.get("rdzv_endpoint"))
     waits = ElasticSettings(**settings)
     recovers = bool(config["callbacks"].get("fault_recovery"))
     if not fits(enabled, bool | Literal["auto"]):
@@ -152,20 +152,20 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
     if enabled is True and external:
         raise ConfigurationError(
             "elastic.enabled=true, but torchrun or srun started these ranks and ends all of them with the first: "
-            "run moe-train itself on every node, with elastic.lighthouse=HOST:PORT"
+            "run moe-train itself on every node, with elastic.rdzv_endpoint=HOST:PORT"
         )
     if enabled is True and not recovers:
         raise ConfigurationError("elastic.enabled=true needs a callback that recovers: use callbacks=fault_recovery")
     return None if external or not (enabled and recovers) else {**options, "settings": waits}
 
 
-def _check_address(lighthouse: str | None) -> None:
-    if lighthouse is None:
+def _check_address(rdzv_endpoint: str | None) -> None:
+    if rdzv_endpoint is None:
         return
-    host, _, port = lighthouse.rpartition(":")
+    host, _, port = rdzv_endpoint.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) <= _LAST_PORT:
         raise ConfigurationError(
-            f"elastic.lighthouse={shown(lighthouse)} must be HOST:PORT with a port from 1 to {_LAST_PORT}"
+            f"elastic.rdzv_endpoint={shown(rdzv_endpoint)} must be HOST:PORT with a port from 1 to {_LAST_PORT}"
         )
 
 
@@ -352,7 +352,7 @@ def run_job(composed: DictConfig) -> float | None:
     with ExitStack() as locks, _undone_unless_trained(directory) as attempt:
         made = {path for path in (directory.logs, directory.lock) if not path.exists()}
         directory.create()
-        party = config["elastic"]["lighthouse"] if elastic is not None else None
+        party = config["elastic"]["rdzv_endpoint"] if elastic is not None else None
         is_first = locks.enter_context(locked(directory, party))
         attempt.kept = directory.scaffold() - made if party is None else None
         attempt.earlier, state = _prepare(directory, config, is_first=is_first)
@@ -452,6 +452,7 @@ def resolved(composed: DictConfig) -> dict[str, Any]:
     with open_dict(composed):
         for name in COLLECTIONS:  # callbacks=[] chooses none
             composed.setdefault(name, {})
+    rename_former_keys(composed, "moe-train")
     raw = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(raw, dict)
     check_recipe({str(name): value for name, value in raw.items()})
