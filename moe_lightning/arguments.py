@@ -1,5 +1,6 @@
-"""Options of command lines: fields of a dataclass, their values checked like those of a configuration, their mistakes
-one sentence each.
+"""Command-line options: fields of a dataclass, validated like values of a configuration.
+
+Every error is one sentence.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def read_options(options: type[T], namespace: argparse.Namespace) -> T:
 
 
 def _taken(hint: Any) -> dict[str, Any]:
-    """What argparse must know of a field's annotation."""
+    """Return argparse's keywords for a field's annotation."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is bool:
         return {"action": "store_true"}
@@ -153,7 +154,7 @@ def _taken(hint: Any) -> dict[str, Any]:
 
 
 def value(hint: Any) -> Callable[[str], Any]:
-    """What an option takes, as argparse's `type`.
+    """Return a parser of numbers as argparse's `type`, with the annotation's range.
 
     Args:
         hint: int, float, or these with a range.
@@ -209,7 +210,7 @@ OutputFolder = Annotated[Path, output_folder]
 
 
 def _is(test: Callable[[Path], bool], path: Path) -> bool:
-    """What a test of os.path says of any text; names that no file system takes are nothing."""
+    """True if a test of os.path holds for any text; False for names that no file system accepts."""
     try:
         return test(path)
     except (OSError, ValueError):

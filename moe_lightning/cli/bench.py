@@ -1,4 +1,4 @@
-"""moe-bench NAME: calibration, GPU check and pictures of a run; in a source checkout also the project's benchmarks."""
+"""`moe-bench NAME`: calibration, GPU check and pictures of a run; in a source checkout also the benchmarks."""
 
 from __future__ import annotations
 

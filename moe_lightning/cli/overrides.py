@@ -1,11 +1,8 @@
-"""Overrides as people type them, and names of other tools.
+"""Overrides of the command line in other tools' names and spellings, and former names of keys.
 
-Settings as people type them: names and ways of writing of other tools, turned into overrides of the configuration.
-
-A name whose meaning is certain is read as ours and the change told in one line; one that means something else here is
-explained in one line.
-
-Names that people bring from Hugging Face, torchrun, DeepSpeed, Megatron and nanoGPT, for moe-train and moe-sim.
+Names of Hugging Face, torchrun, DeepSpeed, Megatron and nanoGPT are understood by moe-train and moe-sim. A name whose
+meaning is certain is read as ours and one line says so; a name that means something else here is refused with a
+one-line explanation.
 """
 
 from __future__ import annotations
@@ -106,7 +103,7 @@ def _tell(line: str) -> None:
 
 
 def _one_setting(word: str, words: list[str], reader: _Reader) -> tuple[str, str]:
-    """What was typed, and the same as key=value; takes what belongs to it from the words that follow."""
+    """Return the typed words and the setting as key=value; remove further words of the setting from `words`."""
     option, yaml = _OPTION.fullmatch(word), _WRITTEN_AS_YAML.fullmatch(word)
     if option:
         key = option[1].replace("-", "_")

@@ -1,7 +1,7 @@
-"""What a command changes about the run that it goes on with: what takes effect, what must be asked for, what cannot be.
+"""Differences between a command and the run that it resumes: allowed, on request, or refused.
 
-A checkpoint holds the optimizer's own values, so that other ones in the command would be recorded and not used; and
-other data than the run began with break the order in which every sample comes once.
+A checkpoint holds the optimizer's own values, so other ones in the command would be recorded but not used; and other
+data than before would break the order in which every sample comes once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Change:
 
     @property
     def is_on_request(self) -> bool:
-        """Whether the checkpoint would silently keep the former value, or the run would see other samples."""
+        """True if the checkpoint would silently keep the former value, or the run would see other samples."""
         return _is_below(self.key, _ON_REQUEST) and not _is_below(self.key, _below("data", _FREE_OF_DATA))
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ def check_changes(found: list[Change], *, overrides: bool) -> None:
 
 
 def told(found: list[Change]) -> str:
-    """What takes effect, for the headline; "" for nothing."""
+    """Return the changes that take effect, for the headline; "" for none."""
     return f"; changed: {_told(found)}" if found else ""
 
 

@@ -1,15 +1,10 @@
 """`moe-sim`: simulation of runs on clusters, and recommended recipes.
 
-What moe-sim simulates, from its configuration.
-
-A recommended policy as a recipe for `moe-train`.
-
-`moe-sim`: what a run would do on a cluster that is not there, and which recipe suits it.
-
     moe-sim [key=value ...]             simulate one policy, or several on the same failures (compare=[ds,lazarus])
     moe-sim recommend [key=value ...]   choose slots, replicas, protection, checkpoints and write a recipe for moe-train
 
-Configuration is conf/simulate.yaml, composed by Hydra as for moe-train. Exit codes: 0 done, 1 a defect, 2 a mistake.
+The configuration is conf/simulate.yaml, composed by Hydra as for moe-train. Exit codes: 0 done, 1 a defect, 2 a user
+error.
 """
 
 from __future__ import annotations
@@ -139,7 +134,7 @@ _HEAD = "# @package _global_\n# Recommended by moe-sim for "
 
 
 def is_recommended(path: Path) -> bool:
-    """Whether a file is a recipe that moe-sim wrote, which it may write again."""
+    """True if a file is a recipe that moe-sim wrote, which it may overwrite."""
     return path.is_file() and path.read_text(errors="replace").startswith(_HEAD)
 
 

@@ -1,18 +1,11 @@
 """`moe-train`: compose a configuration and start its ranks.
 
-What a search optimizes: a metric that the trained run logged last. The rank that logs leaves the metrics in the run
-directory, where the command that started the ranks reads them, whichever launcher it used.
+Ranks read a configuration file in the run directory. They never see the command line, so neither they nor the jobs of
+a multirun can start the command again.
 
-`moe-train doctor=true`: the run that the configuration describes, for some steps beside one process.
-
-Whether a run is elastic, and how: the `elastic` keys of the configuration, checked.
-
-How many ranks a run gets, and on what device.
-
-`moe-train`: compose a configuration, start its ranks, and say in one sentence what is wrong where something is.
-
-Each run gets its ranks from a configuration file written into its run directory. Workers never see the command line,
-so neither they nor the jobs of a multirun can start the command again.
+A search optimizes the last logged value of `objective`: the rank that logs writes its metrics into the run directory,
+where the command that started the ranks reads them, whichever launcher it used. `doctor=true` trains a few steps beside
+one process and compares them.
 """
 
 from __future__ import annotations
@@ -175,7 +168,7 @@ _RANKS_OF_A_CORE = 4
 
 
 def is_externally_launched() -> bool:
-    """Whether torchrun, srun or the like started this process as one rank of several."""
+    """True if torchrun, srun or the like started this process as one rank of several."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return True
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
@@ -371,7 +364,7 @@ def run_job(composed: DictConfig) -> float | None:
 
 @dataclass
 class _Attempt:
-    """What a command has changed in its run directory before its ranks train.
+    """Changes that a command has made in its run directory before its ranks train.
 
     Attributes:
         kept: logs that were there before it; None where another command may be at work there.
@@ -420,7 +413,7 @@ def _own_failures(failures: Sequence[Exception]) -> Iterator[None]:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Where neither a launcher nor a training has a handler of its own, SIGTERM ends the command as Ctrl-C does."""
+    """End the command on SIGTERM as on Ctrl-C, unless a launcher or a training has its own handler."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise Interrupted(signal.Signals(number))
@@ -433,7 +426,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _outlook(directory: RunDirectory) -> str:
-    """What the same command would do after an interrupted one."""
+    """Return a clause on what the same command does next after an interruption."""
     newest = directory.newest_checkpoint()
     if newest is None:
         return "no checkpoint had been written, so the same command starts anew"
@@ -490,7 +483,7 @@ def _launch(
 
 
 def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
-    """What to say of a run that has nothing left to do; "" for any other."""
+    """Return the message of a run that has nothing left to do; "" for any other."""
     max_steps = config["trainer"].get("max_steps")
     if config["task"] != "train" or config["resume"] is not True or not isinstance(max_steps, int) or max_steps <= 0:
         return ""

@@ -1,10 +1,6 @@
-"""Images with classes: sources and the LightningDataModule.
+"""Images with classes: sources, transformations and the LightningDataModule.
 
-Where images come from: a folder with a subfolder for each class, or shapes that are drawn on the fly.
-
-Images and their classes: what a model sees of an image, and the LightningDataModule that serves it step by step.
-
-Shapes: S pixels of a side.
+Sources are a folder with a subfolder for each class, or shapes that are drawn on the fly. Shapes: S pixels of a side.
 """
 
 from __future__ import annotations
@@ -425,7 +421,7 @@ class ImageData(StepDataModule):
 
     @property
     def num_classes(self) -> int:
-        """How many classes a model must tell apart."""
+        """Number of classes of the images."""
         return len(self.classes)
 
     def summary(self) -> str:

@@ -1,9 +1,9 @@
-"""The simulation: from event to event, in integer nanoseconds, with one state machine for every policy.
+"""Event loop of the simulation, in integer nanoseconds, with one state machine for every policy.
 
-A world of nodes trains; at the end of some steps it saves, rebalances or takes notice of other routing; nodes leave and
-join. After a fault the state comes from live replicas, from protected snapshots, or from storage, and a new world is
-formed. Between two of these nothing changes, so a month costs as much as its events. Every nanosecond of every live
-node is accounted for (`cluster.Accounts`).
+A world of nodes trains; at the end of some steps it saves, rebalances or observes other routing; nodes leave and join.
+After a fault the state comes from live replicas, from protected snapshots, or from storage, and a new world is formed.
+Between two events nothing changes, so a month costs as much as its events. Every nanosecond of every live node is
+accounted for (`cluster.Accounts`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Search of a mesh for a model and a cluster, and the report of one.
+"""Search of a mesh for a model and a cluster, and its report.
 
-Of the meshes that fit a rank's memory the one with the shortest step wins, and where nodes fail the one of the best few
+Of the meshes that fit a rank's memory the one with the shortest step wins; where nodes fail, the one of the best few
 that trains most.
 
 Every choice of axes, sharding, micro-batches, chunks and recomputation is judged; experts lie over all ranks of a
-stage. What two meshes have in common is computed once.
+stage. Results that two meshes share are computed once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Duration of one training step in a world of ranks: the same placements, quotas, shadow plans and performance model
-that training uses, summed over the layers of the busiest pipeline stage, with gradients, the optimizer's update and
-what the axes of a mesh add.
+"""Duration of one training step in a world of ranks.
+
+Uses the placements, quotas, shadow plans and performance model of training, summed over the layers of the busiest
+pipeline stage, with gradients, the optimizer's update and the costs of the mesh's axes.
 
 Worlds beyond `REPRESENTATIVE_RANKS` are judged by so many of their ranks: dispatch divides rows alike in both, and the
 placement repeats. Layers that route alike are judged once.
