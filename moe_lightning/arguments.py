@@ -227,10 +227,10 @@ def _check_writable(place: Path, text: str) -> None:
         fits_a_name = False
     if not fits_a_name:
         raise argparse.ArgumentTypeError(f"{shown(text)} is no name that a file can have: give a shorter one")
-    if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_RDONLY or _is_of_the_kernel(place):
+    if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_RDONLY or _in_kernel_file_system(place):
         raise argparse.ArgumentTypeError(f"{shown(text)} cannot be written: give a path in a folder of yours")
 
 
-def _is_of_the_kernel(place: Path) -> bool:
+def _in_kernel_file_system(place: Path) -> bool:
     """/proc and /sys let root try, and refuse every file."""
     return place.resolve().parts[:2] in (("/", "proc"), ("/", "sys"))

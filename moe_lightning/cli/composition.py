@@ -424,7 +424,7 @@ OmegaConf.register_new_resolver("needed", refuse_missing, replace=True)
 
 
 @contextmanager
-def composition_mistakes(overrides: Sequence[str], *, sweeps: bool = True) -> Iterator[None]:
+def composition_errors(overrides: Sequence[str], *, sweeps: bool = True) -> Iterator[None]:
     """Turns what Hydra and OmegaConf raise inside into ConfigurationError; nothing but composing may happen there.
 
     Args:

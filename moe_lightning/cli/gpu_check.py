@@ -140,19 +140,19 @@ def _ended(command: Sequence[str], turns: _Turns, running: set[subprocess.Popen[
         running.add(process)
         began = time.perf_counter()
         try:
-            told, complaint = _told(process, turns)
+            output, complaint = _outputs(process, turns)
         except subprocess.TimeoutExpired:
             _end(process)
             return "FAIL", f"timed out after {time.perf_counter() - began:.0f} s"
         finally:
             running.discard(process)
-    note = _last_line(complaint if process.returncode else told)
+    note = _last_line(complaint if process.returncode else output)
     if process.returncode < 0:
         note = f"ended by signal {-process.returncode}: {note}"
     return "FAIL" if process.returncode else "pass", note
 
 
-def _told(process: subprocess.Popen[str], turns: _Turns) -> tuple[str, str]:
+def _outputs(process: subprocess.Popen[str], turns: _Turns) -> tuple[str, str]:
     """Both outputs of a process.
 
     Raises:

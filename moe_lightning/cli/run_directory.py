@@ -207,13 +207,13 @@ class RunDirectory:
         """Return those files of the directory that a command makes before it trains."""
         return {path for path in (*self.path.glob("ranks/*"), self.logs, self.lock) if path.exists()}
 
-    def clear_scaffold(self, kept: Collection[Path]) -> None:
+    def clear_scaffold(self, earlier: Collection[Path]) -> None:
         """Remove what a command made that never trained.
 
         Args:
-            kept: what was here before it.
+            earlier: files that were here before it.
         """
-        for path in sorted(self.scaffold() - set(kept), reverse=True):  # files before their folder
+        for path in sorted(self.scaffold() - set(earlier), reverse=True):  # files before their folder
             if path.is_dir():
                 path.rmdir()
             else:

@@ -363,13 +363,13 @@ def on_ranks(
     """
     check_processes(num_ranks)
     launcher = LocalLauncher(num_ranks=num_ranks, log_dir=folder / "logs", module=MODULE, grace_s=5.0)
-    with failing_as_mistakes():
+    with rank_failures_as_user_errors():
         launcher.run(write_job(folder, function, settings, cores))
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
 @contextlib.contextmanager
-def failing_as_mistakes() -> Iterator[None]:
+def rank_failures_as_user_errors() -> Iterator[None]:
     """A failed rank of a benchmark is told in one sentence."""
     try:
         yield

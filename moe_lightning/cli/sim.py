@@ -27,14 +27,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moe_lightning import __version__, plots, user_errors
 from moe_lightning.arguments import output_file
-from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes, dotted, known_keys, unknown_key
+from moe_lightning.cli.composition import CONFIG_DIR, composition_errors, dotted, known_keys, unknown_key
 from moe_lightning.cli.overrides import SIM, read_settings, refuse_option
 from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, build_config, fits, require, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware, load_hardware, preset
-from moe_lightning.simulate.mesh import Mesh
+from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.mesh_search import MeshReport, mesh_report, search_mesh
 from moe_lightning.simulate.policy import POLICIES, policy
 from moe_lightning.simulate.recommend import Advice, FailingCluster, recommend
@@ -91,8 +91,8 @@ def _hardware(config: Mapping[str, Any]) -> Hardware:
     return preset(name, **changes)
 
 
-def _mesh(config: Mapping[str, Any]) -> Mesh:
-    return build_config(Mesh, given(config, "mesh", "search"), key="mesh")
+def _mesh(config: Mapping[str, Any]) -> MeshSpec:
+    return build_config(MeshSpec, given(config, "mesh", "search"), key="mesh")
 
 
 def given(config: Mapping[str, Any], group: str, but: str) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def is_recommended(path: Path) -> bool:
     return path.is_file() and path.read_text(errors="replace").startswith(_HEAD)
 
 
-def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mesh) -> str:
+def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: MeshSpec) -> str:
     """The YAML of a recipe that trains as advised; the callbacks start from the files of conf/callbacks.
 
     Args:
@@ -187,7 +187,7 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mes
     return head + OmegaConf.to_yaml(OmegaConf.create(body))
 
 
-def _about(mesh: Mesh) -> str:
+def _about(mesh: MeshSpec) -> str:
     """A comment on what of the mesh a recipe of moe-train does not say."""
     axes = f"pp={mesh.pp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
     schedule = (
@@ -196,7 +196,7 @@ def _about(mesh: Mesh) -> str:
     return "" if mesh.is_plain else f"# Simulated with {axes} {schedule}.\n#\n"
 
 
-def _mesh_of_recipe(mesh: Mesh) -> dict[str, Any]:
+def _mesh_of_recipe(mesh: MeshSpec) -> dict[str, Any]:
     """The arguments of the strategy that lay the model over the ranks; none where data parallelism alone does."""
     axes = {"pp": mesh.pp, "cp": mesh.cp, "tp": mesh.tp}
     chosen = {"dense": mesh.dense, "shard_size": mesh.shard_size, "mesh": axes if mesh.unit > 1 else None}
@@ -309,7 +309,7 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
     """
     _check_recipe(overrides)
     with (
-        composition_mistakes(overrides, sweeps=False),
+        composition_errors(overrides, sweeps=False),
         initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"),
     ):
         try:

@@ -39,13 +39,13 @@ from moe_lightning.cli.composition import (
     check_groups,
     check_recipe,
     check_top_level,
-    composition_mistakes,
+    composition_errors,
     fixed_keys,
     known_keys,
     with_quotes,
 )
 from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option, rename_former_keys
-from moe_lightning.cli.resume import changes, check_changes, config_of, told
+from moe_lightning.cli.resume import changes, check_changes, config_of, effect
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
 from moe_lightning.config import TARGET, fits, shown
 from moe_lightning.elastic.launcher import ElasticLauncher
@@ -113,8 +113,8 @@ def examined(composed: DictConfig) -> None:
     composed.trainer.limit_val_batches, composed.objective = 0, None
     given = composed.callbacks.get(_CALLBACK) or {}
     target = {"_target_": "moe_lightning.doctor.parity_doctor.ParityDoctor"}
-    kept = {name: node for name, node in composed.callbacks.items_ex(resolve=False) if name not in _LEFT_OUT}
-    composed.callbacks = kept | {_CALLBACK: {**target, **given}}
+    retained = {name: node for name, node in composed.callbacks.items_ex(resolve=False) if name not in _LEFT_OUT}
+    composed.callbacks = retained | {_CALLBACK: {**target, **given}}
 
 
 _LAST_PORT = 65535
@@ -303,7 +303,7 @@ def _run(arguments: Sequence[str]) -> None:
                 raise
             return None  # Hydra would print a note of its own
 
-    with _own_failures(failures), _full_hydra_errors(), composition_mistakes(arguments):
+    with _own_failures(failures), _full_hydra_errors(), composition_errors(arguments):
         if options.multirun:
             os.environ.setdefault("WANDB_RUN_GROUP", f"sweep-{zlib.crc32(' '.join(options.overrides).encode()):08x}")
             unnamed = ",".join(f"'{key}'" for key in fixed_keys(options.overrides))
@@ -347,7 +347,7 @@ def run_job(composed: DictConfig) -> float | None:
         directory.create()
         party = config["elastic"]["rdzv_endpoint"] if elastic is not None else None
         is_first = locks.enter_context(locked(directory, party))
-        attempt.kept = directory.scaffold() - made if party is None else None
+        attempt.earlier_logs = directory.scaffold() - made if party is None else None
         attempt.earlier, state = _prepare(directory, config, is_first=is_first)
         if attempt.earlier is not None:  # it took its lock along
             directory.create()
@@ -367,11 +367,11 @@ class _Attempt:
     """Changes that a command has made in its run directory before its ranks train.
 
     Attributes:
-        kept: logs that were there before it; None where another command may be at work there.
+        earlier_logs: logs that were there before it; None where another command may be at work there.
         earlier: where the run is that it moved aside.
     """
 
-    kept: set[Path] | None = None
+    earlier_logs: set[Path] | None = None
     earlier: Path | None = None
 
 
@@ -386,13 +386,13 @@ def _undone_unless_trained(directory: RunDirectory) -> Iterator[_Attempt]:
     except BaseException as error:
         failure = getattr(error, "failure", None)
         is_refusal = user_errors.sentence_of(error) is not None if failure is None else failure.kind == "mistake"
-        is_alone = attempt.kept is not None
+        is_alone = attempt.earlier_logs is not None
         if attempt.earlier is not None:
             # Without this machine the others may train on, but not with what was refused.
             if (is_alone or is_refusal) and directory.put_back(attempt.earlier):
                 print(f"run    {directory} is the earlier run again: this one has not trained", flush=True)
-        elif is_refusal and attempt.kept is not None:  # after a crash the logs of the ranks may be wanted
-            directory.clear_scaffold(attempt.kept)
+        elif is_refusal and attempt.earlier_logs is not None:  # after a crash the logs of the ranks may be wanted
+            directory.clear_scaffold(attempt.earlier_logs)
         raise
 
 
@@ -451,9 +451,9 @@ def resolved(composed: DictConfig) -> dict[str, Any]:
     check_recipe({str(name): value for name, value in raw.items()})
     check_groups({str(name): value for name, value in raw.items()})
     if composed.get("doctor") is True:
-        with composition_mistakes(()):
+        with composition_errors(()):
             examined(composed)
-    with composition_mistakes(()):
+    with composition_errors(()):
         container = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(container, dict)
     config = {str(name): value for name, value in container.items() if name in KEYS}
@@ -523,8 +523,8 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
     found = changes(former, config) if former else []
     check_changes(found, overrides=config["resume_overrides"])
     if newest is not None:
-        return None, f", going on after step {newest.step} (resume=false starts anew){told(found)}"
-    return None, told(found)
+        return None, f", going on after step {newest.step} (resume=false starts anew){effect(found)}"
+    return None, effect(found)
 
 
 def _as_settings(arguments: Sequence[str]) -> list[str]:

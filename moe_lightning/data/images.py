@@ -256,7 +256,7 @@ _BICUBIC = 3  # of Pillow's resampling filters
 _VIEWS = 2  # the stream of random views beside those that draw shapes
 
 
-class VisitSampler(StepSampler):
+class ViewSampler(StepSampler):
     """Numbers the visits to samples: sample i in epoch e is e * num_samples + i.
 
     So a data set knows the epoch wherever it runs, in a worker process too, and a resumed run makes the same visits.
@@ -371,7 +371,7 @@ class ImageData(StepDataModule):
         ConfigurationError: from the constructor for sizes; from `prepare_data`, `setup`, `num_classes` for the folder.
     """
 
-    sampler = VisitSampler
+    sampler = ViewSampler
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ def leave_schedule(trainer: Trainer) -> None:
         trainer.accumulate_grad_batches = 1
 
 
-_KEPT_OPTIONS = (
+_LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -159,7 +159,7 @@ class StepLoader:
             keeps_micro_batch=training,
             order=order,
         )
-        converted = cls(loader.dataset, sampler, **kept_options(loader))
+        converted = cls(loader.dataset, sampler, **loader_options(loader))
         converted.sampler = batches.sampler
         converted.replaces_stock = True
         return converted
@@ -225,7 +225,7 @@ class StepLoader:
         moves = sampler.moves
         if self._own_generator is not None:
             self._own_generator.manual_seed(mixed_seed(sampler.seed, sampler.rank, sampler.consumed))
-        for batch in _with_plain_mistakes(self._loader):
+        for batch in _with_plain_errors(self._loader):
             current = sampler.slice_at(sampler.consumed)
             if current.micro == 0:
                 self._before_step = self.state_dict()
@@ -323,7 +323,7 @@ class StepLoader:
         self._loader.worker_init_fn = function
 
 
-def _with_plain_mistakes(batches: Iterable[Any]) -> Iterator[Any]:
+def _with_plain_errors(batches: Iterable[Any]) -> Iterator[Any]:
     """The batches; a mistake that a worker process found is the sentence it was there, without torch's traceback."""
     try:
         yield from batches
@@ -392,9 +392,9 @@ def _kind(thing: Any) -> Any:
     return getattr(torch.utils.data, kind.__name__.removeprefix("Stateful"), kind)
 
 
-def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
+def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the options of a DataLoader that its replacement has too, beside its data, order and batch size."""
-    return {name: getattr(loader, name) for name in _KEPT_OPTIONS}
+    return {name: getattr(loader, name) for name in _LOADER_OPTIONS}
 
 
 def batches_of(loader: DataLoader[Any]) -> Any:

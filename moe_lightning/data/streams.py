@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
-from moe_lightning.data.loader import StepLoader, batches_of, factors_of, kept_options, reason_in_batches
+from moe_lightning.data.loader import StepLoader, batches_of, factors_of, loader_options, reason_in_batches
 from moe_lightning.data.sampler import OwnGenerators, StepSampler, mixed_seed
 from moe_lightning.errors import ConfigurationError
 
@@ -45,7 +45,7 @@ _END = object()
 
 
 @dataclass(frozen=True)
-class Read:
+class StreamRead:
     """Samples, and a mark that does not lie behind the last of them."""
 
     samples: list[Any]
@@ -80,7 +80,7 @@ class StreamReader(Dataset[Any]):
         """Read on from a mark of a reader like this one, where that is nearer."""
         self._marks.append(mark)
 
-    def __getitems__(self, positions: Sequence[int]) -> Read:
+    def __getitems__(self, positions: Sequence[int]) -> StreamRead:
         """The samples at these positions, for torch's DataLoader.
 
         Raises:
@@ -94,7 +94,7 @@ class StreamReader(Dataset[Any]):
                 found |= self._read(missing)
                 self._marks.append(self._mark())
         end = max(wanted) + 1
-        return Read([found[at] for at in positions], self._nearest(end))
+        return StreamRead([found[at] for at in positions], self._nearest(end))
 
     def _read(self, wanted: Collection[int]) -> dict[int, Any]:
         first, last = min(wanted), max(wanted)
@@ -292,7 +292,7 @@ class StreamLoader(StepLoader):
             evaluation=not training,
             keeps_micro_batch=training,
         )
-        cut = cls(loader.dataset, sampler, **kept_options(loader))  # type: ignore[arg-type]
+        cut = cls(loader.dataset, sampler, **loader_options(loader))  # type: ignore[arg-type]
         cut.sampler = batches.sampler
         cut.replaces_stock = True
         return cut
@@ -321,7 +321,7 @@ class _Collated:
 
     collate: Callable[[list[Any]], Any]
 
-    def __call__(self, read: Read) -> tuple[Any, Mark]:
+    def __call__(self, read: StreamRead) -> tuple[Any, Mark]:
         return self.collate(read.samples), read.mark
 
 
@@ -415,7 +415,7 @@ def by_index(loader: DataLoader[Any]) -> DataLoader[Any]:
         return loader
     whole = ByIndex(stream, _size_of_litdata(stream) if package == "litdata" else stream.size)
     order = PartwiseShuffle(len(whole), loader.batch_size) if stream.shuffle else None
-    options = kept_options(loader)
+    options = loader_options(loader)
     return DataLoader(whole, batch_size=loader.batch_size, sampler=order, drop_last=loader.drop_last, **options)
 
 

@@ -25,7 +25,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import (
     Axes,
-    Mesh,
+    MeshSpec,
     RankMemory,
     StageWork,
     axes,
@@ -107,7 +107,7 @@ class StepModel:
         policy: Policy,
         routing: RoutingScenario,
         num_nodes: int,
-        mesh: Mesh | None = None,
+        mesh: MeshSpec | None = None,
     ) -> None:
         if num_nodes < 1:
             raise ConfigurationError(f"nodes={num_nodes} is no cluster: use at least 1")
@@ -117,7 +117,7 @@ class StepModel:
                 "use the same number"
             )
         self.workload, self.hardware, self.policy, self.routing = workload, hardware, policy, routing
-        self.mesh, self.num_nodes = mesh or Mesh(), num_nodes
+        self.mesh, self.num_nodes = mesh or MeshSpec(), num_nodes
         if not self.mesh.is_plain:
             _check_mesh(self.mesh, workload, hardware, num_nodes)
         ranks = num_nodes * hardware.ranks_per_node // self.mesh.pp
@@ -143,7 +143,7 @@ class StepModel:
         self._reports: dict[tuple[int, ...], list[BalanceReport]] = {}
         self._costs: dict[tuple[int, int, int, bool], StepCost] = {}
 
-    def beside(self, mesh: Mesh) -> StepModel:
+    def beside(self, mesh: MeshSpec) -> StepModel:
         """The same with another mesh; what both have in common is computed once."""
         other = StepModel(self.workload, self.hardware, self.policy, self.routing, self.num_nodes, mesh)
         other._plans, other._reports = self._plans, self._reports
@@ -371,7 +371,7 @@ class StepModel:
         return self.memory().state
 
 
-def _check_mesh(mesh: Mesh, workload: Workload, hardware: Hardware, num_nodes: int) -> None:
+def _check_mesh(mesh: MeshSpec, workload: Workload, hardware: Hardware, num_nodes: int) -> None:
     mesh.check(workload, num_nodes * hardware.ranks_per_node)
     if mesh.unit > 1 and (hardware.changes_s or len(set(hardware.speeds or ())) > 1):
         raise ConfigurationError(
