@@ -32,7 +32,7 @@ from moe_lightning.checkpoint.sharding import (
 from moe_lightning.plots import bar_chart, line_chart
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.hardware import preset
-from moe_lightning.simulate.mesh import Mesh
+from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.routing import make_routing
 from moe_lightning.simulate.step_model import StepModel
@@ -187,7 +187,7 @@ def _llama(width: int, experts: int, context: int) -> Workload:
 
 
 def _iteration(
-    gpu: str, gpus: int, *, width: int = 2048, context: int = 2048, mesh: Mesh | None = None
+    gpu: str, gpus: int, *, width: int = 2048, context: int = 2048, mesh: MeshSpec | None = None
 ) -> dict[str, float]:
     """Seconds of an iteration with a checkpoint, the passes and the snapshots."""
     work, hardware = _llama(width, gpus, context), preset(gpu)
@@ -256,7 +256,7 @@ def scaling(_: Sources) -> PaperTable:
     )
 
 
-_TENSOR = Mesh(tp=4)
+_TENSOR = MeshSpec(tp=4)
 
 
 def tensor_parallel(_: Sources) -> PaperTable:

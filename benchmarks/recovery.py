@@ -29,7 +29,7 @@ from benchmarks.recovery_runs import (
 from benchmarks.recovery_trace import Replay, format_table, replay_all
 from benchmarks.recovery_worker import Task
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
-from moe_lightning.cli.short_training import failing_as_mistakes, goal, machine, medians_of
+from moe_lightning.cli.short_training import goal, machine, medians_of, rank_failures_as_user_errors
 from moe_lightning.config import NonNegativeInt, Seconds
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.plots import phase_lines, require, svg
@@ -198,7 +198,7 @@ def _costs(task: Task, options: Options) -> dict[str, dict[str, list[float]]]:
     for index in range(options.cost_rounds):
         for name, contender in _contenders(replace(task, steps=_WARMUP_STEPS + options.cost_steps)).items():
             mine = replace(contender, folder=f"{task.folder}-cost{index}-{name.strip('+ ')}")
-            with failing_as_mistakes():
+            with rank_failures_as_user_errors():
                 (run_plain if mine.recovery is None else run_elastic)(mine)
             for kind, values in _step_times(Path(mine.folder)).items():
                 times.setdefault(name, {}).setdefault(kind, []).extend(values)

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.recovery_worker import STOP, Task
 from moe_lightning.checkpoint.repair import RecoverySources
-from moe_lightning.cli.short_training import MODULE, failing_as_mistakes
+from moe_lightning.cli.short_training import MODULE, rank_failures_as_user_errors
 from moe_lightning.elastic.launcher import ElasticLauncher, LocalLauncher
 from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.errors import ConfigurationError
@@ -150,7 +150,7 @@ def run_elastic(task: Task, act: Callable[[DiaryReader], None] | None = None) ->
     )
     director = _Director(act=act, watch=DiaryReader(folder)) if act is not None else None
     with _without_snapshots_after(task):
-        with failing_as_mistakes(), quiet_errors(folder / "launcher.err"):
+        with rank_failures_as_user_errors(), quiet_errors(folder / "launcher.err"):
             launcher.run(task.job())
         if director is not None:
             director.join()

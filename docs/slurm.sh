@@ -22,7 +22,7 @@ done
 steps=()
 for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
   srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --gpus="$SLURM_GPUS_ON_NODE" --nodelist="$node" \
-    --overlap moe-train callbacks=fault_recovery elastic.lighthouse="$host:29510" elastic.secret_file="$secret" \
+    --overlap moe-train callbacks=fault_recovery elastic.rdzv_endpoint="$host:29510" elastic.secret_file="$secret" \
     elastic.num_nodes="$SLURM_JOB_NUM_NODES" ranks="$SLURM_GPUS_ON_NODE" "$@" &
   steps+=($!)
 done

@@ -1,5 +1,6 @@
-"""Options of command lines: fields of a dataclass, their values checked like those of a configuration, their mistakes
-one sentence each.
+"""Command-line options: fields of a dataclass, validated like values of a configuration.
+
+Every error is one sentence.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def option(help_: str, default: Any = MISSING, **keywords: Any) -> Any:
     """A field of a dataclass that `add_options` makes an option of; one without a default must be given, by position.
 
     Args:
-        keywords: further ones of argparse's `add_argument`.
+        keywords: further ones of argparse's `add_argument`, and `former`, a former name that is still read.
     """
     metadata = {"help": help_, **keywords}
     if isinstance(default, list | tuple):
@@ -127,7 +128,8 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
             if default is not None and default is not False and default != [] and "(default" not in keywords["help"]:
                 words = " ".join(map(str, default)) if isinstance(default, list) else default
                 keywords["help"] += f" (default: {words})"
-        parser.add_argument(name, **keywords)
+        former = keywords.pop("former", None)
+        parser.add_argument(name, *([former] if former else []), **keywords)
 
 
 def read_options(options: type[T], namespace: argparse.Namespace) -> T:
@@ -136,7 +138,7 @@ def read_options(options: type[T], namespace: argparse.Namespace) -> T:
 
 
 def _taken(hint: Any) -> dict[str, Any]:
-    """What argparse must know of a field's annotation."""
+    """Return argparse's keywords for a field's annotation."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is bool:
         return {"action": "store_true"}
@@ -152,7 +154,7 @@ def _taken(hint: Any) -> dict[str, Any]:
 
 
 def value(hint: Any) -> Callable[[str], Any]:
-    """What an option takes, as argparse's `type`.
+    """Return a parser of numbers as argparse's `type`, with the annotation's range.
 
     Args:
         hint: int, float, or these with a range.
@@ -208,7 +210,7 @@ OutputFolder = Annotated[Path, output_folder]
 
 
 def _is(test: Callable[[Path], bool], path: Path) -> bool:
-    """What a test of os.path says of any text; names that no file system takes are nothing."""
+    """True if a test of os.path holds for any text; False for names that no file system accepts."""
     try:
         return test(path)
     except (OSError, ValueError):
@@ -225,10 +227,10 @@ def _check_writable(place: Path, text: str) -> None:
         fits_a_name = False
     if not fits_a_name:
         raise argparse.ArgumentTypeError(f"{shown(text)} is no name that a file can have: give a shorter one")
-    if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_RDONLY or _is_of_the_kernel(place):
+    if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_RDONLY or _in_kernel_file_system(place):
         raise argparse.ArgumentTypeError(f"{shown(text)} cannot be written: give a path in a folder of yours")
 
 
-def _is_of_the_kernel(place: Path) -> bool:
+def _in_kernel_file_system(place: Path) -> bool:
     """/proc and /sys let root try, and refuse every file."""
     return place.resolve().parts[:2] in (("/", "proc"), ("/", "sys"))

@@ -1,4 +1,4 @@
-"""The errors that a user's input or a lost peer can cause; everything else that is raised is a defect of ours."""
+"""Errors caused by a user's input or a lost peer; every other exception is a defect of this package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 
 class ForeignMessageError(RuntimeError):
-    """What arrived from another process was not written by this package, or was damaged: nothing of it is used."""
+    """Message from another process that this package did not write, or that is damaged: nothing of it is used."""
 
 
 class ReplicasDifferError(RuntimeError):

@@ -1,13 +1,12 @@
-"""Files that other users of a machine may have put there: private folders, bounded reads.
+"""Files and folders on a machine with other users: bounded reads, private folders.
 
-Files that others may have put there: only regular ones are opened, and a size is compared with its limit before
-anything is read. A named pipe would block, a device never end, and a sparse file fill the memory.
+Only regular files are opened, and their size is compared with a limit before anything is read: a named pipe would
+block, a device never end, and a sparse file fill the memory.
 
-Where the ranks of one machine meet: a folder that no other user of the machine can enter.
-
-A store behind a port, on the loopback interface too, takes what anybody on the machine writes into it; whoever writes
-rank 0's address there becomes rank 0. A file asks who opens it. All folders lie in one of this user's, and a lock that
-their maker holds says that a folder is in use: what a killed run left is removed by the next one.
+The ranks of one machine rendezvous through a file in a private folder. A port, on the loopback interface too, would
+accept writes of any user of the machine, and whoever writes rank 0's address there becomes rank 0. All folders lie in
+one folder of this user. The process that made a folder holds a lock on it; folders of killed runs have no lock and are
+removed by the next run.
 """
 
 from __future__ import annotations
@@ -276,7 +275,7 @@ def _read(announcement: Path) -> str | None:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether the maker of a folder lives."""
+    """True if the process that made a folder still lives."""
     with _opened(path) as descriptor:
         return descriptor is not None and not _locked(descriptor)
 

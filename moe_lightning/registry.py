@@ -1,11 +1,11 @@
-"""Parts that a user may replace: a protocol for each kind, and a registry in which they are found by name.
+"""Registries of replaceable parts: a protocol for each kind, and parts by name.
 
-A part is registered by the code that brings it,
+A part is registered by code,
 
     @PLACEMENT_RULES.register("mine")
     def mine(load, cluster, min_replicas): ...
 
-or by the entry points of an installed package, in its pyproject.toml, which are loaded when somebody names them:
+or by the entry points of an installed package, in its pyproject.toml, which are loaded at first use:
 
     [project.entry-points."moe_lightning.placement"]
     mine = "my_package.rules:mine"
@@ -46,7 +46,7 @@ class Registry(Generic[T]):
 
     @property
     def group(self) -> str:
-        """Of the entry points."""
+        """Group of the kind's entry points."""
         return f"moe_lightning.{self.kind}"
 
     def __iter__(self) -> Iterator[str]:
@@ -88,7 +88,7 @@ class Registry(Generic[T]):
         return self._plugins[name]
 
     def make(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """What the part of a name returns for these arguments.
+        """Call the part of a name with these arguments and check what it returns.
 
         Raises:
             ConfigurationError: as `find`, or the returned object lacks what its protocol asks for.

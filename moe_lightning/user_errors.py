@@ -1,4 +1,4 @@
-"""Which exceptions are the user's mistakes, the one sentence that each becomes, and how commands end with them."""
+"""User errors: the exceptions that count as such, their one-line messages and the exit codes of commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LONGEST_WORD = 250  # characters: of a path; what is longer was no value
 
 
 def missing_for_logger(logger: str, package: str) -> ConfigurationError:
-    """What `logger=` of a choice says where its package is not installed; the extra has the choice's name."""
+    """Return the error for a logger whose package is not installed; the extra has the choice's name."""
     return ConfigurationError(
         f"logger={logger} needs the package '{package}': run pip install 'moe-lightning[{logger}]', or choose "
         "logger=default or logger=csv"

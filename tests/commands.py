@@ -1,7 +1,7 @@
 """`moe-train`, its local ranks and scripts in forked processes: what a user's command does, without its imports.
 
 The tests of launchers, and some test of every kind of command, start interpreters of their own. Not for elastic runs:
-their launcher hosts the lighthouse, whose threads may hold locks that a forked rank would wait for. Ranks share nothing
+their launcher hosts the rendezvous, whose threads may hold locks that a forked rank would wait for. Ranks share nothing
 with the one thread of other launchers, the store's.
 """
 

@@ -226,7 +226,7 @@ class BalancePolicy:
 
     Attributes:
         rebalance_every: steps between two placements once training has settled; 0: never.
-        placement: rule of `balancing.rules`: "packed", "mro+", "mro", "spread", "compact" or "plain"; or "auto":
+        placement_rule: rule of `balancing.rules`: "packed", "mro+", "mro", "spread", "compact" or "plain"; or "auto":
             for each layer what the performance model likes best of packed and spread, with few and with all slots,
             the sums of replica gradients counted in.
         allocation: replica counts for the rules that need them: "waterfill" or "eq1".
@@ -245,7 +245,7 @@ class BalancePolicy:
     """
 
     rebalance_every: int = 200
-    placement: str = "auto"
+    placement_rule: str = "auto"
     allocation: AllocationPolicy = "waterfill"
     min_replicas: int = 1
     tolerance: float = 0.02
@@ -274,7 +274,7 @@ class BalancePolicy:
 
     def placement_policies(self) -> list[PlacementPolicy]:
         """One, or those that the model chooses from."""
-        rules = _AUTO_RULES if self.placement == "auto" else (self.placement,)
+        rules = _AUTO_RULES if self.placement_rule == "auto" else (self.placement_rule,)
         return [
             PlacementPolicy(rule=rule, allocation=self.allocation, min_replicas=self.min_replicas) for rule in rules
         ]
@@ -282,7 +282,7 @@ class BalancePolicy:
     def candidates(self, cluster: Cluster, num_experts: int) -> list[Candidate]:
         """Every rule on all slots and, where the model is to choose, on as few as a balanced placement needs."""
         slots = [cluster.slots_per_rank]
-        if self.placement == "auto":
+        if self.placement_rule == "auto":
             few = -(-(num_experts * self.min_replicas + cluster.num_ranks - 1) // cluster.num_ranks)
             slots = sorted({min(few, cluster.slots_per_rank), cluster.slots_per_rank})
         return [

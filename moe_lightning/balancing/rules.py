@@ -146,7 +146,7 @@ class PlacementPolicy:
     mapping: MappingMethod = "optimal"
 
     def __post_init__(self) -> None:
-        PLACEMENT_RULES.find(self.rule, "placement")
+        PLACEMENT_RULES.find(self.rule, "placement_rule")
 
     def place(self, load: IntArray, cluster: Cluster) -> Placement:
         """A layer's experts by their loads, int64 [E].

@@ -252,7 +252,7 @@ class LoadBalancer(Callback):
     longest time over that of a perfect division.
 
     Args:
-        rebalance_every, placement, allocation, tolerance, shadows, alpha, replan_threshold, max_replan_interval,
+        rebalance_every, placement_rule, allocation, tolerance, shadows, alpha, replan_threshold, max_replan_interval,
             forecast, lag: see `BalancePolicy`.
         min_replicas: distinct nodes that hold each expert, where slots allow; None: as many as FaultRecovery promises,
             1 without it.
@@ -279,7 +279,7 @@ class LoadBalancer(Callback):
         self,
         *,
         rebalance_every: NonNegativeInt = 200,
-        placement: str = "auto",
+        placement_rule: str = "auto",
         allocation: AllocationPolicy = "waterfill",
         min_replicas: PositiveInt | None = None,
         tolerance: Coefficient = 0.02,
@@ -301,7 +301,7 @@ class LoadBalancer(Callback):
     ) -> None:
         self._policy = BalancePolicy(
             rebalance_every=rebalance_every,
-            placement=placement,
+            placement_rule=placement_rule,
             allocation=allocation,
             min_replicas=1 if min_replicas is None else min_replicas,
             tolerance=tolerance,
@@ -383,7 +383,7 @@ class LoadBalancer(Callback):
         """The constants of each layer's block: measured where plans depend on them, else nominal."""
         layers, dtype = strategy.experts.layers, strategy.shadow_dtype
         self._clock = None
-        if not self._calibrate or (self._policy.shadows == "none" and self._policy.placement != "auto"):
+        if not self._calibrate or (self._policy.shadows == "none" and self._policy.placement_rule != "auto"):
             return assumed_costs(layers, dtype, **self._rates)
         measured = calibrate(layers, strategy.worlds.mesh.world, dtype)
         self._model_errors = measured.errors

@@ -1,4 +1,4 @@
-"""moe-bench NAME: calibration, GPU check and pictures of a run; in a source checkout also the project's benchmarks."""
+"""`moe-bench NAME`: calibration, GPU check and pictures of a run; in a source checkout also the benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from annotated_types import Interval
 
 from moe_lightning import user_errors
 from moe_lightning.arguments import Parser, add_options, read_options, value
+from moe_lightning.config import shown
 from moe_lightning.elastic.worker import Interrupted
+from moe_lightning.user_errors import suggestion
 
 _Threads = Annotated[int, Interval(ge=1, le=1024)]
 
@@ -33,7 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(prog="moe-bench", description="Measure moe-lightning on this machine.")
     subparsers = parser.add_subparsers(dest="name", metavar="NAME", required=True)
-    for name, summary in (COMMANDS | benchmarks()).items():
+    available = COMMANDS | benchmarks()
+    if available == COMMANDS and arguments and arguments[0] not in available | {"help": ""} and arguments[0][:1] != "-":
+        parser.error(
+            f"{shown(arguments[0])} is not a command of the installed package{suggestion(arguments[0], available)}: "
+            f"choose one of {', '.join(available)}, or run a benchmark of the project in a source checkout"
+        )
+    for name, summary in available.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         subparser.add_argument(
             "--threads", type=value(_Threads), default=1, help="torch and OpenMP threads (default: 1)"

@@ -1,10 +1,10 @@
-"""moe-bench calibrate: this machine as the simulator sees it, and how well it then predicts real trainings.
+"""`moe-bench calibrate`: hardware numbers of this machine for the simulator, and its errors on real trainings.
 
 Experts and exchanges are timed alone; short reference trainings then fix what each part of the simulator's step costs
 in a running step (its scale), and what a snapshot costs. Other trainings, of other sizes, routing and features, are
 predicted and measured. Times are those of the quietest third of the steps; on a machine with other work even these are
-too long by chance. So all is done twice: by the clock, and by the processor time of the busiest rank, which is what the
-step would take on a machine of its own.
+too long by chance. So all is measured twice: by the clock, and by the processor time of the busiest rank, which is the
+step's time on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of `moe-bench calibrate`."""
 
     ranks: list[Count] = option("numbers of ranks", [1, 2, 4])
     trace: InputFile | None = option("routing trace (.npz) for the skewed trainings (default: Zipf)", None)

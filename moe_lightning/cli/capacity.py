@@ -1,6 +1,6 @@
-"""Whether what a configuration describes can be held by the machines it is for, before anything of it is built.
+"""Capacity check of a configuration against the machines, before anything is built.
 
-Estimates from below: what they refuse cannot fit; what they let pass may still be too large.
+Estimates are lower bounds: a refused configuration cannot fit; an accepted one may still be too large.
 """
 
 from __future__ import annotations

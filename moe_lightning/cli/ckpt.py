@@ -1,17 +1,4 @@
-"""`moe-ckpt`: list, verify, export, edit and delete checkpoints.
-
-`moe-ckpt export-loads`: measured loads of experts as the placement that an inference engine begins with.
-
-The forms, as the engines read them:
-
-* sglang (v0.5, `--init-expert-location FILE`): JSON or .pt of a mapping with `physical_to_logical_map` [layers, slots
-  of all ranks], or with `logical_count` [layers, experts], from which the engine plans by itself. Its layers are all
-  of the model, those without experts too.
-* vllm (proposed in vllm-project/vllm pull request 49572, `eplb_config.initial_expert_map_path`): JSON, the same table
-  of the MoE layers as a list of lists. Releases up to v0.26 begin with every expert in its own slot and learn loads.
-* vllm-ascend (v0.11 and later, `expert_map_path`): JSON of layers, in each the experts of every device.
-
-moe-ckpt: look at checkpoints, verify them, export one as a single file or for transformers, delete old ones.
+"""`moe-ckpt`: inspect, verify, export, edit and delete checkpoints.
 
     moe-ckpt inspect DIR          sizes, versions of every expert, lost tokens
     moe-ckpt verify DIR           checksums and coverage of one checkpoint, or of all in a directory
@@ -23,9 +10,16 @@ moe-ckpt: look at checkpoints, verify them, export one as a single file or for t
     moe-ckpt clean [DIR]          list snapshots in memory whose run and agent are dead; --yes deletes them
 
 DIR may also be a run directory, outputs/NAME, a `.ckpt` file or a directory of these (not for prune), or the URL of a
-store such as s3://BUCKET/NAME.
+store such as s3://BUCKET/NAME. Exit codes: 0 done, 1 a damaged checkpoint, 2 a user error.
 
-Exit codes: 0 done, 1 a damaged checkpoint, 2 a mistake in the command.
+Formats of export-loads:
+
+* sglang (v0.5, `--init-expert-location FILE`): JSON or .pt of a mapping with `physical_to_logical_map` [layers, slots
+  of all ranks], or with `logical_count` [layers, experts], from which the engine plans by itself. Its layers are all
+  of the model, those without experts too.
+* vllm (proposed in vllm-project/vllm pull request 49572, `eplb_config.initial_expert_map_path`): JSON, the same table
+  of the MoE layers as a list of lists. Releases up to v0.26 begin with every expert in its own slot and learn loads.
+* vllm-ascend (v0.11 and later, `expert_map_path`): JSON of layers, in each the experts of every device.
 """
 
 from __future__ import annotations
@@ -142,7 +136,7 @@ def plan_serving(counts_LE: IntArray, num_ranks: int, slots_per_rank: int) -> Se
 
 
 def form_of(plan: ServingPlacement, engine: Engine, num_ranks: int, dense_layers: Sequence[int] = ()) -> Any:
-    """What an engine's file holds, of plain lists and mappings.
+    """Return the content of an engine's file as plain lists and mappings.
 
     Args:
         dense_layers: places of the model's layers without experts, for sglang: their rows are the plain placement.
@@ -400,7 +394,7 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _tokenizer(arguments: argparse.Namespace) -> str:
-    """Where the tokenizer of the run went; "" where it has trained none."""
+    """Return the path of the copied tokenizer; "" if the run has trained none."""
     place = inspect.tokenizer_beside(arguments.target)
     return f", its tokenizer in {place}" if not arguments.prefix and exists(storage_of(place), place) else ""
 

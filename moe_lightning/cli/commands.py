@@ -1,4 +1,4 @@
-"""Entry points of the commands: their imports take seconds, and a Ctrl-C meanwhile ends them without a traceback."""
+"""Entry points of the commands: a Ctrl-C during their imports, which take seconds, prints no traceback."""
 
 from __future__ import annotations
 

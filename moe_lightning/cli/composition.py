@@ -1,15 +1,9 @@
 """Composition and validation of configurations, with one-line errors.
 
-Ranges of arguments of other libraries' constructors, whose annotations say types only.
-
-Checks a configuration against the constructors it names, then calls them.
-
-Hydra would answer a misspelt argument or a wrong type with a traceback from deep inside a constructor; here it is one
-sentence with the key as the user typed it.
-
-What a composed configuration must be before anything is built from it or moved for it.
-
-Hydra's composition errors as one sentence each, with the nearest key or the choices there are.
+Every argument in a composed configuration is checked against the annotations of the constructor that it names before
+anything is built; `_LIMITS` has the ranges for constructors of other libraries, whose annotations give types only.
+Hydra would answer a misspelled argument or a wrong type with a traceback from deep inside a constructor; here it is one
+sentence with the key as the user typed it, the nearest key or the possible choices.
 """
 
 from __future__ import annotations
@@ -197,7 +191,7 @@ def _arguments(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
-    """Whether it is what the constructor takes by itself, which not every library's annotations allow."""
+    """True if the value is the constructor's default, which not every library's annotations allow."""
     return parameter is not None and type(value) is type(parameter.default) and value == parameter.default
 
 
@@ -430,7 +424,7 @@ OmegaConf.register_new_resolver("needed", refuse_missing, replace=True)
 
 
 @contextmanager
-def composition_mistakes(overrides: Sequence[str], *, sweeps: bool = True) -> Iterator[None]:
+def composition_errors(overrides: Sequence[str], *, sweeps: bool = True) -> Iterator[None]:
     """Turns what Hydra and OmegaConf raise inside into ConfigurationError; nothing but composing may happen there.
 
     Args:

@@ -1,17 +1,11 @@
 """`moe-ckpt edit`: prune, merge and duplicate the experts of a checkpoint file.
 
-Experts made of others: the rows of a stack, whatever they hold, multiplied by a table of shares.
-
-Experts that are pruned, merged and duplicated, as a table: which of the old experts each new one is made of.
-
-Every tensor with a row for each expert, weights, router rows and moments, is multiplied by the same table, so that
-they stay together. Rows of one old expert are copies to the last bit.
-
-`moe-ckpt edit`: prune, merge and duplicate the experts of a checkpoint file, at the step boundary that it is.
+An edit is a table of shares: each new expert is a weighted sum of old ones. Every tensor with a row for each expert
+(weights, router rows and biases, the optimizer's moments) is multiplied by the same table. Copies of one old expert are
+bit-equal.
 
 The file holds experts stacked [E, ...] whatever ranks wrote it, so the edited one trains on, on any number of ranks.
-Weights, router rows and biases and the optimizer's moments are edited alike. The report is the validation loss of the
-same batches before and after.
+The report is the validation loss of the same batches before and after.
 """
 
 from __future__ import annotations
@@ -57,8 +51,8 @@ def mixed(value: Tensor, table: NDArray[np.float64]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertEdit:
-    """What becomes of one layer's experts. The order: those that stay, a merged one in the place of its first part;
-    then the copies.
+    """Edit of one layer's experts. New order: experts that stay, a merged one in the place of its first part; then the
+    copies.
 
     Attributes:
         prune: experts that go.
@@ -147,7 +141,7 @@ _PER_EXPERT = ("LoadBalancer", "PartialExpertsCheckpoint", "DynamicK")
 
 @dataclass(frozen=True, kw_only=True)
 class EditReport:
-    """What an edit did.
+    """Result of an edit.
 
     Attributes:
         experts: of a layer, before and after.

@@ -1,7 +1,7 @@
-"""moe-bench gpu-check: whether everything that needs a GPU works on this machine, in a table and in under two minutes.
+"""`moe-bench gpu-check`: a table of pass and fail for everything that needs a GPU, in under two minutes.
 
-Every check has a process of its own, so that none dies of another: a context that is poisoned, a driver that hangs.
-One that hangs is ended in time for those that wait for its place.
+Every check runs in its own process, so that a poisoned context or a hanging driver fails one check only. A hanging
+check is ended in time for the others.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ print(n, f"torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this check."""
+    """Options of `moe-bench gpu-check`."""
 
     stand_in: bool = option("run the checks on the CPU: tries them, and says nothing of a GPU", False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one check ended."""
+    """Result of one check."""
 
     name: str
     verdict: str
@@ -117,7 +117,7 @@ class _Turns:
             self._waiting -= 1
 
     def left_s(self) -> float:
-        """What checks that run may still take; more when others have begun beside them."""
+        """Seconds that running checks may still take; more if others have begun beside them."""
         return self._ends - time.monotonic() - self._turn_s * math.ceil(self._waiting / _AT_ONCE)
 
 
@@ -140,19 +140,19 @@ def _ended(command: Sequence[str], turns: _Turns, running: set[subprocess.Popen[
         running.add(process)
         began = time.perf_counter()
         try:
-            told, complaint = _told(process, turns)
+            output, complaint = _outputs(process, turns)
         except subprocess.TimeoutExpired:
             _end(process)
             return "FAIL", f"timed out after {time.perf_counter() - began:.0f} s"
         finally:
             running.discard(process)
-    note = _last_line(complaint if process.returncode else told)
+    note = _last_line(complaint if process.returncode else output)
     if process.returncode < 0:
         note = f"ended by signal {-process.returncode}: {note}"
     return "FAIL" if process.returncode else "pass", note
 
 
-def _told(process: subprocess.Popen[str], turns: _Turns) -> tuple[str, str]:
+def _outputs(process: subprocess.Popen[str], turns: _Turns) -> tuple[str, str]:
     """Both outputs of a process.
 
     Raises:

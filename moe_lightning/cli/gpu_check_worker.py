@@ -1,8 +1,7 @@
-"""Whether communicators of a device can be aborted under way and made again in the same process.
+"""Process of one check of `moe-bench gpu-check`: python -m moe_lightning.cli.gpu_check_worker NAME DEVICE.
 
-One check of moe-bench gpu-check in a process of its own: python -m moe_lightning.cli.gpu_check_worker NAME DEVICE.
-
-Prints a note and exits with 0, or fails in any way it likes.
+Prints a note and exits with 0; any other exit is a failure. The abort check aborts communicators of a device during a
+collective and builds them again in the same process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The text of `moe-train --help`: usage, recipes, the keys that matter most, examples."""
+"""Text of `moe-train --help`: usage, recipes, the keys that matter most, examples."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ examples
 
 
 def help_text(config_dir: str | None = None) -> str:
-    """What --help prints.
+    """Return the text of `moe-train --help`.
 
     Args:
         config_dir: the user's own folder of recipes.

@@ -1,5 +1,6 @@
-"""`moe-ckpt export-hf`: from a checkpoint of a HuggingFaceModule, in one file or a directory, to a folder that plain
-transformers loads. One process, one layer's experts at a time.
+"""`moe-ckpt export-hf`: checkpoint of a HuggingFaceModule to a folder that plain transformers loads.
+
+The checkpoint is a file or a directory. One process writes one layer's experts at a time.
 """
 
 from __future__ import annotations
@@ -136,12 +137,12 @@ class _Adapted:
             self._model = load_model(architecture, WeightsFolder(config.folder), config.adapter)
 
     def adapters(self) -> dict[str, Tensor]:
-        """Of the layers outside of experts, by their names in the model."""
+        """Adapters of layers outside of experts, by the layers' names in the model."""
         names = [name for name, _ in self._model.named_parameters() if ".adapter.lora_" in name]
         return {name: self._source.dense(name) for name in names}
 
     def expert_adapters(self) -> Iterator[dict[str, Tensor]]:
-        """Of one block after the other, stacks [E, ...]."""
+        """Adapters of each block's experts, in order, as stacks [E, ...]."""
         for index, (block, layer) in enumerate(self._architecture.layers.items()):
             names = [name for name in layer.experts.stacked_parameters() if name.startswith("lora_")]
             yield {name: self._source.experts(index, block, name, layer.num_experts) for name in names}

@@ -1,4 +1,4 @@
-"""Bases of the model files in conf/model, generated from the dataclasses: a key and its default for every option.
+"""Bases of the model files in conf/model, generated from the dataclasses: every option with its default.
 
 A model file begins with `defaults: [_gpt, _self_]` and states what differs. The bases are nodes of Hydra's ConfigStore;
 their values are plain, so that `auto` and interpolations fit everywhere, and constructors check them.

@@ -1,11 +1,8 @@
-"""Overrides as people type them, and names of other tools.
+"""Overrides of the command line in other tools' names and spellings, and former names of keys.
 
-Settings as people type them: names and ways of writing of other tools, turned into overrides of the configuration.
-
-A name whose meaning is certain is read as ours and the change told in one line; one that means something else here is
-explained in one line.
-
-Names that people bring from Hugging Face, torchrun, DeepSpeed, Megatron and nanoGPT, for moe-train and moe-sim.
+Names of Hugging Face, torchrun, DeepSpeed, Megatron and nanoGPT are understood by moe-train and moe-sim. A name whose
+meaning is certain is read as ours and one line says so; a name that means something else here is refused with a
+one-line explanation.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.config import shown
@@ -106,7 +103,7 @@ def _tell(line: str) -> None:
 
 
 def _one_setting(word: str, words: list[str], reader: _Reader) -> tuple[str, str]:
-    """What was typed, and the same as key=value; takes what belongs to it from the words that follow."""
+    """Return the typed words and the setting as key=value; remove further words of the setting from `words`."""
     option, yaml = _OPTION.fullmatch(word), _WRITTEN_AS_YAML.fullmatch(word)
     if option:
         key = option[1].replace("-", "_")
@@ -246,7 +243,7 @@ _BATCH = (
 _WIDTHS = "model.d_hidden=N is the width of dense layers, model.d_expert=N that of each expert"
 _MACHINES = (
     "start moe-train on each machine with torchrun or srun, or give elastic.num_nodes=N with "
-    "elastic.lighthouse=HOST:PORT and callbacks=fault_recovery"
+    "elastic.rdzv_endpoint=HOST:PORT and callbacks=fault_recovery"
 )
 _PRETRAINED = "a pretrained model is a folder on this machine: give model=huggingface model.pretrained=FOLDER"
 _ADAPTER = f"adapters train beside a pretrained model: give {_PRETRAINED.partition('give ')[2]} model.adapter.kind=lora"
@@ -257,7 +254,41 @@ _RECIPE = "a recipe is DIR/recipes/NAME.yaml: give --config-dir DIR recipes=NAME
 _FILES = "moe-train reads files of this machine: give data.source=FILE, or data=instructions data.path=FILE.jsonl"
 _SCHEDULE = "optimizer.decay=cosine, linear or constant, after optimizer.warmup_steps=N"
 
-_TRAIN_NAMES = with_groups(
+RENAMED_KEYS = {
+    "elastic.lighthouse": "elastic.rdzv_endpoint",
+    "callbacks.load_balancer.placement": "callbacks.load_balancer.placement_rule",
+}
+"""Present keys by former ones, which recipes, command lines and recorded configurations may use for one release."""
+
+
+def rename_former_keys(config: DictConfig, source: str) -> None:
+    """Move values below former keys to the present ones and print a line for each.
+
+    Args:
+        config: composed or recorded configuration, changed in place.
+        source: where the configuration comes from, for the printed lines.
+
+    Raises:
+        ConfigurationError: a former and the present key have different values.
+    """
+    for former, present in RENAMED_KEYS.items():
+        group, _, old = former.rpartition(".")
+        new = present.rpartition(".")[2]
+        node = OmegaConf.select(config, group, throw_on_resolution_failure=False)
+        if not isinstance(node, DictConfig) or old not in (values := dict(node.items_ex(resolve=False))):
+            continue
+        if values.get(new) not in (None, "auto", values[old]):
+            raise ConfigurationError(
+                f"{former}={shown(values[old])} and {present}={shown(values[new])} are the same key: drop {former}, "
+                "its former name"
+            )
+        with open_dict(config):
+            del node[old]
+            node[new] = values[old]
+        _tell(f"{source}: {former} is read as {present}")
+
+
+_TRAIN_NAMES = RENAMED_KEYS | with_groups(
     {
         "model.d_model": "hidden_size n_embd embed_dim embedding_dim d_embed model_dim hidden_dim",
         "model.num_layers": "n_layer n_layers num_hidden_layers layers",
@@ -292,6 +323,8 @@ _TRAIN_NAMES = with_groups(
         "callbacks.checkpoint.every_n_train_steps": "save_steps save_interval save_every checkpoint_every "
         "callbacks.checkpoint.every_n_steps callbacks.checkpoint.every",
         "strategy.ep_size": "ep expert_parallel_size expert_model_parallel_size moe_ep_size",
+        "elastic.rdzv_endpoint": "lighthouse",
+        "elastic.num_nodes": "elastic.nnodes elastic.nodes",
         "strategy.copies": "replicas num_replicas",
         "strategy.stop_on_nan": "trainer.stop_on_nan stop_on_nan",
         "strategy.mesh.tp": "tp tp_size tensor_parallel_size tensor_model_parallel_size",

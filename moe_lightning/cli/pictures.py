@@ -1,4 +1,4 @@
-"""moe-bench pictures: heat maps of the experts' loads over time, from what a run recorded."""
+"""`moe-bench pictures`: heat maps of the experts' loads over time, from a recorded trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_lightning.plots import heat_map, svg
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of `moe-bench pictures`."""
 
     source: InputFile = option("a routing trace (.npz), or the expert_load.csv of a run")
     out: OutputFolder = option("folder for layerNN.svg (default: here)", Path())

@@ -1,6 +1,6 @@
-"""moe-bench plot RUN: pictures of a run from its CSV metrics and its expert_load.csv.
+"""`moe-bench plot RUN`: pictures of a run from its CSV metrics and its expert_load.csv.
 
-One SVG each, where the run logged what it shows: load of every layer's experts over time, imbalance before and after
+One SVG each, where the run logged the data: load of every layer's experts over time, imbalance before and after
 balancing, milliseconds and bytes of checkpoints, lost tokens, numbers of experts saved, and phases of every recovery.
 """
 
@@ -38,7 +38,7 @@ _BY_STEPS_MADE = ("checkpoint/", "recovery/")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of `moe-bench plot`."""
 
     run: Path = option("a run directory, outputs/NAME")
     out: OutputFolder | None = option("folder for the pictures (default: RUN/pictures)", None)
@@ -80,7 +80,7 @@ def draw(directory: Path) -> Iterator[tuple[str, Figure]]:
 
 
 def metrics_files(directory: Path, name: str = "metrics.csv") -> list[Path]:
-    """What CSV loggers wrote in a run directory, in the order of the run's starts."""
+    """Return the CSV files of loggers in a run directory, in the order of the run's starts."""
     starts = {path: path.parent.name.removeprefix("version_") for path in directory.glob(f"csv/version_*/{name}")}
     return sorted((path for path in starts if starts[path].isdecimal()), key=lambda path: int(starts[path]))
 
@@ -97,8 +97,8 @@ def finite(metrics: Metrics) -> Metrics:
 
 
 def read_all_metrics(files: list[Path]) -> Metrics:
-    """What a run logged, of all its starts, by the number of steps that had been made: where steps were repeated, the
-    later start counts.
+    """Read the metrics of all starts of a run, by the number of steps done: where steps were repeated, the later start
+    counts.
 
     Lightning logs a step's metrics under the number of steps before it; what callbacks write of a checkpoint or a
     recovery, and the loads of experts, carry the number of steps made.

@@ -1,13 +1,8 @@
-"""`moe-bench report RUN`: one HTML page of a run.
+"""`moe-bench report RUN`: one self-contained HTML page of a run.
 
-One HTML page that needs nothing else: escaped text, tables, SVG pictures that follow light and dark.
-
-The sections of a run's page: pictures and tables of what the run recorded, or what to turn on.
-
-moe-bench report RUN: a run as one HTML page to read and to send, with everything in the file itself.
-
-Loss and speed, loads of experts, imbalance, placements, recoveries, checkpoints and the configuration, from what
-moe-train leaves in the run directory. A section without data says what to turn on.
+Loss and speed, loads of experts, imbalance, placements, recoveries, checkpoints and the configuration, from the files
+of the run directory. A section without data names the option to turn on. Text is escaped; SVG pictures follow light
+and dark mode.
 """
 
 from __future__ import annotations
@@ -107,7 +102,7 @@ def paragraph(text: str) -> str:
 
 
 def missing(text: str) -> str:
-    """What a section says that has nothing to show: what to turn on."""
+    """Return the HTML of a section without data, which names the option to turn on."""
     return f'<p class="missing">{escaped(text)}</p>'
 
 
@@ -252,7 +247,7 @@ def imbalance(metrics: Metrics) -> Section:
 
 
 def placements(directory: Path, metrics: Metrics) -> Section:
-    """Which ranks hold which experts at the end, and what moved."""
+    """Section on experts per rank at the end, and on migrations."""
     parts: list[str] = []
     file = directory / "placement.csv"
     if file.is_file():
@@ -294,7 +289,7 @@ def _placed(last: Mapping[int, tuple[int, NDArray[np.int64]]]) -> Iterator[str]:
 
 
 def recoveries(directory: Path, metrics: Metrics) -> Section:
-    """What failed, how long it took, and what it cost."""
+    """Section on failures: causes, durations, costs."""
     parts = []
     rows: list[list[str]] = []
     head: list[str] = []
@@ -322,7 +317,7 @@ def recoveries(directory: Path, metrics: Metrics) -> Section:
 
 
 def checkpoints(directory: Path, metrics: Metrics) -> Section:
-    """What checkpoints cost, which ones there are, and how old their experts are."""
+    """Section on checkpoints: costs, files, age of their experts."""
     parts = _pictures(checkpoint_pictures(metrics))
     if not parts:
         parts.append(missing("No costs of checkpoints were logged: callbacks=partial_experts measures every one."))
@@ -446,7 +441,7 @@ _CARDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of `moe-bench report`."""
 
     run: Path = option("a run directory, outputs/NAME")
     out: OutputFile | None = option("the page (default: RUN/report.html)", None)
@@ -523,7 +518,7 @@ def _size(config: Mapping[str, Any], metrics: Metrics) -> str:
 
 
 def _numbers(summary: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:
-    """What the run's summary says; of a run that has not ended, its last values."""
+    """Return the values of the run's summary; the last values of a run that has not ended."""
     numbers = {name: value for name, value in summary.items() if isinstance(value, int | float)}
     last = {name: list(values.values())[-1] for name, values in metrics.items()}
     for name, metric in (("val_loss", "val/loss"), ("tokens_per_s", "train/tokens_per_s")):

@@ -1,7 +1,7 @@
-"""What a command changes about the run that it goes on with: what takes effect, what must be asked for, what cannot be.
+"""Differences between a command and the run that it resumes: allowed, on request, or refused.
 
-A checkpoint holds the optimizer's own values, so that other ones in the command would be recorded and not used; and
-other data than the run began with break the order in which every sample comes once.
+A checkpoint holds the optimizer's own values, so other ones in the command would be recorded but not used; and other
+data than before would break the order in which every sample comes once.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from moe_lightning.cli.composition import located, present_target
+from moe_lightning.cli.overrides import rename_former_keys
 from moe_lightning.config import TARGET, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import open_text
@@ -24,7 +25,7 @@ from moe_lightning.moe.options import is_resumable
 _UNCHANGEABLE = ("model", "data.tokenizer", "data._target_", "optimizer._target_", "module._target_")
 _ON_REQUEST = ("optimizer", "data", "seed")
 _FREE_OF_DATA = ("num_workers", "cache_dir", "val_samples", "seed", "context_length")  # the last two are set elsewhere
-_UNTOLD = (
+_UNLISTED = (
     "run_name",
     "run_dir",
     "resume",
@@ -34,12 +35,12 @@ _UNTOLD = (
     "module.config",
     "module.optimizer",
 )
-_MOST_TOLD = 4
+_MOST_LISTED = 4
 _MOST_BYTES = 1 << 24  # of a configuration
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class SettingChange:
     """A key whose value is another one than the run was trained with.
 
     Attributes:
@@ -54,23 +55,23 @@ class Change:
 
     @property
     def is_on_request(self) -> bool:
-        """Whether the checkpoint would silently keep the former value, or the run would see other samples."""
+        """True if the checkpoint would silently keep the former value, or the run would see other samples."""
         return _is_below(self.key, _ON_REQUEST) and not _is_below(self.key, _below("data", _FREE_OF_DATA))
 
     def __str__(self) -> str:
         return f"{self.key} {shown(self.former)} -> {shown(self.given)}"
 
 
-def changes(former: Mapping[str, Any], given: Mapping[str, Any]) -> list[Change]:
+def changes(former: Mapping[str, Any], given: Mapping[str, Any]) -> list[SettingChange]:
     """Leaves that both configurations have, with different values, in the order of the given one; paths below the run
     directory are the same wherever it lies.
     """
     before = dict(_leaves(former))
     places = str(former.get("run_dir")), str(given.get("run_dir"))
     return [
-        Change(key=key, former=before[key], given=value, is_possible=_is_possible(key, given))
+        SettingChange(key=key, former=before[key], given=value, is_possible=_is_possible(key, given))
         for key, value in _leaves(given)
-        if key in before and not _is_below(key, _UNTOLD) and _moved(before[key], *places) != value
+        if key in before and not _is_below(key, _UNLISTED) and _moved(before[key], *places) != value
     ]
 
 
@@ -83,7 +84,7 @@ def _is_possible(key: str, given: Mapping[str, Any]) -> bool:
     return group == "model" and TARGET in model and is_resumable(located(model[TARGET], "model"), path)  # type: ignore[arg-type]
 
 
-def check_changes(found: list[Change], *, overrides: bool) -> None:
+def check_changes(found: list[SettingChange], *, overrides: bool) -> None:
     """Refuse to go on where the command would not do what it says.
 
     Args:
@@ -96,20 +97,20 @@ def check_changes(found: list[Change], *, overrides: bool) -> None:
     impossible = [change for change in found if not change.is_possible]
     if impossible:
         raise ConfigurationError(
-            f"the checkpoint of this run has another shape or meaning: {_told(impossible)}; leave it as it was, "
+            f"the checkpoint of this run has another shape or meaning: {_listed(impossible)}; leave it as it was, "
             "give this run another run_name, or start anew with resume=false"
         )
     asked = [change for change in found if change.is_on_request]
     if asked and not overrides:
         raise ConfigurationError(
-            f"this run was trained with other settings: {_told(asked)}; give resume_overrides=true to go on with the "
+            f"this run was trained with other settings: {_listed(asked)}; give resume_overrides=true to go on with the "
             "new ones, leave them as they were, or start anew with resume=false"
         )
 
 
-def told(found: list[Change]) -> str:
-    """What takes effect, for the headline; "" for nothing."""
-    return f"; changed: {_told(found)}" if found else ""
+def effect(found: list[SettingChange]) -> str:
+    """Return the changes that take effect, for the headline; "" for none."""
+    return f"; changed: {_listed(found)}" if found else ""
 
 
 def config_of(checkpoint: str | Path) -> dict[str, Any] | None:
@@ -123,7 +124,10 @@ def config_of(checkpoint: str | Path) -> dict[str, Any] | None:
         if path.is_file():
             try:
                 with open_text(path, most_bytes=_MOST_BYTES) as file:
-                    config = OmegaConf.to_container(OmegaConf.load(file))
+                    loaded = OmegaConf.load(file)
+                if isinstance(loaded, DictConfig):
+                    rename_former_keys(loaded, str(path))
+                config = OmegaConf.to_container(loaded)
             except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
                 reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or "no YAML"
                 raise ConfigurationError(
@@ -134,9 +138,9 @@ def config_of(checkpoint: str | Path) -> dict[str, Any] | None:
     return None
 
 
-def _told(found: list[Change]) -> str:
-    rest = f" and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
-    return ", ".join(map(str, found[:_MOST_TOLD])) + rest
+def _listed(found: list[SettingChange]) -> str:
+    rest = f" and {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
+    return ", ".join(map(str, found[:_MOST_LISTED])) + rest
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

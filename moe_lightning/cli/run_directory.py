@@ -1,8 +1,6 @@
-"""Run directory: files, lock, newest checkpoint.
+"""Run directory: files, lock, newest checkpoint, moving an old run aside.
 
-The directory of a run: where its files lie, its newest checkpoint, and how an old run makes room for a new one.
-
-One command at a time in a run directory: two would write the same files, and one could move the other's away.
+The lock admits one command at a time: two would write the same files, and one could move the other's away.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """What the ranks above 0 wrote, and the failures of all."""
+        """Folder of the output of ranks above 0, and of the failures of all."""
         return self.path / "ranks"
 
     @property
@@ -140,7 +138,7 @@ class RunDirectory:
         return None
 
     def holds_run(self) -> bool:
-        """Whether a run of moe-train has trained here."""
+        """True if a run of moe-train has trained here."""
         return (self.config.is_file() and self.logs.is_dir()) or self.newest_checkpoint() is not None
 
     def record(self, config: Mapping[str, Any]) -> None:
@@ -206,16 +204,16 @@ class RunDirectory:
         return True
 
     def scaffold(self) -> set[Path]:
-        """What lies here of what a command makes before it trains."""
+        """Return those files of the directory that a command makes before it trains."""
         return {path for path in (*self.path.glob("ranks/*"), self.logs, self.lock) if path.exists()}
 
-    def clear_scaffold(self, kept: Collection[Path]) -> None:
+    def clear_scaffold(self, earlier: Collection[Path]) -> None:
         """Remove what a command made that never trained.
 
         Args:
-            kept: what was here before it.
+            earlier: files that were here before it.
         """
-        for path in sorted(self.scaffold() - set(kept), reverse=True):  # files before their folder
+        for path in sorted(self.scaffold() - set(earlier), reverse=True):  # files before their folder
             if path.is_dir():
                 path.rmdir()
             else:
@@ -266,7 +264,7 @@ def _first_free(folder: Path, pattern: str) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
-    """What a folder holds by its name, the highest step first, of one step the last one saved."""
+    """Return the checkpoints of a folder by name, the highest step first; of equal steps the last one saved first."""
     found = []
     for path in folder.glob("step-*") if folder.is_dir() else ():
         match = _CHECKPOINT_NAME.fullmatch(path.name)
@@ -281,8 +279,8 @@ def locked(directory: RunDirectory, party: str | None = None) -> Iterator[bool]:
 
     Args:
         directory: exists.
-        party: what the commands of several machines in one run have in common, the address of their lighthouse; None
-            for a command that runs alone.
+        party: address of the rendezvous host that the commands of several machines share; None for a command that
+            runs alone.
 
     Yields whether no other command of the party is there yet.
 
@@ -328,7 +326,7 @@ def _lock(descriptor: int, directory: RunDirectory, party: str | None) -> bool:
 
 
 def _try(descriptor: int, kind: int) -> bool:
-    """Whether the lock was free; a file system without locks has none that is taken."""
+    """Lock a file; True if the lock was free. On a file system without locks it is always free."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,13 +1,9 @@
-"""Preparation of a worker's run: record, memory, quiet libraries, interruption.
+"""Preparation of a worker's run: record, memory check, quiet libraries, interruption.
 
-Keeps other libraries' irrelevant notes off the terminal, each by its text or its logger; our own warnings are
-sentences without a place in the code.
-
-What a run is recorded as once it trains: its configuration in the run directory and in the loggers.
-
-The sizes of a run's model, samples and processes against the memory there is; see `room`.
-
-Ctrl-C and SIGTERM as a wish: training ends after a step, so that checkpoints are whole and ranks end together.
+* The configuration is recorded in the run directory and in the loggers.
+* Sizes of model, samples and processes are compared with the memory, see `room`.
+* Irrelevant notes of other libraries are filtered by text or logger; our own warnings omit the place in the code.
+* Ctrl-C and SIGTERM end training after a step, so that checkpoints are whole and ranks end together.
 """
 
 from __future__ import annotations
@@ -142,7 +138,7 @@ class ResumedWithOverrides(Callback):
 
 
 def _options(optimizer: torch.optim.Optimizer) -> set[str]:
-    """What a group may be configured with; the rest is counted in training."""
+    """Return the options of a parameter group; its other keys are counters of the training."""
     return {"initial_lr", *inspect.signature(type(optimizer)).parameters} - {"params"}
 
 
@@ -244,6 +240,6 @@ class GracefulStop(Callback):
 
 
 def _is_notice(trainer: pl.Trainer) -> bool:
-    """Whether SIGTERM tells a rank of an elastic run to leave the others."""
+    """True if SIGTERM asks a rank of an elastic run to leave the others."""
     elastic = getattr(trainer.strategy, "elastic", None)
     return elastic is not None and elastic.engine.settings.notice_on_sigterm

@@ -1,8 +1,6 @@
-"""Short measured trainings on this machine, with interleaved rounds and medians.
+"""Short measured trainings of a small GPT on this machine, with interleaved rounds and medians.
 
-Timing that survives a noisy machine: interleaved rounds, medians, ratios inside one run.
-
-Short measured trainings: ranks on this machine that run one function each, and the small GPT that they train.
+Contenders take turns and are compared by ratios inside one run, so that noise of the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ from moe_lightning.strategies.placed_experts import PlacedExperts
 
 
 def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 0) -> dict[str, list[float]]:
-    """What each contender returns in each round; they take turns, so that a slow spell of the machine hits all.
+    """Run the contenders in turns and return the results of each by round; so a slow spell of the machine affects all.
 
     Args:
         contenders: functions that measure a whole unit of work.
@@ -95,7 +93,7 @@ def medians_of(rows: Sequence[Mapping[str, Any]], *, but: Iterable[str] = ()) ->
 
 
 def goal(what: str, reached: float, most: float, form: str = "{:.2f}", note: str = "") -> str:
-    """Whether what was reached is at most the goal, in a line."""
+    """Return a line that says whether a value is at most its goal."""
     verdict = "met   " if reached <= most else "missed"
     return f"{verdict}  {what}: {form.format(reached)}, goal at most {most:.2f}{note}"
 
@@ -192,7 +190,7 @@ class StepClock(pl.Callback):
         self._last = time.perf_counter(), time.process_time()
 
     def note(self, trainer: pl.Trainer) -> None:
-        """What else is to be written down of the step; it does not count as the next one's time."""
+        """Record further values of the step; the time for it does not count as the next step's."""
 
 
 # --- measured trainings ---------------------------------------------------------------------------------------------
@@ -271,7 +269,7 @@ def _layers(experts: PlacedExperts) -> dict[str, float]:
 
 
 def _copies(trainer: pl.Trainer) -> dict[str, float]:
-    """What the shadows of the last step cost, and what the performance model expected."""
+    """Return the measured and the predicted cost of the last step's shadows."""
     balancer = next((c for c in trainer.callbacks if isinstance(c, LoadBalancer)), None)  # type: ignore[attr-defined]
     shadow_transfers = balancer.last_shadow_transfers if balancer is not None else None
     planner = balancer.planner if shadow_transfers is not None and balancer is not None else None
@@ -318,7 +316,7 @@ def balancer_of(ways: Strategy) -> LoadBalancer:
     """Return the callback that balances as a strategy of `balancing.rules` says."""
     return LoadBalancer(
         rebalance_every=0 if ways.placement.rule == "plain" else 200,
-        placement=ways.placement.rule,
+        placement_rule=ways.placement.rule,
         allocation=ways.placement.allocation,
         shadows=ways.shadows,
     )
@@ -357,7 +355,7 @@ def write_job(folder: Path, function: str, settings: Mapping[str, Any], cores: S
 def on_ranks(
     function: str, settings: Mapping[str, Any], *, num_ranks: int, folder: Path, cores: Sequence[int] = ()
 ) -> list[Any]:
-    """What a function returns on every rank; see `write_job`.
+    """Run a function on every rank and return the results; see `write_job`.
 
     Raises:
         ConfigurationError: a rank failed.
@@ -365,13 +363,13 @@ def on_ranks(
     """
     check_processes(num_ranks)
     launcher = LocalLauncher(num_ranks=num_ranks, log_dir=folder / "logs", module=MODULE, grace_s=5.0)
-    with failing_as_mistakes():
+    with rank_failures_as_user_errors():
         launcher.run(write_job(folder, function, settings, cores))
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
 @contextlib.contextmanager
-def failing_as_mistakes() -> Iterator[None]:
+def rank_failures_as_user_errors() -> Iterator[None]:
     """A failed rank of a benchmark is told in one sentence."""
     try:
         yield

@@ -1,15 +1,10 @@
 """`moe-sim`: simulation of runs on clusters, and recommended recipes.
 
-What moe-sim simulates, from its configuration.
-
-A recommended policy as a recipe for `moe-train`.
-
-`moe-sim`: what a run would do on a cluster that is not there, and which recipe suits it.
-
     moe-sim [key=value ...]             simulate one policy, or several on the same failures (compare=[ds,lazarus])
     moe-sim recommend [key=value ...]   choose slots, replicas, protection, checkpoints and write a recipe for moe-train
 
-Configuration is conf/simulate.yaml, composed by Hydra as for moe-train. Exit codes: 0 done, 1 a defect, 2 a mistake.
+The configuration is conf/simulate.yaml, composed by Hydra as for moe-train. Exit codes: 0 done, 1 a defect, 2 a user
+error.
 """
 
 from __future__ import annotations
@@ -32,14 +27,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moe_lightning import __version__, plots, user_errors
 from moe_lightning.arguments import output_file
-from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes, dotted, known_keys, unknown_key
+from moe_lightning.cli.composition import CONFIG_DIR, composition_errors, dotted, known_keys, unknown_key
 from moe_lightning.cli.overrides import SIM, read_settings, refuse_option
 from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, build_config, fits, require, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware, load_hardware, preset
-from moe_lightning.simulate.mesh import Mesh
+from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.mesh_search import MeshReport, mesh_report, search_mesh
 from moe_lightning.simulate.policy import POLICIES, policy
 from moe_lightning.simulate.recommend import Advice, FailingCluster, recommend
@@ -96,8 +91,8 @@ def _hardware(config: Mapping[str, Any]) -> Hardware:
     return preset(name, **changes)
 
 
-def _mesh(config: Mapping[str, Any]) -> Mesh:
-    return build_config(Mesh, given(config, "mesh", "search"), key="mesh")
+def _mesh(config: Mapping[str, Any]) -> MeshSpec:
+    return build_config(MeshSpec, given(config, "mesh", "search"), key="mesh")
 
 
 def given(config: Mapping[str, Any], group: str, but: str) -> dict[str, Any]:
@@ -139,11 +134,11 @@ _HEAD = "# @package _global_\n# Recommended by moe-sim for "
 
 
 def is_recommended(path: Path) -> bool:
-    """Whether a file is a recipe that moe-sim wrote, which it may write again."""
+    """True if a file is a recipe that moe-sim wrote, which it may overwrite."""
     return path.is_file() and path.read_text(errors="replace").startswith(_HEAD)
 
 
-def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mesh) -> str:
+def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: MeshSpec) -> str:
     """The YAML of a recipe that trains as advised; the callbacks start from the files of conf/callbacks.
 
     Args:
@@ -159,7 +154,7 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mes
         "ranks_per_node": config["hardware"]["ranks_per_node"] or 1,
     }
     if policy.placement is not None:
-        balancer["placement"] = policy.placement
+        balancer["placement_rule"] = policy.placement
     recovery: dict[str, Any] = {
         "_target_": "moe_lightning.callbacks.fault_recovery.FaultRecovery",
         "min_replicas": policy.min_replicas,
@@ -192,7 +187,7 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mes
     return head + OmegaConf.to_yaml(OmegaConf.create(body))
 
 
-def _about(mesh: Mesh) -> str:
+def _about(mesh: MeshSpec) -> str:
     """A comment on what of the mesh a recipe of moe-train does not say."""
     axes = f"pp={mesh.pp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
     schedule = (
@@ -201,7 +196,7 @@ def _about(mesh: Mesh) -> str:
     return "" if mesh.is_plain else f"# Simulated with {axes} {schedule}.\n#\n"
 
 
-def _mesh_of_recipe(mesh: Mesh) -> dict[str, Any]:
+def _mesh_of_recipe(mesh: MeshSpec) -> dict[str, Any]:
     """The arguments of the strategy that lay the model over the ranks; none where data parallelism alone does."""
     axes = {"pp": mesh.pp, "cp": mesh.cp, "tp": mesh.tp}
     chosen = {"dense": mesh.dense, "shard_size": mesh.shard_size, "mesh": axes if mesh.unit > 1 else None}
@@ -314,7 +309,7 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
     """
     _check_recipe(overrides)
     with (
-        composition_mistakes(overrides, sweeps=False),
+        composition_errors(overrides, sweeps=False),
         initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"),
     ):
         try:

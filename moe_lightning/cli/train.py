@@ -1,18 +1,11 @@
 """`moe-train`: compose a configuration and start its ranks.
 
-What a search optimizes: a metric that the trained run logged last. The rank that logs leaves the metrics in the run
-directory, where the command that started the ranks reads them, whichever launcher it used.
+Ranks read a configuration file in the run directory. They never see the command line, so neither they nor the jobs of
+a multirun can start the command again.
 
-`moe-train doctor=true`: the run that the configuration describes, for some steps beside one process.
-
-Whether a run is elastic, and how: the `elastic` keys of the configuration, checked.
-
-How many ranks a run gets, and on what device.
-
-`moe-train`: compose a configuration, start its ranks, and say in one sentence what is wrong where something is.
-
-Each run gets its ranks from a configuration file written into its run directory. Workers never see the command line,
-so neither they nor the jobs of a multirun can start the command again.
+A search optimizes the last logged value of `objective`: the rank that logs writes its metrics into the run directory,
+where the command that started the ranks reads them, whichever launcher it used. `doctor=true` trains a few steps beside
+one process and compares them.
 """
 
 from __future__ import annotations
@@ -46,13 +39,13 @@ from moe_lightning.cli.composition import (
     check_groups,
     check_recipe,
     check_top_level,
-    composition_mistakes,
+    composition_errors,
     fixed_keys,
     known_keys,
     with_quotes,
 )
-from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option
-from moe_lightning.cli.resume import changes, check_changes, config_of, told
+from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option, rename_former_keys
+from moe_lightning.cli.resume import changes, check_changes, config_of, effect
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
 from moe_lightning.config import TARGET, fits, shown
 from moe_lightning.elastic.launcher import ElasticLauncher
@@ -120,8 +113,8 @@ def examined(composed: DictConfig) -> None:
     composed.trainer.limit_val_batches, composed.objective = 0, None
     given = composed.callbacks.get(_CALLBACK) or {}
     target = {"_target_": "moe_lightning.doctor.parity_doctor.ParityDoctor"}
-    kept = {name: node for name, node in composed.callbacks.items_ex(resolve=False) if name not in _LEFT_OUT}
-    composed.callbacks = kept | {_CALLBACK: {**target, **given}}
+    retained = {name: node for name, node in composed.callbacks.items_ex(resolve=False) if name not in _LEFT_OUT}
+    composed.callbacks = retained | {_CALLBACK: {**target, **given}}
 
 
 _LAST_PORT = 65535
@@ -144,7 +137,7 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
         )
     for kind, values, key in ((ElasticSettings, settings, "elastic.settings"), (ElasticLauncher, options, "elastic")):
         check_arguments({TARGET: f"{kind.__module__}.{kind.__qualname__}", **values}, key)
-    _check_address(options.get("lighthouse"))
+    _check_address(options.get("rdzv_endpoint"))
     waits = ElasticSettings(**settings)
     recovers = bool(config["callbacks"].get("fault_recovery"))
     if not fits(enabled, bool | Literal["auto"]):
@@ -152,20 +145,20 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
     if enabled is True and external:
         raise ConfigurationError(
             "elastic.enabled=true, but torchrun or srun started these ranks and ends all of them with the first: "
-            "run moe-train itself on every node, with elastic.lighthouse=HOST:PORT"
+            "run moe-train itself on every node, with elastic.rdzv_endpoint=HOST:PORT"
         )
     if enabled is True and not recovers:
         raise ConfigurationError("elastic.enabled=true needs a callback that recovers: use callbacks=fault_recovery")
     return None if external or not (enabled and recovers) else {**options, "settings": waits}
 
 
-def _check_address(lighthouse: str | None) -> None:
-    if lighthouse is None:
+def _check_address(rdzv_endpoint: str | None) -> None:
+    if rdzv_endpoint is None:
         return
-    host, _, port = lighthouse.rpartition(":")
+    host, _, port = rdzv_endpoint.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) <= _LAST_PORT:
         raise ConfigurationError(
-            f"elastic.lighthouse={shown(lighthouse)} must be HOST:PORT with a port from 1 to {_LAST_PORT}"
+            f"elastic.rdzv_endpoint={shown(rdzv_endpoint)} must be HOST:PORT with a port from 1 to {_LAST_PORT}"
         )
 
 
@@ -175,7 +168,7 @@ _RANKS_OF_A_CORE = 4
 
 
 def is_externally_launched() -> bool:
-    """Whether torchrun, srun or the like started this process as one rank of several."""
+    """True if torchrun, srun or the like started this process as one rank of several."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return True
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
@@ -310,7 +303,7 @@ def _run(arguments: Sequence[str]) -> None:
                 raise
             return None  # Hydra would print a note of its own
 
-    with _own_failures(failures), _full_hydra_errors(), composition_mistakes(arguments):
+    with _own_failures(failures), _full_hydra_errors(), composition_errors(arguments):
         if options.multirun:
             os.environ.setdefault("WANDB_RUN_GROUP", f"sweep-{zlib.crc32(' '.join(options.overrides).encode()):08x}")
             unnamed = ",".join(f"'{key}'" for key in fixed_keys(options.overrides))
@@ -352,9 +345,9 @@ def run_job(composed: DictConfig) -> float | None:
     with ExitStack() as locks, _undone_unless_trained(directory) as attempt:
         made = {path for path in (directory.logs, directory.lock) if not path.exists()}
         directory.create()
-        party = config["elastic"]["lighthouse"] if elastic is not None else None
+        party = config["elastic"]["rdzv_endpoint"] if elastic is not None else None
         is_first = locks.enter_context(locked(directory, party))
-        attempt.kept = directory.scaffold() - made if party is None else None
+        attempt.earlier_logs = directory.scaffold() - made if party is None else None
         attempt.earlier, state = _prepare(directory, config, is_first=is_first)
         if attempt.earlier is not None:  # it took its lock along
             directory.create()
@@ -371,14 +364,14 @@ def run_job(composed: DictConfig) -> float | None:
 
 @dataclass
 class _Attempt:
-    """What a command has changed in its run directory before its ranks train.
+    """Changes that a command has made in its run directory before its ranks train.
 
     Attributes:
-        kept: logs that were there before it; None where another command may be at work there.
+        earlier_logs: logs that were there before it; None where another command may be at work there.
         earlier: where the run is that it moved aside.
     """
 
-    kept: set[Path] | None = None
+    earlier_logs: set[Path] | None = None
     earlier: Path | None = None
 
 
@@ -393,13 +386,13 @@ def _undone_unless_trained(directory: RunDirectory) -> Iterator[_Attempt]:
     except BaseException as error:
         failure = getattr(error, "failure", None)
         is_refusal = user_errors.sentence_of(error) is not None if failure is None else failure.kind == "mistake"
-        is_alone = attempt.kept is not None
+        is_alone = attempt.earlier_logs is not None
         if attempt.earlier is not None:
             # Without this machine the others may train on, but not with what was refused.
             if (is_alone or is_refusal) and directory.put_back(attempt.earlier):
                 print(f"run    {directory} is the earlier run again: this one has not trained", flush=True)
-        elif is_refusal and attempt.kept is not None:  # after a crash the logs of the ranks may be wanted
-            directory.clear_scaffold(attempt.kept)
+        elif is_refusal and attempt.earlier_logs is not None:  # after a crash the logs of the ranks may be wanted
+            directory.clear_scaffold(attempt.earlier_logs)
         raise
 
 
@@ -420,7 +413,7 @@ def _own_failures(failures: Sequence[Exception]) -> Iterator[None]:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Where neither a launcher nor a training has a handler of its own, SIGTERM ends the command as Ctrl-C does."""
+    """End the command on SIGTERM as on Ctrl-C, unless a launcher or a training has its own handler."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise Interrupted(signal.Signals(number))
@@ -433,7 +426,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _outlook(directory: RunDirectory) -> str:
-    """What the same command would do after an interrupted one."""
+    """Return a clause on what the same command does next after an interruption."""
     newest = directory.newest_checkpoint()
     if newest is None:
         return "no checkpoint had been written, so the same command starts anew"
@@ -452,14 +445,15 @@ def resolved(composed: DictConfig) -> dict[str, Any]:
     with open_dict(composed):
         for name in COLLECTIONS:  # callbacks=[] chooses none
             composed.setdefault(name, {})
+    rename_former_keys(composed, "moe-train")
     raw = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(raw, dict)
     check_recipe({str(name): value for name, value in raw.items()})
     check_groups({str(name): value for name, value in raw.items()})
     if composed.get("doctor") is True:
-        with composition_mistakes(()):
+        with composition_errors(()):
             examined(composed)
-    with composition_mistakes(()):
+    with composition_errors(()):
         container = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(container, dict)
     config = {str(name): value for name, value in container.items() if name in KEYS}
@@ -489,7 +483,7 @@ def _launch(
 
 
 def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
-    """What to say of a run that has nothing left to do; "" for any other."""
+    """Return the message of a run that has nothing left to do; "" for any other."""
     max_steps = config["trainer"].get("max_steps")
     if config["task"] != "train" or config["resume"] is not True or not isinstance(max_steps, int) or max_steps <= 0:
         return ""
@@ -529,8 +523,8 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
     found = changes(former, config) if former else []
     check_changes(found, overrides=config["resume_overrides"])
     if newest is not None:
-        return None, f", going on after step {newest.step} (resume=false starts anew){told(found)}"
-    return None, told(found)
+        return None, f", going on after step {newest.step} (resume=false starts anew){effect(found)}"
+    return None, effect(found)
 
 
 def _as_settings(arguments: Sequence[str]) -> list[str]:

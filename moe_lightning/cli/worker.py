@@ -39,7 +39,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a configuration describes, built."""
+    """Objects built from a configuration."""
 
     trainer: pl.Trainer
     module: pl.LightningModule
@@ -230,7 +230,7 @@ def with_one_checkpoint(callbacks: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def store_of_checkpoints(config: Mapping[str, Any]) -> Place | None:
-    """Where partial checkpoints go if not into a folder; None if they do, or there are none."""
+    """Return the object store of partial checkpoints; None if they go into a folder, or there are none."""
     from moe_lightning.checkpoint.storage import place_of
 
     partial = config["callbacks"].get("partial_experts_checkpoint") or {}

@@ -1,13 +1,11 @@
-"""Text corpora: sources, tokens, memory-mapped files and their split.
+"""Text corpora: sources, tokenizers, memory-mapped tokens and their split.
 
-Where text and tokens come from: the standard library's sources, the user's text files, or one file of tokens.
-
-From text to tokens: bytes as they are, or byte-level BPE through the optional package `tokenizers`.
-
-Text turned into memory-mapped tokens once, split into a training and a held-out part.
+Sources are the standard library's files, the user's text files, or one file of tokens. Tokens are plain bytes, or
+byte-level BPE through the optional package `tokenizers`; they are made once and split into a training and a held-out
+part.
 
 The cache is keyed by the files' names, sizes and modification times, the tokenizer and the split: looking an entry up
-costs a walk over the folder, never a second reading of the text, which every rank of a large run would have to pay.
+costs a walk over the folder, never a second reading of the text by every rank of a large run.
 """
 
 from __future__ import annotations
@@ -125,7 +123,7 @@ class TokenSpan:
 
 
 def is_token_file(source: str) -> bool:
-    """Whether the source names one file of tokens rather than text."""
+    """True if the source names one file of tokens rather than text."""
     return Path(source).suffix in _TOKEN_SUFFIXES
 
 
@@ -161,7 +159,7 @@ def text_files(source: str) -> tuple[TextFile, ...]:
 
 
 def is_text(file: TextFile) -> bool:
-    """Whether a file decodes as UTF-8: some of the standard library's tests hold other encodings on purpose."""
+    """True if a file decodes as UTF-8: some of the standard library's tests hold other encodings on purpose."""
     try:
         file.path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -283,7 +281,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """What a corpus needs of a tokenizer."""
+    """Interface of tokenizers that a corpus uses."""
 
     vocab_size: int
 
@@ -334,7 +332,7 @@ def _grouped(lines: list[str], lines_per_text: int = 256) -> list[str]:
 
 
 def tokenizer_key(spec: str) -> str:
-    """What names a tokenizer in a cache: its spec, or the content of its file.
+    """Return the identity of a tokenizer in a cache: its spec, or the content of its file.
 
     Args:
         spec: "bytes", "bpe:SIZE" (trained on the training text), or the path of a tokenizer.json.

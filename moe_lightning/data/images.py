@@ -1,10 +1,6 @@
-"""Images with classes: sources and the LightningDataModule.
+"""Images with classes: sources, transformations and the LightningDataModule.
 
-Where images come from: a folder with a subfolder for each class, or shapes that are drawn on the fly.
-
-Images and their classes: what a model sees of an image, and the LightningDataModule that serves it step by step.
-
-Shapes: S pixels of a side.
+Sources are a folder with a subfolder for each class, or shapes that are drawn on the fly. Shapes: S pixels of a side.
 """
 
 from __future__ import annotations
@@ -260,7 +256,7 @@ _BICUBIC = 3  # of Pillow's resampling filters
 _VIEWS = 2  # the stream of random views beside those that draw shapes
 
 
-class VisitSampler(StepSampler):
+class ViewSampler(StepSampler):
     """Numbers the visits to samples: sample i in epoch e is e * num_samples + i.
 
     So a data set knows the epoch wherever it runs, in a worker process too, and a resumed run makes the same visits.
@@ -375,7 +371,7 @@ class ImageData(StepDataModule):
         ConfigurationError: from the constructor for sizes; from `prepare_data`, `setup`, `num_classes` for the folder.
     """
 
-    sampler = VisitSampler
+    sampler = ViewSampler
 
     def __init__(
         self,
@@ -425,7 +421,7 @@ class ImageData(StepDataModule):
 
     @property
     def num_classes(self) -> int:
-        """How many classes a model must tell apart."""
+        """Number of classes of the images."""
         return len(self.classes)
 
     def summary(self) -> str:

@@ -1,16 +1,10 @@
-"""Instruction tuning: chat formats, token windows with masked questions.
-
-How a conversation is written out for a model: by the chat template of its tokenizer, or as plain marked turns.
-
-A written conversation is a list of pieces of text, each predicted or not; only answers are, with what ends them.
-
-Instruction tuning: conversations of a file as token windows in which only the answers are predicted, and no expert
-sees what fills a window up.
+"""Instruction tuning: chat formats, and token windows in which only answers are predicted.
 
 The file holds one JSON object a line, or one JSON array of objects. An object is {"messages": [{"role", "content"},
 ...]}, {"conversations": [{"from", "value"}, ...]} as ShareGPT has it, {"prompt", "response"}, or {"instruction",
-"output"} with an "input" or without. It is written out by the chat template of the model's tokenizer, or where there is
-none as marked turns (`chat.py`).
+"output"} with an optional "input". The chat template of the model's tokenizer formats it, or plain marked turns if
+there is none, as a list of texts that are predicted or not: only answers are, with their end token. No expert computes
+the padding of a window.
 """
 
 from __future__ import annotations
@@ -125,7 +119,7 @@ class TemplatedTurns:
 
 
 def chat_format(tokenizer: str, end_token: str | None) -> ChatFormat:
-    """How conversations are written for a tokenizer.
+    """Return the format of conversations for a tokenizer.
 
     Args:
         tokenizer: path of a tokenizer.json, whose folder may have a chat template, or "bytes".
@@ -223,7 +217,7 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return self._window(*self._tokens(index))
 
     def _tokens(self, index: int) -> tuple[list[int], list[bool]]:
-        """Of a conversation, and whether each is predicted."""
+        """Return the tokens of a conversation, and for each whether it is predicted."""
         offset, nbytes = self._spans[index].tolist()
         with self._path.open("rb") as file:
             file.seek(offset)
@@ -241,7 +235,7 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return np.array([len(self._tokens(index)[0]) for index in range(len(self))], dtype=np.int64)
 
     def learnable(self, most: int) -> tuple[int, int]:
-        """Of the first `most` conversations, and of more until one is found: how many were looked at, and in how many
+        """Count, of the first `most` conversations, and of more until one is found, those looked at and those in which
         anything is predicted.
         """
         looked_at = found = 0
@@ -348,7 +342,7 @@ class InstructionData(StepDataModule):
 
     @cached_property
     def written(self) -> ChatFormat:
-        """How conversations become text."""
+        """Format that writes conversations as text."""
         return chat_format(self._tokenizer_spec, self._end_token)
 
     @property
@@ -364,7 +358,7 @@ class InstructionData(StepDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens a model must tell apart."""
+        """Number of tokens of the vocabulary."""
         return self.tokenizer.vocab_size
 
     def summary(self) -> str:

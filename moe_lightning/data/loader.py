@@ -1,17 +1,12 @@
-"""DataLoader by steps, with its position counted where batches are consumed.
-
-Schedules of gradient accumulation.
-
-Lightning's GradientAccumulationScheduler sets the Trainer's `accumulate_grad_batches` when an epoch begins: too late
-for loaders, which are made before the first one, and not at all in an epoch that is resumed.
-
-A DataLoader over a StepSampler, with the position counted where batches are consumed.
+"""DataLoader over a StepSampler, with its position counted where batches are consumed.
 
 Lightning leaves such a loader as it is (no sampler is injected), saves and restores it through `state_dict` and
-`load_state_dict` (saved with the fit loop's progress, restored before the first iterator of a resumed fit), and takes
+`load_state_dict` (saved with the fit loop's progress, restored before the first iterator of a resumed fit), and uses
 `len()` as the batches of an epoch.
 
-The part that data modules of samples share: their loaders, step by step.
+Schedules of gradient accumulation: Lightning's GradientAccumulationScheduler sets the Trainer's
+`accumulate_grad_batches` when an epoch begins: too late for loaders, which are made before the first one, and not at
+all in an epoch that is resumed.
 """
 
 from __future__ import annotations
@@ -68,7 +63,7 @@ def leave_schedule(trainer: Trainer) -> None:
         trainer.accumulate_grad_batches = 1
 
 
-_KEPT_OPTIONS = (
+_LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -164,7 +159,7 @@ class StepLoader:
             keeps_micro_batch=training,
             order=order,
         )
-        converted = cls(loader.dataset, sampler, **kept_options(loader))
+        converted = cls(loader.dataset, sampler, **loader_options(loader))
         converted.sampler = batches.sampler
         converted.replaces_stock = True
         return converted
@@ -181,7 +176,7 @@ class StepLoader:
         trainer: Trainer | None = None,
         sampler: type[StepSampler] = StepSampler,
     ) -> StepLoader:
-        """What a data module answers: training shuffles and takes whole steps, evaluation sees every sample in order.
+        """Build a data module's loader: shuffled whole steps for training, every sample in order for evaluation.
 
         Args:
             sampler: the class that turns positions into indices of the data set.
@@ -230,7 +225,7 @@ class StepLoader:
         moves = sampler.moves
         if self._own_generator is not None:
             self._own_generator.manual_seed(mixed_seed(sampler.seed, sampler.rank, sampler.consumed))
-        for batch in _with_plain_mistakes(self._loader):
+        for batch in _with_plain_errors(self._loader):
             current = sampler.slice_at(sampler.consumed)
             if current.micro == 0:
                 self._before_step = self.state_dict()
@@ -261,7 +256,7 @@ class StepLoader:
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Any]:
-        """What makes a batch of samples."""
+        """Function that makes a batch of samples."""
         return self._loader.collate_fn
 
     # ------------------------------------------------------------------ state and world
@@ -320,7 +315,7 @@ class StepLoader:
     # Lightning sets this one on loaders whose workers it seeds (seed_everything(workers=True)).
     @property
     def worker_init_fn(self) -> Callable[[int], None] | None:
-        """What every worker process calls first, as in torch's DataLoader."""
+        """Function that every worker process calls first, as in torch's DataLoader."""
         return self._loader.worker_init_fn
 
     @worker_init_fn.setter
@@ -328,7 +323,7 @@ class StepLoader:
         self._loader.worker_init_fn = function
 
 
-def _with_plain_mistakes(batches: Iterable[Any]) -> Iterator[Any]:
+def _with_plain_errors(batches: Iterable[Any]) -> Iterator[Any]:
     """The batches; a mistake that a worker process found is the sentence it was there, without torch's traceback."""
     try:
         yield from batches
@@ -339,7 +334,7 @@ def _with_plain_mistakes(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 class _SeenIndices(private_lightning.BatchIndices):
-    """What Lightning's prediction writers ask for the indices of this rank's samples; a stand-in is none of them."""
+    """Batch sampler for Lightning's prediction writers: indices of this rank's samples without dummy samples."""
 
     def __next__(self) -> list[int]:
         indices = super().__next__()
@@ -358,7 +353,7 @@ def is_empty(loader: DataLoader[Any], *, training: bool) -> bool:
 
 
 def reason_not_to_cut(loader: DataLoader[Any]) -> str | None:
-    """Why the global batches of a stock loader cannot be cut over ranks, in a sentence; None where they can."""
+    """Return a sentence on why a stock loader's global batches cannot be cut over ranks; None if they can."""
     if isinstance(loader.dataset, IterableDataset):
         return (
             f"The data set {type(loader.dataset).__name__} is iterable and has no indices to share among ranks; use a "
@@ -397,9 +392,9 @@ def _kind(thing: Any) -> Any:
     return getattr(torch.utils.data, kind.__name__.removeprefix("Stateful"), kind)
 
 
-def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What a loader that is cut keeps of a DataLoader, beside its data, order and batch size."""
-    return {name: getattr(loader, name) for name in _KEPT_OPTIONS}
+def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the options of a DataLoader that its replacement has too, beside its data, order and batch size."""
+    return {name: getattr(loader, name) for name in _LOADER_OPTIONS}
 
 
 def batches_of(loader: DataLoader[Any]) -> Any:

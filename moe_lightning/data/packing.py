@@ -1,4 +1,4 @@
-"""Several documents in one sample, side by side: first-fit packing, and the samples that come of it.
+"""First-fit packing of several documents into one sample.
 
 Packs are made once, in an order that the seed decides, and are then samples like others: the step sampler permutes
 them anew every epoch and cuts its steps over ranks, and one integer resumes it.

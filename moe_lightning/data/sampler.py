@@ -1,20 +1,14 @@
-"""Samples of every rank at every step as a function of one integer.
-
-Global random numbers that draw from a place of their own, so that others' draws neither change them nor see them.
-
-Which samples every rank sees at every step, as a pure function of one integer.
+"""Samples of every rank at every step, as a pure function of one integer.
 
 Training consumes one endless stream: epoch after epoch, each an order of the data set that (seed, epoch) decides.
-Step t takes the next `global_batch_size` samples of it, whatever the number of ranks, and the last step of an epoch
+Step t uses the next `global_batch_size` samples of it, whatever the number of ranks, and the last step of an epoch
 what is left; inside the step the batch is cut into micro-batches (gradient accumulation) and each micro-batch over the
 ranks, as evenly as whole samples allow or in proportion to their speeds. The number of samples consumed so far is
 therefore the whole state, and a run that resumes on another number of ranks sees the same batches. Evaluation uses the
 same cuts on one epoch: every sample exactly once.
 
-Where fewer samples are left than there are ranks, the ranks without one are given a stand-in: a sample that counts for
-nothing there, so that they can take part in the collectives of the model.
-
-The order of a sampler of the user's own, made the same on every rank and in every run.
+Ranks without a sample get a dummy one, which has no weight in the loss, so that they join the model's collectives.
+A user's own sampler draws its order from a separate global random state, the same on every rank and in every run.
 """
 
 from __future__ import annotations
@@ -97,12 +91,12 @@ class StepSlice:
 
     @property
     def micro_share(self) -> float:
-        """Of the micro-batch."""
+        """Share of the micro-batch."""
         return self.count / (self.micro_total * self.parts)
 
     @property
     def step_share(self) -> float:
-        """Of the step."""
+        """Share of the step."""
         return self.count / (self.step_total * self.parts)
 
     pieces: tuple[StepSlice, ...] = ()  # of a batch that a pipeline computes in several: each a micro-batch of the step
@@ -255,13 +249,15 @@ class StepSampler(Sampler[list[int]]):
         return indices
 
     def _micro_bounds(self, step_total: int, num_micros: int) -> tuple[int, ...]:
-        """Where the micro-batches of a step begin, and its end: a step of few samples has the first of them only."""
+        """Return the beginnings of a step's micro-batches, and its end: a step of few samples has the first of them
+        only.
+        """
         whole = cut(self.global_batch_size, num_micros)
         return *(start for start in whole if start < step_total), step_total
 
     def _piece_bounds(self, begin: int, end: int, num_micros: int, pieces: int) -> tuple[int, ...]:
-        """Where the pieces of the micro-batch of a step from `begin` to `end` begin, and its end: one of few samples
-        has the first of them only.
+        """Return the beginnings of the pieces of the micro-batch of a step from `begin` to `end`, and its end: one of
+        few samples has the first of them only.
         """
         whole = cut(self.global_batch_size, num_micros)
         size = next(last - first for first, last in itertools.pairwise(whole) if first == begin)
@@ -310,7 +306,7 @@ class StepSampler(Sampler[list[int]]):
         )
 
     def _cut(self, total: int, world_size: int) -> tuple[int, ...]:
-        """Where the slices of a micro-batch begin, and its end."""
+        """Return the beginnings of the slices of a micro-batch, and its end."""
         key = total, world_size
         if key not in self._cuts:
             speeds = self._speeds

@@ -1,21 +1,15 @@
-"""Streams (IterableDataset) in steps of a constant global batch.
+"""Streams (IterableDataset) in steps of a constant global batch, on any number of ranks and after any fault.
 
-A stream as a data set that is read by position, in ascending order and again from where a mark was set.
+Step t of a training uses the samples [t * B, (t + 1) * B) of the stream's endless sequence of passes, whatever ranks
+there are and wherever epochs end: an IterableDataset is iterated to its end, given the number of the next pass
+(`set_epoch`, if it has one), and iterated again. Every rank reads the whole stream and keeps its own samples.
 
-Sample number p of a training is the p-th of the endless row of the stream's passes: an IterableDataset is iterated to
-its end, told the number of the next pass (`set_epoch`, where it has one), and iterated again. Whoever wants sample p
-reads what comes before it, so every rank reads the whole stream and keeps its own samples.
+A mark is a position and the state to continue from there: the pass, how many of its samples were read, and the
+stream's own `state_dict`, if that is exact. Otherwise the pass is read again up to there, and its last sample has to be
+the same as before.
 
-A mark is a position and what it takes to go on from there: the pass, how many of its samples were read, and the
-stream's own `state_dict`, where it has one that is exact. Without, the pass is read again up to there, and the last
-sample of it has to be the one it was.
-
-Streams (IterableDataset) in steps of a constant global batch, on any number of ranks and after any fault.
-
-Step t of a training takes the samples [t * B, (t + 1) * B) of the stream's endless row of passes (see `stream_reader`),
-whatever ranks there are and wherever epochs end. Data sets of litdata and MosaicML, which divide themselves among the
-ranks when they are iterated, are taken by their indices instead, as map-style ones, in an order in which a rank reads
-its part of the files.
+Data sets of litdata and MosaicML, which divide themselves among the ranks when they are iterated, are read by index
+instead, as map-style ones, in an order in which a rank reads its part of the files.
 """
 
 from __future__ import annotations
@@ -37,7 +31,7 @@ from typing_extensions import override
 
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
-from moe_lightning.data.loader import StepLoader, batches_of, factors_of, kept_options, reason_in_batches
+from moe_lightning.data.loader import StepLoader, batches_of, factors_of, loader_options, reason_in_batches
 from moe_lightning.data.sampler import OwnGenerators, StepSampler, mixed_seed
 from moe_lightning.errors import ConfigurationError
 
@@ -51,7 +45,7 @@ _END = object()
 
 
 @dataclass(frozen=True)
-class Read:
+class StreamRead:
     """Samples, and a mark that does not lie behind the last of them."""
 
     samples: list[Any]
@@ -86,7 +80,7 @@ class StreamReader(Dataset[Any]):
         """Read on from a mark of a reader like this one, where that is nearer."""
         self._marks.append(mark)
 
-    def __getitems__(self, positions: Sequence[int]) -> Read:
+    def __getitems__(self, positions: Sequence[int]) -> StreamRead:
         """The samples at these positions, for torch's DataLoader.
 
         Raises:
@@ -100,7 +94,7 @@ class StreamReader(Dataset[Any]):
                 found |= self._read(missing)
                 self._marks.append(self._mark())
         end = max(wanted) + 1
-        return Read([found[at] for at in positions], self._nearest(end))
+        return StreamRead([found[at] for at in positions], self._nearest(end))
 
     def _read(self, wanted: Collection[int]) -> dict[int, Any]:
         first, last = min(wanted), max(wanted)
@@ -187,7 +181,7 @@ class StreamReader(Dataset[Any]):
 
 
 def has_exact_state(stream: Any) -> bool:
-    """Whether a stream goes on after `load_state_dict` with the very next sample. Shuffle buffers of Hugging Face
+    """True if a stream continues with the very next sample after `load_state_dict`. Shuffle buffers of Hugging Face
     datasets are not in their state: those are read again instead.
     """
     if not (hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")):
@@ -196,7 +190,7 @@ def has_exact_state(stream: Any) -> bool:
 
 
 def _has_buffer(examples: Any) -> bool:
-    """Whether examples of Hugging Face's go through a shuffle buffer, or through nobody knows what."""
+    """True if examples of a Hugging Face dataset pass a shuffle buffer, or something unknown."""
     if examples is None or "BufferShuffled" in type(examples).__name__:
         return True
     inner = [value for name, value in vars(examples).items() if "ex_iterable" in name]
@@ -220,7 +214,7 @@ def fingerprint(sample: Any) -> int:
 
 
 def _require_plain(state: Any, name: str) -> None:
-    """Of what a checkpoint reads back without unpickling code."""
+    """Refuse a stream's state that a checkpoint cannot read back without unpickling code."""
     for leaf in private_lightning.tree_leaves(state):
         if leaf is not None and type(leaf) not in (bool, int, float, str, bytes) and not isinstance(leaf, Tensor):
             raise ConfigurationError(
@@ -298,7 +292,7 @@ class StreamLoader(StepLoader):
             evaluation=not training,
             keeps_micro_batch=training,
         )
-        cut = cls(loader.dataset, sampler, **kept_options(loader))  # type: ignore[arg-type]
+        cut = cls(loader.dataset, sampler, **loader_options(loader))  # type: ignore[arg-type]
         cut.sampler = batches.sampler
         cut.replaces_stock = True
         return cut
@@ -327,7 +321,7 @@ class _Collated:
 
     collate: Callable[[list[Any]], Any]
 
-    def __call__(self, read: Read) -> tuple[Any, Mark]:
+    def __call__(self, read: StreamRead) -> tuple[Any, Mark]:
         return self.collate(read.samples), read.mark
 
 
@@ -349,7 +343,7 @@ def samples_of_epoch(loader: DataLoader[Any], trainer: Trainer) -> int | None:
 
 
 def reason_not_to_stream(loader: DataLoader[Any], trainer: Trainer) -> str | None:
-    """Why the batches of a stream cannot be cut over ranks exactly, in a sentence; None where they can."""
+    """Return the reason, in a sentence, why a stream's batches cannot be cut over ranks exactly; None if they can."""
     stream: Any = loader.dataset
     name, package = type(stream).__name__, type(stream).__module__.partition(".")[0]
     if (reason := reason_in_batches(loader)) is not None:
@@ -421,12 +415,12 @@ def by_index(loader: DataLoader[Any]) -> DataLoader[Any]:
         return loader
     whole = ByIndex(stream, _size_of_litdata(stream) if package == "litdata" else stream.size)
     order = PartwiseShuffle(len(whole), loader.batch_size) if stream.shuffle else None
-    options = kept_options(loader)
+    options = loader_options(loader)
     return DataLoader(whole, batch_size=loader.batch_size, sampler=order, drop_last=loader.drop_last, **options)
 
 
 def _size_of_litdata(stream: Any) -> int:
-    """Of the whole set: its own length is that of a rank."""
+    """Return the length of the whole set; the set's own length is that of a rank."""
     environment = type(stream.distributed_env)(world_size=1, global_rank=0, num_nodes=1)
     stream.distributed_env = environment
     stream.set_drop_last(False)

@@ -1,4 +1,4 @@
-"""Next-token prediction on a corpus: windows of tokens, and the LightningDataModule that serves them step by step."""
+"""Next-token prediction on a corpus: windows of tokens and their LightningDataModule."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class TextData(StepDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens a model must tell apart."""
+        """Number of tokens of the vocabulary."""
         return self.corpus.vocab_size
 
     def summary(self) -> str:

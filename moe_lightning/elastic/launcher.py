@@ -359,11 +359,11 @@ class ElasticLauncher:
         module: the workers' main module.
         max_restarts: workers started again in the whole run; one death more ends it.
         cool_down_s: from a death to the start of the next process in its place.
-        lighthouse: "host:port" of `moe_lightning.elastic.rendezvous_host` for several machines; None hosts it here,
+        rdzv_endpoint: "host:port" of `moe_lightning.elastic.rendezvous_host` for several machines; None hosts it here,
             where nobody else reaches it.
-        secret_file: a copy of the file that the rendezvous host has made; with `lighthouse` only.
+        secret_file: a copy of the file that the rendezvous host has made; with `rdzv_endpoint` only.
         num_nodes: machines that run this command; the first world waits for the workers of all.
-        node: this machine's name as a failure domain; its host name, or "local" without a `lighthouse`.
+        node: this machine's name as a failure domain; its host name, or "local" without `rdzv_endpoint`.
         ranks_are_nodes: let every worker be a failure domain of its own, to try the loss of nodes on one machine.
         grace_s: how long workers may take to end before they are killed.
     """
@@ -374,7 +374,7 @@ class ElasticLauncher:
     module: str = WORKER_MODULE
     max_restarts: NonNegativeInt = 20
     cool_down_s: Annotated[float, Interval(ge=0, le=1e9)] = 1.0
-    lighthouse: str | None = None
+    rdzv_endpoint: str | None = None
     secret_file: str | Path | None = None
     num_nodes: PositiveInt = 1
     node: str | None = None
@@ -388,15 +388,15 @@ class ElasticLauncher:
                 f"min_ranks={self.settings.min_ranks} is above the {self.num_ranks * self.num_nodes} ranks that are "
                 "started: lower it"
             )
-        if self.lighthouse is None and self.num_nodes > 1:
+        if self.rdzv_endpoint is None and self.num_nodes > 1:
             raise ConfigurationError(
-                f"num_nodes={self.num_nodes} needs a lighthouse that all nodes reach: run "
+                f"num_nodes={self.num_nodes} needs rdzv_endpoint=HOST:PORT, which all nodes reach: run "
                 "`python -m moe_lightning.elastic.rendezvous_host` on a safe host and give its host:port"
             )
-        if self.lighthouse is not None and self.secret_file is None:
+        if self.rdzv_endpoint is not None and self.secret_file is None:
             raise ConfigurationError(
-                f"lighthouse={self.lighthouse} needs secret_file=FILE: copy the file that the rendezvous host has made "
-                "to every machine"
+                f"rdzv_endpoint={self.rdzv_endpoint} needs secret_file=FILE: copy the file that the rendezvous host "
+                "has made to every machine"
             )
 
     def run(self, arguments: Sequence[str]) -> None:
@@ -405,7 +405,7 @@ class ElasticLauncher:
         Raises:
             RanksFailed: a user's mistake, an exception in the last worker, or more deaths than `max_restarts`.
             Interrupted: a signal ended the run, or a notice of preemption all workers; a second signal ends it at once.
-            ConfigurationError: the lighthouse's address is wrong, or it does not answer while nobody trains here.
+            ConfigurationError: the endpoint's address is wrong, or it does not answer while nobody trains here.
         """
         append_to_outputs()
         with restored_signal_handlers(), self._meeting_point() as (task, link):
@@ -428,12 +428,12 @@ class ElasticLauncher:
     def _meeting_point(self) -> Iterator[tuple[ElasticTask, LauncherLink]]:
         """What all workers are told, and this launcher's own connection."""
         with ExitStack() as stack:
-            if self.lighthouse is None:
+            if self.rdzv_endpoint is None:
                 host = stack.enter_context(RendezvousHost())
                 address, secret_file, node = host.address, host.secret_file, "local"
             else:
                 assert self.secret_file is not None
-                address, secret_file = Address.parse(self.lighthouse), Path(self.secret_file).absolute()
+                address, secret_file = Address.parse(self.rdzv_endpoint), Path(self.secret_file).absolute()
                 node = socket.gethostname()
             task = ElasticTask(
                 address=str(address),
@@ -467,7 +467,7 @@ class _Workers:
         self, launcher: ElasticLauncher, task: ElasticTask, link: LauncherLink, program: Sequence[str]
     ) -> None:
         self._launcher, self._task, self._link, self._program = launcher, task, link, program
-        self._interface = interface_towards(Address.parse(task.address)) if launcher.lighthouse is not None else None
+        self._interface = interface_towards(Address.parse(task.address)) if launcher.rdzv_endpoint is not None else None
         self._clock = OwnClock()
         self._alone_since = 0.0
         self._running: dict[int, _Worker] = {}

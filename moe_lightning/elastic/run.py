@@ -1,7 +1,7 @@
 """Starts any script in elastic workers:
 
     python -m moe_lightning.elastic.run --ranks 4 SCRIPT ARGUMENTS...
-    python -m moe_lightning.elastic.run --ranks 8 --nodes 4 --lighthouse HOST:PORT --secret-file FILE SCRIPT ...
+    python -m moe_lightning.elastic.run --ranks 8 --num-nodes 4 --rdzv-endpoint HOST:PORT --secret-file FILE SCRIPT ...
 
 The second on every node. The script is run as `python SCRIPT ARGUMENTS...` would run it, once in each worker.
 """
@@ -36,8 +36,10 @@ class Options:
     """Of the command line."""
 
     ranks: Annotated[int, Interval(ge=1, le=1024)] = option("workers of this machine", 2)
-    nodes: PositiveInt = option("machines that run this command", 1)
-    lighthouse: str | None = option("of the rendezvous host, for several machines", None, metavar="HOST:PORT")
+    num_nodes: PositiveInt = option("machines that run this command", 1, former="--nodes")
+    rdzv_endpoint: str | None = option(
+        "of the rendezvous host, for several machines", None, metavar="HOST:PORT", former="--lighthouse"
+    )
     secret_file: Path | None = option("a copy of the rendezvous host's", None, metavar="FILE")
     node: str | None = option("this machine's name as a failure domain", None)
     log_dir: OutputFolder = option("output of the other ranks", Path("logs"))
@@ -66,9 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             settings=ElasticSettings(**_settings(options.set)),
             module=_MODULE,
             max_restarts=options.max_restarts,
-            lighthouse=options.lighthouse,
+            rdzv_endpoint=options.rdzv_endpoint,
             secret_file=options.secret_file,
-            num_nodes=options.nodes,
+            num_nodes=options.num_nodes,
             node=options.node,
         ).run([options.script, *options.arguments])
     except Interrupted as stop:

@@ -1,8 +1,4 @@
-"""GPT: GPT-2 and LLaMA style from one configuration, dense or with MoE layers.
-
-What a GPT looks like: one frozen description that covers the GPT-2 and the LLaMA family, dense or with experts.
-
-A readable GPT: GPT-2 and LLaMA style from one config, with dense or MoE feed-forward layers.
+"""GPT: GPT-2 and LLaMA style from one configuration, with dense or MoE feed-forward layers.
 
 Shapes: B sequences, L positions, D model width, H heads, C head size, V vocabulary.
 """
@@ -124,12 +120,12 @@ class GPTConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """How many transformer layers are MoE layers."""
+        """Number of transformer layers that are MoE layers."""
         first = min(self.num_dense_layers, self.num_layers)
         return self.num_layers // self.moe_every - first // self.moe_every if self.num_experts else 0
 
     def is_moe_layer(self, index: int) -> bool:
-        """Whether transformer layer `index` (0-based) is an MoE layer."""
+        """True if transformer layer `index` (0-based) is an MoE layer."""
         return self.num_experts > 0 and index >= self.num_dense_layers and (index + 1) % self.moe_every == 0
 
 
@@ -184,7 +180,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x_BLD))  # type: ignore[no-any-return]
 
     def tensor_parallel_plan(self) -> Plan:
-        """How several ranks compute the model's layers together."""
+        """Return the plan by which several ranks compute the model's layers together."""
         config = self.config
         heads = (config.num_heads, config.kv_heads, config.kv_heads)
         qkv = Columns(tuple(n * config.head_size for n in heads), unit=config.head_size, of="heads")

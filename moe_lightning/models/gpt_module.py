@@ -1,4 +1,4 @@
-"""The GPT as a LightningModule: next-token loss, optimizer, warm-up and decay."""
+"""GPT as a LightningModule: next-token loss, optimizer, warm-up and decay."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class SupervisedModule(pl.LightningModule):
         return self(batch[0], *batch[2:])  # type: ignore[no-any-return]
 
     def loss(self, batch: Batch) -> Tensor:
-        """Of a batch, without auxiliary losses."""
+        """Return the loss of a batch, without auxiliary losses."""
         with parted_logits(self.model) as ranks:
             logits = self.logits(batch)
         return mean_over_targets(logits, batch[1], ranks)
@@ -196,7 +196,7 @@ class GPTModule(SupervisedModule):
 
 
 def optimizer_with_schedule(module: pl.LightningModule, config: OptimizerConfig) -> OptimizerLRScheduler:
-    """What `configure_optimizers` of a module answers for this configuration; the module must have a trainer.
+    """Return the value of a module's `configure_optimizers` for this configuration; the module must have a trainer.
 
     Raises:
         ConfigurationError: clipping that Lightning does not do for fused optimizers.

@@ -1,19 +1,15 @@
 """Optimizers for stacks of experts: Muon and Adafactor.
 
-What our optimizers for stacks of experts have in common, and which parameters of a model they take for what.
-
 Muon (Jordan 2024; scaled as in Moonlight, arXiv 2502.16982) for matrices, AdamW for the rest, in one optimizer.
+torch.optim.Muon accepts two-dimensional parameters only and no others beside them. Experts are stacks of matrices, and
+each is orthogonalized by itself: a batched product may round an expert otherwise beside other experts, so replicas
+would differ. For the same reason the iteration runs in float32: in bfloat16 a last bit of the gradients, which differs
+with the number of ranks, becomes a hundredth of an update.
 
-torch.optim.Muon takes two-dimensional parameters only and no others beside them. Experts are stacks of matrices, and
-each is brought to orthogonality by itself: a batched product may round an expert otherwise beside other experts, which
-would part its replicas. For the same reason the iteration runs in float32: in bfloat16 a last bit of the gradients,
-which differs with the number of ranks, becomes a hundredth of an update.
-
-Adafactor (Shazeer and Stern 2018) as torch.optim.Adafactor has it, for stacks of experts too.
-
-torch takes a stack for one tensor: it clips updates and scales steps by the mean square over all experts, and factors
-the biases of experts across them. Here each expert is a tensor by itself, so its update depends on nothing beside it,
-and its factors are rows of stacked states: [S, d, 1] and [S, 1, f] for matrices [S, d, f]. Numbers stay on the device.
+Adafactor (Shazeer and Stern 2018) as in torch.optim.Adafactor, for stacks of experts too. torch treats a stack as one
+tensor: it clips updates and scales steps by the mean square over all experts, and factors the biases of experts across
+them. Here each expert is a tensor by itself, so its update depends on nothing beside it, and its factors are rows of
+stacked states: [S, d, 1] and [S, 1, f] for matrices [S, d, f]. Numbers stay on the device.
 """
 
 from __future__ import annotations

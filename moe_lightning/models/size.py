@@ -1,4 +1,4 @@
-"""How large a model is and how much arithmetic it asks for, whatever part of its experts this process holds."""
+"""Size of a model and its arithmetic, independent of the experts that this process holds."""
 
 from __future__ import annotations
 

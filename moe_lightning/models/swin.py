@@ -1,8 +1,8 @@
-"""SwinV2-MoE: images into classes, with experts in some feed-forward layers of a SwinV2 (PEC appendix A table 2,
-MoC-System table 1; the layout is that of Swin-MoE, Hwang et al. 2023).
+"""SwinV2-MoE: image classification with experts in some feed-forward layers of a SwinV2.
 
-The network is Swinv2ForImageClassification of transformers, from random weights or from a dense checkpoint whose layers
-the experts copy. Unlike transformers, stochastic depth and dropout follow the sample and not the rank.
+Source: PEC appendix A table 2, MoC-System table 1; the layout is that of Swin-MoE, Hwang et al. 2023. The network is
+Swinv2ForImageClassification of transformers, from random weights or from a dense checkpoint whose layers the experts
+copy. Unlike transformers, stochastic depth and dropout follow the sample and not the rank.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SwinConfig:
                     )
 
     def sparse_layers(self) -> SparseLayers:
-        """Which layers have experts; those of a checkpoint must keep its function, which not every router does."""
+        """Layers that have experts; those of a checkpoint must keep its function, which not every router does."""
         kind = SparseLayers if self.pretrained is None else UpcyclingConfig
         return kind(
             num_experts=self.num_experts,
@@ -107,7 +107,7 @@ class SwinConfig:
 
     @property
     def folder(self) -> Path | None:
-        """Of the checkpoint."""
+        """Folder of the checkpoint."""
         return None if self.pretrained is None else Path(self.pretrained).expanduser()
 
     def architecture(self) -> UpcycledArchitecture:

@@ -1,12 +1,8 @@
-"""Upcycling of trained dense models to MoE models.
-
-Which layers of a dense architecture hold experts.
-
-Upcycling: the feed-forward layers of a trained dense model become MoE layers (Komatsuzaki et al. 2023).
+"""Upcycling: feed-forward layers of a trained dense model become MoE layers (Komatsuzaki et al. 2023).
 
 Every expert starts as a copy of the dense layer and the weights of the chosen experts sum to one, so at step 0 the
 model computes the function of the dense one, up to rounding: in fp32 logits agree to 1e-5. Routers start at random and
-experts drift apart with the tokens they get. Unlike the paper, combine weights are normalised for text as well.
+experts diverge with their tokens. Unlike the paper, combine weights are normalized for text as well.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from moe_lightning.moe.router import RouterConfig
 @validated
 @dataclass(frozen=True, kw_only=True)
 class SparseLayers:
-    """Which feed-forward layers of a dense architecture become MoE layers, and what these are.
+    """Selection of a dense architecture's feed-forward layers that become MoE layers, and the shape of these.
 
     Attributes:
         num_experts: of each MoE layer.
@@ -61,7 +57,7 @@ class SparseLayers:
         self.router.check(self.num_experts)
 
     def is_moe_layer(self, index: int) -> bool:
-        """Whether feed-forward layer `index` (0-based, in the model's order) becomes an MoE layer."""
+        """True if feed-forward layer `index` (0-based, in the model's order) becomes an MoE layer."""
         return index >= self.num_dense_layers and (index + 1) % self.moe_every == 0
 
 
@@ -77,7 +73,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 @validated
 @dataclass(frozen=True, kw_only=True)
 class UpcyclingConfig(SparseLayers):
-    """What becomes of the feed-forward layers of a trained dense model.
+    """Conversion of the feed-forward layers of a trained dense model.
 
     Attributes:
         num_experts: copies of the layer in each MoE layer.

@@ -315,7 +315,7 @@ class SavedState:
         self.newest = taken
         self._pending.append(_Pending(snapshot=taken, persist_LE=persist, done_ns=done_ns, nbytes=nbytes))
 
-    def settle(self, now_ns: int) -> None:
+    def commit_written(self, now_ns: int) -> None:
         """Commit what has been written by now; what is older than the newest of it is void."""
         for done in [entry for entry in self._pending if entry.done_ns <= now_ns]:
             while self._pending.popleft() is not done:
@@ -489,12 +489,12 @@ class ClusterState:
         holders = self.holders()
         count = self._model.usable_nodes(len(available))
         nodes = sorted(available, key=lambda node: (node not in holders, node))
-        kept = self._kept_places(nodes, count)
+        kept = self._retained_places(nodes, count)
         left = [node for node in nodes if node not in kept.values()]
         others = iter(sorted(left[: count - len(kept)]))
         return tuple(kept[index] if index in kept else next(others) for index in range(count))
 
-    def _kept_places(self, nodes: Sequence[int], count: int) -> dict[int, int]:
+    def _retained_places(self, nodes: Sequence[int], count: int) -> dict[int, int]:
         """Node by place in the next world, of those that keep theirs, or on a pipeline their stage."""
         pp = self._model.mesh.pp
         if pp == 1:

@@ -1,9 +1,9 @@
-"""The simulation: from event to event, in integer nanoseconds, with one state machine for every policy.
+"""Event loop of the simulation, in integer nanoseconds, with one state machine for every policy.
 
-A world of nodes trains; at the end of some steps it saves, rebalances or takes notice of other routing; nodes leave and
-join. After a fault the state comes from live replicas, from protected snapshots, or from storage, and a new world is
-formed. Between two of these nothing changes, so a month costs as much as its events. Every nanosecond of every live
-node is accounted for (`cluster.Accounts`).
+A world of nodes trains; at the end of some steps it saves, rebalances or observes other routing; nodes leave and join.
+After a fault the state comes from live replicas, from protected snapshots, or from storage, and a new world is formed.
+Between two events nothing changes, so a month costs as much as its events. Every nanosecond of every live node is
+accounted for (`cluster.Accounts`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_lightning.checkpoint.recovery_plan import plan_recovery
 from moe_lightning.simulate.checkpoint_cost import SaveCost, WindowCost, cheapest_interval, save_cost, stall_of
 from moe_lightning.simulate.cluster import Accounts, ClusterState, Mark, SavedState, SimulatedWorld, inventories
 from moe_lightning.simulate.failures import NS, Event
-from moe_lightning.simulate.scenario import Recovery, Report, Scenario, Span, format_bytes, model_of
+from moe_lightning.simulate.scenario import Recovery, Report, Scenario, SteadyPhase, format_bytes, model_of
 from moe_lightning.simulate.step_model import StepCost, StepModel
 
 
@@ -39,11 +39,11 @@ class History:
             self._stretches.append((start_ns, key))
         self._end_ns = end_ns
 
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[SteadyPhase, ...]:
         """All stretches, each up to the next."""
         ends = [start for start, _ in self._stretches[1:]] + [self._end_ns]
         return tuple(
-            Span(
+            SteadyPhase(
                 start_s=start / NS,
                 end_s=end / NS,
                 state=state,
@@ -294,7 +294,7 @@ class _Run:
         if step < mark.step + len(save.copies_s) - 1:  # a window begins, and counts with its last snapshot
             self._opened, self._due["save"] = mark, mark.step + len(save.copies_s) - 1
             return
-        self.saved.settle(self.now_ns)
+        self.saved.commit_written(self.now_ns)
         self._record()
         if self.policy.saving == "blocking":
             stall_s = written_s = save.snapshot_s + save.persist_s
@@ -371,7 +371,7 @@ class _Run:
 
     def _recover(self, world: SimulatedWorld, failed: set[int]) -> None:
         """Some of the world's nodes are gone: find the freshest whole state, and who trains on."""
-        self.saved.settle(self.now_ns)
+        self.saved.commit_written(self.now_ns)
         self.accounts.abort_step()
         self._progress_ns = 0
         experts, everyone = self.worlds.experts_by_node(), sorted(self.live)
@@ -467,7 +467,7 @@ class _Run:
 
     def report(self) -> Report:
         """Close the accounts and return the result."""
-        self.saved.settle(self.now_ns)
+        self.saved.commit_written(self.now_ns)
         self.accounts.close()
         return closing_report(
             self.scenario,

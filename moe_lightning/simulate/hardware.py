@@ -1,6 +1,6 @@
-"""Hardware of a cluster in a dozen numbers: presets of the papers' machines, and what `moe-bench calibrate` measured.
+"""Hardware of a cluster in a dozen numbers: presets of the papers' machines, and results of `moe-bench calibrate`.
 
-Peak rates are the vendors'; utilisation, copy and storage rates are those that the papers report for their clusters,
+Peak rates are the vendors'; utilization, copy and storage rates are those that the papers report for their clusters,
 and are assumptions elsewhere: replace them by your own measurements (`moe-bench calibrate` measures this machine).
 """
 

@@ -35,7 +35,7 @@ _MICRO_BATCHES_PER_STAGE = 4
 
 @validated
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
+class MeshSpec:
     """Axes and shardings; data parallelism takes the ranks that the axes leave. Experts always lie over all ranks of a
     stage, whatever the other axes.
 
@@ -77,7 +77,7 @@ class Mesh:
     @property
     def is_plain(self) -> bool:
         """Data and expert parallelism alone, dense parameters on every rank."""
-        return self.micro_batches in (None, 1) and self == Mesh(micro_batches=self.micro_batches)
+        return self.micro_batches in (None, 1) and self == MeshSpec(micro_batches=self.micro_batches)
 
     def shape(self, num_ranks: int) -> MeshShape:
         """The axes over so many ranks.
@@ -163,7 +163,7 @@ def _hybrid(group: int, tp: int, ranks_per_node: int, wanted: int | None) -> int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class BusiestStage:
     """The part of a model on the ranks of the busiest stage of its pipeline.
 
     Attributes:
@@ -183,13 +183,13 @@ class Stage:
 
 
 @lru_cache(maxsize=4096)
-def busiest_stage(workload: Workload, pp: int, chunks: int) -> Stage:
+def busiest_stage(workload: Workload, pp: int, chunks: int) -> BusiestStage:
     """Return the busiest stage of a pipeline whose stages get whole layers, in `chunks` runs of as many."""
     blocks = -(-workload.num_blocks // (pp * chunks)) * chunks
     blocks = min(blocks, workload.num_blocks)
     share = blocks / workload.num_blocks
     dense = workload.block_params * share + workload.embedding_params if pp > 1 else float(workload.dense_params)
-    return Stage(
+    return BusiestStage(
         blocks=blocks,
         moe_layers=min(workload.num_layers, blocks),
         dense_blocks=min(workload.dense_blocks, blocks),
@@ -204,7 +204,7 @@ WHOLE: Part = (Fraction(0), Fraction(1))
 
 
 @lru_cache(maxsize=64)
-def parts_of_ranks(mesh: Mesh, num_ranks: int, ranks_per_node: int) -> tuple[Part, ...]:
+def parts_of_ranks(mesh: MeshSpec, num_ranks: int, ranks_per_node: int) -> tuple[Part, ...]:
     """Return, for every rank of a world, the smallest part of the dense state that it alone may hold."""
     shape = mesh.shape(num_ranks)
     shards = mesh.state_shards(num_ranks, ranks_per_node)
@@ -271,8 +271,8 @@ class StageWork:
 
     workload: Workload
     machine: Hardware
-    mesh: Mesh
-    stage: Stage
+    mesh: MeshSpec
+    stage: BusiestStage
     num_ranks: int
     tokens: float
     micro_batches: int
@@ -393,7 +393,7 @@ def _gather_s(work: StageWork) -> float:
     return once_s + (work.stage.blocks + 1) * work.machine.latency_s
 
 
-def _prefetched(gather_s: float, stage: Stage) -> float:
+def _prefetched(gather_s: float, stage: BusiestStage) -> float:
     """Return the seconds of a forward pass's gathers: all but the first of the layers and what stands beside them."""
     return gather_s * stage.blocks / (stage.blocks + 1)
 
@@ -421,12 +421,12 @@ def _beyond(seconds: float, free_s: float) -> float:
     return max(0.0, seconds - max(0.0, free_s))
 
 
-def backward_ratio(mesh: Mesh) -> int:
+def backward_ratio(mesh: MeshSpec) -> int:
     """Backward over forward time of a layer: 2, and 1 more where it makes activations again."""
     return 3 if mesh.recompute else 2
 
 
-def _passes(mesh: Mesh) -> int:
+def _passes(mesh: MeshSpec) -> int:
     """Over a layer: forward, backward, and forward again where activations are made again."""
     return 3 if mesh.recompute else 2
 
@@ -461,7 +461,7 @@ class RankMemory:
         return self.state + self.gradients + self.activations + self.gathered
 
 
-def rank_memory(workload: Workload, mesh: Mesh, num_ranks: int, *, slots: int, ranks_per_node: int) -> RankMemory:
+def rank_memory(workload: Workload, mesh: MeshSpec, num_ranks: int, *, slots: int, ranks_per_node: int) -> RankMemory:
     """Return the memory of a rank of the busiest stage, with so many experts of each of its MoE layers.
 
     Dense: P parameters of the stage are P / tp of a rank; fsdp and hsdp divide all of it by their shards, zero1 the
@@ -487,7 +487,9 @@ def rank_memory(workload: Workload, mesh: Mesh, num_ranks: int, *, slots: int, r
     )
 
 
-def activation_bytes(workload: Workload, mesh: Mesh, stage: Stage, *, tokens: float, micro_batches: int) -> float:
+def activation_bytes(
+    workload: Workload, mesh: MeshSpec, stage: BusiestStage, *, tokens: float, micro_batches: int
+) -> float:
     """Return the peak of a rank's activations: on the first stage, which has most micro-batches on their way, or on
     the last one, which has the logits.
 

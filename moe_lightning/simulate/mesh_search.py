@@ -1,10 +1,10 @@
-"""Search of a mesh for a model and a cluster, and the report of one.
+"""Search of a mesh for a model and a cluster, and its report.
 
-Of the meshes that fit a rank's memory the one with the shortest step wins, and where nodes fail the one of the best few
+Of the meshes that fit a rank's memory the one with the shortest step wins; where nodes fail, the one of the best few
 that trains most.
 
 Every choice of axes, sharding, micro-batches, chunks and recomputation is judged; experts lie over all ranks of a
-stage. What two meshes have in common is computed once.
+stage. Results that two meshes share are computed once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_lightning.checkpoint.schedule import SnapshotWindows, schedule_snapshot
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate
-from moe_lightning.simulate.mesh import DENSE, Mesh, RankMemory, bubble_share, parts_of_ranks
+from moe_lightning.simulate.mesh import DENSE, MeshSpec, RankMemory, bubble_share, parts_of_ranks
 from moe_lightning.simulate.scenario import Report, Scenario, format_bytes, model_of
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.text_table import table
@@ -32,7 +32,7 @@ _CHUNKS = (1, 2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class MeshCandidate:
     """A mesh that fits.
 
     Attributes:
@@ -42,7 +42,7 @@ class Candidate:
         report: of a simulation with failures, where there are any.
     """
 
-    mesh: Mesh
+    mesh: MeshSpec
     slots: int
     step: StepCost
     memory: RankMemory
@@ -67,14 +67,14 @@ class MeshAdvice:
         room: bytes that may be planned.
     """
 
-    best: tuple[Candidate, ...]
+    best: tuple[MeshCandidate, ...]
     fitting: int
     refused: Mapping[str, int]
-    nearest: tuple[Mesh, float] | None
+    nearest: tuple[MeshSpec, float] | None
     room: float
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> MeshSpec:
         return self.best[0].mesh
 
     def table(self) -> str:
@@ -118,8 +118,8 @@ def search_mesh(scenario: Scenario, fixed: Mapping[str, Any] | None = None) -> M
     """
     hardware = scenario.hardware
     room, ranks = ROOM * hardware.memory_bytes, scenario.num_nodes * hardware.ranks_per_node
-    fitting: list[Candidate] = []
-    refused: list[tuple[float, str, Mesh]] = []
+    fitting: list[MeshCandidate] = []
+    refused: list[tuple[float, str, MeshSpec]] = []
     base: StepModel | None = None
     why: ConfigurationError | None = None
     for mesh in possible_meshes(scenario, ranks, fixed or {}):
@@ -134,7 +134,7 @@ def search_mesh(scenario: Scenario, fixed: Mapping[str, Any] | None = None) -> M
             refused.append((memory.total, _largest(memory), mesh))
             continue
         step = model.cost(model.usable_nodes(scenario.num_nodes), 0, 0)
-        fitting.append(Candidate(mesh=mesh, slots=model.slots, step=step, memory=memory))
+        fitting.append(MeshCandidate(mesh=mesh, slots=model.slots, step=step, memory=memory))
     nearest = min(refused, key=lambda entry: entry[0], default=None)
     if not fitting and nearest is not None:
         raise ConfigurationError(
@@ -160,7 +160,7 @@ def search_mesh(scenario: Scenario, fixed: Mapping[str, Any] | None = None) -> M
     )
 
 
-def possible_meshes(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) -> Iterator[Mesh]:
+def possible_meshes(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) -> Iterator[MeshSpec]:
     """Every mesh of so many ranks that could be tried; some of them heads, layers or experts may not allow."""
     work = scenario.workload
     heads = work.num_heads or ranks
@@ -171,7 +171,7 @@ def possible_meshes(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) ->
         samples = work.samples_per_step(ranks) * pp * cp * tp / ranks
         for dense, chunks, recompute in product(DENSE, _CHUNKS if pp > 1 else (1,), (False, True)):
             for micro in _micro_batches(samples, pp):
-                mesh = Mesh(
+                mesh = MeshSpec(
                     pp=pp,
                     cp=cp,
                     tp=tp,
@@ -201,7 +201,7 @@ def _largest(memory: RankMemory) -> str:
     return max(parts, key=lambda name: parts[name])
 
 
-def _named(mesh: Mesh) -> str:
+def _named(mesh: MeshSpec) -> str:
     return f"pp={mesh.pp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
 
 
@@ -220,7 +220,7 @@ class MeshReport:
         is_live: whether the survivors of any one node have all of the dense state.
     """
 
-    mesh: Mesh
+    mesh: MeshSpec
     dp: int
     micro_batches: int
     stage_ranks: int
@@ -310,7 +310,7 @@ def mesh_report(scenario: Scenario) -> MeshReport | None:
     )
 
 
-def _survives_a_node(mesh: Mesh, ranks: int, ranks_per_node: int) -> bool:
+def _survives_a_node(mesh: MeshSpec, ranks: int, ranks_per_node: int) -> bool:
     """True if every part of the dense state is on several nodes."""
     nodes: dict[object, set[int]] = {}
     for rank, part in enumerate(parts_of_ranks(mesh, ranks, ranks_per_node)):

@@ -1,4 +1,4 @@
-"""Policies of placing experts, saving state and recovering from a fault: ours, and those of the papers.
+"""Policies of placement, saving and recovery: ours, and those of the papers.
 
 The seconds of detection and restarting are the papers' where these print them (Lazarus 6.3: 10-20 s until collectives
 time out, 5-15 s for new groups) and assumptions elsewhere; every one of them can be replaced.

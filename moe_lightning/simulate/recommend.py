@@ -104,7 +104,7 @@ class FailingCluster:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class RecommendedChoice:
     """One choice: its value, what it was compared with, and what that would cost."""
 
     name: str
@@ -119,7 +119,7 @@ class Advice:
 
     policy: Policy
     report: Report
-    choices: tuple[Choice, ...]
+    choices: tuple[RecommendedChoice, ...]
     mixture: Mixture | None = None
 
     def table(self) -> str:
@@ -167,7 +167,7 @@ def recommend(scenario: Scenario, cluster: FailingCluster, fixed: Mapping[str, A
             continue
         changes = {name: instead} | ({"k_snapshot": experts} if name in ("k_persist", "lossless") else {})
         worse = simulate(_with(scenario, policy, **changes))
-        choices.append(Choice(name=name, value=getattr(policy, name), instead=instead, report=worse))
+        choices.append(RecommendedChoice(name=name, value=getattr(policy, name), instead=instead, report=worse))
     mixture = mixture_of(_with(scenario, policy), cluster.nodes)
     return Advice(policy=policy, report=report, choices=tuple(choices), mixture=mixture)
 

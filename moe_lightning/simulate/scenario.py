@@ -9,7 +9,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.checkpoint_cost import WindowCost
 from moe_lightning.simulate.failures import NS, Event, check_events
 from moe_lightning.simulate.hardware import Hardware
-from moe_lightning.simulate.mesh import Mesh
+from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.routing import RoutingScenario
 from moe_lightning.simulate.step_model import StepModel
@@ -40,7 +40,7 @@ class Scenario:
     num_nodes: int
     duration_s: float
     refresh_steps: int = 50
-    mesh: Mesh = field(default_factory=Mesh)
+    mesh: MeshSpec = field(default_factory=MeshSpec)
 
     def __post_init__(self) -> None:
         if not self.duration_s > 0:
@@ -65,7 +65,7 @@ def model_of(scenario: Scenario) -> StepModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class SteadyPhase:
     """A stretch of time in which nothing changed; samples per second while training, stalls left out."""
 
     start_s: float
@@ -130,7 +130,7 @@ class Report:
     warnings: tuple[str, ...] = ()
     window: WindowCost | None = None
     recoveries: tuple[Recovery, ...] = ()
-    spans: tuple[Span, ...] = field(default=(), repr=False)
+    spans: tuple[SteadyPhase, ...] = field(default=(), repr=False)
 
     @property
     def goodput(self) -> float:

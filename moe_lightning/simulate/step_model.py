@@ -1,6 +1,7 @@
-"""Duration of one training step in a world of ranks: the same placements, quotas, shadow plans and performance model
-that training uses, summed over the layers of the busiest pipeline stage, with gradients, the optimizer's update and
-what the axes of a mesh add.
+"""Duration of one training step in a world of ranks.
+
+Uses the placements, quotas, shadow plans and performance model of training, summed over the layers of the busiest
+pipeline stage, with gradients, the optimizer's update and the costs of the mesh's axes.
 
 Worlds beyond `REPRESENTATIVE_RANKS` are judged by so many of their ranks: dispatch divides rows alike in both, and the
 placement repeats. Layers that route alike are judged once.
@@ -24,7 +25,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import (
     Axes,
-    Mesh,
+    MeshSpec,
     RankMemory,
     StageWork,
     axes,
@@ -106,7 +107,7 @@ class StepModel:
         policy: Policy,
         routing: RoutingScenario,
         num_nodes: int,
-        mesh: Mesh | None = None,
+        mesh: MeshSpec | None = None,
     ) -> None:
         if num_nodes < 1:
             raise ConfigurationError(f"nodes={num_nodes} is no cluster: use at least 1")
@@ -116,7 +117,7 @@ class StepModel:
                 "use the same number"
             )
         self.workload, self.hardware, self.policy, self.routing = workload, hardware, policy, routing
-        self.mesh, self.num_nodes = mesh or Mesh(), num_nodes
+        self.mesh, self.num_nodes = mesh or MeshSpec(), num_nodes
         if not self.mesh.is_plain:
             _check_mesh(self.mesh, workload, hardware, num_nodes)
         ranks = num_nodes * hardware.ranks_per_node // self.mesh.pp
@@ -142,7 +143,7 @@ class StepModel:
         self._reports: dict[tuple[int, ...], list[BalanceReport]] = {}
         self._costs: dict[tuple[int, int, int, bool], StepCost] = {}
 
-    def beside(self, mesh: Mesh) -> StepModel:
+    def beside(self, mesh: MeshSpec) -> StepModel:
         """The same with another mesh; what both have in common is computed once."""
         other = StepModel(self.workload, self.hardware, self.policy, self.routing, self.num_nodes, mesh)
         other._plans, other._reports = self._plans, self._reports
@@ -370,7 +371,7 @@ class StepModel:
         return self.memory().state
 
 
-def _check_mesh(mesh: Mesh, workload: Workload, hardware: Hardware, num_nodes: int) -> None:
+def _check_mesh(mesh: MeshSpec, workload: Workload, hardware: Hardware, num_nodes: int) -> None:
     mesh.check(workload, num_nodes * hardware.ranks_per_node)
     if mesh.unit > 1 and (hardware.changes_s or len(set(hardware.speeds or ())) > 1):
         raise ConfigurationError(

@@ -88,10 +88,10 @@ def test_the_same_crash_three_times_ends_the_run(tmp_path: Path, capfd: pytest.C
     [
         ({"num_ranks": 0}, "num_ranks=0"),
         ({"max_restarts": -1}, "max_restarts=-1"),
-        ({"num_nodes": 2}, "num_nodes=2 needs a lighthouse"),
+        ({"num_nodes": 2}, "num_nodes=2 needs rdzv_endpoint"),
         ({"settings": ElasticSettings(min_ranks=3)}, "min_ranks=3 is above the 2 ranks"),
-        ({"lighthouse": "host:1"}, "lighthouse=host:1 needs secret_file=FILE"),
-        ({"lighthouse": "host", "secret_file": Path("secret")}, "'host' must be HOST:PORT"),
+        ({"rdzv_endpoint": "host:1"}, "rdzv_endpoint=host:1 needs secret_file=FILE"),
+        ({"rdzv_endpoint": "host", "secret_file": Path("secret")}, "'host' must be HOST:PORT"),
     ],
 )
 def test_wrong_options(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
@@ -180,8 +180,8 @@ def test_a_preempted_worker_leaves_and_is_not_replaced(commands: Callable[..., C
 def test_a_node_is_lost_with_its_launcher(commands: Callable[..., Command], tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     with RendezvousHost(bind="127.0.0.1:0", secret_file=secret) as host:
-        where = ("--lighthouse", str(host.address), "--secret-file", str(secret))
-        nodes = [commands("--ranks", "1", "--nodes", "2", "--node", name, *where) for name in "ab"]
+        where = ("--rdzv-endpoint", str(host.address), "--secret-file", str(secret))
+        nodes = [commands("--ranks", "1", "--num-nodes", "2", "--node", name, *where) for name in "ab"]
         first = nodes[0].wait_for_world(2)
         assert sorted(first[0]["nodes"]) == ["a", "b"]
         lost = first[0]["nodes"].index("b")
@@ -241,7 +241,7 @@ def test_who_crashes_before_training_is_named_on_every_machine(nodes: int, tmp_p
         RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host,
         contextlib.ExitStack() as stack,
     ):
-        where = ["--nodes", "2", "--lighthouse", str(host.address), "--secret-file", str(tmp_path / "secret")]
+        where = ["--num-nodes", "2", "--rdzv-endpoint", str(host.address), "--secret-file", str(tmp_path / "secret")]
         running = [
             stack.enter_context(
                 Program(

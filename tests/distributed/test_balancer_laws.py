@@ -73,12 +73,12 @@ def run(world_size: int, balancer: dict[str, Any], **options: Any) -> list[dict[
             [
                 ("skewed", {"slots": 3, "zero1": True}, {"rebalance_every": 3}),
                 ("skewed", {"slots": 3, "mesh": {"cp": 2}}, {"rebalance_every": 3}),
-                ("skewed_top_1", {"slots": 2}, {"shadows": "top2", "placement": "plain"}),
+                ("skewed_top_1", {"slots": 2}, {"shadows": "top2", "placement_rule": "plain"}),
                 ("skewed_accumulate", {"slots": 2}, {"shadows": "fastermoe", "forecast": "last"}),
                 (
                     "plain",
                     {"slots": 3},
-                    {"placement": "mro+", "min_replicas": 2, "ranks_per_node": 1, "rebalance_every": 2},
+                    {"placement_rule": "mro+", "min_replicas": 2, "ranks_per_node": 1, "rebalance_every": 2},
                 ),
             ],
         ),

@@ -89,7 +89,7 @@ OFTEN = {"rebalance_every": 3}
         slow("noisy", 4, {"mesh": {"tp": 2}}, OFTEN),
         slow("noisy", 4, {"dense": "zero1"}, OFTEN),
         slow("noisy", 4, {"dense": "fsdp", **INTERLEAVED}, OFTEN),
-        slow("uneven", 8, {"slots": 3}, {**OFTEN, "placement": "mro+", "min_replicas": 2, "ranks_per_node": 1}),
+        slow("uneven", 8, {"slots": 3}, {**OFTEN, "placement_rule": "mro+", "min_replicas": 2, "ranks_per_node": 1}),
         slow("skewed", 4, {}, {**OFTEN, "calibrate": True}),
     ],
 )

@@ -58,7 +58,7 @@ ELSEWHERE = (
     "swin",
     "data.path",
     "--config-dir",
-    "lighthouse",
+    "rdzv_endpoint",
     "recipes=submitit",  # test_searches
     "resume=edited.ckpt",
 )

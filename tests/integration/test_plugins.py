@@ -137,12 +137,12 @@ def test_mistakes_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "storage": {"empty": "wrong:store"},
     }
     install(tmp_path, monkeypatch, entries, wrong=WRONG, wrong_syntax="def part(:")
-    with pytest.raises(ConfigurationError, match=r"placement='croded' is no known placement: did you mean 'crowded'\?"):
-        LoadBalancer(placement="croded")
-    with pytest.raises(ConfigurationError, match="placement='gone' cannot be imported from wrong:gone"):
-        LoadBalancer(placement="gone")
-    with pytest.raises(ConfigurationError, match=r"placement='two', wrong:two, has other arguments .*\(load, clus"):
-        LoadBalancer(placement="two")
+    with pytest.raises(ConfigurationError, match=r"placement_rule='croded' is no known .*: did you mean 'crowded'\?"):
+        LoadBalancer(placement_rule="croded")
+    with pytest.raises(ConfigurationError, match="placement_rule='gone' cannot be imported from wrong:gone"):
+        LoadBalancer(placement_rule="gone")
+    with pytest.raises(ConfigurationError, match=r"placement_rule='two', wrong:two, has other arg.*\(load, clus"):
+        LoadBalancer(placement_rule="two")
     cluster, load = Cluster.of(2, 1), np.ones(2, dtype=np.int64)
     with pytest.raises(ConfigurationError, match="crowded put 2 experts on rank 0, which has 1 slots"):
         PlacementPolicy(rule="crowded").place(load, cluster)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from hydra.errors import MissingConfigException
 
-from moe_lightning.cli.composition import composition_mistakes
+from moe_lightning.cli.composition import composition_errors
 from moe_lightning.cli.train import main
 from moe_lightning.errors import ConfigurationError
 from tests.commands import TINY, write_words
@@ -70,7 +70,7 @@ def test_optuna_minimizes_the_objective(capsys: pytest.CaptureFixture[str]) -> N
 )
 def test_a_missing_plugin_names_its_extra(choice: str, extra: str) -> None:
     sentence = rf"needs a plugin of Hydra: run pip install 'moe-lightning\[{extra}\]'"
-    with pytest.raises(ConfigurationError, match=sentence), composition_mistakes(()):
+    with pytest.raises(ConfigurationError, match=sentence), composition_errors(()):
         raise MissingConfigException("there is none", choice, ["basic"])
 
 

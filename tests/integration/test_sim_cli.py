@@ -15,7 +15,7 @@ from moe_lightning.cli.composition import CONFIG_DIR, check_arguments
 from moe_lightning.cli.sim import main
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware
-from moe_lightning.simulate.mesh import Mesh
+from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.policy import Policy
 
 UNTIED = ["model.tie_embeddings=false"]
@@ -114,7 +114,7 @@ def test_configuration_shows_every_field() -> None:
     assert isinstance(shown, dict)
     for key, cls, name in (
         ("hardware", Hardware, "preset"),
-        ("mesh", Mesh, "search"),
+        ("mesh", MeshSpec, "search"),
         ("policy", Policy, "name"),
         ("failures", Failures, "kind"),
     ):

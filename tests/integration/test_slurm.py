@@ -133,7 +133,7 @@ def test_the_job_ends_with_its_last_step(tmp_path: Path, codes: tuple[int, int],
     for node in NODES:
         assert (tmp_path / f"{node}.called").read_text().splitlines() == [
             "callbacks=fault_recovery",
-            f"elastic.lighthouse={NODES[0]}:{(tmp_path / 'port').read_text()}",
+            f"elastic.rdzv_endpoint={NODES[0]}:{(tmp_path / 'port').read_text()}",
             f"elastic.secret_file={tmp_path / 'home' / 'run-17.secret'}",
             "elastic.num_nodes=2",
             "ranks=1",

@@ -70,7 +70,7 @@ def test_it_is_killed_for_ever(three: Training, measured: Measured) -> None:
     measured(goal, f"{pause:.1f} s; {ended:.1f} s with {sentences}")
     assert pause <= 1
     assert ended <= END_S
-    assert all(three.lighthouse in sentence for sentence in sentences)
+    assert all(three.rdzv_endpoint in sentence for sentence in sentences)
     three.assert_losses()
 
 

@@ -199,7 +199,7 @@ def test_a_reflected_proof_is_none() -> None:
 def test_every_port_of_a_running_job_is_attacked(three: Training, measured: Measured) -> None:
     """Noise and 200 idle connections on every port, which are then cut off without an end; then a rank is killed."""
     ports = three.ports()
-    assert any(port.endswith(f":{three.lighthouse.rpartition(':')[2]}") for port in ports)
+    assert any(port.endswith(f":{three.rdzv_endpoint.rpartition(':')[2]}") for port in ports)
     before = three.descriptors()
     began = time.monotonic()
     output = three.folder / f"attack-{time.monotonic_ns()}"
@@ -247,4 +247,4 @@ def test_a_launcher_with_another_secret_stays_out(three: Training, measured: Mea
     measured("it ends in a sentence, the run does not notice", f"{pause:.1f} s, {sentence!r}")
     assert len(three.worlds_since("a", began)) == 1
     assert pause <= 1
-    assert Address.parse(three.lighthouse).host in sentence
+    assert Address.parse(three.rdzv_endpoint).host in sentence

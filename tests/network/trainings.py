@@ -92,7 +92,7 @@ class Training:
     _reference: Process | None = None
 
     @property
-    def lighthouse(self) -> str:
+    def rdzv_endpoint(self) -> str:
         """Where members meet."""
         return f"{self.hosts.address(self.rendezvous)}:{PORT}"
 
@@ -114,7 +114,7 @@ class Training:
     def serve(self) -> None:
         """Start the rendezvous host, for the first time or again, and wait until it says that it listens."""
         output = self.folder / f"rendezvous-{time.monotonic_ns()}"
-        command = [sys.executable, "-m", "moe_lightning.elastic.rendezvous_host", "--bind", self.lighthouse]
+        command = [sys.executable, "-m", "moe_lightning.elastic.rendezvous_host", "--bind", self.rdzv_endpoint]
         command += ["--secret-file", str(self.secret_file)]
         service = self.start_on(self.rendezvous, command, output)
         wait_for(lambda: service.text() or service.poll() is not None, _START_S)
@@ -130,8 +130,9 @@ class Training:
 
     def launcher_command(self, name: str, *, secret_file: Path) -> list[str]:
         """What is run on a host to take part."""
-        command = [sys.executable, "-m", "moe_lightning.elastic.run", "--ranks", "1", "--nodes", str(len(self.members))]
-        command += ["--lighthouse", self.lighthouse, "--secret-file", str(secret_file), "--node", name]
+        command = [sys.executable, "-m", "moe_lightning.elastic.run", "--ranks", "1"]
+        command += ["--num-nodes", str(len(self.members))]
+        command += ["--rdzv-endpoint", self.rdzv_endpoint, "--secret-file", str(secret_file), "--node", name]
         command += ["--log-dir", str(self.folder / f"logs-{name}-{self.launches}")]
         for setting, value in self.settings.items():
             command += ["--set", f"{setting}={value}"]
@@ -316,7 +317,7 @@ class Training:
 
     def connections(self, name: str) -> int:
         """How many processes of a host are connected to the rendezvous host."""
-        return self._said(name, ["ss", "-Htn", "state", "established", "dst", self.lighthouse]).count("\n")
+        return self._said(name, ["ss", "-Htn", "state", "established", "dst", self.rdzv_endpoint]).count("\n")
 
     def descriptors(self) -> dict[str, int]:
         """host -> the most descriptors that a process on it has open."""

@@ -28,7 +28,7 @@ _SECRETS = {"missing.secret", "noise.secret", "flipped.secret"}
 def launching(folder: Path) -> Iterator[Case]:
     """Values in every option and setting, scripts and secret files of every wrong kind."""
     Path(_SCRIPT).write_text("pass\n")
-    for option in ("--ranks", "--nodes", "--lighthouse", "--node", "--max-restarts", "--set"):
+    for option in ("--ranks", "--num-nodes", "--rdzv-endpoint", "--node", "--max-restarts", "--set"):
         for label, text in TEXTS.items():
             sensible = option in _TEXTS_ARE_NAMES or (option == "--max-restarts" and label in ("0", "1e14"))
             yield _launch([f"{option}={text}", _SCRIPT], option, sensible)
@@ -38,7 +38,7 @@ def launching(folder: Path) -> Iterator[Case]:
             yield _launch([f"--set={setting.name}={text}", _SCRIPT], setting.name, sensible)
     for path in unwritable(folder):
         yield _launch([f"--log-dir={path}", _SCRIPT], str(path)[:40], path == folder or "no_such" in str(path))
-    together = ["--nodes=2", "--lighthouse=127.0.0.1:1", "--set=rendezvous_timeout_s=1"]
+    together = ["--num-nodes=2", "--rdzv-endpoint=127.0.0.1:1", "--set=rendezvous_timeout_s=1"]
     yield _launch([*together, _SCRIPT], "secret")
     for path in common(folder, ".secret", b"0" * 32):
         yield _launch([*together, f"--secret-file={path}", _SCRIPT], path.name[:40])

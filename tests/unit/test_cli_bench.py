@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_lightning.cli import bench
 from moe_lightning.cli.bench import main
 
 LAYER = ["layer", "--rounds", "1", "--tokens", "16", "--d-model", "8", "--d-expert", "8", "--experts", "4"]
@@ -45,6 +46,20 @@ def test_mistakes_are_one_sentence_before_anything_is_measured(
     assert sentence in told.err
     assert "--help" in told.err
     assert (told.out, told.err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("name", ["layer", "balance-trace", "nothing"])
+def test_the_installed_package_has_no_benchmarks(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "benchmarks", dict)
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--rounds", "1"])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert f"'{name}' is not a command of the installed package" in error
+    assert "or run a benchmark of the project in a source checkout (moe-bench --help" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("place", ["/proc/out.json", f"/tmp/{'n' * 300}", "/tmp", ""])

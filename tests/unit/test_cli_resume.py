@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.cli.resume import changes, check_changes, config_of, told
+from moe_lightning.cli.resume import changes, check_changes, config_of, effect
 from moe_lightning.errors import ConfigurationError
 
 FORMER: dict[str, Any] = {
@@ -40,7 +40,7 @@ def _with(**leaves: Any) -> dict[str, Any]:
 
 def test_nothing_differs() -> None:
     assert changes(FORMER, _with(resume="x.ckpt")) == []
-    assert told([]) == ""
+    assert effect([]) == ""
 
 
 def test_a_moved_run_is_the_same_run() -> None:
@@ -50,7 +50,7 @@ def test_a_moved_run_is_the_same_run() -> None:
 def test_what_takes_effect_is_told() -> None:
     found = changes(FORMER, _with(trainer__max_steps=20, model__dropout=0.1, data__num_workers=2))
     check_changes(found, overrides=False)
-    assert told(found) == "; changed: model.dropout 0.0 -> 0.1, data.num_workers 0 -> 2, trainer.max_steps 10 -> 20"
+    assert effect(found) == "; changed: model.dropout 0.0 -> 0.1, data.num_workers 0 -> 2, trainer.max_steps 10 -> 20"
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,14 @@ def test_the_configuration_beside_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: [3\n")
     with pytest.raises(ConfigurationError, match=r"config\.yaml cannot be read"):
         config_of(checkpoint)
+
+
+def test_former_keys_of_a_recorded_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("elastic: {lighthouse: 'host:1', num_nodes: 2}\n")
+    former = config_of(tmp_path / "checkpoints" / "step-1.ckpt")
+    assert former == {"elastic": {"rdzv_endpoint": "host:1", "num_nodes": 2}}
+    assert changes(former, {"elastic": {"rdzv_endpoint": "host:1", "num_nodes": 2}}) == []
+    assert "elastic.lighthouse is read as elastic.rdzv_endpoint" in capsys.readouterr().err
 
 
 def test_a_configuration_that_is_damaged_is_named(tmp_path: Path) -> None:

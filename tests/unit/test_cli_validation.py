@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from moe_lightning.cli.composition import CONFIG_DIR, KEYS, check_config, check_run_name, composition_mistakes
+from moe_lightning.cli.composition import CONFIG_DIR, KEYS, check_config, check_run_name, composition_errors
 from moe_lightning.cli.train import elastic_options, resolved
 from moe_lightning.errors import ConfigurationError
 
@@ -23,7 +23,7 @@ def composed(*overrides: str, recipe: tuple[Path, str] | None = None) -> dict[st
         (folder / "recipes").mkdir()
         (folder / "recipes" / "mine.yaml").write_text(text)
         more = (f"hydra.searchpath=[file://{folder}]", "recipes=mine", *more)
-    with composition_mistakes(more), initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+    with composition_errors(more), initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
         config = compose("train", list(more))
     return resolved(config)
 
@@ -103,12 +103,12 @@ def test_wrong_arguments(override: str, sentence: str) -> None:
 
 @pytest.mark.parametrize("address", ["host", "host:", ":80", "host:65536", "host:99999", "host:-1", "host:0"])
 def test_addresses_without_a_port_that_there_is(address: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"elastic\.lighthouse=.* must be HOST:PORT"):
-        elastic_options(composed(f"elastic.lighthouse='{address}'"), external=False)
+    with pytest.raises(ConfigurationError, match=r"elastic\.rdzv_endpoint=.* must be HOST:PORT"):
+        elastic_options(composed(f"elastic.rdzv_endpoint='{address}'"), external=False)
 
 
 def test_elastic_settings_are_checked_in_every_run() -> None:
-    assert elastic_options(composed("elastic.lighthouse='host:29400'"), external=False) is None
+    assert elastic_options(composed("elastic.rdzv_endpoint='host:29400'"), external=False) is None
     for override in ("elastic.settings.min_ranks=0", "elastic.settings.join_window_s=nan", "elastic.max_restarts=-1"):
         with pytest.raises(ConfigurationError, match=override.split("=")[0]):
             elastic_options(composed(override), external=False)
@@ -140,6 +140,35 @@ def test_recipes_may_have_variables(tmp_path: Path) -> None:
     config = composed(recipe=(tmp_path, PACKAGE + "width: 128\nmodel:\n  d_model: ${width}\n"))
     assert config["model"]["d_model"] == 128
     assert "width" not in config
+
+
+FORMER_KEYS = """defaults:
+  - override /callbacks: load_balancer
+elastic:
+  lighthouse: host:${port}
+callbacks:
+  load_balancer:
+    placement: mro+
+port: 29510
+"""
+
+
+def test_recipes_may_have_former_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = composed(recipe=(tmp_path, PACKAGE + FORMER_KEYS))
+    assert config["elastic"]["rdzv_endpoint"] == "host:29510"
+    assert config["callbacks"]["load_balancer"]["placement_rule"] == "mro+"
+    assert "lighthouse" not in config["elastic"]
+    assert "placement" not in config["callbacks"]["load_balancer"]
+    check_config(config)
+    assert capsys.readouterr().err.splitlines() == [
+        "moe-train: elastic.lighthouse is read as elastic.rdzv_endpoint",
+        "moe-train: callbacks.load_balancer.placement is read as callbacks.load_balancer.placement_rule",
+    ]
+
+
+def test_a_former_and_the_present_key_cannot_both_be_given(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"elastic\.lighthouse='host:\$.*: drop elastic\.lighthouse"):
+        composed("elastic.rdzv_endpoint='other:1'", recipe=(tmp_path, PACKAGE + FORMER_KEYS))
 
 
 def test_every_key_is_there() -> None:

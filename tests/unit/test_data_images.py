@@ -20,7 +20,7 @@ from moe_lightning.data.images import (
     ImageFiles,
     ImageViews,
     Shapes,
-    VisitSampler,
+    ViewSampler,
     center_box,
     random_box,
     read_image_folder,
@@ -256,7 +256,7 @@ def test_every_world_makes_the_same_visits(workers: int) -> None:
 
 def test_the_sampler_counts_visits() -> None:
     options: dict[str, Any] = {"global_batch_size": 3, "seed": 1, "training": True}
-    loader = StepLoader.of_samples(list(range(100, 107)), sampler=VisitSampler, **options)  # type: ignore[arg-type]
+    loader = StepLoader.of_samples(list(range(100, 107)), sampler=ViewSampler, **options)  # type: ignore[arg-type]
     plain = StepLoader.of_samples(list(range(7)), **options)  # type: ignore[arg-type]
     for consumed in (0, 3, 6, 9, 12):
         epoch = consumed // 6

@@ -154,11 +154,11 @@ def test_pods_meet_at_the_rendezvous_host(jobs: dict[str, Any]) -> None:
     (host,), (node,) = (jobs[name]["template"]["spec"]["containers"] for name in ("rendezvous", "node"))
     options = elastic(node["args"])
     told = dict(zip(host["args"][::2], host["args"][1::2], strict=True))
-    bind, lighthouse = Address.parse(told["--bind"]), Address.parse(options["lighthouse"])
+    bind, rdzv_endpoint = Address.parse(told["--bind"]), Address.parse(options["rdzv_endpoint"])
     name = jobset["metadata"]["name"]
-    assert lighthouse.host == f"{name}-rendezvous-0-0.{name}"
+    assert rdzv_endpoint.host == f"{name}-rendezvous-0-0.{name}"
     assert jobset["spec"]["network"]["enableDNSHostnames"]
-    ports = {lighthouse.port, host["ports"][0]["containerPort"], host["readinessProbe"]["tcpSocket"]["port"]}
+    ports = {rdzv_endpoint.port, host["ports"][0]["containerPort"], host["readinessProbe"]["tcpSocket"]["port"]}
     assert ports == {bind.port}
     assert options["secret_file"] == told["--secret-file"]
     assert options["num_nodes"] == jobs["node"]["parallelism"] == jobs["node"]["completions"]
@@ -220,7 +220,7 @@ def test_machines_of_skypilot_meet(rank: int, tmp_path: Path) -> None:
     subprocess.run(["bash", "-ec", script.replace('"kill $!"', '"true"')], env=variables, cwd=tmp_path, check=True)
     assert read_secret(tmp_path / "run.secret") == secret.encode()
     options = elastic((tmp_path / "moe-train.called").read_text().splitlines())
-    assert options["lighthouse"] == "10.0.0.1:29510"
+    assert options["rdzv_endpoint"] == "10.0.0.1:29510"
     assert options["num_nodes"] == 4
     assert options["settings"].notice_url is not None
     hosted = tmp_path / "python.called"
@@ -228,5 +228,5 @@ def test_machines_of_skypilot_meet(rank: int, tmp_path: Path) -> None:
     if rank == 0:
         called = hosted.read_text().splitlines()
         assert called[:2] == ["-m", RendezvousHost.__module__]
-        assert called[called.index("--bind") + 1] == options["lighthouse"]
+        assert called[called.index("--bind") + 1] == options["rdzv_endpoint"]
         assert called[called.index("--secret-file") + 1] == options["secret_file"]

@@ -60,7 +60,7 @@ def test_placements_come_early_first_and_then_as_often_as_asked() -> None:
 @settings(deadline=None, max_examples=20)
 @given(hot=st.integers(0, EXPERTS - 1), rule=st.sampled_from([name for name in PLACEMENT_RULES if name != "plain"]))
 def test_a_new_placement_relieves_the_busiest_rank(hot: int, rule: str) -> None:
-    planner = make(rebalance_every=1, placement=rule, shadows="none")
+    planner = make(rebalance_every=1, placement_rule=rule, shadows="none")
     observe(planner, skewed(hot))
     placements = planner.rebalance()
     assert placements is not None
@@ -81,7 +81,7 @@ def test_no_placement_takes_experts_from_nodes_that_recovery_relies_on(hot: int,
     """Nodes in any order, as ranks are by birth: experts that two nodes hold are on two nodes afterwards."""
     cluster = Cluster(node_of=tuple(nodes), slots_per_rank=4)
     first = packed_placement(np.ones(EXPERTS, dtype=np.int64), cluster, 2)
-    policy = BalancePolicy(rebalance_every=1, placement=rule, min_replicas=2, shadows="none")
+    policy = BalancePolicy(rebalance_every=1, placement_rule=rule, min_replicas=2, shadows="none")
     planner = BalancePlanner(policy, cluster, [first] * LAYERS, [COSTS] * LAYERS)
     table = np.full((EXPERTS, 6), 10, dtype=np.int64)
     table[hot] = 700
@@ -97,7 +97,7 @@ def test_a_rule_that_would_give_protection_up_is_not_followed() -> None:
     """Plain holds each expert once: it relieves nobody's fear of the next fault."""
     cluster = Cluster.of(RANKS, 4)
     first = uniform_placement(EXPERTS, RANKS, 2)
-    policy = BalancePolicy(rebalance_every=1, placement="plain", min_replicas=2, shadows="none")
+    policy = BalancePolicy(rebalance_every=1, placement_rule="plain", min_replicas=2, shadows="none")
     planner = BalancePlanner(policy, cluster, [first] * LAYERS, [COSTS] * LAYERS)
     observe(planner, skewed(0))
     assert planner.rebalance() is None
@@ -237,7 +237,7 @@ def test_a_restart_on_other_ranks_takes_the_loads_only() -> None:
     ("options", "message"),
     [
         ({"rebalance_every": -1}, "rebalance_every=-1 of LoadBalancer must be an integer of at least 0"),
-        ({"placement": "best"}, "placement='best' is no known placement"),
+        ({"placement_rule": "best"}, "placement_rule='best' is no known placement"),
         ({"shadows": "all"}, "shadows='all' is unknown: use one of"),
         ({"forecast": "next"}, "forecast='next' of LoadBalancer must be 'ema' or 'last'"),
         ({"alpha": -0.5}, "alpha=-0.5 of LoadBalancer must be a number of at least 0"),

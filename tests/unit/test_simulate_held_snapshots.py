@@ -30,7 +30,7 @@ def _level(chosen: Policy, failed: tuple[int, ...]) -> str:
     writers = (np.arange(EXPERTS) % NODES)[None]
     nodes = tuple(range(NODES))
     saved.begin(Mark(step=20), nodes, writers, done_ns=5, nbytes=1.0)
-    saved.settle(5)
+    saved.commit_written(5)
     saved.begin(Mark(step=30), nodes, writers, done_ns=50, nbytes=1.0)
     saved.lose(failed)
     holders = {node: tuple((0, e) for e in range(EXPERTS) if node in (e % NODES, (e + 1) % NODES)) for node in nodes}
@@ -70,7 +70,7 @@ def test_partial_snapshots_are_found_stale() -> None:
         for step in (10, 20, 30):
             saved.record(np.full((1, EXPERTS), 100))
             saved.begin(Mark(step=step), nodes, writers, done_ns=step, nbytes=1.0)
-            saved.settle(step)
+            saved.commit_written(step)
         saved.lose(failed)
         left = [node for node in nodes if node not in failed] or [NODES]
         found = inventories(left, {}, 30, chosen, newest=saved.newest, written=saved.written)

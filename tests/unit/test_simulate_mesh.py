@@ -17,7 +17,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import (
     DENSE,
-    Mesh,
+    MeshSpec,
     RankMemory,
     bubble_share,
     busiest_stage,
@@ -44,18 +44,18 @@ def _hardware(**changes: Any) -> Hardware:
     return replace(small_hardware(), **({"ranks_per_node": 4} | changes))
 
 
-def _model(mesh: Mesh | None, *, work: Workload | None = None, hardware: Hardware | None = None) -> StepModel:
+def _model(mesh: MeshSpec | None, *, work: Workload | None = None, hardware: Hardware | None = None) -> StepModel:
     work, hardware = work or _workload(), hardware or _hardware()
     routing = make_routing("zipf", num_experts=work.num_experts, num_layers=work.num_layers)
     return StepModel(work, hardware, policy("ours", slots=4), routing, RANKS // hardware.ranks_per_node, mesh)
 
 
-def _cost(mesh: Mesh | None, *, work: Workload | None = None, hardware: Hardware | None = None) -> StepCost:
+def _cost(mesh: MeshSpec | None, *, work: Workload | None = None, hardware: Hardware | None = None) -> StepCost:
     model = _model(mesh, work=work, hardware=hardware)
     return model.cost(model.num_nodes, 0, 0)
 
 
-def _memory(mesh: Mesh, work: Workload | None = None) -> RankMemory:
+def _memory(mesh: MeshSpec, work: Workload | None = None) -> RankMemory:
     return rank_memory(work or _workload(), mesh, RANKS, slots=4, ranks_per_node=4)
 
 
@@ -83,13 +83,13 @@ def _plain_step_s(model: StepModel) -> float:
 @pytest.mark.parametrize("overlap", [0.0, 0.37, 1.0])
 def test_a_mesh_of_ones_is_data_parallelism_exactly(overlap: float) -> None:
     hardware = _hardware(overlap=overlap, link_bytes_per_s=3e8)
-    ones = _cost(Mesh(pp=1, cp=1, tp=1, dense="ddp"), hardware=hardware)
+    ones = _cost(MeshSpec(pp=1, cp=1, tp=1, dense="ddp"), hardware=hardware)
     if overlap:  # at 0 Trans and Agg are not scheduled
         assert ones.step_s == _plain_step_s(_model(None, hardware=hardware))
-    assert ones == _cost(None, hardware=hardware) == _cost(Mesh(micro_batches=1), hardware=hardware)
+    assert ones == _cost(None, hardware=hardware) == _cost(MeshSpec(micro_batches=1), hardware=hardware)
     assert (ones.bubble_s, ones.axes_s.total) == (0.0, 0.0)
-    assert Mesh(micro_batches=1).is_plain
-    assert not Mesh(micro_batches=2).is_plain
+    assert MeshSpec(micro_batches=1).is_plain
+    assert not MeshSpec(micro_batches=2).is_plain
     assert ones.overlap_s == overlap * (ones.dense_s + ones.experts_s + ones.exchange_s + ones.copies_s)
 
 
@@ -134,24 +134,24 @@ def _one_f_one_b(stage: int, pp: int, micro_batches: int) -> list[tuple[str, int
 @pytest.mark.parametrize("shards", [2, 4, 8, 16])
 def test_memory_falls_as_one_over_the_shards(shards: int) -> None:
     work = _workload(expert_params=1)  # a few bytes
-    whole = _memory(Mesh(), work)
-    sharded = _memory(Mesh(dense="hsdp", shard_size=shards) if shards < RANKS else Mesh(dense="fsdp"), work)
+    whole = _memory(MeshSpec(), work)
+    sharded = _memory(MeshSpec(dense="hsdp", shard_size=shards) if shards < RANKS else MeshSpec(dense="fsdp"), work)
     for name in ("parameters", "gradients", "optimizer"):
         assert getattr(sharded, name) == pytest.approx(getattr(whole, name) / shards, rel=1e-3), name
-    zero1 = _memory(Mesh(dense="zero1"), work)
+    zero1 = _memory(MeshSpec(dense="zero1"), work)
     assert zero1.optimizer == pytest.approx(whole.optimizer / RANKS, rel=1e-3)
     assert (zero1.parameters, zero1.gradients) == (whole.parameters, whole.gradients)
     if shards <= 8:
-        cut = _memory(Mesh(tp=shards), work)
+        cut = _memory(MeshSpec(tp=shards), work)
         assert cut.state == pytest.approx(whole.state / shards, rel=1e-3)
-        assert _memory(Mesh(pp=shards, micro_batches=shards), work).state == pytest.approx(
+        assert _memory(MeshSpec(pp=shards, micro_batches=shards), work).state == pytest.approx(
             whole.state / shards, rel=1e-3
         )
 
 
 def test_memory_of_a_rank_written_out() -> None:
     work = _workload(dense_params=1200, expert_params=100, d_model=10, embedding_params=200, context_length=64)
-    memory = rank_memory(work, Mesh(pp=2, tp=2, dense="zero1", micro_batches=4), 16, slots=3, ranks_per_node=8)
+    memory = rank_memory(work, MeshSpec(pp=2, tp=2, dense="zero1", micro_batches=4), 16, slots=3, ranks_per_node=8)
     dense, experts = (800 / 2 + 200) / 2, 4 * 3 * 100  # half of the blocks and the embedding, cut in two; 4 layers
     assert memory.parameters == memory.gradients == 2 * (dense + experts)
     assert memory.optimizer == 12 * (dense / 4 + experts)
@@ -159,7 +159,7 @@ def test_memory_of_a_rank_written_out() -> None:
     layers = 4 * (800 / 8 / 10 + 4 * 10) + 4 * 1 * (2 * 10 + 100 / 10)
     first, last = 2 * layers * 2, layers * 2 + 200 / 10 * 6
     assert memory.activations == tokens * max(first, last)
-    redone = rank_memory(work, Mesh(pp=2, micro_batches=4, recompute=True), 16, slots=3, ranks_per_node=8)
+    redone = rank_memory(work, MeshSpec(pp=2, micro_batches=4, recompute=True), 16, slots=3, ranks_per_node=8)
     kept, working = 4 * 10, 800 / 8 / 10 + 4 * 10 + 2 * 10 + 100 / 10
     assert redone.activations == 8 * 2 * 64 / 4 * ((kept + working) * 2 + 200 / 10 * 6)
 
@@ -179,7 +179,7 @@ def test_stages_get_whole_layers() -> None:
 
 
 MESHES = st.builds(
-    Mesh,
+    MeshSpec,
     pp=st.sampled_from([1, 2, 4]),
     cp=st.sampled_from([1, 2]),
     tp=st.sampled_from([1, 2]),
@@ -192,7 +192,7 @@ RATES = ("link_bytes_per_s", "node_bytes_per_s", "flops_per_s", "memory_bytes_pe
 
 @settings(deadline=None, max_examples=40)
 @given(MESHES, st.sampled_from(RATES), st.floats(1.1, 100.0), st.sampled_from([0.0, 0.5, 1.0]))
-def test_faster_parts_are_never_slower(mesh: Mesh, rate: str, factor: float, overlap: float) -> None:
+def test_faster_parts_are_never_slower(mesh: MeshSpec, rate: str, factor: float, overlap: float) -> None:
     slow = _hardware(overlap=overlap, link_bytes_per_s=5e8, node_bytes_per_s=2e9)
     fast = replace(slow, **{rate: factor * getattr(slow, rate)})
     assert _cost(mesh, hardware=fast).step_s <= _cost(mesh, hardware=slow).step_s * (1 + 1e-9)
@@ -202,28 +202,28 @@ def test_faster_parts_are_never_slower(mesh: Mesh, rate: str, factor: float, ove
 @given(st.sampled_from([2, 4, 8]), st.sampled_from([1, 2]), st.sampled_from(DENSE))
 def test_more_micro_batches_make_smaller_bubbles(pp: int, tp: int, dense: Any) -> None:
     counts = (1, 2, 4, 8, 16)
-    costs = [_cost(Mesh(pp=pp, tp=tp, dense=dense, micro_batches=count)) for count in counts]
+    costs = [_cost(MeshSpec(pp=pp, tp=tp, dense=dense, micro_batches=count)) for count in counts]
     shares = [cost.bubble_s / (cost.bubble_s + cost.passes_s) for cost in costs]
     assert shares == pytest.approx([bubble_share(pp, count) for count in counts])
     assert all(later < earlier for earlier, later in pairwise(shares))
-    activations = [_memory(Mesh(pp=pp, tp=tp, dense=dense, micro_batches=count)).activations for count in counts]
+    activations = [_memory(MeshSpec(pp=pp, tp=tp, dense=dense, micro_batches=count)).activations for count in counts]
     assert all(later <= earlier for earlier, later in pairwise(activations))
 
 
 def test_bubbles_hide_snapshots_first() -> None:
-    cost = _cost(Mesh(pp=4, micro_batches=4), hardware=_hardware(overlap=0.0))
+    cost = _cost(MeshSpec(pp=4, micro_batches=4), hardware=_hardware(overlap=0.0))
     assert cost.overlap_s == cost.bubble_s > 0
 
 
 def test_each_axis_has_its_traffic() -> None:
     plain = {"tensor_s", "context_s", "hops_s", "gathers_s"}
     for mesh, kinds in (
-        (Mesh(tp=2), {"tensor_s"}),
-        (Mesh(cp=2), {"context_s"}),
-        (Mesh(pp=2), {"hops_s"}),
-        (Mesh(dense="fsdp"), {"gathers_s"}),
-        (Mesh(dense="hsdp"), {"gathers_s"}),
-        (Mesh(dense="zero1"), set[str]()),
+        (MeshSpec(tp=2), {"tensor_s"}),
+        (MeshSpec(cp=2), {"context_s"}),
+        (MeshSpec(pp=2), {"hops_s"}),
+        (MeshSpec(dense="fsdp"), {"gathers_s"}),
+        (MeshSpec(dense="hsdp"), {"gathers_s"}),
+        (MeshSpec(dense="zero1"), set[str]()),
     ):
         found = _cost(mesh).axes_s
         assert {name for name in plain if getattr(found, name) > 0} == kinds
@@ -234,15 +234,15 @@ def test_traffic_written_out() -> None:
     work = _workload(dense_blocks=3, kv_heads=2)
     hardware = _hardware(latency_s=0.0, overlap=0.0)
     tokens, row, inside = 8 * 512, 512 * 2, hardware.node_bytes_per_s
-    tensor = _cost(Mesh(tp=4), work=work, hardware=hardware).axes_s.tensor_s
+    tensor = _cost(MeshSpec(tp=4), work=work, hardware=hardware).axes_s.tensor_s
     assert tensor == pytest.approx(2 * 2 * (8 + 3) * 3 * tokens * row / inside)
-    context = _cost(Mesh(cp=2), work=work, hardware=hardware).axes_s.context_s
+    context = _cost(MeshSpec(cp=2), work=work, hardware=hardware).axes_s.context_s
     assert context == pytest.approx(2 * 8 * tokens * row * (2 + 2 * 2 / 8) / 2 / inside)
-    gathered = _cost(Mesh(cp=4), work=work, hardware=hardware).axes_s.context_s  # 2 key heads do not divide by 4
+    gathered = _cost(MeshSpec(cp=4), work=work, hardware=hardware).axes_s.context_s  # 2 key heads do not divide by 4
     assert gathered == pytest.approx(2 * 8 * tokens * row * (2 * 3 / 4 + 2 * 2 / 8 * 3) / inside)
-    sharded = _cost(Mesh(dense="fsdp"), work=work, hardware=hardware).axes_s.gathers_s
+    sharded = _cost(MeshSpec(dense="fsdp"), work=work, hardware=hardware).axes_s.gathers_s
     assert sharded == pytest.approx(3 * ring_s(1, 16, work.dense_params, 2, hardware.link_bytes_per_s))
-    hops = _cost(Mesh(pp=4, micro_batches=8), work=work, hardware=hardware).axes_s.hops_s
+    hops = _cost(MeshSpec(pp=4, micro_batches=8), work=work, hardware=hardware).axes_s.hops_s
     hop_s = 4 * tokens / 8 * row / hardware.link_bytes_per_s
     assert hops == pytest.approx((2 * 3 + 2 * 8) * hop_s)
 
@@ -257,33 +257,33 @@ def test_groups_within_a_node_have_its_bandwidth() -> None:
 def test_experts_lie_over_all_ranks_of_a_stage() -> None:
     work = _workload()
     routing = make_routing("zipf", num_experts=work.num_experts, num_layers=8).with_layers(2)
-    model = StepModel(work, _hardware(), policy("ours", slots=4), routing, 4, Mesh(pp=2, tp=4, micro_batches=4))
+    model = StepModel(work, _hardware(), policy("ours", slots=4), routing, 4, MeshSpec(pp=2, tp=4, micro_batches=4))
     planned = model.placements(4, 0)
     assert {placement.num_ranks for placement in planned} == {8}
     held = [placement.replicas.any(axis=0) for placement in model.over_stages(planned, 4)]
     assert np.array_equal(held, [[True] * 8 + [False] * 8, [False] * 8 + [True] * 8])
-    assert model.beside(Mesh(pp=2, tp=4, micro_batches=4)).cost(4, 0, 0) == model.cost(4, 0, 0)
+    assert model.beside(MeshSpec(pp=2, tp=4, micro_batches=4)).cost(4, 0, 0) == model.cost(4, 0, 0)
 
 
 REFUSED = [
-    (Mesh(tp=3), {}, "a mesh of pp=1, cp=1, tp=3 needs a multiple of 3 ranks, not 16"),
-    (Mesh(tp=16), {}, "mesh.tp=16 and cp=1 cut 8 heads into 16 parts: use divisors of the heads"),
-    (Mesh(cp=2), {"context_length": 511}, "mesh.tp=1 and cp=2 cut 511 positions into 2 parts"),
-    (Mesh(pp=16), {}, "mesh.pp=16 and chunks=1 need 16 parts of 8 layers: lower one of them"),
-    (Mesh(pp=2), {"tied": True, "embedding_params": 10}, "set model.tie_embeddings=false"),
+    (MeshSpec(tp=3), {}, "a mesh of pp=1, cp=1, tp=3 needs a multiple of 3 ranks, not 16"),
+    (MeshSpec(tp=16), {}, "mesh.tp=16 and cp=1 cut 8 heads into 16 parts: use divisors of the heads"),
+    (MeshSpec(cp=2), {"context_length": 511}, "mesh.tp=1 and cp=2 cut 511 positions into 2 parts"),
+    (MeshSpec(pp=16), {}, "mesh.pp=16 and chunks=1 need 16 parts of 8 layers: lower one of them"),
+    (MeshSpec(pp=2), {"tied": True, "embedding_params": 10}, "set model.tie_embeddings=false"),
     (
-        Mesh(dense="fsdp"),
+        MeshSpec(dense="fsdp"),
         {"rank_batch": None, "global_batch": 8},
         "16 data slices are more than the 8 samples of a step",
     ),
-    (Mesh(pp=2, micro_batches=5), {}, "mesh.micro_batches=5 do not divide the 16 samples of a data slice"),
-    (Mesh(micro_batches=16), {}, "mesh.micro_batches=16 do not divide the 8 samples of a data slice"),
-    (Mesh(pp=4, chunks=2, micro_batches=2), {}, "rounds of pp=4, which does not divide 2: change micro_batches"),
+    (MeshSpec(pp=2, micro_batches=5), {}, "mesh.micro_batches=5 do not divide the 16 samples of a data slice"),
+    (MeshSpec(micro_batches=16), {}, "mesh.micro_batches=16 do not divide the 8 samples of a data slice"),
+    (MeshSpec(pp=4, chunks=2, micro_batches=2), {}, "rounds of pp=4, which does not divide 2: change micro_batches"),
 ]
 
 
 @pytest.mark.parametrize(("mesh", "changes", "sentence"), REFUSED, ids=lambda value: str(value)[:50])
-def test_what_cannot_be_trained_is_refused(mesh: Mesh, changes: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_be_trained_is_refused(mesh: MeshSpec, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         _model(mesh, work=_workload(**changes))
     assert sentence in str(error.value)
@@ -292,8 +292,8 @@ def test_what_cannot_be_trained_is_refused(mesh: Mesh, changes: dict[str, Any], 
 
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="interleaves the stages of a pipeline: use pp of 2 or more"):
-        Mesh(chunks=2)
+        MeshSpec(chunks=2)
     with pytest.raises(ConfigurationError, match="shard_size=2 is for dense=hsdp, not ddp"):
-        Mesh(shard_size=2)
+        MeshSpec(shard_size=2)
     with pytest.raises(ConfigurationError, match="are simulated on nodes of one speed"):
-        _model(Mesh(tp=2), hardware=_hardware(speeds=[1.0, 0.5]))
+        _model(MeshSpec(tp=2), hardware=_hardware(speeds=[1.0, 0.5]))

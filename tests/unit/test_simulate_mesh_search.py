@@ -11,7 +11,7 @@ import pytest
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import Failures
-from moe_lightning.simulate.mesh import DENSE, Mesh
+from moe_lightning.simulate.mesh import DENSE, MeshSpec
 from moe_lightning.simulate.mesh_search import ROOM, search_mesh
 from moe_lightning.simulate.scenario import Scenario, model_of
 from tests.unit.simulated import scenario, small_hardware, small_workload
@@ -34,7 +34,7 @@ def _brute_force(run: Scenario) -> tuple[float, int]:
     for pp, cp, tp, dense, micro, chunks, redo in product(sizes, sizes, sizes, DENSE, range(1, 33), (1, 2, 4), flags):
         if micro & (micro - 1) or 8 % (pp * cp * tp) or (chunks > 1 and pp == 1):
             continue
-        mesh = Mesh(pp=pp, cp=cp, tp=tp, dense=dense, micro_batches=micro, chunks=chunks, recompute=redo)
+        mesh = MeshSpec(pp=pp, cp=cp, tp=tp, dense=dense, micro_batches=micro, chunks=chunks, recompute=redo)
         try:
             model = model_of(replace(run, mesh=mesh))
         except ConfigurationError:

@@ -719,8 +719,15 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("moe-train", "recipes=text", ""),
     (
         "moe-train",
-        "elastic.lighthouse=localhost",
-        "elastic.lighthouse='localhost' must be HOST:PORT with a port from 1 to 65535",
+        "elastic.rdzv_endpoint=localhost",
+        "elastic.rdzv_endpoint='localhost' must be HOST:PORT with a port from 1 to 65535",
+    ),
+    ("moe-train", "elastic.lighthouse=host:29510", "is read as elastic.rdzv_endpoint=host:29510"),
+    ("moe-train", "lighthouse=host:29510", "is read as elastic.rdzv_endpoint=host:29510"),
+    (
+        "moe-train",
+        "callbacks=load_balancer callbacks.load_balancer.placement=mro",
+        "is read as callbacks.load_balancer.placement_rule=mro",
     ),
     ("moe-train", "elastic.num_nodes=0", "elastic.num_nodes=0 must be an integer of at least 1"),
     (

@@ -1,5 +1,5 @@
-"""Hugging Face models with our MoE layers in them: read from safetensors, trained, written back for plain transformers.
+"""Hugging Face models with our MoE layers: read from safetensors, trained, exported for plain transformers.
 
-`module` trains, `loading` reads, `export` writes; `families` knows the architectures, `architecture` what becomes of
-their blocks, `layouts` and `weights` how tensors lie on disk.
+`module` trains, `loading` reads, `export` writes; `architecture` describes the supported architectures and their
+blocks, `weights` the tensors on disk, `attention` attention over sharded sequences.
 """

@@ -1,11 +1,6 @@
-"""Architectures of Hugging Face models, and their MoE layers in our modules.
+"""Architectures of Hugging Face models, and the conversion of their feed-forward blocks to our MoE layers.
 
-The Mixture-of-Experts architectures that can be read and written: what their config.json says of routers and
-experts, and what their tensors are called.
-
-What takes the place of modules of a Hugging Face model: feed-forward blocks, norms of branches that are dropped.
-
-How the feed-forward blocks of a Hugging Face model become MoE layers, and what their tensors are called on disk.
+A family describes the router and expert options in config.json and the names of tensors on disk.
 """
 
 from __future__ import annotations
@@ -59,7 +54,7 @@ class Family:
         return f"{block.removesuffix(MODEL_BLOCK)}{self.disk_block}."
 
     def disk_name(self, name: str) -> str:
-        """What a tensor of our model, other than the experts, is called on disk."""
+        """Return the name on disk of a tensor of our model other than the experts."""
         block, found, rest = name.partition(f"{MODEL_BLOCK}.{OUR_ROUTER}.")
         if not found:
             return name
@@ -239,7 +234,7 @@ class DroppingLayerNorm(nn.LayerNorm):
 
 
 class ExpertReader(Protocol):
-    """How first weights of experts are read; `prefix` is the block's name on disk with a dot at its end."""
+    """Reader of the experts' first weights; `prefix` is the block's name on disk with a dot at its end."""
 
     def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
         """The rows of one expert by the names of our parameters."""
@@ -276,11 +271,11 @@ class Architecture(ABC):
 
     @abstractmethod
     def disk_name(self, name: str) -> str | None:
-        """What a parameter or buffer other than an expert's is called on disk; None for one that is new."""
+        """Return the name on disk of a parameter or buffer other than an expert's; None for one that is new."""
 
     @abstractmethod
     def disk_prefix(self, block: str) -> str:
-        """Where a block's experts are read from."""
+        """Prefix of the tensors from which a block's experts are read."""
 
     @abstractmethod
     def exported(self) -> tuple[Any, Family]:

@@ -1,5 +1,6 @@
-"""Attention of Hugging Face models over sequences that ranks share, by the attention interface of transformers, and
-over documents of one sequence.
+"""Attention of Hugging Face models over sharded sequences and over packed documents.
+
+Uses the attention interface of transformers.
 """
 
 from __future__ import annotations

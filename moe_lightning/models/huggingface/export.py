@@ -1,8 +1,7 @@
 """Export of trained models and adapters for transformers and peft.
 
-Writes a trained model as a checkpoint that plain transformers loads.
-
-Trained adapters for others: added to the weights of a plain checkpoint, or alone in a folder that peft loads.
+A trained model is written as a checkpoint that plain transformers loads. Adapters are added to the weights of a plain
+checkpoint, or written alone into a folder that peft loads.
 
 peft keeps the products of all experts of a stack in one pair of matrices: A has a row for each (expert, rank), B a
 column for each (rank, expert). The stack that comes second in transformers' module wraps the first one.
@@ -57,7 +56,7 @@ _MARK = "moe_lightning_export.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What a model's checkpoint for plain transformers consists of.
+    """Content of a model's checkpoint for plain transformers.
 
     Attributes:
         config: its configuration.
@@ -122,7 +121,7 @@ class Export:
 
 
 def plan_export(architecture: Architecture, model: nn.Module, dtype: str | None = None) -> Export:
-    """What a model with installed MoE layers is written as.
+    """Plan the export of a model with installed MoE layers.
 
     Args:
         model: with memory or on the meta device.
@@ -141,7 +140,7 @@ def plan_export(architecture: Architecture, model: nn.Module, dtype: str | None 
 
 
 def is_export_of(run: str | None, path: Path) -> bool:
-    """Whether a run wrote a folder by an export; of no run nothing is."""
+    """True if a run wrote a folder by an export; False without a run."""
     try:
         said = json.loads((path / _MARK).read_text())
     except (OSError, ValueError):
@@ -150,7 +149,7 @@ def is_export_of(run: str | None, path: Path) -> bool:
 
 
 def existing(path: Path) -> ConfigurationError:
-    """What an export answers where it would overwrite something."""
+    """Return the error of an export that would overwrite something."""
     return ConfigurationError(f"{path} exists already: name another folder")
 
 

@@ -1,4 +1,4 @@
-"""Builds a Hugging Face model with our MoE layers in it and fills it from safetensors.
+"""Loading of Hugging Face models: build with our MoE layers, fill from safetensors.
 
 A rank reads the dense weights and the experts of its own slots; the whole model is never in one place.
 """

@@ -1,9 +1,4 @@
-"""Hugging Face model with our MoE layers as a LightningModule.
-
-How the layers of a Hugging Face model are computed in parts by several ranks (mesh.tp).
-
-A Hugging Face model with our MoE layers as a LightningModule: load, train, validate, generate predictions.
-"""
+"""Hugging Face model with our MoE layers as a LightningModule: load, train, validate, predict, tensor parallelism."""
 
 from __future__ import annotations
 
@@ -113,7 +108,7 @@ _SPARSE = {
 @validated
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceConfig:
-    """Which checkpoint is trained, and how.
+    """Checkpoint to train, and options of its training.
 
     Attributes:
         pretrained: folder of the checkpoint: config.json and safetensors files.
@@ -154,11 +149,11 @@ class HuggingFaceConfig:
 
     @property
     def folder(self) -> Path:
-        """Of the checkpoint."""
+        """Folder of the checkpoint."""
         return Path(self.pretrained).expanduser()
 
     def architecture(self, values: Mapping[str, Any] | None = None) -> Architecture:
-        """What the checkpoint's configuration becomes.
+        """Architecture for the checkpoint's configuration.
 
         Args:
             values: the configuration itself, where the checkpoint's folder is not to be read.
@@ -240,7 +235,7 @@ class HuggingFaceModule(SupervisedModule):
             )
 
     def tensor_parallel_plan(self) -> Plan:
-        """How several ranks compute the model's layers together.
+        """Return the plan by which several ranks compute the model's layers together.
 
         Raises:
             ConfigurationError: a model whose layers nobody here knows.

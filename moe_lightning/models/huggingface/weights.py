@@ -1,15 +1,8 @@
 """Weights in safetensors as Hugging Face writes them: reading, writing, dequantization, layouts of experts.
 
-Dequantises what released checkpoints hold in few bits: MXFP4 experts (GPT-OSS) and FP8 matrices (DeepSeek-V3).
-
-Training needs weights in float, so they are unpacked as they are read, a tensor or an expert at a time.
-
-Weights in a folder of safetensors files as Hugging Face writes them: read by the tensor, written by the file.
-
-How the matrices of experts lie in safetensors, and how they become rows of our stacked parameters.
-
-Ours are `w_up` [D, F] or, gated, gate | up [D, 2F], `w_down` [F, D], `b_up`, `b_down`. Every conversion moves values
-without computing on them, so a round trip is bit-equal.
+Reads are by tensor or expert, writes by file. Weights in few bits, MXFP4 experts (GPT-OSS) and FP8 matrices
+(DeepSeek-V3), are dequantized as they are read. Our layout is `w_up` [D, F] or, gated, gate | up [D, 2F], `w_down`
+[F, D], `b_up`, `b_down`. Every conversion moves values without computing on them, so a round trip is bit-equal.
 
 Shapes: E experts, D model width, F expert width.
 """
@@ -226,11 +219,11 @@ class ExpertLayout(Protocol):
         ...
 
     def names(self, prefix: str, num_experts: int) -> set[str]:
-        """What these tensors are called."""
+        """Return the names of these tensors on disk."""
         ...
 
     def columns(self, up_EXH: Tensor) -> Tensor:
-        """What has a column for each of ours of `w_up`, in the order of the model's own stack."""
+        """Return values with one column for each column of our `w_up`, in the order of the model's own stack."""
         ...
 
 
