@@ -33,7 +33,7 @@ from lightning.pytorch.utilities.model_summary.model_summary import get_human_re
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning.callbacks.wandb_logger import log_histograms
+from moe_lightning.callbacks.loggers import log_histograms
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.private_lightning import SummaryShown, SummaryTable
 from moe_lightning.config import validated
