@@ -53,7 +53,7 @@ class ExpertTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was measured, the same on every rank.
+    """Measured constants, the same on every rank.
 
     Attributes:
         costs: constants of each MoE block; dense layers are still 0.

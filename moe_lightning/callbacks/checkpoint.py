@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks.load_balancer import LoadBalancer
-from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
+from moe_lightning.callbacks.loggers import QuietWandbLogger
 from moe_lightning.checkpoint.agent_control import warnings_of
 from moe_lightning.checkpoint.directory import checkpoints, enter_world, next_world, run_of
 from moe_lightning.checkpoint.loader import CheckpointSource
@@ -197,7 +197,7 @@ class TokenCounts:
 
 
 def computed_in(strategy: ExpertParallelStrategy) -> torch.dtype | None:
-    """What experts compute in, where that is less than their weights; None: it is not."""
+    """Return the dtype experts compute in if it is narrower than their weights'; else None."""
     layers = strategy.experts.layers
     is_less = bool(layers) and strategy.shadow_dtype.itemsize < layers[0].experts.dtype.itemsize
     return strategy.shadow_dtype if is_less else None
@@ -229,7 +229,7 @@ def count_stale(checkpoint_ledger: CheckpointLedger, versions: Mapping[tuple[int
 def new_ledger(
     trainer: pl.Trainer, state: TrainingState, settings: CheckpointSettings, counts: Tensor, steps: int
 ) -> CheckpointLedger:
-    """Of a run that begins, from the assignments of its first steps, int64 [L, E]."""
+    """Return the ledger of a new run, from the assignments of its first steps, int64 [L, E]."""
     per_step: IntArray = counts.sum(dim=1).cpu().numpy() // max(1, steps)
     planned = (per_step * planned_steps(trainer)).clip(min=1)
     return state.checkpoint_ledger(planned, scopes=parse_scopes(settings.scopes), order=settings.order)
@@ -426,7 +426,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
         self._layout = layout
 
     def recovery_sources(self, strategy: ExpertParallelStrategy) -> RecoverySources:
-        """Where a recovery finds what was saved."""
+        """Sources of saved state for a recovery."""
         return RecoverySources(
             root=absolute(self._root),
             name=self._run_name,
@@ -520,7 +520,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
             self.save(trainer, pl_module)
 
     def _keeps_nothing(self, trainer: pl.Trainer) -> bool:
-        """Whether the state is not whole yet after a restore, or Lightning only tries the code out."""
+        """True if the state is not complete yet after a restore, or Lightning only runs a sanity check."""
         is_replaying = self._strategy is not None and self._strategy.state.window_replay is not None
         return is_replaying or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
@@ -574,7 +574,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
                 self.checkpoint_ledger.reassign(owners)
 
     def _objects(self, strategy: ExpertParallelStrategy) -> dict[str, Any]:
-        """What is saved beside tensors; collective."""
+        """Return the saved objects that are not tensors; collective."""
         self._is_saving = True
         try:
             return strategy.checkpoints.training_objects()
@@ -653,7 +653,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """What was copied is still written: the agent outlives this process."""
+        """Leave copied state to the agent, which outlives this process and still writes it."""
         self._close(wait=False)
 
     def _close(self, *, wait: bool) -> None:

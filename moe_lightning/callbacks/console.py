@@ -1,4 +1,4 @@
-"""What a user sees while a model trains: a bar on a terminal, plain lines elsewhere."""
+"""Progress display of training: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""Compilation and activation checkpointing of the dense parts of a model.
+"""Compilation and activation checkpointing of the dense parts of a model: attention, dense feed-forward layers, shared
+experts.
 
-torch.compile for the dense parts of a model: attention, dense feed-forward layers, shared experts.
-
-Dispatch depends on the counts of every micro-batch, on integers on the host and on other ranks, so an MoE layer has
-nothing that a static graph could hold; and Lightning's `self.log` cannot be traced, so `torch.compile(module)` of a
-whole LightningModule does not help either. What lies between is compiled in place: names in checkpoints stay.
-
-Activation checkpointing of the dense parts of a model: attention, dense feed-forward layers, shared experts.
+Dispatch depends on the counts of every micro-batch, on integers on the host and on other ranks, so a static graph
+cannot contain an MoE layer; and Lightning's `self.log` cannot be traced, so `torch.compile(module)` of a whole
+LightningModule does not help either. The parts between are compiled in place: names in checkpoints stay.
 
 MoE layers keep their activations: computing them again would send every token to its experts once more.
 """

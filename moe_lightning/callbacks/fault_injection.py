@@ -120,13 +120,13 @@ class Fault:
         return f"{self.kind}.rank{self.rank}.step{self.step}.{self.place}"
 
     def is_due(self, *, step: int, place: Place) -> bool:
-        """Whether it strikes here, on its rank."""
+        """True if the fault strikes here, on its rank."""
         if place != self.place:
             return False
         return step >= self.step if place in _PASSED_AT_ANY_STEP else step == self.step
 
     def slows(self, step: int) -> bool:
-        """Whether a step is one of those that it makes slow."""
+        """True if the fault slows this step."""
         return self.kind == "slow" and self.step <= step < self.step + self.steps
 
 
@@ -213,12 +213,12 @@ class Absence:
     to_s: float = math.inf
 
     def covers(self, time_s: float) -> bool:
-        """Whether the slot is empty then."""
+        """True if the slot is empty then."""
         return self.from_s <= time_s < self.to_s
 
 
 def slot_absences(changes: Iterable[Change], num_slots: int, *, speed: float = 1.0) -> list[tuple[Absence, ...]]:
-    """When each of so many slots has no node, as nodes come and go: who comes takes the lowest free slot.
+    """Return the absences of each slot as nodes come and go; a new node takes the lowest free slot.
 
     Args:
         changes: ascending in time, never more than `num_slots` nodes at once; the first one fills the slots at the
@@ -538,7 +538,7 @@ class FaultInjection(Callback):
         return slot_absences(changes, task.expected, speed=self._speed)[task.slot]
 
     def _origin(self) -> float:
-        """When the trace began, in seconds since the epoch: with the first training of the run."""
+        """Start of the trace in seconds since the epoch: the first training of the run."""
         self._mark("trace")
         return float(json.loads((self._marks / "trace").read_text())["time_s"])
 
@@ -579,6 +579,6 @@ def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
 
 
 def _arenas(trainer: pl.Trainer) -> Path | None:
-    """Where this node's snapshots lie."""
+    """Folder of this node's snapshots."""
     checkpoint = next((c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)), None)  # type: ignore[attr-defined]
     return checkpoint.recovery_sources(_strategy(trainer)).arenas if checkpoint is not None else None

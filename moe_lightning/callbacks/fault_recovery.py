@@ -1,12 +1,8 @@
-"""Fault recovery: training goes on when ranks die, hang, return or leave.
+"""Fault recovery: training continues when ranks die, hang, return or leave.
 
-The recoveries of a run as a table: recoveries.csv beside a CSV logger's metrics, a table of W&B, text of
-TensorBoard.
-
-Lets a run go on when ranks die, hang, come back or leave: the callback over the strategy's elastic worlds.
-
-Survivors keep their process and their state. What a lost rank held comes from live replicas, else from snapshots in
-memory, else from storage; then the failed step runs again with the same samples (Lazarus 4.3, REFT 4.3).
+Survivors keep their process and their state. The state of a lost rank comes from live replicas, else from snapshots in
+memory, else from storage; then the failed step runs again with the same samples (Lazarus 4.3, REFT 4.3). Recoveries
+are logged as recoveries.csv beside a CSV logger's metrics, a table of W&B and text of TensorBoard.
 """
 
 from __future__ import annotations
@@ -187,7 +183,7 @@ class FaultRecovery(Callback, RecoveryListener):
         private_lightning.run_fit_by(trainer, elastic.run)
 
     def _layout(self, strategy: ExpertParallelStrategy) -> ProtectionLayout:
-        """Who protects whose snapshots in the present world."""
+        """Protection of snapshots in the present world: the ranks that protect each other's."""
         node_of = strategy.node_of
         if self._protection != "auto":
             return protected_by(PROTECTIONS[self._protection], node_of, self._failures)

@@ -1,15 +1,7 @@
-"""Load balancer: expert migration, shadow experts and shares of tokens by measured loads and speeds.
+"""Load balancer: expert migration, shadow experts, and shares of tokens and samples by measured loads and speeds.
 
-Which MoE layers of a model a rank plans for, and what ranks that plan for others know together.
-
-A state of the balancer is of all layers, whatever the mesh: {"loads": [L][E], "averages": [L], "interval": steps}.
-
-The ranks among which a balancer spreads experts, and on how many nodes each must stay.
-
-What the load balancer says of its work: numbers of each layer, and the errors of its model.
-
-Keeps the ranks evenly busy: moves experts now and then, lets them visit other ranks step by step, and gives slow
-ranks fewer tokens and samples.
+A rank plans for the MoE layers of its pipeline stage. The saved state is of all layers, whatever the mesh:
+{"loads": [L][E], "averages": [L], "interval": steps}.
 """
 
 from __future__ import annotations
@@ -67,7 +59,7 @@ class OwnLayers:
     total: int
 
     def part(self, state: State) -> State:
-        """What a state says of these layers.
+        """Return the part of a state that belongs to these layers.
 
         Raises:
             ConfigurationError: the state of a model with other layers.
@@ -97,8 +89,8 @@ class OwnLayers:
 
 
 def together(told: Sequence[tuple[Sequence[int], State | None]], total: int) -> State | None:
-    """What ranks know together: of each layer what the first that plans for it says, else what the first says that
-    knows anything.
+    """Merge the states of ranks: of each layer the one of the first rank that plans for it, else of the first rank that
+    has any.
 
     Args:
         told: of each rank the layers that it plans for, and its state of all layers.
@@ -210,7 +202,7 @@ def tell_errors(errors: Mapping[str, float]) -> None:
 
 
 def _layer_numbers(layer: MoELayer) -> dict[str, float]:
-    """How even the last micro-batch was on plain expert parallelism and how even it is now."""
+    """Imbalance of the last micro-batch on plain expert parallelism, and as balanced."""
     loads = layer.dispatcher.last_rank_loads
     if layer.statistics is None or loads is None:
         return {}
@@ -572,6 +564,6 @@ def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
 
 
 def _any_moves(strategy: ExpertParallelStrategy, placements: Sequence[Placement]) -> bool:
-    """Whether any layer gets a new placement, in a pipeline of any stage, where this is collective over them."""
+    """True if any layer of any pipeline stage gets a new placement; collective over the stages."""
     moves, stages = list(placements) != strategy.experts.placements, strategy.state.stages
     return moves if stages is None else any_says([moves], stages.pipe)[0]

@@ -1,8 +1,6 @@
-"""Recording and replay of routing during training.
+"""Recording and replay of routing during training, on any number of ranks.
 
-Records how a run routes, in the format that forced routing, the simulator and the benchmarks read.
-
-Keeps which experts every token of a training takes, or forces them, on any number of ranks.
+The recorder writes the format that forced routing, the simulator and the benchmarks read.
 """
 
 from __future__ import annotations
@@ -203,7 +201,7 @@ class RoutingReplay(Callback):
         self._seen = {}
 
     def _write(self, piece: Piece, seen: _Seen, stages: StageState | None) -> None:
-        """What was chosen for the samples of a micro-batch; collective in a pipeline, whose first stage writes."""
+        """Write the chosen experts of a micro-batch; collective in a pipeline, whose first stage writes."""
         if seen.by_layer.keys() != set(self._layers):
             return
         ids_TLK = Choices([seen.by_layer[layer] for layer in self._layers]).stacked()
@@ -243,7 +241,7 @@ class RoutingReplay(Callback):
 
 @dataclass
 class _Seen:
-    """What was chosen for as many samples, int64 [T, K] by layer."""
+    """Chosen experts of some samples, int64 [T, K] by layer."""
 
     count: int
     by_layer: dict[int, Tensor] = field(default_factory=dict)

@@ -128,7 +128,7 @@ class RankClock:
         self._step = _Step()
 
     def rates(self) -> Iterator[Rates]:
-        """Of the steps that have ended and were not told yet, as far as the device has come."""
+        """Yield the rates of ended steps not yet reported, as far as the device has come."""
         while self._done and all(_is_past(ended) for _, ended in (*self._done[0].experts, *self._done[0].between)):
             step = self._done.popleft()
             yield Rates(
@@ -213,7 +213,7 @@ _TOLD_RANKS = 64
 @validated
 @dataclass(frozen=True, kw_only=True)
 class SpeedPolicy:
-    """How to treat ranks of unlike speed.
+    """Treatment of ranks of unlike speed.
 
     Attributes:
         speeds: "measured", "even" (all ranks count as equally fast), or relative speeds of all ranks.
@@ -361,8 +361,8 @@ class SpeedFollower:
 
     @staticmethod
     def _over_stages(stages: StageState, has_changed: bool, samples: Sequence[Reading]) -> tuple[bool, list[Reading]]:
-        """What is common to all stages: whether any has other speeds, so that all place anew after the same step, and
-        of each slice the slowest reading, since its samples go through all. Collective.
+        """Combine the stages: True if any has other speeds, so that all plan placements after the same step, and of
+        each slice the slowest reading, since its samples pass through all. Collective.
         """
         told = all_gather_json([has_changed, [reading.bits for reading in samples]], stages.pipe)
         slowest = zip(*([Reading.of(bits) for bits in readings] for _, readings in told), strict=True)

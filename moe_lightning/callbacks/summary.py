@@ -1,13 +1,8 @@
-"""Summary of a run at its end.
+"""Summary of a run at its end: quality beside n-gram models of the same text, speed, and paths of its files.
 
-How well counting does: the cross entropy of an n-gram model, the yardstick that a trained model has to beat.
-
-Interpolated absolute discounting: every seen count gives up a discount d, and what a context's counts give up is spread
-by the next shorter context's distribution (Chen & Goodman 1999, section 2.7). Where they use a formula for d, it is
-chosen here for each order on blocks held out of the *training* text; the text that is scored is never looked at.
-
-The end of a run in a few lines: how good the model is beside counting models of the same text, how fast it was,
-where its files lie.
+The n-gram models use interpolated absolute discounting: every seen count is reduced by a discount d, and the mass that
+this frees is spread by the next shorter context's distribution (Chen & Goodman 1999, section 2.7). Deviation: d has no
+formula; it is chosen for each order on blocks held out of the *training* text, never on the text that is scored.
 """
 
 from __future__ import annotations
@@ -125,7 +120,7 @@ def _codes(tokens: npt.NDArray[np.integer], order: int, vocab_size: int) -> Code
 
 
 def _count(texts: Sequence[npt.NDArray[np.integer]], order: int, vocab_size: int) -> npt.NDArray[np.int32]:
-    """How often each (order + 1)-gram occurs inside the texts, [V**(order + 1)]."""
+    """Count each (order + 1)-gram inside the texts, [V**(order + 1)]."""
     counts = np.zeros(vocab_size ** (order + 1), np.int32)
     for text in texts:
         for start in range(0, len(text) - order, _PIECE):
@@ -180,7 +175,7 @@ class Summary(Callback):
         self._has_trained = False
 
     def is_current(self, trainer: pl.Trainer) -> bool:
-        """Whether this rank's last validation measured the model as it is."""
+        """True if this rank's last validation measured the model as it is."""
         return self._validated_step == trainer.global_step
 
     @override
@@ -208,7 +203,7 @@ class Summary(Callback):
         print("\n" + render(numbers, _files(trainer)), flush=True)
 
     def numbers(self, trainer: pl.Trainer) -> dict[str, float]:
-        """What the summary says, by name."""
+        """Numbers of the summary by name."""
         numbers: dict[str, float] = {"steps": trainer.global_step} if self._has_trained else {}
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         data = getattr(trainer, "datamodule", None)
@@ -248,7 +243,7 @@ def ngram_losses(data: TextData, orders: Sequence[int]) -> dict[str, float]:
 
 
 def _files(trainer: pl.Trainer) -> dict[str, Place]:
-    """Where the checkpoint, the logs and W&B's files lie."""
+    """Paths of the checkpoint, the logs and W&B's files."""
     files: dict[str, Place] = {}
     checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
     if checkpoint:

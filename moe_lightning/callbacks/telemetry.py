@@ -1,14 +1,8 @@
-"""Metrics of training steps: throughput, gradient norm, balance of every MoE layer.
-
-Which ranks hold which expert, as a CSV that grows where it changes.
-
-What a training step did, as metrics: throughput, gradient norm, and for each MoE layer how evenly tokens fell on
-experts and ranks.
+"""Metrics of training steps: throughput, gradient norm, and for each MoE layer the balance over experts and ranks.
 
 Names are `area/layerNN/name_unit`. Everything is read on logging steps only; on the others nothing is copied from the
-device.
-
-Lightning's table of layers, for a model whose experts are spread over ranks.
+device. Beside them: a CSV of the ranks that hold each expert, and Lightning's table of layers for a model whose experts
+are spread over ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ from lightning.pytorch.utilities.model_summary.model_summary import get_human_re
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning.callbacks.wandb_logger import log_histograms
+from moe_lightning.callbacks.loggers import log_histograms
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.private_lightning import SummaryShown, SummaryTable
 from moe_lightning.config import validated
@@ -292,7 +286,7 @@ def _write_expert_load(path: Path, step: int, loads: Mapping[int, Tensor]) -> No
 
 
 def _part_of_layers(trainer: pl.Trainer) -> tuple[int, int]:
-    """Which part of dense layers this rank computes, and of how many, for the same samples."""
+    """Index and number of the parts of dense layers that ranks compute for the same samples."""
     world = getattr(trainer.strategy, "world", None)
     shape = getattr(world, "shape", None)
     return (0, 1) if world is None or shape is None else (shape.index(world.rank, "tp"), shape.tp)

@@ -75,18 +75,22 @@ _NAMED = re.compile(r"(\w+)=")
 
 _MOVED = {
     "moe_lightning.callbacks.compile_dense": "moe_lightning.callbacks.dense_blocks",
+    "moe_lightning.callbacks.csv_logger": "moe_lightning.callbacks.loggers",
     "moe_lightning.callbacks.dynamic_k": "moe_lightning.callbacks.checkpoint",
     "moe_lightning.callbacks.full_checkpoint": "moe_lightning.callbacks.checkpoint",
+    "moe_lightning.callbacks.mlflow_logger.MLflow": "lightning.pytorch.loggers.MLFlowLogger",
     "moe_lightning.callbacks.partial_experts_checkpoint": "moe_lightning.callbacks.checkpoint",
     "moe_lightning.callbacks.recompute_dense": "moe_lightning.callbacks.dense_blocks",
     "moe_lightning.callbacks.routing_recorder": "moe_lightning.callbacks.routing",
     "moe_lightning.callbacks.routing_replay": "moe_lightning.callbacks.routing",
     "moe_lightning.callbacks.parity_doctor": "moe_lightning.doctor.parity_doctor",
+    "moe_lightning.callbacks.tensorboard_logger": "moe_lightning.callbacks.loggers",
+    "moe_lightning.callbacks.wandb_logger": "moe_lightning.callbacks.loggers",
     "moe_lightning.models.gpt_config": "moe_lightning.models.gpt",
     "moe_lightning.modules.forced_routing": "moe_lightning.moe.forced_routing",
     "moe_lightning.modules.router": "moe_lightning.moe.router",
 }
-"""Former modules of classes that recipes and recorded configurations name."""
+"""Former modules, and classes, that recipes and recorded configurations name."""
 
 
 def present_target(target: Any) -> Any:
@@ -94,6 +98,8 @@ def present_target(target: Any) -> Any:
     if not isinstance(target, str):
         return target
     module, _, name = target.rpartition(".")
+    if target in _MOVED:
+        return _MOVED[target]
     return f"{_MOVED[module]}.{name}" if module in _MOVED else target
 
 

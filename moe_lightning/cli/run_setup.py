@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
-from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
+from moe_lightning.callbacks.loggers import QuietWandbLogger
 from moe_lightning.cli.capacity import check_model, check_processes, check_sample, machine_memory, whole_memory
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.compat import private_lightning

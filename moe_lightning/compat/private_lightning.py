@@ -18,7 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities import imports
 from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary
-from lightning.pytorch.loggers import CometLogger, CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -447,13 +447,13 @@ def forget_version(logger: CSVLogger) -> None:
         logger._version = None
 
 
-def has_begun(logger: CSVLogger | TensorBoardLogger) -> bool:
-    """True if the logger has made its folder: the public property makes it."""
-    return logger._experiment is not None
+def has_begun(logger: Logger) -> bool:
+    """True if a CSV, TensorBoard or W&B logger has opened its experiment: the public property opens it."""
+    return logger._experiment is not None  # type: ignore[attr-defined]
 
 
 def wandb_run(logger: WandbLogger) -> Any:
-    """W&B's run, None before it began: the public property begins it."""
+    """W&B's run; None before it is open. The public property opens it."""
     return logger._experiment
 
 
@@ -495,20 +495,3 @@ class SummaryShown(RichModelSummary):
     @override
     def _summary(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> ModelSummary:
         return self.table(pl_module, max_depth=self._max_depth)
-
-
-class LateComet(CometLogger):
-    """A CometLogger that begins when something is asked of it. Lightning's begins when it is made, and what it takes
-    for offline is switched off.
-    """
-
-    def __init__(self, *, is_online: bool, **options: Any) -> None:
-        self._is_begun = False
-        super().__init__(**options)
-        self._is_begun = True
-        self._online = is_online
-
-    @override
-    def _create_experiment(self) -> None:
-        if self._is_begun:
-            super()._create_experiment()

@@ -1,11 +1,7 @@
-"""Records of steps, and the first difference between two runs of the same training.
+"""Records of steps, and the first difference between a distributed run and one process.
 
-What several ranks noted of a step, as one record.
-
-Ranks note digests: of a tensor a projection on fixed numbers that belong to its places, and its squared norm. Both add
-up over blocks, so parts of a tensor on several ranks make the digest of the whole one.
-
-Where two runs of the same training part: what several ranks did in a step against what one process did.
+Records hold digests: the projection of a tensor on fixed numbers that belong to its positions, and its squared norm.
+Both add up over blocks, so the parts of a tensor on several ranks make the digest of the whole one.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Digest:
-    """Of a tensor, or of one sample's part of it.
+    """Digest of a tensor, or of one sample's part of it.
 
     Attributes:
         projection, norm: of its values.
@@ -66,7 +62,7 @@ class StepRecord:
 
 
 def merged(notes: Sequence[Mapping[str, Any]]) -> StepRecord:
-    """What all ranks noted of a step, as `callbacks.doctor_recorder` writes it."""
+    """Merge the records that all ranks wrote of a step (`doctor.recorder`)."""
     rows: dict[str, dict[int, list[float]]] = {}
     counts: dict[str, list[list[int]]] = {}
     counted: dict[str, int] = {}
@@ -173,7 +169,7 @@ class Parting:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Of all steps.
+    """Comparison of all steps.
 
     Attributes:
         partings: of the first step that has some, in the order of its computation.
@@ -328,7 +324,7 @@ def _of_rows(
 def _where_from(
     ours: Mapping[int, Digest], theirs: Mapping[int, Digest], apart: Sequence[int], tolerance: float
 ) -> str:
-    """What inputs are in the place of those that should be there."""
+    """Name the inputs that stand in place of the expected ones."""
     for sample in apart:
         if sample not in ours:
             return f"sample {sample} of the global batch is on no rank"
@@ -391,7 +387,7 @@ def _of_tensor(step: int, kind: Kind, name: str, here: Digest, there: Digest) ->
 
 
 def _ratio(here: Digest, there: Digest) -> float:
-    """Of the projections, if the tensors point the same or the opposite way, as far as two numbers can tell."""
+    """Ratio of the projections, if the tensors point the same or the opposite way, as far as two numbers can tell."""
     if not there.norm or math.isnan(there.norm):
         return math.nan
     by_norm = here.norm / there.norm

@@ -1,9 +1,4 @@
-"""Parity doctor: steps of a distributed run compared with one process.
-
-The doctor's findings in words for whoever must mend the run.
-
-A few steps of a distributed run beside one process: the first tensor and step where they part, and why.
-"""
+"""Parity doctor: a few steps of a distributed run compared with one process, and the first difference explained."""
 
 from __future__ import annotations
 
@@ -36,7 +31,7 @@ _MOST_LISTED = 3
 
 
 def sentence(comparison: Comparison, num_ranks: int) -> str:
-    """What parts first, where, by how much, and the likely cause."""
+    """Return the first difference: its place, size and likely cause."""
     first = comparison.partings[0]
     return f"parity fails at step {first.step}: {_what(first)} {_how(first)}: {_cause(comparison.partings, num_ranks)}"
 

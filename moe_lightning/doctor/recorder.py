@@ -1,10 +1,8 @@
-"""Recorder of the steps of one rank: digests of inputs, outputs, gradients and weights.
+"""Recorder of the steps of one rank: digests of inputs, outputs of modules, gradients and updates, and counts of
+assignments, for `doctor.comparison`.
 
-Digests of tensors, which add up over the ranks that hold parts of them: projections on fixed numbers that belong to
-places, and squared norms.
-
-What one rank notes of its steps for `doctor.comparison`: digests of inputs, outputs of modules, gradients
-and updates, and counts of assignments.
+A digest is a projection on fixed numbers that belong to positions, and a squared norm; it adds up over the ranks that
+hold parts of a tensor.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a rank's part of a sample may lie in the whole of it.
+    """Position of a rank's part of a sample in the whole sample.
 
     Attributes:
         shape: of the whole.
@@ -60,7 +58,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """Which ranks compute a sample.
+    """Ranks that compute a sample together.
 
     Attributes:
         part, parts: of its positions, which are its first dimension, or the second after heads.
@@ -113,7 +111,7 @@ class Sharing:
 
 
 def columns_of(part: nn.Module) -> Spans | None:
-    """Where the outputs of a layer lie that computes some of each of several sections; None of any other module."""
+    """Return the spans of the outputs of a layer that computes a part of each of several sections; None for others."""
     forward = part.__dict__.get("forward")
     if not isinstance(forward, PartedForward) or not isinstance(forward.style, Columns) or not forward.style.sections:
         return None
@@ -150,7 +148,7 @@ def digests_of(samples: Tensor, layout: Layout) -> list[list[float]]:
 
 
 def projection(values: Tensor, offsets: Sequence[int]) -> float:
-    """Of a block that begins at these places of its tensor."""
+    """Return the projection of a block that begins at these positions of its tensor."""
     values = values.float() if values.element_size() < 4 else values
     for dim in range(values.ndim - 1, -1, -1):
         values = values @ _wave(offsets[dim], values.shape[dim], dim).to(values)
@@ -388,7 +386,7 @@ def _of_gradients(here: Sequence[Block]) -> list[Note]:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which samples a rank's batch holds.
+    """Samples of a rank's batch.
 
     Attributes:
         knows_samples: the strategy tells of each sample where it is in the global batch; else a rank's batch is one.
@@ -421,7 +419,7 @@ def _samples_in(piece: StepSlice) -> list[int | None]:
 
 
 def places_of(trainer: pl.Trainer) -> Place:
-    """Of a rank of any strategy."""
+    """Return the samples of a rank of any strategy."""
     worlds = getattr(trainer.strategy, "worlds", None)
     if worlds is None:
         return Place(rank=trainer.global_rank, ranks=trainer.world_size)
@@ -432,7 +430,7 @@ def places_of(trainer: pl.Trainer) -> Place:
 
 
 def _running(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[nn.Module], StepSlice | None]:
-    """What tells the micro-batch of which a module is computed; None where its output belongs to another stage."""
+    """Return a function that finds the micro-batch of a running module; None where its output is another stage's."""
     cut: StageCut = trainer.strategy.state.stages.cut  # type: ignore[attr-defined]
     stage_of: dict[nn.Module, int] = {}
     for part in module.modules():

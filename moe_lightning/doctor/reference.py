@@ -33,7 +33,7 @@ States = Sequence[Mapping[str, Tensor]]
 
 
 class Batches:
-    """What the ranks of a stock strategy computed, one rank's batch after the other's."""
+    """Batches that the ranks of a stock strategy computed, one rank's after the other's."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches
@@ -84,7 +84,7 @@ class _Trainer(pl.Trainer):
 
 
 def pristine_copy(module: pl.LightningModule) -> pl.LightningModule:
-    """Of a module that no strategy has cut yet."""
+    """Copy a module that no strategy has sharded yet."""
     trainer = private_lightning.trainer_of(module)
     module.trainer = None  # it would be copied, too
     try:
@@ -176,7 +176,7 @@ def follow(
 
 
 def _strategy(trainer: pl.Trainer) -> tuple[Strategy, int]:
-    """Of the reference, and how many micro-batches make its step."""
+    """Return the strategy of the reference, and the number of micro-batches of its step."""
     theirs = trainer.strategy
     if isinstance(theirs, ExpertParallelStrategy):
         samplers = [loader.step_sampler for loader in private_lightning.tree_leaves(trainer.train_dataloader)]

@@ -1,4 +1,4 @@
-"""Loggers of packages that are not installed say which extra brings them."""
+"""Loggers: missing packages, former names, and no files before the first metrics."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.callbacks import comet_logger, mlflow_logger
-from moe_lightning.callbacks.csv_logger import CSV
-from moe_lightning.callbacks.tensorboard_logger import TensorBoard
+from moe_lightning.callbacks import loggers
+from moe_lightning.callbacks.loggers import CSV, TensorBoard
+from moe_lightning.cli.composition import located, present_target
 from moe_lightning.errors import ConfigurationError
 
 
+def test_a_missing_package_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'moe-lightning\[tensorboard\]'"):
+        TensorBoard(save_dir=tmp_path)
+
+
 @pytest.mark.parametrize(
-    ("module", "kind", "extra"),
-    [(mlflow_logger, mlflow_logger.MLflow, "mlflow"), (comet_logger, comet_logger.Comet, "comet")],
+    ("former", "present"),
+    [
+        ("csv_logger.CSV", "moe_lightning.callbacks.loggers.CSV"),
+        ("tensorboard_logger.TensorBoard", "moe_lightning.callbacks.loggers.TensorBoard"),
+        ("wandb_logger.QuietWandbLogger", "moe_lightning.callbacks.loggers.QuietWandbLogger"),
+        ("mlflow_logger.MLflow", "lightning.pytorch.loggers.MLFlowLogger"),
+    ],
 )
-def test_a_missing_package_names_its_extra(
-    module: object, kind: type, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=rf"pip install 'moe-lightning\[{extra}\]'"):
-        kind(save_dir=tmp_path)
-
-
-@pytest.mark.slow
-def test_a_place_that_mlflow_does_not_know_is_one_sentence(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow", reason="needs moe-lightning[mlflow]")
-    logger = mlflow_logger.MLflow(tmp_path, tracking_uri="nowhere://x")
-    with pytest.raises(ConfigurationError, match=r"no records at tracking_uri='nowhere://x' .*give sqlite:///FILE\.db"):
-        _ = logger.experiment
+def test_former_targets_of_recipes_are_loaded(former: str, present: str) -> None:
+    assert present_target(f"moe_lightning.callbacks.{former}") == present
+    assert callable(located(present, "logger"))
 
 
 @pytest.mark.parametrize("kind", [CSV, TensorBoard])

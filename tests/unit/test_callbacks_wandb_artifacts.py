@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.callbacks.wandb_artifacts import CheckpointUploads, ages, resumed_artifact
-from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
+from moe_lightning.callbacks.loggers import CheckpointUploads, QuietWandbLogger, checkpoint_metadata, resumed_artifact
 from moe_lightning.checkpoint.manifest import FileRecord, Manifest
 from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.state.pieces import Block, Piece
@@ -138,7 +137,7 @@ def test_ages_of_partial_experts() -> None:
         ),
         extra={"plt": 0.25},
     )  # fmt: skip
-    told = ages(manifest)
+    told = checkpoint_metadata(manifest)
     assert told["expert_versions"] == {"layer00": [8, 4], "layer01": [10, 6]}
     assert told["oldest_expert_steps"] == 6
     assert told["mean_expert_steps"] == 3.0
@@ -149,7 +148,7 @@ def test_the_best_loss_names_the_best(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("lightning.pytorch.loggers.WandbLogger.log_metrics", lambda *_: None)
     logger = QuietWandbLogger(save_dir=str(tmp_path), offline=True, log_model="all")
     told: list[list[str]] = []
-    monkeypatch.setattr(logger, "_begun_uploads", lambda: SimpleNamespace(log=lambda path, best, _: told.append(best)))
+    monkeypatch.setattr(logger, "_open_uploads", lambda: SimpleNamespace(log=lambda path, best, _: told.append(best)))
     for step, loss in enumerate([2.0, 3.0, 1.0, None]):
         if loss is not None:
             logger.log_metrics({"val/loss": loss}, step)

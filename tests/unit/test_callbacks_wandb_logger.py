@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import wandb
 
-from moe_lightning.callbacks.wandb_logger import QuietWandbLogger, has_wandb_login, lasting_run_id
+from moe_lightning.callbacks.loggers import QuietWandbLogger, has_wandb_login, persistent_run_id
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +53,14 @@ def test_options_reach_wandb(tmp_path: Path) -> None:
 
 
 def test_one_folder_has_one_run_id(tmp_path: Path) -> None:
-    first = lasting_run_id(tmp_path / "run")
-    assert lasting_run_id(tmp_path / "run") == first
-    assert lasting_run_id(tmp_path / "other") != first
+    first = persistent_run_id(tmp_path / "run")
+    assert persistent_run_id(tmp_path / "run") == first
+    assert persistent_run_id(tmp_path / "other") != first
 
 
 def test_a_damaged_run_id_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "wandb_run_id").write_text("../../somewhere else\n")
-    assert re.fullmatch("[0-9a-f]{8}", lasting_run_id(tmp_path))
+    assert re.fullmatch("[0-9a-f]{8}", persistent_run_id(tmp_path))
 
 
 def test_a_run_begins_with_its_first_numbers(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_run_begins_with_its_first_numbers(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     logger.log_metrics({"loss": 1.0}, 0)
     assert logger.experiment.config["lr"] == 0.5
-    assert logger.experiment.id == lasting_run_id(tmp_path)
+    assert logger.experiment.id == persistent_run_id(tmp_path)
     logger.log_hyperparams({"seed": 3})
     assert logger.experiment.config["seed"] == 3
     wandb.finish()

@@ -30,7 +30,6 @@ METHODS = {
     "lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates": "self, trainer",
     "lightning.pytorch.callbacks.ModelCheckpoint._save_topk_checkpoint": "self, trainer, monitor_candidates",
     "lightning.pytorch.callbacks.RichModelSummary._summary": "self, trainer, pl_module",
-    "lightning.pytorch.loggers.CometLogger._create_experiment": "self",
     "lightning.pytorch.loops.evaluation_loop._EvaluationLoop._on_evaluation_model_train": "self",
     "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization.run": "self, optimizer, batch_idx, kwargs",
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.advance": "self, data_fetcher",
@@ -81,7 +80,6 @@ ATTRIBUTES = {
     "lightning.pytorch.callbacks.ModelCheckpoint": {"_last_global_step_saved"},
     "lightning.pytorch.callbacks.model_summary.ModelSummary": {"_max_depth"},
     "lightning.pytorch.loggers.CSVLogger": {"_experiment", "_version"},
-    "lightning.pytorch.loggers.CometLogger": {"_online"},
     "lightning.pytorch.loggers.TensorBoardLogger": {"_experiment"},
     "lightning.pytorch.loggers.WandbLogger": {"_experiment", "_id", "_save_dir", "_wandb_init"},
     "lightning.pytorch.loops.fit_loop._FitLoop": {"_data_fetcher"},
@@ -264,7 +262,7 @@ def is_private(name: str) -> bool:
 def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
     known = {name.rpartition(".")[2] for name in (*METHODS, *PROPERTIES)} | set().union(*ATTRIBUTES.values()) | OTHERS
     known |= {part for name in (*METHODS, *PROPERTIES, *ATTRIBUTES) for part in name.split(".")}
-    of_the_files = {"_end_epoch_without_restart", "_fetcher", "_gather_in", "_is_begun", "_undo_group"}
+    of_the_files = {"_end_epoch_without_restart", "_fetcher", "_gather_in", "_undo_group"}
     assert {name for file in COMPAT for _, name in private_names(file)} - known == of_the_files
 
 

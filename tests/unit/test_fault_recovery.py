@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from moe_lightning.callbacks.fault_recovery import COLUMNS, FaultRecovery, log_table, table_row
-from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
+from moe_lightning.callbacks.loggers import QuietWandbLogger
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.recovery import RecoveryReport
