@@ -400,7 +400,7 @@ def wait_for_ranks(world: World, engine: Membership, limit: int) -> WorldTooSmal
     deadline = time.monotonic() + timeout_s
     while True:
         is_over = time.monotonic() > deadline
-        changes, ends = any_says([engine.newcomers() or engine.notice is not None, is_over], world)
+        changes, ends = any_says([engine.has_newcomers() or engine.notice is not None, is_over], world)
         if changes:
             raise WorldChanged(f"ranks come or leave while there are fewer than {limit}")
         if ends:
@@ -538,14 +538,14 @@ def first_world(engine: Membership, build: Callable[[Members], World]) -> tuple[
     while True:
         attempts += 1
         members = engine.join()
-        if engine.comes_too_early(members):
+        if engine.withdraw_if_early(members):
             return None
         try:
             return members, build(members)
         except Exception as error:
             if attempts == _ATTEMPTS or not is_worlds_fault(error, engine.reason):
                 raise
-            engine.break_up(reason_of(error, engine.reason))
+            engine.abort(reason_of(error, engine.reason))
             drop_groups()
             if engine.wait_for_cause() is not None:
                 raise
@@ -670,8 +670,8 @@ class ElasticWorlds:
     def prepare(self, optimizer: Optimizer) -> None:
         """Every collective of the step is done: wait until all say so, and agree whether the world changes now."""
         self._pending = optimizer
-        self.engine.made_progress()
-        is_asked = self.engine.newcomers() or (self.engine.notice or self.parting) is not None
+        self.engine.record_progress()
+        is_asked = self.engine.has_newcomers() or (self.engine.notice or self.parting) is not None
         (is_wished,) = any_says([is_asked], self._worlds.mesh.whole)
         self.change_is_due = is_wished and self._state.window_replay is None  # state that crosses is whole
 
@@ -685,7 +685,7 @@ class ElasticWorlds:
         self._pending = None
         self.version += 1
         self._made_steps = True
-        self.engine.made_progress()
+        self.engine.record_progress()
 
     def keep_progress(self, *, after_step: bool) -> None:
         """Remember how far the fit loop is, after a committed step or at the start."""
@@ -883,7 +883,7 @@ class ElasticWorlds:
 
     def _leave(self, reason: str) -> None:
         """Give the old world up: everybody hears of it, and nothing waits on its connections any more."""
-        self.engine.break_up(reason)
+        self.engine.abort(reason)
         self._wrapped.leave()
         drop_groups()
 

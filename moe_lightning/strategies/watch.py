@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 from moe_lightning.dispatch.transports import read_later
-from moe_lightning.elastic.protocol import OwnClock
+from moe_lightning.elastic.protocol import ProcessClock
 from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.errors import NonFiniteLossError
 from moe_lightning.parallel.collectives import all_gather_json
@@ -240,7 +240,7 @@ class StallWatch:
             logger.debug("nobody looks for stalls any more: %s", error)
 
     def _watch(self, watched: _Watched, limit_s: float, ended: threading.Event) -> None:
-        clock, last, since, asked_at, is_told, is_done = OwnClock(), None, 0.0, 0.0, False, False
+        clock, last, since, asked_at, is_told, is_done = ProcessClock(), None, 0.0, 0.0, False, False
         ask_s = max(min(_ASK_S, limit_s / 5), _ASK_PER_RANK_S * watched.size)
         while not ended.wait(min(_LOOK_S, limit_s / 5)):
             now, state = clock.tick(), (self._progress, watched.counts())
