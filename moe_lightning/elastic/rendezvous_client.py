@@ -391,7 +391,7 @@ class ClientThread:
             mine = members.nodes[members.rank]
             self._links.enter({n: e for n, e in self._watch.probes.items() if n != mine}, self._clock.now)
             if self._watch.broken_at is not None:
-                self._cut(self._watch)
+                self._abort_groups(self._watch)
 
     def abort(self, reason: str) -> None:
         """Break the present world for all its ranks; a no-op if it is broken already."""

@@ -67,7 +67,7 @@ from moe_lightning import parallel as own_parallel
 from moe_lightning.balancing.repair import Repair, repair_placements
 from moe_lightning.checkpoint.memory import DamagedSnapshots
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, without_snapshots
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.data.loader import leave_schedule
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.transports import ExchangeBackend, Trip
@@ -122,8 +122,7 @@ def begin_building(store: Store, size: int, timeout_s: float) -> timedelta:
         RuntimeError: the store was cut.
     """
     assert not dist.is_initialized(), "destroy the former groups first"
-    # torch names groups by a counter, which a failed attempt leaves different on different ranks
-    dist.distributed_c10d._world.group_count = 0
+    private_torch.reset_group_names()
     meet(store, "build their groups", size, timeout_s)
     return timedelta(seconds=timeout_s / _GLOO_PATIENCE)
 
@@ -151,10 +150,7 @@ def meet(store: Store, purpose: str, size: int, timeout_s: float) -> None:
 
 def set_collectives_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """Give a group that has been built the timeout of its collectives."""
-    if {"cpu", "cuda"} & {device.type for device in group._device_types}:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
-    else:  # other devices' groups would keep the short one that they were built with, which that call only warns of
-        group.set_timeout(timeout)
+    private_torch.set_group_timeout(group, timeout)
 
 
 def build_world(

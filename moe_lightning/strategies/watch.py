@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
+from moe_lightning.compat import private_torch
 from moe_lightning.dispatch.transports import read_later
 from moe_lightning.elastic.protocol import ProcessClock
 from moe_lightning.elastic.worker import write_to_terminal
@@ -286,8 +287,7 @@ class _Watched:
 
     def counts(self) -> dict[str, int]:
         """Collectives that this rank has begun, by group."""
-        groups: dict[str, Any] = dict(self._groups)
-        return {name: group._get_sequence_number_for_group() for name, group in groups.items()}
+        return {name: private_torch.num_collectives(group) for name, group in self._groups.items()}
 
     def tell(self, standstill: Standstill | None) -> None:
         """Let the others read this rank's; None: it goes on."""
