@@ -21,13 +21,13 @@ PACKAGE = ROOT / "moe_lightning"
 MAY_IMPORT = {
     "kernels": set[str](),
     "parallel": {"compat"},
-    "dispatch": {"kernels", "parallel"},
+    "dispatch": {"compat", "kernels", "parallel"},
     "balancing": {"dispatch"},
     "state": {"dispatch", "parallel"},
-    "moe": {"dispatch", "kernels", "parallel", "state"},
-    "models": {"kernels", "moe", "parallel"},
+    "moe": {"compat", "dispatch", "kernels", "parallel", "state"},
+    "models": {"compat", "kernels", "moe", "parallel"},
     "data": {"dispatch", "moe", "compat"},
-    "checkpoint": {"dispatch", "kernels", "parallel", "state"},
+    "checkpoint": {"compat", "dispatch", "kernels", "parallel", "state"},
     "simulate": {"balancing", "checkpoint", "dispatch", "models", "moe", "parallel", "text_table"},
     "elastic": {"arguments", "parallel"},
     "strategies": {"balancing", "checkpoint", "compat", "data", "dispatch", "elastic", "kernels", "moe", "parallel"},
@@ -205,10 +205,17 @@ def imported_at_once(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def test_compatibility_code_imports_nothing_of_ours_but_errors() -> None:
+    for path, _ in source_files(rooms={"compat"}):
+        for line, name in names_used(path):
+            is_ours = is_under(name, "moe_lightning") and not is_under(name, "moe_lightning.errors")
+            assert not is_ours, f"{path}:{line}: {name}"
+
+
 def test_only_the_command_line_knows_hydra() -> None:
     wrong = [
         f"{path}:{line}: {room} may not use {name}"
-        for path, room in source_files(but={"cli"})
+        for path, room in source_files(but={"cli", "compat"})
         for line, name in names_used(path)
         if is_under(name, "hydra", "omegaconf")
     ]

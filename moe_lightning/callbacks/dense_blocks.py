@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_torch
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
@@ -81,7 +81,7 @@ class CompileDense(Callback):
 
     def _compile(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Once for a module; later calls find it compiled."""
-        parts = [(name, part) for name, part in dense_parts(pl_module) if not private_lightning.is_compiled(part)]
+        parts = [(name, part) for name, part in dense_parts(pl_module) if not private_torch.is_compiled(part)]
         if parts and self._backend == "inductor":
             check_inductor(trainer.strategy.root_device)
         for name, part in parts:

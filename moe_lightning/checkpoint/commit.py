@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -54,6 +54,7 @@ from moe_lightning.checkpoint.directory import (
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, PRUNED, FileRecord, Manifest, RankPart, check_coverage
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, Storage
+from moe_lightning.compat import private_torch
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import DTYPES, OBJECT, Location, Piece, is_expert_key, is_replayed
 
@@ -97,9 +98,9 @@ def dump_metadata(stored: Iterable[Piece], paths: dict[str, str]) -> bytes:
         paths: file name -> path relative to the directory.
     """
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    storage: dict[MetadataIndex, Any] = {}
     for piece in stored:
-        info = _StorageInfo(paths[piece.at.file], piece.at.offset, piece.at.length)
+        info = private_torch.storage_info(paths[piece.at.file], piece.at.offset, piece.at.length)
         if piece.dtype == OBJECT:
             entries[piece.key] = BytesStorageMetadata()
             storage[MetadataIndex(piece.key)] = info

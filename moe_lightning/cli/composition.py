@@ -28,6 +28,7 @@ from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, Omega
 from yaml import YAMLError
 
 from moe_lightning.cli import model_bases
+from moe_lightning.compat.private_hydra import full_key
 from moe_lightning.config import TARGET, Coefficient, Fraction, NonNegativeInt, PositiveInt, hints_of, require, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text
@@ -404,7 +405,7 @@ def fixed_keys(overrides: Sequence[str]) -> list[str]:
 
 def refuse_missing(*, _node_: Node) -> NoReturn:
     """`${needed:}` in a recipe, in place of a group's default: `???` would not replace it."""
-    raise ConfigurationError(_missing(_node_._get_full_key(None)))
+    raise ConfigurationError(_missing(full_key(_node_)))
 
 
 def _missing(key: str) -> str:

@@ -270,8 +270,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _run(arguments: Sequence[str]) -> None:
     # Hydra's machinery without hydra.main, which would answer a wrong option with a screen of usage.
     from hydra import version
-    from hydra._internal.utils import _run_hydra, get_args_parser
     from hydra.core.hydra_config import HydraConfig
+
+    from moe_lightning.compat.private_hydra import get_args_parser, run_hydra
 
     version.setbase("1.3")
     parser = get_args_parser()
@@ -308,7 +309,7 @@ def _run(arguments: Sequence[str]) -> None:
             os.environ.setdefault("WANDB_RUN_GROUP", f"sweep-{zlib.crc32(' '.join(options.overrides).encode()):08x}")
             unnamed = ",".join(f"'{key}'" for key in fixed_keys(options.overrides))
             options.overrides.append(f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]")
-        _run_hydra(
+        run_hydra(
             args=options,
             args_parser=parser,
             task_function=job,

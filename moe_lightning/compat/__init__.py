@@ -1,1 +1,1 @@
-"""Every use of private parts of torch and Lightning, each with a test that fails when it changes."""
+"""All uses of private names of torch, Lightning and Hydra, each with a canary test that fails when it changes."""

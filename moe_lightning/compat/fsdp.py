@@ -1,8 +1,6 @@
 """Private parts of torch's `fully_shard` that this library uses.
 
-alone.
-
-`tests/unit/test_compat.py` says which name changed.
+`tests/unit/test_compat.py` has a canary for each private name.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 def can_be_undone() -> bool:
-    """Whether this torch keeps what undoing needs."""
+    """Return True if this torch has the names that `undo_fully_shard` needs."""
     return hasattr(FSDPModule, "_orig_cls_mro_index")
 
 
@@ -43,19 +41,19 @@ def undo_fully_shard(module: nn.Module) -> None:
 
 
 def begin_by_hand(module: nn.Module) -> None:
-    """Let a module whose forward pass will not be called as a whole be the root of its parts."""
+    """Initialize a module whose forward pass will not be called as a whole as the root of its parts."""
     module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
 
 
 def end_backward(module: nn.Module) -> None:
-    """What ends the backward pass of a root: gradients that were left for later are summed over ranks, and everything
-    is cut again; collective.
+    """End the backward pass of a root: reduce the deferred gradients over ranks, and shard all parameters again;
+    collective.
     """
     module._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
 
 
 def sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
-    """The parts that fully_shard was called on."""
+    """Return the modules that fully_shard was called on."""
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
@@ -67,7 +65,7 @@ def gather_in(unit: nn.Module, dtype: torch.dtype, chosen: Callable[[Sequence[nn
 
     Args:
         unit: that fully_shard was called on, before its first forward pass.
-        chosen: whether the parameter that these modules have in common is meant.
+        chosen: returns True for the modules whose common parameter is meant.
     """
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
     for group in state._fsdp_param_groups:

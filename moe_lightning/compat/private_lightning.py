@@ -1,13 +1,12 @@
-"""Private parts of Lightning and torchmetrics that this library uses.
+"""Private parts of Lightning and torchmetrics that this library uses, and torch's pytree.
 
-when a new version breaks something. `tests/unit/test_compat.py` says which name changed.
-
-Each seam says why it is there, and what public name would make it go.
+Each function says why it is needed, and what public name would replace it. `tests/unit/test_compat.py` has a canary for
+each private name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +30,6 @@ from lightning.pytorch.trainer.connectors.data_connector import _worker_check
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
@@ -40,13 +37,13 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 __all__ = ["BatchIndices", "SubprocessLauncher", "tree_leaves", "tree_map"]
-# BatchIndices: a loader of a prediction is told from others, and cut, by this class; a public one would do.
+# BatchIndices: identifies the loader of a prediction, which is cut; a public class would do.
 # SubprocessLauncher: Ctrl-C and signals reach the ranks of this class only; a public launcher would do.
 # tree_leaves, tree_map: torch has no public pytree as of 2.13.
 
 
 def batches_of(indices: BatchIndices) -> object:
-    """The batch sampler that Lightning has wrapped."""
+    """Return the batch sampler that Lightning has wrapped."""
     return indices._batch_sampler
 
 
@@ -59,8 +56,8 @@ def is_interactive() -> bool:
 
 
 class WorkersLauncher(_MultiProcessingLauncher):
-    """Forks or spawns ranks off this process. Lightning's own brings one rank's parameters back, and has no hook for
-    others.
+    """Launcher that forks or spawns ranks off this process. Lightning's own returns the parameters of one rank only,
+    and has no hook for others.
     """
 
     def begin(self) -> None:
@@ -72,7 +69,7 @@ class WorkersLauncher(_MultiProcessingLauncher):
         raise NotImplementedError
 
     def fitting(self, trained: dict[str, Any], module: pl.LightningModule) -> dict[str, Any]:
-        """Return the part of `whole_state` that the module of the starting process has room for."""
+        """Return the part of `whole_state` that fits the module of the starting process."""
         raise NotImplementedError
 
     def explained(self, error: Exception) -> Exception:
@@ -85,10 +82,10 @@ class WorkersLauncher(_MultiProcessingLauncher):
         try:
             super()._wrapping_function(process_idx, *args, **kwargs)
         except Exception as error:
-            told = self.explained(error)
-            if told is error:
+            explained = self.explained(error)
+            if explained is error:
                 raise
-            raise told from None
+            raise explained from None
 
     @override
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
@@ -150,7 +147,7 @@ def unclip(precision: Precision) -> None:
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:
-    """Whether the running micro-batch is followed by another one of the same step. No public property says it."""
+    """Return True if another micro-batch of the same step follows the running one. No public property says it."""
     return trainer.fit_loop._should_accumulate()
 
 
@@ -181,7 +178,7 @@ def leave_open_step_out(loops: dict[str, Any], micros: int) -> None:
 
 
 def logs_now(trainer: pl.Trainer) -> bool:
-    """Whether what is logged in this step reaches the loggers. No public property says it."""
+    """Return True if the values of this step reach the loggers. No public property says it."""
     return trainer._logger_connector.should_update_logs
 
 
@@ -222,8 +219,8 @@ class BatchEnd:
 
     @classmethod
     def left_by(cls, error: BaseException, trainer: pl.Trainer, *, is_prepared: bool) -> BatchEnd | None:
-        """What an exception of the training loop has left to do of a batch; None where its step was not made, or all is
-        done. Which callback's hook has failed, and with which arguments, is in the frames of the loop only.
+        """Return what remains of a batch after an exception in the training loop; None if its step was not made, or
+        nothing remains. The frames of the loop alone show which callback's hook has failed, and with which arguments.
 
         Args:
             is_prepared: the step is made on other ranks, and this rank makes it as well.
@@ -285,7 +282,7 @@ def _end_epoch_without_restart(loop: Any) -> None:
 
 
 def warn_of_few_workers(trainer: pl.Trainer, loader: DataLoader[Any]) -> None:
-    """Say what Lightning says of a loader's workers; it looks at DataLoaders only."""
+    """Emit Lightning's warning on the number of a loader's workers; it checks DataLoaders only."""
     assert trainer.state.stage is not None
     _worker_check(trainer, loader, f"{trainer.state.stage.dataloader_prefix}_dataloader")
 
@@ -296,12 +293,12 @@ def _fetcher(trainer: pl.Trainer) -> Any:
 
 
 def is_validation_due(trainer: pl.Trainer) -> bool:
-    """Whether a validation follows on the last batch. No public property says it."""
+    """Return True if a validation follows the last batch. No public property says it."""
     return trainer.fit_loop.epoch_loop._should_check_val_fx(_fetcher(trainer))
 
 
 def validates_by_time(trainer: pl.Trainer) -> bool:
-    """Whether `val_check_interval` is a time. The Trainer keeps it to itself."""
+    """Return True if `val_check_interval` is a time. No public property says it."""
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
@@ -317,14 +314,9 @@ def restart_loaders(trainer: pl.Trainer) -> None:
         iter(trainer.fit_loop._data_fetcher)
 
 
-def forget_workers(loader: DataLoader[Any]) -> None:
-    """Let a loader with persistent workers start others at its next iterator. torch has no public way as of 2.13."""
-    loader._iterator = None
-
-
 def end_epoch(trainer: pl.Trainer, *, drop_logged: bool) -> None:
-    """What follows on the last step of an epoch, for a loop that was restored to the moment after that step: Lightning
-    takes it as done. The next epoch then begins as it does in a run without faults.
+    """End an epoch in a loop that was restored to the moment after its last step: Lightning considers it ended. The
+    next epoch then begins as in a run without faults.
 
     Args:
         drop_logged: forget what the epoch's steps logged.
@@ -351,12 +343,12 @@ def evaluate_without_inference_mode(trainer: pl.Trainer) -> None:
 
 
 def dump_trainer(trainer: pl.Trainer) -> dict[str, Any]:
-    """What a checkpoint of Lightning's holds now; collective. `Trainer.save_checkpoint` gives it to files only."""
+    """Return the content of Lightning's checkpoint of this moment; collective. The public name writes files only."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
 def callback_states(trainer: pl.Trainer) -> dict[str, Any]:
-    """The state of every callback under its key. Public names reach them by writing a checkpoint only."""
+    """Return the state of every callback under its key. Public names write it to checkpoints only."""
     return call._call_callbacks_state_dict(trainer)
 
 
@@ -377,7 +369,7 @@ class ResumableFrom(ModelCheckpoint):
     """A callback that `ckpt_path="last"` asks for checkpoints: Lightning asks this class only."""
 
     def last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
-        """What may be chosen from, the same on every rank; collective."""
+        """Return the checkpoints to choose from, the same on every rank; collective."""
         raise NotImplementedError
 
     @override
@@ -388,46 +380,31 @@ class ResumableFrom(ModelCheckpoint):
 # ---------------------------------------------------------------------- modules
 
 
-def keep_from_ddp(module: nn.Module, names: Iterable[str]) -> None:
-    """Parameters and buffers that DDP neither broadcasts nor sums. torch documents no other way."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))  # type: ignore[no-untyped-call]
-
-
 def keep_samplers(trainer: pl.Trainer) -> None:
     """Leave the samplers to the strategy: `Trainer(use_distributed_sampler=False)`, which a strategy cannot ask for."""
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
 def trainer_of(module: pl.LightningModule | None) -> pl.Trainer | None:
-    """The public property raises where there is none."""
+    """Return the module's Trainer; None without one, where the public property raises."""
     return None if module is None else module._trainer
 
 
 def was_compiled(module: pl.LightningModule) -> bool:
-    """Whether the Trainer was given torch.compile(module), which it unpacks without a public trace."""
+    """Return True if the Trainer was given torch.compile(module), which it unpacks without a public trace."""
     return module._compiler_ctx is not None
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called; torch keeps that to itself."""
-    return module._compiled_call_impl is not None
-
-
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own buffers, to be changed in place. Public names give copies of the dictionary."""
-    return module._buffers
 
 
 # ---------------------------------------------------------------------- what is logged
 
 
 def logged_values(trainer: pl.Trainer) -> list[Any]:
-    """Lightning's collection of what the running loop has logged, each value a Metric with `meta`."""
+    """Return the values that the running loop has logged, each a Metric with `meta`."""
     return list(trainer._results.values()) if trainer._results is not None else []
 
 
 def initial_values(metric: Metric) -> dict[str, Any]:
-    """The states of a metric that has seen nothing; `reset` would set them and more."""
+    """Return the initial states of a metric; `reset` would set them and more."""
     return metric._defaults
 
 
@@ -475,7 +452,7 @@ class SummaryTable(ModelSummary):
 
     @property
     def module(self) -> pl.LightningModule:
-        """What is summed up."""
+        """Module of the summary."""
         return self._model
 
     def columns(self, stock: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.loader import StepLoader, batches_of, factors_of, loader_options, reason_in_batches
 from moe_lightning.data.sampler import OwnGenerators, StepSampler, mixed_seed
@@ -312,7 +312,7 @@ class StreamLoader(StepLoader):
         self._mark = state_dict.get("stream")
         if self._mark is not None:
             self._reader.know(self._mark)
-            private_lightning.forget_workers(self._loader)  # theirs do not know it
+            private_torch.drop_workers(self._loader)  # theirs do not know it
 
 
 @dataclass(frozen=True)

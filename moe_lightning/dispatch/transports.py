@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from moe_lightning import kernels as ops
 from moe_lightning.arrays import IntArray
+from moe_lightning.compat import private_torch
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import sharing_rounds
 from moe_lightning.errors import ConfigurationError
@@ -578,21 +579,15 @@ class _SymmetricBuffers:
             out_2N=self._empty(2, self._size, dtype=torch.int64),
         )
         for tensor in vars(made).values():
-            _library().rendezvous(tensor, self._group_name)
+            private_torch.symmetric_memory().rendezvous(tensor, self._group_name)
         return made
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        made: Tensor = _library().empty(*shape, dtype=dtype, device=self._device)
+        made: Tensor = private_torch.symmetric_memory().empty(*shape, dtype=dtype, device=self._device)
         return made
 
 
 _buffers_by_group: WeakKeyDictionary[ProcessGroup, _SymmetricBuffers] = WeakKeyDictionary()
-
-
-def _library() -> Any:
-    import torch.distributed._symmetric_memory as library
-
-    return library
 
 
 def _all_to_all(sent: Tensor, received: Tensor, splits_N: Tensor, out_2N: Tensor, group: str, align: int) -> None:
@@ -608,7 +603,7 @@ def refusal(world: World) -> str | None:
         return f"dispatch='symmetric' serves at most {_MOST_RANKS} ranks, but {world.size} are running"
     if world.may_be_cut:
         return "dispatch='symmetric' waits on the device for ranks that may have died, which elastic runs must not"
-    library = _library()
+    library = private_torch.symmetric_memory()
     if not hasattr(torch.ops.symm_mem, "all_to_all_vdev_2d") or not library.is_nvshmem_available():
         return f"dispatch='symmetric' needs a torch with NVSHMEM, but {torch.__version__} has none here"
     if library.get_backend(world.device) != "NVSHMEM":

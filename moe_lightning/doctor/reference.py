@@ -19,13 +19,13 @@ from torch.utils.data import IterableDataset
 from torchmetrics import Metric
 from typing_extensions import override
 
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.data.loader import StepLoader
 from moe_lightning.doctor.recorder import Recorder
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
-_DROPPING = (((nn.modules.dropout._DropoutNd,), "p"), ((nn.MultiheadAttention, nn.RNNBase), "dropout"))
+_DROPPING = (((private_torch.AnyDropout,), "p"), ((nn.MultiheadAttention, nn.RNNBase), "dropout"))
 """torch's modules that drop values, and their option that says how many."""
 
 States = Sequence[Mapping[str, Tensor]]

@@ -1,20 +1,12 @@
-"""Launchers of worker processes: fixed, and elastic with restarts.
+"""Launchers of worker processes: `LocalLauncher` for a fixed number of ranks, `ElasticLauncher` with restarts.
 
-What launchers share: worker processes with their logs, how they end, and what they leave behind.
-
-Starts one worker process for each local rank and sees to their end.
-
-The workers meet in a folder that only their user can enter, so nobody else on the machine can take a rank's place;
-the launcher removes it. Workers are sessions of their own: a Ctrl-C reaches the launcher alone, which passes it on. A
-worker that loses its launcher is killed by the kernel.
+Workers are sessions of their own: a Ctrl-C reaches the launcher alone, which passes it on. A worker that loses its
+launcher is killed by the kernel. Ranks of a fixed run meet in a folder that only their user can enter, so no other user
+can take a rank's place; the launcher removes it. The elastic launcher reports a dead worker to the others at once, with
+how it died; they go on in a new world, while a new process takes its place and joins.
 
 Lightning's own launchers are not used: they kill the survivors of a failure from inside rank 0, and start the user's
-command line once more.
-
-Starts workers that survive each other's deaths, and starts dead ones again.
-
-A dead worker is told to the others at once, with how it died; they go on in a new world while a fresh process takes
-its place and waits to be let in. Nothing is asked of torchrun, which would kill the survivors.
+command line once more. torchrun kills the survivors, too.
 """
 
 from __future__ import annotations
@@ -41,11 +33,11 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from typing_extensions import override
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
-from moe_lightning.elastic.client import LauncherLink
+from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, new_token
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
-from moe_lightning.elastic.protocol import Address, OwnClock, interface_towards
-from moe_lightning.elastic.rendezvous_host import RendezvousHost
+from moe_lightning.elastic.protocol import Address, ProcessClock, interface_towards
+from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import (
     FAILURE_FILE_VARIABLE,
     KILLED,
@@ -59,7 +51,7 @@ from moe_lightning.files import PrivateFolder
 from moe_lightning.parallel.context import STORE_VARIABLE, loopback_variables
 
 WORKER_MODULE = "moe_lightning.cli.worker"
-"""What launchers start unless told otherwise."""
+"""Main module of workers by default."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a run."""
@@ -88,7 +80,7 @@ class RanksFailed(Exception):
 
 
 class WorkerLogs(LogsSpecs):
-    """Where workers write: one to the terminal, the others to NAME.out and NAME.err; all leave their failure in
+    """Log files of workers: one writes to the terminal, the others to NAME.out and NAME.err; all write failures to
     NAME.failure.json. Readable by their owner only.
 
     Args:
@@ -123,22 +115,22 @@ class WorkerLogs(LogsSpecs):
         )
 
     def path(self, rank: int, kind: Literal["out", "err", "failure.json"]) -> Path:
-        """A worker's file."""
+        """Return the path of a worker's file."""
         return self._folder.absolute() / f"{self._names[rank]}.{kind}"
 
     def failure(self, rank: int, code: int, *, called: int | None = None) -> RankFailure:
-        """Why a worker ended with a code other than 0: its own word, else the code or signal and its last lines.
+        """Return the failure of a worker: its own report, else its exit code or signal and its last lines.
 
         Args:
             called: the rank to name, where it is not the index among those that were started together.
         """
-        told = read_failure(self.path(rank, "failure.json")) if code > 0 else None
-        return told or self._silent(rank, code, rank if called is None else called)
+        reported = read_failure(self.path(rank, "failure.json")) if code > 0 else None
+        return reported or self._unreported(rank, code, rank if called is None else called)
 
     def _output(self, rank: int, kind: Literal["out", "err"]) -> str:
         return "" if rank == self._terminal else str(self.path(rank, kind))
 
-    def _silent(self, rank: int, code: int, called: int) -> RankFailure:
+    def _unreported(self, rank: int, code: int, called: int) -> RankFailure:
         err = self.path(rank, "err")
         tail = err.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if err.is_file() else []
         message = f"rank {called} {how_it_ended(code)}"
@@ -146,8 +138,8 @@ class WorkerLogs(LogsSpecs):
 
 
 def append_to_outputs() -> None:
-    """Let this process write at the end of the files that its output may go to: a worker that takes the terminal over
-    writes there, too.
+    """Make this process append to the files that its output may go to: a worker that takes over the terminal writes
+    there, too.
     """
     for number in (1, 2):
         if stat.S_ISREG(os.fstat(number).st_mode):
@@ -155,7 +147,7 @@ def append_to_outputs() -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """A process's exit code in words."""
+    """Describe the exit code of a process."""
     return f"{KILLED} {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
@@ -177,20 +169,20 @@ def start(program: Sequence[str], environments: Mapping[int, dict[str, str]], lo
     return {rank: handler.proc for rank, handler in workers.subprocess_handlers.items()}
 
 
-def end(processes: Collection[Process], grace_s: float, *, is_wish: bool = False) -> None:
+def end(processes: Collection[Process], grace_s: float, *, is_request: bool = False) -> None:
     """Interrupt the workers that still run, then kill them and their children; a second signal kills at once.
 
     Args:
-        grace_s: how long they may take; 0: none.
-        is_wish: the user's or the scheduler's, after which workers may finish a step and save; otherwise they are
-            interrupted again every second, which is no wish any more.
+        grace_s: time that they have; 0: none.
+        is_request: of the user or the scheduler: workers are interrupted once, and may finish a step and save;
+            otherwise they are interrupted every second.
     """
     try:
         deadline, next_s = time.monotonic() + grace_s, 0.0
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             if time.monotonic() >= next_s:
                 _interrupt(processes)
-                next_s = math.inf if is_wish else time.monotonic() + _INSIST_S
+                next_s = math.inf if is_request else time.monotonic() + _INSIST_S
             time.sleep(_POLL_S)
     except SignalException:
         print("moe-train: ending at once", file=sys.stderr)
@@ -202,36 +194,36 @@ def end(processes: Collection[Process], grace_s: float, *, is_wish: bool = False
 
 
 def end_on_signal(processes: Collection[Process], received: signal.Signals, grace_s: float) -> None:
-    """End the workers as a signal to their launcher asks: after SIGINT and SIGTERM they may take minutes to save, since
-    a second one, or the scheduler's own patience, ends them at once; other signals leave them the grace.
+    """End the workers after a signal to their launcher: after SIGINT and SIGTERM they may take minutes to save, since a
+    second signal, or the scheduler's own limit, ends them at once; after other signals `grace_s`.
     """
-    end(processes, _SAVING_S if received in (signal.SIGINT, signal.SIGTERM) else grace_s, is_wish=True)
+    end(processes, _SAVING_S if received in (signal.SIGINT, signal.SIGTERM) else grace_s, is_request=True)
 
 
 def _interrupt(processes: Collection[Process]) -> None:
-    """Signal those that still run, not their children: data loaders are needed until the last step."""
+    """Interrupt the workers that still run, not their children: data loaders are needed until the last step."""
     for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
 
 
 def kill_orphans(process: Process) -> None:
-    """Kill what a dead worker left in its group: its data loaders hold its connections open."""
+    """Kill the process group of a dead worker: its data loaders keep its connections open."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def rank_environment(rank: int, *, local: int, world: int, interface: str | None = None) -> dict[str, str]:
-    """What a rank finds in its environment, in the names that torch and Lightning read; what the user has set stays.
+    """Return a rank's environment, in the names that torch and Lightning read; variables of the user take precedence.
 
     Args:
         rank: of this machine's.
         local, world: ranks of this machine, and of all.
-        interface: through which ranks talk to each other; the loopback interface unless there are other machines.
+        interface: for connections between ranks; the loopback interface unless there are other machines.
     """
     threads = max(1, (os.cpu_count() or 1) // local)
-    meeting = {"GLOO_SOCKET_IFNAME": interface} if interface else loopback_variables()
-    defaults = {"OMP_NUM_THREADS": str(threads), **meeting}
+    network = {"GLOO_SOCKET_IFNAME": interface} if interface else loopback_variables()
+    defaults = {"OMP_NUM_THREADS": str(threads), **network}
     return {
         **{name: value for name, value in defaults.items() if name not in os.environ},
         "RANK": str(rank),
@@ -245,7 +237,7 @@ def rank_environment(rank: int, *, local: int, world: int, interface: str | None
 
 @contextmanager
 def restored_signal_handlers() -> Iterator[None]:
-    """torch's elastic processes install handlers and leave them; put the former ones back."""
+    """Restore the signal handlers that torch's elastic processes replace."""
     former: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -255,7 +247,7 @@ def restored_signal_handlers() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """For the moments that the rest of an end takes."""
+    """Ignore further signals while the launcher ends."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -265,13 +257,13 @@ __all__ = ["LocalLauncher", "RanksFailed"]
 
 @dataclass(kw_only=True)
 class LocalLauncher:
-    """Runs `python -m WORKER_MODULE arguments...` once for each of `num_ranks` ranks of this machine.
+    """Launcher of `python -m WORKER_MODULE arguments...`, once for each of `num_ranks` ranks of this machine.
 
     Args:
         num_ranks: ranks to start.
-        log_dir: gets the output of the ranks above 0 and, after a failure, what failed; readable by its owner only.
+        log_dir: for the output of the ranks above 0 and for failures; readable by its owner only.
         module: the workers' main module.
-        grace_s: how long workers may take to end before they are killed.
+        grace_s: time that workers have to end before they are killed.
     """
 
     num_ranks: int
@@ -314,19 +306,19 @@ class LocalLauncher:
                 end(workers.values(), 0.0)
 
     def _watch(self, workers: Mapping[int, Process], logs: WorkerLogs) -> None:
-        """Wait for the ranks; at the first failure end the others and say what came first."""
+        """Wait for the ranks; at the first failure end the others and raise what came first."""
         while True:
             codes = {rank: process.poll() for rank, process in workers.items()}
             if any(codes.values()):
-                ended_by_themselves = self._settle(workers)
+                ended_by_themselves = self._collect_exit_codes(workers)
                 raise RanksFailed(_first_failure(ended_by_themselves, logs))
             if all(code == 0 for code in codes.values()):
                 return
             time.sleep(_POLL_S)
 
-    def _settle(self, workers: Mapping[int, Process]) -> dict[int, int]:
-        """Exit codes of the ranks that ended by themselves; peers of a dead rank fail within moments, what is left
-        then is ended.
+    def _collect_exit_codes(self, workers: Mapping[int, Process]) -> dict[int, int]:
+        """Return exit codes of the ranks that ended by themselves: peers of a dead rank fail within a second; the rest
+        is ended.
         """
         deadline = time.monotonic() + min(1.0, self.grace_s)
         while any(p.poll() is None for p in workers.values()) and time.monotonic() < deadline:
@@ -337,7 +329,7 @@ class LocalLauncher:
 
 
 def _first_failure(codes: Mapping[int, int], logs: WorkerLogs) -> RankFailure:
-    """The failure that made the others fail: a death by signal, else a user's mistake, else the earliest exception."""
+    """Return the first cause: a death by signal, else a user error, else the earliest exception."""
     order = {"death": 0, "mistake": 1, "crash": 2, "peer": 3}
     failures = [logs.failure(rank, code) for rank, code in codes.items() if code]
     return min(failures, key=lambda failure: (order[failure.kind], failure.time_s))
@@ -350,22 +342,22 @@ _MOST_REPEATS = 3  # of one crash in a row
 @validated
 @dataclass(kw_only=True)
 class ElasticLauncher:
-    """Runs `python -m module arguments...` in `num_ranks` workers of this machine, as long as one of them lives.
+    """Launcher of `python -m module arguments...` in `num_ranks` workers of this machine, as long as one of them lives.
 
     Args:
         num_ranks: workers of this machine.
-        log_dir: gets the output of all but the first worker; a worker started again has files of its own.
-        settings: how long workers wait for whom.
+        log_dir: for the output of all but the first worker; a worker started again has files of its own.
+        settings: timeouts.
         module: the workers' main module.
         max_restarts: workers started again in the whole run; one death more ends it.
         cool_down_s: from a death to the start of the next process in its place.
         rdzv_endpoint: "host:port" of `moe_lightning.elastic.rendezvous_host` for several machines; None hosts it here,
-            where nobody else reaches it.
+            behind a private Unix socket.
         secret_file: a copy of the file that the rendezvous host has made; with `rdzv_endpoint` only.
         num_nodes: machines that run this command; the first world waits for the workers of all.
         node: this machine's name as a failure domain; its host name, or "local" without `rdzv_endpoint`.
-        ranks_are_nodes: let every worker be a failure domain of its own, to try the loss of nodes on one machine.
-        grace_s: how long workers may take to end before they are killed.
+        ranks_are_nodes: make every worker a failure domain of its own, to test the loss of nodes on one machine.
+        grace_s: time that workers have to end before they are killed.
     """
 
     num_ranks: PositiveInt
@@ -403,12 +395,12 @@ class ElasticLauncher:
         """Start the workers and return when all that live have ended well.
 
         Raises:
-            RanksFailed: a user's mistake, an exception in the last worker, or more deaths than `max_restarts`.
+            RanksFailed: a user error, an exception in the last worker, or more deaths than `max_restarts`.
             Interrupted: a signal ended the run, or a notice of preemption all workers; a second signal ends it at once.
             ConfigurationError: the endpoint's address is wrong, or it does not answer while nobody trains here.
         """
         append_to_outputs()
-        with restored_signal_handlers(), self._meeting_point() as (task, link):
+        with restored_signal_handlers(), self._open_rendezvous() as (task, link):
             workers = _Workers(self, task, link, ("-m", self.module, *arguments))
             try:
                 workers.run()
@@ -425,11 +417,11 @@ class ElasticLauncher:
                 workers.end(0.0)
 
     @contextmanager
-    def _meeting_point(self) -> Iterator[tuple[ElasticTask, LauncherLink]]:
-        """What all workers are told, and this launcher's own connection."""
+    def _open_rendezvous(self) -> Iterator[tuple[ElasticTask, LauncherClient]]:
+        """Yield the task common to all workers, and this launcher's own client."""
         with ExitStack() as stack:
             if self.rdzv_endpoint is None:
-                host = stack.enter_context(RendezvousHost())
+                host = stack.enter_context(RendezvousServer())
                 address, secret_file, node = host.address, host.secret_file, "local"
             else:
                 assert self.secret_file is not None
@@ -442,16 +434,16 @@ class ElasticLauncher:
                 expected=self.num_ranks * self.num_nodes,
                 settings=self.settings,
             )
-            yield task, stack.enter_context(closing(LauncherLink(address, secret_file, self.settings)))
+            yield task, stack.enter_context(closing(LauncherClient(address, secret_file, self.settings)))
 
 
 @dataclass(kw_only=True)
 class _Worker:
-    """A process in its slot.
+    """Worker process in its slot.
 
     Attributes:
-        token: names it among the members.
-        silent_since: when the others gave it up as silent; None while they did not.
+        token: its name among the members.
+        silent_since: time of its eviction; None while it is a member.
     """
 
     process: Process
@@ -461,14 +453,14 @@ class _Worker:
 
 
 class _Workers:
-    """The workers of one run."""
+    """Workers of one run."""
 
     def __init__(
-        self, launcher: ElasticLauncher, task: ElasticTask, link: LauncherLink, program: Sequence[str]
+        self, launcher: ElasticLauncher, task: ElasticTask, link: LauncherClient, program: Sequence[str]
     ) -> None:
-        self._launcher, self._task, self._link, self._program = launcher, task, link, program
+        self._launcher, self._task, self._connection, self._program = launcher, task, link, program
         self._interface = interface_towards(Address.parse(task.address)) if launcher.rdzv_endpoint is not None else None
-        self._clock = OwnClock()
+        self._clock = ProcessClock()
         self._alone_since = 0.0
         self._running: dict[int, _Worker] = {}
         self._due: dict[int, float] = {}  # slot -> when it is started again
@@ -481,7 +473,7 @@ class _Workers:
         self._last_signature, self._repeats = "", 0  # of crashes
 
     def run(self) -> None:
-        """Until all that live have ended well."""
+        """Run until all that live have ended well."""
         for slot in self._starts:
             self._start(slot)
         while self._running or self._due:
@@ -489,29 +481,29 @@ class _Workers:
                 code = worker.process.poll()
                 if code is not None:
                     del self._running[slot]
-                    self._take_end(slot, worker, code)
-            self._follow_world()
+                    self._handle_exit(slot, worker, code)
+            self._read_messages()
             if self._finished:
-                self._let_finish()
+                self._end_late_workers()
             self._start_due()
             time.sleep(_ELASTIC_POLL_S)
         if not self._finished:
             raise Interrupted(signal.SIGTERM)  # all left on notice
 
     def _start_due(self) -> None:
-        """Start again who is due, where there is a rendezvous host that would let them in.
+        """Start the workers that are due again, if there is a rendezvous host that would admit them.
 
         Raises:
-            ConfigurationError: nobody runs here, and the host has not answered for too long.
+            ConfigurationError: no worker runs here, and the host has not answered for too long.
         """
-        now, link = self._clock.tick(), self._link
+        now, link = self._clock.tick(), self._connection
         if self._running or link.is_connected:
             self._alone_since = now
         limit = self._launcher.settings.rendezvous_timeout_s
         if now - self._alone_since > limit:
             raise ConfigurationError(
                 f"no worker is left on this machine, and the rendezvous host at {self._task.address} has not answered "
-                f"for {limit:g} s ({link.trouble}): see that it runs and can be reached, then give the same command "
+                f"for {limit:g} s ({link.error}): see that it runs and can be reached, then give the same command "
                 "again, which resumes"
             )
         for slot, due in list(self._due.items()):
@@ -520,7 +512,7 @@ class _Workers:
                 self._start(slot)
 
     def ask_to_leave(self, grace_s: float) -> None:
-        """Hand a notice of preemption on, and wait until the workers have handed over and left."""
+        """Pass a notice of preemption on, and wait until the workers have transferred their state and left."""
         for worker in self._running.values():
             worker.process.terminate()
         deadline = time.monotonic() + grace_s
@@ -528,11 +520,11 @@ class _Workers:
             time.sleep(_ELASTIC_POLL_S)
 
     def end_on_signal(self, received: signal.Signals, grace_s: float) -> None:
-        """End all that run as a signal asks."""
+        """End all running workers after a signal."""
         end_on_signal([worker.process for worker in self._running.values()], received, grace_s)
 
     def end(self, grace_s: float) -> None:
-        """End all that run."""
+        """End all running workers."""
         end([worker.process for worker in self._running.values()], grace_s)
 
     def _start(self, slot: int) -> None:
@@ -557,16 +549,16 @@ class _Workers:
         started = start(self._program, {0: environment}, logs)
         self._running[slot] = _Worker(process=started[0], logs=logs, token=task.token)
 
-    def _take_end(self, slot: int, worker: _Worker, code: int) -> None:
-        """Tell the others of a death, and decide whether a fresh process takes the place."""
+    def _handle_exit(self, slot: int, worker: _Worker, code: int) -> None:
+        """Report a death to the others, and start a new process in its place if the limits allow."""
         kill_orphans(worker.process)
         if code in (0, EXIT_PREEMPTED):
             self._finished += code == 0
             return
         failure = worker.logs.failure(0, code, called=slot)
-        is_told = failure.kind == "death" and failure.time_s > 0  # by itself: of another's
-        why = f" ({failure.message})" if failure.kind in ("mistake", "crash") or is_told else ""
-        self._link.tell_death(worker.token, how_it_ended(code) + why)
+        is_reported = failure.kind == "death" and failure.time_s > 0  # by the worker itself
+        why = f" ({failure.message})" if failure.kind in ("mistake", "crash") or is_reported else ""
+        self._connection.report_death(worker.token, how_it_ended(code) + why)
         if failure.kind == "mistake":
             raise RanksFailed(failure)
         if failure.kind == "crash":
@@ -592,7 +584,7 @@ class _Workers:
         )
 
     def _count_crash(self, failure: RankFailure) -> RankFailure:
-        """The failure with its traceback only where that is new.
+        """Return the failure, with its traceback only if that is new.
 
         Raises:
             RanksFailed: it has come so often in a row that it would come again.
@@ -607,9 +599,9 @@ class _Workers:
         message = f"{failure.message}, {_MOST_REPEATS} times in the same way: see its traceback above"
         raise RanksFailed(replace(failure, message=message))
 
-    def _follow_world(self) -> None:
-        """Hear who is in it, and end a worker that the others gave up and that runs on without a word."""
-        for message in self._link.read():
+    def _read_messages(self) -> None:
+        """Handle messages of the host, and kill an evicted worker that does not register again."""
+        for message in self._connection.read():
             match message:
                 case {"t": "formed", "tokens": list(tokens)}:
                     self._world = frozenset(tokens)
@@ -631,10 +623,8 @@ class _Workers:
             if worker.token in tokens:
                 worker.silent_since = silent_since
 
-    def _let_finish(self) -> None:
-        """A worker ended well, so the training is done: nobody is started again, and who was not in the last world
-        has nothing to wait for.
-        """
+    def _end_late_workers(self) -> None:
+        """End the workers outside the last world and start none again: a worker ended well, so the training is done."""
         self._due.clear()
         if not self._world:
             return
@@ -643,7 +633,7 @@ class _Workers:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal: it may go on, and come back as a new member."""
+    """Return True if a process is stopped by a signal: it may be continued, and join as a new member."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:

@@ -1,8 +1,7 @@
-"""Membership of a world: settings, members, and the interface of membership services.
+"""Membership of a world: members, settings, and the interface of membership services.
 
-Who trains together: the members of one world, how members are called, and who knows them.
-
-What an elastic run is told: where its engine is, who it is, and how long it waits for whom.
+`ElasticTask` is what a launcher passes to one worker: address of the rendezvous host, identity, timeouts. `Members` are
+the ranks of one world. `MEMBERSHIPS` holds the services that provide them, by name.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """One membership of ranks.
+    """Members of one world.
 
     Attributes:
-        number: of the world; grows for ever, also over restarts of the rendezvous host and the run.
+        number: of the world; always grows, also over restarts of the rendezvous host and the run.
         ids: the members, oldest first; the index is the rank.
         me: this process's index.
     """
@@ -44,7 +43,7 @@ class Members:
 
     @property
     def name(self) -> str:
-        """Unique for ever; the prefix of everything this world keeps in a store."""
+        """Unique name of the world; the prefix of its keys in a store."""
         return f"world-{self.number}"
 
     @property
@@ -64,33 +63,31 @@ class Members:
 
 
 def new_member_id(node: str, token: str, birth_ns: int | None = None) -> str:
-    """A name that sorts by birth, now unless told otherwise: older members come first. The token tells processes of a
-    node apart.
-    """
+    """Return a name that sorts by birth, by default now: older members come first. The token is unique in a node."""
     return f"{time.time_ns() if birth_ns is None else birth_ns:020d}.{node}.{token}"
 
 
 def node_of(member_id: str) -> str:
-    """The node in a member's name."""
+    """Return the node in the name of a member."""
     return member_id.split(".", 1)[1].rsplit(".", 1)[0]
 
 
 def token_of(member_id: str) -> str:
-    """The process in a member's name; it stays when a process is born again."""
+    """Return the token in the name of a member; it stays when a process joins again under another name."""
     return member_id.rsplit(".", 1)[1]
 
 
 class Membership(Protocol):
-    """Membership of one worker: `elastic.rendezvous_client` shows the order of the calls and `ElasticEngine` documents
-    each of them. `join`, `guard` and `close` belong to one thread; the rest may be called from any.
+    """Membership of one worker. `elastic.rendezvous_client` shows the order of the calls, and `RendezvousClient`
+    documents each of them. `join`, `guard` and `close` belong to one thread; the rest may be called from any.
 
     Attributes:
-        task: what the launcher said.
-        settings: how long this run waits for whom.
+        task: from the launcher.
+        settings: timeouts of this run.
         node: the failure domain of this process.
         store: for building groups, under the prefix `members.name`; no wait on it may outlive the world.
         reason: why the last guarded world broke, as one sentence; None while it holds.
-        notice: that this process will be taken away, as a sentence; None as long as there is none.
+        notice: notice of preemption of this process, as a sentence; None without one.
         multiple: worlds train in multiples of so many members.
     """
 
@@ -113,35 +110,35 @@ class Membership(Protocol):
     def notice(self) -> str | None: ...
 
     def world_exists(self) -> bool:
-        """Whether this run has a world already."""
+        """Return True if this run has a world already."""
 
     def join(self, *, is_ready: bool = False, is_spare: bool = False) -> Members:
-        """Leave the former world and wait for the next one; every process of it is told the same members. A spare
-        process waits until there are enough for a multiple."""
+        """Leave the former world and wait for the next one, whose processes all get the same members. A spare process
+        waits until there are enough for a multiple."""
 
-    def comes_too_early(self, members: Members) -> bool:
-        """Whether others go on with training in this first world of a process that has not set up."""
+    def withdraw_if_early(self, members: Members) -> bool:
+        """Leave this first world again if others are training in it and this process has not set up; True if so."""
 
-    def guard(self, members: Members, cut: Callable[[], None]) -> None:
-        """Call `cut` once, from any thread, when this world breaks."""
+    def guard(self, members: Members, abort: Callable[[], None]) -> None:
+        """Call `abort` once, from any thread, when this world breaks."""
 
-    def made_progress(self) -> None:
-        """Training has come a step further."""
+    def record_progress(self) -> None:
+        """Record that training has made a step."""
 
-    def break_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Break the present world for all its ranks."""
 
     def wait_for_cause(self) -> str | None:
-        """Which member's end broke the last world."""
+        """Return how the member ended that broke the last world; None if that is not known in time."""
 
-    def newcomers(self) -> bool:
-        """Whether somebody waits to be let in."""
+    def has_newcomers(self) -> bool:
+        """Return True if a process waits to join."""
 
     def finish(self) -> None:
-        """The training is done."""
+        """Announce that the training is done."""
 
     def is_finished(self) -> bool:
-        """Whether others have finished the run."""
+        """Return True if others have finished the run."""
 
     def listen(self) -> None:
         """Receive notices from now on."""
@@ -151,26 +148,26 @@ class Membership(Protocol):
 
 
 class MembershipFactory(Protocol):
-    """Makes a worker's `Membership`."""
+    """Factory of a worker's `Membership`."""
 
     def __call__(self, task: ElasticTask, /) -> Membership:
-        """Of the worker that the launcher told this."""
+        """Return the membership of the worker with this task."""
 
 
 def _rendezvous_host(task: ElasticTask, /) -> Membership:
     from moe_lightning.elastic.rendezvous_client import (
-        ElasticEngine,  # launchers, which check the name, need not load it
+        RendezvousClient,  # launchers, which check the name, need not load it
     )
 
-    return ElasticEngine(task)
+    return RendezvousClient(task)
 
 
 MEMBERSHIPS: Registry[MembershipFactory] = Registry(
     "membership", MembershipFactory, {"rendezvous_host": _rendezvous_host}, makes=Membership
 )
 
-BEAT_S = 0.5
-"""How often every client of the rendezvous host says that it is there, at least."""
+HEARTBEAT_S = 0.5
+"""Longest interval in seconds between two heartbeats of a client of the rendezvous host."""
 
 ELASTIC_VARIABLE = "MOE_LIGHTNING_ELASTIC"
 """Set by the launcher: the JSON of an `ElasticTask`."""
@@ -179,14 +176,14 @@ ELASTIC_VARIABLE = "MOE_LIGHTNING_ELASTIC"
 @validated
 @dataclass(frozen=True, kw_only=True)
 class ElasticSettings:
-    """How long an elastic run waits for whom; seconds throughout.
+    """Timeouts of an elastic run, in seconds.
 
     Attributes:
         heartbeat_timeout_s: a member whose connection to the rendezvous host has ended is not waited for longer than
             this by the others' next join, unless it comes back.
-        silence_timeout_s: a rank of which nothing is heard for this long, while the others make no step either, is
-            expelled from a standing world (stopped, frozen, cut off). Its monitor runs in Python: keep this above the
-            longest call that holds Python's lock.
+        silence_timeout_s: a rank without heartbeats for this long, while the others make no step either, is evicted
+            from its world (stopped, frozen, cut off). A thread in Python sends heartbeats: keep this above the longest
+            call that holds Python's lock.
         rendezvous_timeout_s: how long a process that needs the rendezvous host waits for it. Training needs it only
             when ranks come or go.
         hang_timeout_s: a member whose main thread does not come to the next join within this time after its world
@@ -226,13 +223,13 @@ class ElasticSettings:
     membership: str = "rendezvous_host"
 
     @property
-    def beat_s(self) -> float:
-        """How often a client of the rendezvous host says that it is there."""
-        return min(BEAT_S, 0.1 * self.silence_timeout_s)
+    def heartbeat_interval_s(self) -> float:
+        """Interval between two heartbeats of a client of the rendezvous host."""
+        return min(HEARTBEAT_S, 0.1 * self.silence_timeout_s)
 
-    def may_hang_s(self, progress: int) -> float:
-        """How long a member that has told so many steps may take to come back from a world that broke."""
-        return may_hang_s(self.hang_timeout_s, self.start_timeout_s, progress)
+    def hang_limit_s(self, progress: int) -> float:
+        """Return the time that a member that has reported so many steps has to rejoin after its world broke."""
+        return hang_limit_s(self.hang_timeout_s, self.start_timeout_s, progress)
 
     def __post_init__(self) -> None:
         MEMBERSHIPS.find(self.membership)
@@ -244,31 +241,31 @@ class ElasticSettings:
             raise ConfigurationError(f"notice_url={self.notice_url!r} must begin with http:// or https://")
 
 
-def may_hang_s(hang_s: float, start_s: float, progress: int) -> float:
-    """See `ElasticSettings.hang_timeout_s`: a first step is slow, and nothing of it can be interrupted."""
+def hang_limit_s(hang_s: float, start_s: float, progress: int) -> float:
+    """Return the limit of `ElasticSettings.hang_timeout_s`: a first step is slow and cannot be interrupted."""
     return hang_s if progress else max(hang_s, start_s)
 
 
 def new_token() -> str:
-    """A name for one process."""
+    """Return a name for one process."""
     return secrets.token_hex(6)
 
 
 @validated
 @dataclass(frozen=True, kw_only=True)
 class ElasticTask:
-    """What the launcher tells one worker.
+    """Task that the launcher passes to one worker.
 
     Attributes:
         address: of the rendezvous host, "unix:PATH" or "host:port".
-        secret_file: of the run, which the host asks for.
+        secret_file: of the run; the host requires it.
         node: name of the failure domain.
         birth_ns: when the launcher began, plus the slot, for a first process: ranks of the first world have the order
             of their slots; None for a process started later.
         token: names this process; a process started in its place has another.
-        slot: the worker's place on its node.
+        slot: index of the worker on its node.
         expected: workers that the first world waits for.
-        starts: how often a worker was started in this place, this one included.
+        starts: number of workers started in this slot, this one included.
         settings: see there.
     """
 
@@ -287,12 +284,12 @@ class ElasticTask:
             raise ConfigurationError(f"node={self.node!r} must not be empty, token={self.token!r} not hold a dot")
 
     def to_environment(self) -> dict[str, str]:
-        """The variable that hands it on."""
+        """Return the environment variable that passes this task to the worker."""
         return {ELASTIC_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self | None:
-        """What the launcher said, or None where there is none.
+        """Return the launcher's task; None without a launcher.
 
         Raises:
             ConfigurationError: the variable is malformed.
@@ -301,14 +298,14 @@ class ElasticTask:
         if text is None:
             return None
         try:
-            said: dict[str, Any] = json.loads(text)
-            return cls(**{**said, "settings": ElasticSettings(**said.get("settings", {}))})
+            values: dict[str, Any] = json.loads(text)
+            return cls(**{**values, "settings": ElasticSettings(**values.get("settings", {}))})
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"{ELASTIC_VARIABLE} is malformed ({error}): leave it to the launcher") from None
 
 
 def membership_from_environment() -> Membership | None:
-    """Of a worker that an elastic launcher started; None in any other process.
+    """Return the membership of a worker that an elastic launcher started; None in any other process.
 
     Raises:
         ConfigurationError: the launcher's variable is malformed, or its membership cannot be made.

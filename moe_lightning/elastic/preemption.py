@@ -1,6 +1,6 @@
-"""Notices that this process will be taken away: SIGTERM, a file that appears, or an address that answers.
+"""Notices of preemption of this process: SIGTERM, a file that appears, or a URL that answers.
 
-A notice asks to hand over and leave at the next step boundary; it does not end anything by itself.
+After a notice the worker transfers its state and leaves at the next step boundary; the notice itself ends nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 from moe_lightning.elastic.membership import ElasticSettings
 
 EXIT_PREEMPTED = 76
-"""With this code a worker ends that has handed over and left on notice; nobody is started in its place."""
+"""Exit code of a worker that left on notice after transferring its state; it is not restarted."""
 
 _URL_TIMEOUT_S = 2.0
 _LONGEST = 200
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class PreemptionWatch:
-    """Looks out for notices from its construction to `close`.
+    """Watch for notices until `close`.
 
     Args:
-        settings: which of the three to look at, and how often. SIGTERM needs the main thread.
+        settings: the sources to watch, and the interval. SIGTERM needs the main thread.
     """
 
     def __init__(self, settings: ElasticSettings) -> None:
@@ -54,17 +54,17 @@ class PreemptionWatch:
             self._thread.start()
 
     def listen(self) -> None:
-        """Receive SIGTERM, where the settings say so; again after somebody else has taken it."""
+        """Install the SIGTERM handler if the settings ask for it; call it again after another handler replaced it."""
         if self._settings.notice_on_sigterm:
             signal.signal(signal.SIGTERM, self._receive)
 
     @property
     def notice(self) -> str | None:
-        """The first notice, as a sentence; None as long as there is none."""
+        """First notice, as a sentence; None without one."""
         return self._notice
 
     def close(self) -> None:
-        """Look no longer."""
+        """Stop watching."""
         self._closed.set()
         if self._settings.notice_on_sigterm:
             signal.signal(signal.SIGTERM, self._former)
@@ -72,17 +72,17 @@ class PreemptionWatch:
             self._thread.join(timeout=2 * _URL_TIMEOUT_S)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._take("SIGTERM asks this process to leave")
+        self._record("SIGTERM asks this process to leave")
 
-    def _take(self, notice: str) -> None:
+    def _record(self, notice: str) -> None:
         if self._notice is None:
             self._notice = notice
 
     def _poll(self) -> None:
         while self._notice is None and not self._closed.is_set():
-            for said in (self._file(), self._url()):
-                if said is not None:
-                    self._take(said)
+            for notice in (self._file(), self._url()):
+                if notice is not None:
+                    self._record(notice)
             self._closed.wait(self._settings.notice_poll_s)
 
     def _file(self) -> str | None:
@@ -99,11 +99,11 @@ class PreemptionWatch:
         if self._settings.notice_url is None:
             return None
         try:
-            said = self._read(self._settings.notice_url)
+            answer = self._read(self._settings.notice_url)
         except (urllib.error.URLError, OSError, ValueError) as error:
             self._report(self._settings.notice_url, error)
             return None
-        return f"{self._settings.notice_url} answers: {said}" if said.upper() not in _NO else None
+        return f"{self._settings.notice_url} answers: {answer}" if answer.upper() not in _NO else None
 
     def _read(self, url: str) -> str:
         """Return the text at an address, with a new session token where the server asks for one."""
@@ -140,5 +140,5 @@ def _answer(url: str, headers: dict[str, str], method: str = "GET") -> str:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, headers=headers, method=method)
     with opener.open(request, timeout=_URL_TIMEOUT_S) as answer:
-        said: str = answer.read(_LONGEST).decode(errors="replace").strip()
-    return said
+        text: str = answer.read(_LONGEST).decode(errors="replace").strip()
+    return text

@@ -1,16 +1,9 @@
-"""Protocol of the rendezvous service: addresses, the secret, authenticated frames.
+"""Protocol of the rendezvous service: addresses, the secret, authenticated frames, and the clock for its timeouts.
 
-A clock of one's own: time that this process could have used, and not what passed while it was stopped.
-
-Where a control plane is reached: a Unix socket on one machine, host and port between several.
-
-The run's secret: a file of its owner alone, made by the host that the ranks meet at and copied to their machines.
-
-The protocol of the control plane without its sockets: JSON frames that only holders of the run's secret can write.
-
-Both ends prove with an HMAC over two fresh nonces that they know the secret, the server first, and derive a key for
-each direction from them. Every frame after that carries an HMAC over its number and payload, so nothing can be
-injected, replayed, reordered or taken from another connection. Frames are authenticated, not encrypted.
+`Channel` is the protocol without sockets. Both ends prove with an HMAC over two fresh nonces that they know the run's
+secret, the server first, and derive a key for each direction. Every frame after that carries an HMAC over its number
+and payload, so frames cannot be injected, replayed, reordered or moved from another connection. Frames are
+authenticated, not encrypted.
 
     client                                      server
     {"moe-lightning": 1, "nonce": c}    ->
@@ -18,7 +11,8 @@ injected, replayed, reordered or taken from another connection. Frames are authe
     {"proof": HMAC(secret, "client" c s)} ->
     frames                              <->     frames
 
-A frame is the length of what follows (4 bytes), the HMAC (32 bytes, none in the greeting), and the payload.
+A frame is the length of what follows (4 bytes), the HMAC (32 bytes, none in the greeting), and a JSON object. The
+secret is a file that only its owner can read: the rendezvous host makes it, and every machine needs a copy.
 """
 
 from __future__ import annotations
@@ -44,11 +38,10 @@ from moe_lightning.errors import ConfigurationError
 _LONGEST_TICK_S = 0.25
 
 
-class OwnClock:
-    """Seconds since its construction as its owner lived them: each tick counts for at most a quarter of a second.
+class ProcessClock:
+    """Clock that counts the seconds in which its process ran: each tick counts for at most a quarter of a second.
 
-    A process or a whole machine that is stopped for minutes does not conclude on waking that others were silent so
-    long.
+    So a process or machine that was stopped for minutes does not conclude that others were silent for so long.
 
     Attributes:
         now: seconds, as of the last tick.
@@ -59,7 +52,7 @@ class OwnClock:
         self.now = 0.0
 
     def tick(self) -> float:
-        """Count what has passed since the last tick; its owner does this several times a second."""
+        """Add the time since the last tick, and return `now`; call it several times a second."""
         present = time.monotonic()
         self.now += min(present - self._last, _LONGEST_TICK_S)
         self._last = present
@@ -71,7 +64,7 @@ _UNIX = "unix:"
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """A listener's address.
+    """Address of a listener.
 
     Attributes:
         path: of a Unix socket; None for TCP.
@@ -84,7 +77,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """An address as `str` writes it.
+        """Return the address in a text as `str` writes it.
 
         Raises:
             ConfigurationError: it is none.
@@ -102,7 +95,7 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def resolve(self) -> tuple[socket.AddressFamily, Any]:
-        """Family and address for a socket.
+        """Return family and address for a socket.
 
         Raises:
             OSError: the host's name is not known.
@@ -114,7 +107,7 @@ class Address:
 
 
 def interface_towards(address: Address) -> str | None:
-    """Name of the interface whose address packets to a host carry; None where it cannot be told (Linux, IPv4 only)."""
+    """Return the interface that packets to a host leave by; None if it cannot be determined (Linux, IPv4 only)."""
     try:
         family, target = address.resolve()
         if family != socket.AF_INET:
@@ -128,7 +121,7 @@ def interface_towards(address: Address) -> str | None:
 
 
 def _address_of(any_socket: socket.socket, interface: str) -> str | None:
-    """The first IPv4 address of an interface."""
+    """Return the first IPv4 address of an interface."""
     import fcntl
 
     request = struct.pack("256s", interface.encode()[:15])
@@ -143,10 +136,10 @@ _LONGEST = 4096
 
 
 def create_secret(path: Path) -> bytes:
-    """The secret in a file, which is made where it is not there: complete from the first moment, mode 0600.
+    """Return the secret in a file; make the file if it is missing, atomically and with mode 0600.
 
     Raises:
-        ConfigurationError: the file cannot be written, or is there and unfit.
+        ConfigurationError: the file cannot be written, or exists and `read_secret` refuses it.
     """
     try:
         if not path.exists():
@@ -165,10 +158,10 @@ def create_secret(path: Path) -> bytes:
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret in a file.
+    """Return the secret in a file.
 
     Raises:
-        ConfigurationError: it is not there, somebody else's, open to others, or too short.
+        ConfigurationError: it is missing, another user's, readable by others, or too short.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -210,15 +203,15 @@ _HEXADECIMAL = re.compile("[0-9a-f]{32}")
 
 
 class WireError(Exception):
-    """The other end breaks the protocol: its connection is worth nothing."""
+    """Violation of the protocol by the other end: close the connection."""
 
 
 class Refused(WireError):
-    """The two ends cannot talk to each other whatever they try: one sentence for the user."""
+    """Permanent refusal (another secret or version), as one sentence for the user."""
 
 
 class Channel:
-    """One end of a connection: bytes in, messages out, and the other way round.
+    """One end of a connection: converts between bytes and messages.
 
     Args:
         secret: of the run.
@@ -226,7 +219,7 @@ class Channel:
 
     Attributes:
         outgoing: bytes to be written; the owner removes what it has written.
-        is_open: both ends have proved themselves, as far as this one needs to know.
+        is_open: the handshake of this end is complete, and messages can be sent.
     """
 
     def __init__(self, secret: bytes, *, is_server: bool) -> None:
@@ -252,7 +245,7 @@ class Channel:
         self.outgoing += _LENGTH.pack(len(payload) + _MAC_BYTES) + mac + payload
 
     def receive(self, data: bytes) -> list[Message]:
-        """The messages that some bytes complete.
+        """Add received bytes and return the messages that they complete.
 
         Raises:
             Refused: the secrets or the versions differ.
@@ -264,7 +257,7 @@ class Channel:
             if self.is_open:
                 messages.append(self._verified(frame))
             else:
-                self._take_greeting(_parse(frame))
+                self._handle_greeting(_parse(frame))
         return messages
 
     def _next_frame(self) -> bytes | None:
@@ -286,8 +279,8 @@ class Channel:
         self._received += 1
         return _parse(payload)
 
-    def _take_greeting(self, said: Message) -> None:
-        match said:
+    def _handle_greeting(self, greeting: Message) -> None:
+        match greeting:
             case {"refused": str(sentence)} if not self._is_server:
                 raise Refused(f"it says: {sentence[:200]}")
             case {"moe-lightning": int(version), "nonce": str(nonce)} if self._is_server and not self._nonces:
@@ -321,8 +314,8 @@ class Channel:
     def _hash(self, label: str) -> hmac.HMAC:
         return hmac.new(self._secret, label.encode() + b"\0" + self._nonces, "sha256")
 
-    def _greet(self, said: Message) -> None:
-        payload = json.dumps(said).encode()
+    def _greet(self, greeting: Message) -> None:
+        payload = json.dumps(greeting).encode()
         self.outgoing += _LENGTH.pack(len(payload)) + payload
 
     def _refuse(self, sentence: str) -> NoReturn:
@@ -336,12 +329,12 @@ class Channel:
 
 def _parse(payload: bytes) -> Message:
     try:
-        said = json.loads(payload, parse_constant=_no_constant)
+        message = json.loads(payload, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         raise WireError("a frame that is no JSON") from None
-    if not isinstance(said, dict):
+    if not isinstance(message, dict):
         raise WireError("a frame that is no object")
-    return said
+    return message
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -1,21 +1,15 @@
-"""Rendezvous host: the server that workers meet at.
-
-The keys that one world's groups are built on, at the rendezvous host: dropped when the next world forms.
-
-The thread that serves a control plane: one selector over a listener and all connections, bounded in all that
-strangers can take: descriptors, time, memory.
-
-A stranger may connect and send a few hundred bytes. Who has not proved itself within seconds is closed, and where too
-many try, one of the address that tries most.
-
-Hosts what the workers meet at: members, worlds, and the keys that groups are built on.
+"""Rendezvous host: the server for membership and for the keys that groups are built on.
 
 A launcher embeds it behind a Unix socket in a private folder; between several machines it runs on a safe host:
 
     python -m moe_lightning.elastic.rendezvous_host --bind HOST:PORT --secret-file FILE
 
-It makes the file, which every machine needs a copy of: who does not know the secret is turned away. A training goes on
-while its host is down or silent, and finds it again when it is started anew.
+It makes the file, and every machine needs a copy: clients without the secret are refused. Training goes on while the
+host is down or silent, and reconnects when it is started again.
+
+One thread with one selector serves the listener and all connections. Unauthenticated clients are bounded in
+descriptors, time and memory: a few hundred bytes within five seconds each; above the limit one of the busiest address
+is closed. `WorldStore` drops the keys of a world when the next one forms.
 """
 
 from __future__ import annotations
@@ -37,8 +31,8 @@ from typing import Any, Self
 from moe_lightning.arguments import Parser
 from moe_lightning.config import validated
 from moe_lightning.elastic.membership import LOOPBACK
-from moe_lightning.elastic.protocol import Address, Channel, Message, OwnClock, Refused, WireError, create_secret
-from moe_lightning.elastic.rendezvous_state import RECONNECT_S, Roster
+from moe_lightning.elastic.protocol import Address, Channel, Message, ProcessClock, Refused, WireError, create_secret
+from moe_lightning.elastic.rendezvous_state import RECONNECT_S, RendezvousState
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import PrivateFolder
 from moe_lightning.parallel.abort import tune
@@ -49,7 +43,7 @@ _MOST_WAITS = 256  # of one connection
 
 
 class WorldStore:
-    """Answers requests; those that ask for keys which are not there yet are answered when they are.
+    """Keys of the newest world; requests for missing keys are answered when the keys are set.
 
     Attributes:
         outbox: (connection, answer) to be sent, in order.
@@ -63,7 +57,7 @@ class WorldStore:
         self.outbox: list[tuple[int, Message]] = []
 
     def begin(self, number: int) -> None:
-        """Another world: the keys of the former one are gone, and nobody waits for them."""
+        """Start a world: drop the keys of the former one, and refuse the requests that wait for them."""
         if number == self._number:
             return
         self._number, self._bytes = number, 0
@@ -74,11 +68,11 @@ class WorldStore:
         self._waits.clear()
 
     def forget(self, connection: int) -> None:
-        """A connection has ended."""
+        """Drop the requests of a closed connection."""
         self._waits.pop(connection, None)
 
     def receive(self, connection: int, request: Message) -> None:
-        """Take in a request `{"t": "store", "n": int, "number": world, "op": name, "keys": [...], "value": text}`.
+        """Handle a request `{"t": "store", "n": int, "number": world, "op": name, "keys": [...], "value": text}`.
 
         Raises:
             WireError: it is malformed, or above a limit.
@@ -141,7 +135,7 @@ class WorldStore:
             self._waits[connection] = left
 
     def _answer_read(self, connection: int, request: Message) -> bool:
-        """Answer a get or a wait whose keys are all there; whether they are."""
+        """Answer a get or a wait if all its keys are set; return True if so."""
         keys = request["keys"]
         if not all(key in self._values for key in keys):
             return False
@@ -155,14 +149,14 @@ class WorldStore:
         self.outbox.append((connection, {"t": "stored", "n": request["n"], "error": "this world is over"}))
 
 
-MOST_STRANGERS = 64
-"""Connections that have not proved themselves, at once."""
+MAX_UNAUTHENTICATED = 64
+"""Most unauthenticated connections at once."""
 
 _PROOF_S = 5.0
 _TICK_S = 0.05
 _CHUNK = 1 << 16
 _MOST_UNSENT = 16 << 20
-_ACCEPTS = 16  # at most in one round: those who are known get their turn
+_ACCEPTS = 16  # at most in one round, so that authenticated clients are served
 _PAUSE_S = 0.2  # without descriptors for another connection
 
 logger = logging.getLogger(__name__)
@@ -178,21 +172,21 @@ class _Connection:
     is_writing: bool = False
 
 
-class ControlServer:
-    """Serves from its construction to `close`.
+class ServerThread:
+    """Thread that serves all connections until `close`.
 
     Args:
         listener: bound and listening.
         secret: of the run.
-        roster: what it serves.
+        state: handles the messages and decides.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, roster: Roster) -> None:
-        self._listener, self._secret, self._roster = listener, secret, roster
+    def __init__(self, listener: socket.socket, secret: bytes, state: RendezvousState) -> None:
+        self._listener, self._secret, self._state = listener, secret, state
         self._store = WorldStore()
-        self._clock = OwnClock()
+        self._clock = ProcessClock()
         self._connections: dict[int, _Connection] = {}
-        self._strangers: dict[int, None] = {}  # in the order of their coming
+        self._unauthenticated: dict[int, None] = {}  # oldest first
         self._next_id = 0
         self._paused_until = 0.0
         self._selector = selectors.DefaultSelector()
@@ -201,11 +195,11 @@ class ControlServer:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(target=self._run, name="elastic-control", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="elastic-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and all connections."""
+        """End the thread and close all connections."""
         self._closed.set()
         with suppress(OSError):  # it may have seen the flag already
             self._wake.send(b"\0")
@@ -225,7 +219,7 @@ class ControlServer:
             self._selector.close()
 
     def _round(self) -> None:
-        """Everything that has come is taken in before anything is concluded from what has not."""
+        """Handle all input before any decision is made on missing input."""
         ready = self._selector.select(_TICK_S)
         now = self._clock.tick()
         for key, events in ready:
@@ -236,21 +230,21 @@ class ControlServer:
                     self._read(key.data, now)
                 if events & selectors.EVENT_WRITE and key.data in self._connections:
                     self._write(key.data)
-        for stranger in [s for s in self._strangers if now - self._connections[s].since > _PROOF_S]:
-            self._close(stranger)
+        for number in [n for n in self._unauthenticated if now - self._connections[n].since > _PROOF_S]:
+            self._close(number)
         if self._paused_until and time.monotonic() > self._paused_until:
             self._paused_until = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ, None)
         try:
-            self._roster.tick(now)
+            self._state.tick(now)
         except Exception:  # a defect in one decision shall not silence the host
             logger.exception("the rendezvous host could not decide")
-        if self._roster.world is not None:
-            self._store.begin(self._roster.world.number)
+        if self._state.world is not None:
+            self._store.begin(self._state.world.number)
         self._deliver()
 
     def _deliver(self) -> None:
-        for outbox in (self._roster.outbox, self._store.outbox):
+        for outbox in (self._state.outbox, self._store.outbox):
             touched: dict[int, None] = {}
             for number, message in outbox:
                 if (connection := self._connections.get(number)) is not None:
@@ -259,9 +253,9 @@ class ControlServer:
             outbox.clear()
             for number in touched:
                 self._write(number)
-        for number in self._roster.dropped:
+        for number in self._state.dropped:
             self._close(number)
-        self._roster.dropped.clear()
+        self._state.dropped.clear()
 
     # ------------------------------------------------------------------ connections
 
@@ -272,21 +266,21 @@ class ControlServer:
             except BlockingIOError:
                 return
             except OSError as error:
-                if self._strangers:
-                    self._close(self._most_tiresome())
+                if self._unauthenticated:
+                    self._close(self._oldest_of_busiest_peer())
                     continue
                 logger.warning("no connection more can be taken: %s", error)
                 self._selector.unregister(self._listener)
                 self._paused_until = time.monotonic() + _PAUSE_S
                 return
-            if len(self._strangers) >= MOST_STRANGERS:
-                self._close(self._most_tiresome())
+            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+                self._close(self._oldest_of_busiest_peer())
             self._add(accepted, peer, now)
 
-    def _most_tiresome(self) -> int:
-        """The oldest stranger of the address that most of them come from."""
-        most, _ = Counter(self._connections[number].peer for number in self._strangers).most_common(1)[0]
-        return next(number for number in self._strangers if self._connections[number].peer == most)
+    def _oldest_of_busiest_peer(self) -> int:
+        """Return the oldest unauthenticated connection of the address with most of them."""
+        most, _ = Counter(self._connections[number].peer for number in self._unauthenticated).most_common(1)[0]
+        return next(number for number in self._unauthenticated if self._connections[number].peer == most)
 
     def _add(self, accepted: socket.socket, peer: object, now: float) -> None:
         accepted.setblocking(False)
@@ -302,7 +296,7 @@ class ControlServer:
             is_local=is_local,
             since=now,
         )
-        self._strangers[self._next_id] = None
+        self._unauthenticated[self._next_id] = None
         self._selector.register(accepted, selectors.EVENT_READ, self._next_id)
 
     def _read(self, number: int, now: float) -> None:
@@ -313,9 +307,9 @@ class ControlServer:
                 raise WireError("it has ended")
             messages = connection.channel.receive(data)
             if connection.channel.is_open:
-                self._strangers.pop(number, None)
+                self._unauthenticated.pop(number, None)
             for message in messages:
-                self._take(number, connection, message, now)
+                self._dispatch(number, connection, message, now)
             self._write(number)
         except BlockingIOError:
             return
@@ -331,14 +325,14 @@ class ControlServer:
             logger.exception("the connection from %s is given up", connection.peer or "this machine")
             self._close(number)
 
-    def _take(self, number: int, connection: _Connection, message: Message, now: float) -> None:
+    def _dispatch(self, number: int, connection: _Connection, message: Message, now: float) -> None:
         if message.get("t") == "store":
             self._store.receive(number, message)
         else:
-            self._roster.receive(number, message, now, is_local=connection.is_local)
+            self._state.receive(number, message, now, is_local=connection.is_local)
 
     def _write(self, number: int) -> None:
-        """Send what the system takes, and come back for the rest; a client that does not read is closed."""
+        """Send what the system accepts; the selector sends the rest. A client that does not read is closed."""
         connection = self._connections.get(number)
         if connection is None:
             return
@@ -361,12 +355,12 @@ class ControlServer:
         connection = self._connections.pop(number, None)
         if connection is None:
             return
-        self._strangers.pop(number, None)
+        self._unauthenticated.pop(number, None)
         self._selector.unregister(connection.socket)
         with suppress(OSError):  # a process that was forked from this one may hold the socket, too
             connection.socket.shutdown(socket.SHUT_RDWR)
         connection.socket.close()
-        self._roster.disconnect(number, self._clock.now)
+        self._state.disconnect(number, self._clock.now)
         self._store.forget(number)
 
 
@@ -375,20 +369,20 @@ _BACKLOG = 1024
 
 
 @validated
-class RendezvousHost:
-    """A control plane, until `close`.
+class RendezvousServer:
+    """Rendezvous server, open until `close`.
 
     Args:
         bind: address to listen on, "host:port" with port 0 for any; None for a Unix socket that only this user
             reaches.
-        secret_file: of the run, made where it is not there; None for one in the private folder.
+        secret_file: of the run, made if missing; None for one in the private folder.
 
     Attributes:
-        address: where it is reached.
-        secret_file: what clients need.
+        address: for clients.
+        secret_file: for clients.
 
     Raises:
-        ConfigurationError: the address is taken or not of this machine, or the file is unfit.
+        ConfigurationError: the address is in use or not of this machine, or `create_secret` refuses the file.
     """
 
     def __init__(self, *, bind: str | None = None, secret_file: str | Path | None = None) -> None:
@@ -402,9 +396,9 @@ class RendezvousHost:
             raise
         name = listener.getsockname()
         self.address = Address(path=name) if isinstance(name, str) else Address(host=name[0], port=name[1])
-        # a host that others may know already lets them tell first what it knew before
-        roster = Roster(settle_s=0.0 if bind is None or bind.endswith(":0") else RECONNECT_S)
-        self._server: ControlServer | None = ControlServer(listener, secret, roster)
+        # a host at an address that is known may have been restarted: members first report the world that it knew
+        state = RendezvousState(startup_grace_s=0.0 if bind is None or bind.endswith(":0") else RECONNECT_S)
+        self._server: ServerThread | None = ServerThread(listener, secret, state)
 
     def __enter__(self) -> Self:
         return self
@@ -415,7 +409,7 @@ class RendezvousHost:
         self.close()
 
     def close(self) -> None:
-        """End it and its connections."""
+        """Close the server and its connections."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -438,10 +432,10 @@ def _unix_listener(path: Path) -> socket.socket:
 
 
 def _listener(bind: str) -> socket.socket:
-    """A TCP socket that listens at one address.
+    """Return a TCP socket that listens at one address.
 
     Raises:
-        ConfigurationError: it is taken or not of this machine.
+        ConfigurationError: it is in use or not of this machine.
     """
     address = Address.parse(bind)
     try:
@@ -460,7 +454,7 @@ def _listener(bind: str) -> socket.socket:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Host until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM."""
     parser = Parser(prog="python -m moe_lightning.elastic.rendezvous_host", description=__doc__)
     parser.add_argument("--bind", default=f"{LOOPBACK}:29510", metavar="HOST:PORT", help="port 0: any")
     parser.add_argument(
@@ -471,7 +465,7 @@ def main(arguments: list[str] | None = None) -> int:
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before threads start, which inherit the mask
     try:
-        host = RendezvousHost(bind=options.bind, secret_file=options.secret_file)
+        host = RendezvousServer(bind=options.bind, secret_file=options.secret_file)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Starts any script in elastic workers:
+"""Launcher of any script in elastic workers:
 
     python -m moe_lightning.elastic.run --ranks 4 SCRIPT ARGUMENTS...
     python -m moe_lightning.elastic.run --ranks 8 --num-nodes 4 --rdzv-endpoint HOST:PORT --secret-file FILE SCRIPT ...
@@ -32,8 +32,8 @@ _PROGRAM, _MODULE = "elastic", "moe_lightning.elastic.run"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Of the command line."""
+class ElasticRunOptions:
+    """Options of the command line."""
 
     ranks: Annotated[int, Interval(ge=1, le=1024)] = option("workers of this machine", 2)
     num_nodes: PositiveInt = option("machines that run this command", 1, former="--nodes")
@@ -50,15 +50,15 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch the workers; in a worker, run the script. Returns the exit code: 0, 1 (a defect), 2 (the user's mistake)
-    or 128 + signal.
+    """Launch the workers; in a worker, run the script. Return the exit code: 0, 1 (a defect), 2 (a user error) or
+    128 + signal.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if ELASTIC_VARIABLE in os.environ and LAUNCHER_PID_VARIABLE in os.environ:
         leave(work(_PROGRAM, partial(_run_script, *arguments)))
     parser = Parser(prog=f"python -m {_MODULE}", description="Run a script in elastic workers.")
-    add_options(parser, Options)
-    options = read_options(Options, parser.parse_args(arguments))
+    add_options(parser, ElasticRunOptions)
+    options = read_options(ElasticRunOptions, parser.parse_args(arguments))
     try:
         if not os.path.isfile(options.script):
             raise ConfigurationError(f"{shortened(options.script)} is not there: give the path of a Python script")
@@ -81,17 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_script(script: str, *arguments: str) -> None:
-    """What `python SCRIPT ARGUMENTS` does, in this process."""
+    """Run `python SCRIPT ARGUMENTS` in this process."""
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
 
 
 def _settings(texts: Sequence[str]) -> dict[str, Any]:
-    """The settings given as NAME=VALUE.
+    """Parse the settings given as NAME=VALUE.
 
     Raises:
-        ConfigurationError: a name or value that is none.
+        ConfigurationError: a name or value is invalid.
     """
     types = {f.name: type(f.default) for f in fields(ElasticSettings)}
     values: dict[str, Any] = {}

@@ -1,10 +1,6 @@
-"""Worker process: its failures, its end, and what it reports to its launcher.
+"""Worker process: its failures, its end, and its report to the launcher, a small private JSON file.
 
-How runs end early: interrupted, or with a failure that a worker tells its launcher in a small private JSON file.
-
-How a worker ends: with its launcher at the latest, and without threads that outlive the interpreter.
-
-How a worker does its part of a run and ends, whatever it runs: its launcher is told how it failed.
+A worker ends with its launcher at the latest, and without threads that outlive the interpreter.
 """
 
 from __future__ import annotations
@@ -31,16 +27,16 @@ from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.user_errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
 
 FAILURE_FILE_VARIABLE = "MOE_LIGHTNING_FAILURE_FILE"
-"""Where a worker leaves its failure; set by the launcher."""
+"""Path of the file for a worker's failure; set by the launcher."""
 
 KILLED = "was killed by"
-"""In the words of how a process ended: a signal did it, and not the process's own code."""
+"""Words that describe the end of a process by a signal."""
 
 FailureKind = Literal["mistake", "crash", "death", "peer"]
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user or the system asked the run to end (SIGINT, SIGTERM, SIGHUP, SIGQUIT); what it started has ended.
+    """End of a run by a signal (SIGINT, SIGTERM, SIGHUP, SIGQUIT), after all its processes have ended.
 
     A KeyboardInterrupt, so that nothing that goes on after errors (a multirun's next job) goes on after it.
 
@@ -54,15 +50,15 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Preempted(Exception):
-    """This process was told to leave, and has handed over what only it held."""
+    """End of a process on a notice of preemption, after the state that only it held was transferred."""
 
 
 class PeerFailed(Exception):
-    """This rank cannot go on: another one ended outside the training loop, or a step fails again and again.
+    """End of a rank because another one ended outside the training loop, or because a step fails again and again.
 
     Attributes:
-        kind: "death" where starting all ranks again may help, else "peer".
-        details: the traceback, where it says more than the sentence.
+        kind: "death" if starting all ranks again may help, else "peer".
+        details: the traceback, if it says more than the sentence; else "".
     """
 
     def __init__(self, sentence: str, kind: FailureKind = "peer", details: str = "") -> None:
@@ -72,21 +68,21 @@ class PeerFailed(Exception):
 
 
 class RunFinished(Exception):
-    """The others finished the run before this process could join them: it has nothing to do."""
+    """End of a process because the others finished the run before it could join."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """Why a rank ended.
+    """Failure of a rank.
 
     Attributes:
-        rank: which one.
-        kind: "mistake" of the user, "crash" of ours (an exception), "death" without a word (signal, exit), or "peer":
-            it could not go on without one that failed.
+        rank: of the process that failed.
+        kind: "mistake": user error; "crash": exception; "death": signal or exit without a report; "peer": another rank
+            failed.
         message: one sentence.
         details: the traceback, or the last lines of its log.
-        time_s: seconds since the epoch at which it was noticed.
-        signature: equal for failures of the same type at the same place in the same step; "" where it is not known.
+        time_s: time of detection, in seconds since the epoch.
+        signature: equal for failures of the same type at the same place in the same step; "" if unknown.
     """
 
     rank: int
@@ -98,14 +94,14 @@ class RankFailure:
 
 
 def signature_of(error: BaseException) -> str:
-    """Type, place and notes of an exception: equal for failures that come of the same cause."""
+    """Return type, place and notes of an exception: equal for failures of the same cause."""
     frames = traceback.extract_tb(error.__traceback__, limit=-1)
     place = f"{frames[0].filename}:{frames[0].lineno}" if frames else "nowhere"
     return "; ".join([type(error).__qualname__, place, *getattr(error, "__notes__", ())])
 
 
 def report_failure(kind: FailureKind, message: str, details: str, signature: str = "") -> bool:
-    """Leave the failure of this worker for its launcher; False when there is none."""
+    """Write the failure of this worker for its launcher; return False without a launcher."""
     path = os.environ.get(FAILURE_FILE_VARIABLE)
     if path is None:
         return False
@@ -124,7 +120,7 @@ def report_failure(kind: FailureKind, message: str, details: str, signature: str
 
 
 def read_failure(path: Path) -> RankFailure | None:
-    """What a worker left, or None where it left nothing readable: it may have died while writing."""
+    """Return the failure that a worker wrote; None if the file is missing or incomplete."""
     try:
         return RankFailure(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -143,10 +139,9 @@ logger = logging.getLogger(__name__)
 
 
 def end_with_launcher() -> None:
-    """Let this process be killed when its launcher dies; a no-op for a process without one.
+    """Make this process end when its launcher dies; a no-op without a launcher.
 
-    On Linux the kernel does it, which also works while the process hangs in a library call; elsewhere a thread looks
-    after its parent.
+    On Linux the kernel kills it, also while it hangs in a library call; elsewhere a thread polls the parent.
     """
     launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
     if launcher is None:
@@ -160,9 +155,9 @@ def end_with_launcher() -> None:
 
 
 def take_over_terminal() -> bool:
-    """Let this worker write where its launcher writes; for the one that becomes rank 0 after rank 0 was lost.
+    """Redirect the output of this worker to that of its launcher, for the new rank 0 after rank 0 was lost.
 
-    Linux only; False where there is no launcher or its output cannot be opened.
+    Linux only; return False without a launcher, or if its output cannot be opened.
     """
     launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
     if launcher is None or sys.platform != "linux":
@@ -179,8 +174,8 @@ def take_over_terminal() -> bool:
 
 
 def write_to_terminal(line: str) -> None:
-    """Write a line to this process's stderr, and to that of its launcher where it is another file: the output of most
-    ranks goes to files that nobody reads while a run goes well.
+    """Write a line to this process's stderr, and to that of its launcher if it is another file: the output of most
+    ranks goes to files that users rarely read.
     """
     print(line, file=sys.stderr, flush=True)
     launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
@@ -196,24 +191,24 @@ def write_to_terminal(line: str) -> None:
 def leave_process_groups() -> None:
     """End the threads of torch's process groups; call it before the interpreter ends.
 
-    A thread of theirs that lets go of a Python object while the interpreter is being taken down aborts the process.
+    A thread of theirs that frees a Python object while the interpreter ends aborts the process.
     """
     import torch.distributed as dist
 
-    gc.collect()  # what still refers to a group keeps its threads alive
+    gc.collect()  # references to a group keep its threads alive
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 @functools.cache
 def leave_process_groups_at_exit() -> None:
-    """Do so when a script ends well. One that ends with an error does not wait for threads that wait for its peers."""
+    """Call `leave_process_groups` when a script ends well; after an error its threads may wait for peers."""
     atexit.register(lambda: None if hasattr(sys, "last_value") else leave_process_groups())
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as the interpreter would, except that nothing is taken down: what libraries in other languages
-    still hold then is neither reported by them nor in the way of their threads.
+    """End this process as the interpreter would, without finalizing it: objects of native libraries are neither
+    reported as leaks nor freed under their threads.
 
     Args:
         code: the exit code; with 0 threads that are no daemons are waited for.
@@ -221,7 +216,7 @@ def leave(code: int) -> NoReturn:
     if code == 0:
         threading._shutdown()  # type: ignore[attr-defined]
     else:
-        sys.last_value = SystemExit(code)  # for those who look whether it ends well
+        sys.last_value = SystemExit(code)  # exit handlers read it to detect an error
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -235,11 +230,11 @@ def _watch_parent(launcher: int) -> None:
 
 
 def end_hanging_process(limit_s: float, reason: str | None) -> NoReturn:
-    """Tell where the main thread is, and end this process.
+    """Report the stack of the main thread, and end this process.
 
     Args:
-        limit_s: how long it had.
-        reason: why its world broke.
+        limit_s: time that it had.
+        reason: reason why its world broke.
     """
     message = f"the main thread did not come back within {limit_s:g} s after its world broke ({reason})"
     stack = _stack_of_main_thread()
@@ -249,16 +244,16 @@ def end_hanging_process(limit_s: float, reason: str | None) -> NoReturn:
 
 
 def _stack_of_main_thread() -> str:
-    """Where the main thread is, as in a traceback."""
+    """Return the stack of the main thread, formatted as a traceback."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
 def work(program: str, run: Callable[[], object]) -> int:
-    """Run a worker's part, which ends with its launcher at the latest; the exit code.
+    """Run a worker's part, which ends with its launcher at the latest, and return the exit code.
 
     Args:
-        program: the user's command, which speaks.
+        program: name of the user's command, for messages.
     """
     end_with_launcher()
     try:
@@ -269,7 +264,7 @@ def work(program: str, run: Callable[[], object]) -> int:
         print(f"{program}: this rank leaves: {notice}; what only it held is handed over", file=sys.stderr)
         leave_process_groups()
         return EXIT_PREEMPTED
-    except RunFinished as end:  # before this process could join, or without it: there is nothing to do
+    except RunFinished as end:  # before this process could join
         print(f"{program}: this rank ends: {end}", file=sys.stderr)
         leave_process_groups()
         return 0

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
+from moe_lightning.compat import private_torch
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.kernels.interface import ExpertSort, is_gated
@@ -252,14 +253,14 @@ class Experts(nn.Module):
     @property
     def base_names(self) -> frozenset[str]:
         """Names of the frozen stacks; empty without any."""
-        if BASE_DIGEST not in self._parameters:
+        if BASE_DIGEST not in private_torch.parameters_of(self):
             return frozenset()
         return frozenset(name for name in self.stacked_parameters() if not name.startswith(("lora_", BASE_DIGEST)))
 
     @property
     def in_4_bits(self) -> bool:
         """True if the frozen matrices are quantized."""
-        return "w_up" not in self._parameters
+        return "w_up" not in private_torch.parameters_of(self)
 
     @torch.no_grad()
     def freeze(self, *, rank: int, scale: float, in_4_bits: bool) -> None:
@@ -404,10 +405,11 @@ class Experts(nn.Module):
         """The same experts with these stacks [E, ...] as parameters, in a process that holds all of them."""
         other = copy.copy(self)
         other.slot_experts = tuple(range(self.num_experts))
-        other._parameters = {
+        parameters = {
             name: old if old is None else nn.Parameter(stacks[name], requires_grad=old.requires_grad)
-            for name, old in self._parameters.items()
+            for name, old in private_torch.parameters_of(self).items()
         }
+        private_torch.replace_parameters(other, parameters)
         return other
 
     def forward(self, x_MD: Tensor, tokens_per_slot_S: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_lightning.compat import private_torch
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.dispatch.dispatcher import Dispatched, Dispatcher
 from moe_lightning.dispatch.shadow_exchange import ShadowTransfers
@@ -72,7 +73,7 @@ def _trains(experts: Experts) -> bool:
 
 def _versions(experts: Experts) -> list[int]:
     """Change when a parameter is overwritten."""
-    return [parameter._version for parameter in experts.stacked_parameters().values()]
+    return [private_torch.version_of(parameter) for parameter in experts.stacked_parameters().values()]
 
 
 @dataclass(frozen=True, kw_only=True)

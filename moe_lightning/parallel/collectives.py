@@ -40,8 +40,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
+from moe_lightning.compat import private_torch
 from moe_lightning.errors import ConfigurationError, ForeignMessageError
 from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.parallel.exchange import all_gather_counts
@@ -446,9 +446,7 @@ class _Decoder:
 
 def carry_objects_without_pickle() -> None:
     """Make every object collective of this process use the codec, whoever calls it, until the process ends."""
-    assert hasattr(c10d, "_pickler"), "torch serialises objects in another way"
-    assert hasattr(c10d, "_unpickler"), "torch serialises objects in another way"
-    c10d._pickler, c10d._unpickler = _Encoder, _Decoder  # type: ignore[assignment]
+    private_torch.replace_pickler(_Encoder, _Decoder)
 
 
 _REFUSED = -1

@@ -35,6 +35,7 @@ from torch.distributed import FileStore, ProcessGroup, Store  # type: ignore[att
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_lightning.arrays import IntArray
+from moe_lightning.compat import private_torch
 from moe_lightning.errors import WorldCutError
 from moe_lightning.files import PrivateFolder, checked_folder, find_folder
 from moe_lightning.parallel.mesh import AXES, STAGE, Axis, Groups, Layout, MeshShape, RowCut
@@ -64,7 +65,7 @@ def background_options(device: torch.device, timeout: timedelta) -> dict[str, An
     if device.type != "cuda":
         return {}
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # torch warns where it is another than the group's
+    private_torch.set_nccl_timeout(options, timeout)
     return {"pg_options": options}
 
 
@@ -72,29 +73,24 @@ def is_silent(group: ProcessGroup, device: torch.device) -> bool:
     """Return True if a group's collectives of a device's tensors run on the device, as NCCL's: only aborting the group
     ends one whose peer is gone, and then it raises nothing. Those of gloo run on sockets of this process, on GPUs, too.
     """
-    return device.type != "cpu" and group._get_backend(device).name() != "gloo"
+    return device.type != "cpu" and private_torch.backend_name(group, device) != "gloo"
 
 
 def has_failed(group: ProcessGroup, device: torch.device) -> bool:
     """Return True if a group has recorded an error without raising it, as NCCL does."""
-    state = getattr(group._get_backend(device), "get_error", None)  # only NCCL can say
-    return state is not None and state().name != "SUCCESS"
+    return private_torch.backend_error(group, device) not in (None, "SUCCESS")
 
 
 def abort_together(groups: Sequence[ProcessGroup], device: torch.device) -> None:
     """Abort communicators of a device in one bracket: one by one, each may wait for the others."""
     if not groups:
         return
-    backend: Any = groups[0]._get_backend(device)
-    backend._group_start()
-    try:
+    with private_torch.bracket(groups[0], device):
         for group in groups:
             try:
                 group.abort()
             except RuntimeError as error:
                 logger.warning("a process group could not be aborted: %s", error)
-    finally:
-        backend._group_end()
 
 
 def stamp(device: torch.device) -> Any:
@@ -435,7 +431,7 @@ def common_store() -> Store | None:
     """Return the store of torch's default group, for messages outside of collectives; None without a group. Each call
     may fail with a DistError when the group ends.
     """
-    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    return private_torch.default_store() if dist.is_initialized() else None
 
 
 def agree(world: World) -> None:

@@ -50,7 +50,7 @@ from moe_lightning import parallel as own_parallel
 from moe_lightning.balancing.repair import Repair, repair_placements
 from moe_lightning.checkpoint.memory import DamagedSnapshots
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, without_snapshots
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.data.loader import leave_schedule
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.transports import AllToAllSpec, ExchangeBackend
@@ -105,8 +105,7 @@ def begin_building(store: Store, size: int, timeout_s: float) -> timedelta:
         RuntimeError: the store was cut.
     """
     assert not dist.is_initialized(), "destroy the former groups first"
-    # torch names groups by a counter, which a failed attempt leaves different on different ranks
-    dist.distributed_c10d._world.group_count = 0
+    private_torch.reset_group_names()
     meet(store, "build their groups", size, timeout_s)
     return timedelta(seconds=timeout_s / _GLOO_PATIENCE)
 
@@ -134,10 +133,7 @@ def meet(store: Store, purpose: str, size: int, timeout_s: float) -> None:
 
 def set_collectives_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """Give a group that has been built the timeout of its collectives."""
-    if {"cpu", "cuda"} & {device.type for device in group._device_types}:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
-    else:  # other devices' groups would keep the short one that they were built with, which that call only warns of
-        group.set_timeout(timeout)
+    private_torch.set_group_timeout(group, timeout)
 
 
 def build_world(
@@ -383,7 +379,7 @@ def wait_for_ranks(world: World, engine: Membership, limit: int) -> WorldTooSmal
     deadline = time.monotonic() + timeout_s
     while True:
         is_over = time.monotonic() > deadline
-        changes, ends = any_says([engine.newcomers() or engine.notice is not None, is_over], world)
+        changes, ends = any_says([engine.has_newcomers() or engine.notice is not None, is_over], world)
         if changes:
             raise WorldChanged(f"ranks come or leave while there are fewer than {limit}")
         if ends:
@@ -521,14 +517,14 @@ def first_world(engine: Membership, build: Callable[[Members], World]) -> tuple[
     while True:
         attempts += 1
         members = engine.join()
-        if engine.comes_too_early(members):
+        if engine.withdraw_if_early(members):
             return None
         try:
             return members, build(members)
         except Exception as error:
             if attempts == _ATTEMPTS or not is_worlds_fault(error, engine.reason):
                 raise
-            engine.break_up(reason_of(error, engine.reason))
+            engine.abort(reason_of(error, engine.reason))
             drop_groups()
             if engine.wait_for_cause() is not None:
                 raise
@@ -653,8 +649,8 @@ class ElasticWorlds:
     def prepare(self, optimizer: Optimizer) -> None:
         """Every collective of the step is done: wait until all say so, and agree whether the world changes now."""
         self._pending = optimizer
-        self.engine.made_progress()
-        is_asked = self.engine.newcomers() or (self.engine.notice or self.parting) is not None
+        self.engine.record_progress()
+        is_asked = self.engine.has_newcomers() or (self.engine.notice or self.parting) is not None
         (is_wished,) = any_says([is_asked], self._worlds.mesh.whole)
         self.change_is_due = is_wished and self._state.window_replay is None  # state that crosses is whole
 
@@ -668,7 +664,7 @@ class ElasticWorlds:
         self._pending = None
         self.version += 1
         self._made_steps = True
-        self.engine.made_progress()
+        self.engine.record_progress()
 
     def keep_progress(self, *, after_step: bool) -> None:
         """Remember how far the fit loop is, after a committed step or at the start."""
@@ -866,7 +862,7 @@ class ElasticWorlds:
 
     def _leave(self, reason: str) -> None:
         """Abort the old world on all ranks, so that nothing waits on its connections."""
-        self.engine.break_up(reason)
+        self.engine.abort(reason)
         self._wrapped.leave()
         drop_groups()
 

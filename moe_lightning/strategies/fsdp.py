@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from moe_lightning.compat import private_torch
 from moe_lightning.compat.fsdp import (
     begin_by_hand,
     can_be_undone,
@@ -246,7 +247,7 @@ def _own_outputs(unit: nn.Module, arguments: object, output: object) -> object:
     """
 
     def own(value: object) -> object:
-        return value.clone() if isinstance(value, Tensor) and value._base is not None else value
+        return value.clone() if isinstance(value, Tensor) and private_torch.is_view(value) else value
 
     return tree_map(own, output)
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_lightning.arrays import cut
 from moe_lightning.checkpoint.full_state import full_model_state
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
@@ -172,7 +172,7 @@ class StageCut:
         for part in self.module.modules():
             if part in self._stage_of and self._stage_of[part] not in self.stages:
                 for name, parameter in list(part.named_parameters(recurse=False)):
-                    del part._parameters[name]
+                    del private_torch.parameters_of(part)[name]
                     zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
                     part.__dict__[name] = zeros
                     self._placeholders.append((part, name, parameter))
@@ -200,7 +200,7 @@ class StageCut:
                     values = torch.zeros(shape, dtype=parameter.dtype, device=self._device)
                     _put(part, name, values, others)
                 for name, buffer in list(part.named_buffers(recurse=False)):
-                    part._buffers[name] = buffer.to(self._device)
+                    private_torch.buffers_of(part)[name] = buffer.to(self._device)
             for index in (index for stage in coming for index in self.chunk(stage)):
                 self._blocks[index].train(self.module.training)  # the calls of train() and eval() that it missed
             self._drop_values(others)
@@ -474,7 +474,7 @@ class StageState:
             self._stage_of = {
                 f"{prefix}.{name}".lstrip("."): cut.stage_of(part)
                 for prefix, part in cut.module.named_modules(remove_duplicate=False)
-                for name in (*part._parameters, *part._buffers)
+                for name in (*private_torch.parameters_of(part), *private_torch.buffers_of(part))
             }
             self._shared = {name for name, _ in cut.module.named_buffers() if cut.shares_buffer(name)}
 

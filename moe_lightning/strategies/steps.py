@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
@@ -126,7 +126,7 @@ def _is_users(value: object) -> bool:
 
 def _undo_of_module(module: nn.Module, known: dict[int, Undo]) -> Undo:
     attributes = _undo_of_names(vars(module), known, but=_NOT_THE_USERS)
-    buffers = _undo_of_names(private_lightning.buffers_of(module), known)
+    buffers = _undo_of_names(private_torch.buffers_of(module), known)
 
     def undo() -> None:
         attributes()
@@ -297,7 +297,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
     factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        private_torch.scale_(gradients, factor.to(gradients[0].device))
 
 
 def _norm(gradient: Tensor, dim: int | None = None) -> Tensor:

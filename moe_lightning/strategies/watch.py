@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
+from moe_lightning.compat import private_torch
 from moe_lightning.dispatch.transports import read_later
-from moe_lightning.elastic.protocol import OwnClock
+from moe_lightning.elastic.protocol import ProcessClock
 from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.errors import NonFiniteLossError
 from moe_lightning.parallel.collectives import all_gather_json
@@ -241,7 +242,7 @@ class StallWatch:
             logger.debug("the watch for stalls has ended: %s", error)
 
     def _watch(self, watched: _Watched, limit_s: float, ended: threading.Event) -> None:
-        clock, last, since, asked_at, is_published, is_done = OwnClock(), None, 0.0, 0.0, False, False
+        clock, last, since, asked_at, is_published, is_done = ProcessClock(), None, 0.0, 0.0, False, False
         ask_s = max(min(_ASK_S, limit_s / 5), _ASK_PER_RANK_S * watched.size)
         while not ended.wait(min(_LOOK_S, limit_s / 5)):
             now, state = clock.tick(), (self._progress, watched.counts())
@@ -287,8 +288,7 @@ class _Watched:
 
     def counts(self) -> dict[str, int]:
         """Collectives that this rank has begun, by group."""
-        groups: dict[str, Any] = dict(self._groups)
-        return {name: group._get_sequence_number_for_group() for name, group in groups.items()}
+        return {name: private_torch.num_collectives(group) for name, group in self._groups.items()}
 
     def publish(self, standstill: Standstill | None) -> None:
         """Publish this rank's standstill; None: it has made progress."""

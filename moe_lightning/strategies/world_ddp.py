@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from moe_lightning.checkpoint.files import write_file
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.compat.private_lightning import SubprocessLauncher, WorkersLauncher
 from moe_lightning.elastic.membership import ElasticTask, Membership, membership_from_environment
 from moe_lightning.elastic.worker import leave_process_groups_at_exit
@@ -470,7 +470,7 @@ class WorldDDPStrategy(DDPStrategy):
     def ignore_in_ddp(self, module: nn.Module, names: Collection[str]) -> None:
         """Exclude parameters and buffers of the module from DDP's broadcasts and sums."""
         self._ignored_by_ddp = names
-        private_lightning.keep_from_ddp(module, names)
+        private_torch.ignore_in_ddp(module, names)
 
     @override
     def configure_ddp(self) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 
 from moe_lightning.checkpoint.directory import claim
 from moe_lightning.checkpoint.repair import arenas_name
-from moe_lightning.elastic.client import LauncherLink
+from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
-from moe_lightning.elastic.rendezvous_host import RendezvousHost
+from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from tests.agents import fork_agent
 from tests.chaos.elastic_worker import Hold, Kill, checkpoints_of, gate_of, worker_main
 from tests.distributed.harness import run_ranks
@@ -55,8 +55,8 @@ class ElasticRun:
     expected: int
     steps: int
     options: dict[str, Any]
-    host: RendezvousHost
-    link: LauncherLink | None = None
+    host: RendezvousServer
+    link: LauncherClient | None = None
     workers_a_node: int = 1
     stores_late: bool = False
     settings: ElasticSettings = SETTINGS
@@ -128,7 +128,7 @@ class ElasticRun:
         codes = {w: code for w in workers if (code := self.processes[w].exitcode) is not None}
         for worker in (w for w, code in codes.items() if code and w in self._tokens):
             if self.link is not None:
-                self.link.tell_death(self._tokens.pop(worker), "died")
+                self.link.report_death(self._tokens.pop(worker), "died")
         return codes
 
     def supervise(
@@ -275,8 +275,8 @@ def elastic_run(
 ) -> Iterator[ElasticRun]:
     """Start the workers of a run; whatever lives at the end is killed, and its memory freed."""
     with contextlib.ExitStack() as stack:
-        host = stack.enter_context(RendezvousHost())
-        link = LauncherLink(host.address, host.secret_file, settings) if tells else None
+        host = stack.enter_context(RendezvousServer())
+        link = LauncherClient(host.address, host.secret_file, settings) if tells else None
         if link is not None:
             stack.enter_context(contextlib.closing(link))
         run = ElasticRun(

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
-from moe_lightning.elastic.rendezvous_client import ElasticEngine
+from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.worker import take_over_terminal
 from moe_lightning.parallel.abort import GroupAborter
 from moe_lightning.strategies.elastic_worlds import begin_building, set_collectives_timeout
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)
-engine = ElasticEngine.from_environment()
+engine = RendezvousClient.from_environment()
 assert engine is not None
 print(f"start {engine.task.starts} of worker {engine.task.slot}", flush=True)
 stop, worlds = False, 0
@@ -45,7 +45,7 @@ while not stop:
         while not state[0]:
             if engine.task.starts == 1 and (folder / f"freeze-{engine.task.slot}").exists():
                 ctypes.PyDLL(None).sleep(600)
-            wishes = [(folder / "stop").exists(), engine.newcomers(), engine.notice is not None]
+            wishes = [(folder / "stop").exists(), engine.has_newcomers(), engine.notice is not None]
             state = torch.tensor([float(wish) for wish in wishes])
             dist.all_reduce(state)
             if worlds:
@@ -66,7 +66,7 @@ while not stop:
                 break
         stop = bool(state[0])
     except (RuntimeError, TimeoutError) as error:
-        engine.break_up(str(error))
+        engine.abort(str(error))
     worlds += 1
     if dist.is_initialized():
         dist.destroy_process_group()

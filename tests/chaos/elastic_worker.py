@@ -185,7 +185,7 @@ class Holder(pl.Callback):
             return
         deadline = time.monotonic() + _PATIENCE_S
         while elastic.engine.reason is None and time.monotonic() < deadline:
-            is_full = trainer.world_size >= due[-1].ranks or elastic.engine.newcomers()
+            is_full = trainer.world_size >= due[-1].ranks or elastic.engine.has_newcomers()
             if is_full and (not due[-1].stored or self._newest_stored() >= due[-1].stored):
                 return
             time.sleep(0.01)

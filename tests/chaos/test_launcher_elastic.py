@@ -15,7 +15,7 @@ import pytest
 
 from moe_lightning.elastic.launcher import ElasticLauncher, RanksFailed
 from moe_lightning.elastic.membership import ElasticSettings
-from moe_lightning.elastic.rendezvous_host import RendezvousHost
+from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import RankFailure
 from moe_lightning.errors import ConfigurationError
 from tests.programs import ROOT, Program, run_program
@@ -179,7 +179,7 @@ def test_a_preempted_worker_leaves_and_is_not_replaced(commands: Callable[..., C
 
 def test_a_node_is_lost_with_its_launcher(commands: Callable[..., Command], tmp_path: Path) -> None:
     secret = tmp_path / "secret"
-    with RendezvousHost(bind="127.0.0.1:0", secret_file=secret) as host:
+    with RendezvousServer(bind="127.0.0.1:0", secret_file=secret) as host:
         where = ("--rdzv-endpoint", str(host.address), "--secret-file", str(secret))
         nodes = [commands("--ranks", "1", "--num-nodes", "2", "--node", name, *where) for name in "ab"]
         first = nodes[0].wait_for_world(2)
@@ -238,7 +238,7 @@ def test_who_crashes_before_training_is_named_on_every_machine(nodes: int, tmp_p
     script = Path(__file__).with_name("plain_script.py")
     (tmp_path / "crash").touch()
     with (
-        RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host,
+        RendezvousServer(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host,
         contextlib.ExitStack() as stack,
     ):
         where = ["--num-nodes", "2", "--rdzv-endpoint", str(host.address), "--secret-file", str(tmp_path / "secret")]

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members
-from moe_lightning.elastic.rendezvous_client import ElasticEngine
-from moe_lightning.elastic.rendezvous_host import RendezvousHost
+from moe_lightning.elastic.rendezvous_client import RendezvousClient
+from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import EXIT_HANGING
 from moe_lightning.parallel.abort import GroupAborter
 from moe_lightning.strategies.elastic_worlds import begin_building, set_collectives_timeout
@@ -59,7 +59,7 @@ def work(environment: dict[str, str], pipe: Connection, behaviour: str) -> None:
     os.setsid()
     os.environ.update(environment, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
     torch.set_num_threads(1)
-    engine = ElasticEngine.from_environment()
+    engine = RendezvousClient.from_environment()
     assert engine is not None
     try:
         _train(engine, pipe, behaviour)
@@ -70,12 +70,12 @@ def work(environment: dict[str, str], pipe: Connection, behaviour: str) -> None:
     os._exit(0)
 
 
-def _train(engine: ElasticEngine, pipe: Connection, behaviour: str) -> None:
+def _train(engine: RendezvousClient, pipe: Connection, behaviour: str) -> None:
     worlds, stop, is_ready = 0, False, behaviour == "ready"
     while not stop:
         members = engine.join(is_ready=is_ready)
         if behaviour == "sets up" and not is_ready:
-            is_ready, is_early = True, engine.comes_too_early(members)
+            is_ready, is_early = True, engine.withdraw_if_early(members)
             pipe.send({"event": "first", "early": is_early})
             if is_early:
                 continue
@@ -85,7 +85,7 @@ def _train(engine: ElasticEngine, pipe: Connection, behaviour: str) -> None:
         try:
             _build(engine, members)
             dist.all_reduce(torch.ones(1))
-            engine.made_progress()
+            engine.record_progress()
             worlds += 1
             pipe.send({
                 "event": "world", "ids": members.ids, "rank": members.rank, "id": engine.member_id, "reason": reason,
@@ -94,7 +94,7 @@ def _train(engine: ElasticEngine, pipe: Connection, behaviour: str) -> None:
             stop = _steps(engine, members, pipe, behaviour)
         except (RuntimeError, ValueError, TimeoutError) as error:
             felt = time.time()
-            engine.break_up(f"rank {members.rank}: {error}")
+            engine.abort(f"rank {members.rank}: {error}")
             pipe.send({"event": "broken", "time": felt, "error": str(error)})
             if behaviour == "hang":
                 time.sleep(3600)
@@ -110,7 +110,7 @@ def _meet_fate(behaviour: str, worlds: int) -> None:
             threading.Timer(float(delay_s), os.kill, (os.getpid(), signal.Signals[name])).start()
 
 
-def _build(engine: ElasticEngine, members: Members) -> None:
+def _build(engine: RendezvousClient, members: Members) -> None:
     store = dist.PrefixStore(members.name, engine.store)
     with GroupAborter() as cut:
         engine.guard(members, cut.cut)
@@ -135,10 +135,10 @@ def gather_json(mine: object) -> list[object]:
     return [json.loads(bytes(part[: int(size)].tolist()).decode()) for part, size in zip(parts, sizes, strict=True)]
 
 
-def _steps(engine: ElasticEngine, members: Members, pipe: Connection, behaviour: str) -> bool:
+def _steps(engine: RendezvousClient, members: Members, pipe: Connection, behaviour: str) -> bool:
     """Step until somebody wants to let newcomers in (False) or the test wants an end (True)."""
     while True:
-        state = torch.tensor([1.0, float(engine.newcomers()), float(pipe.poll())])
+        state = torch.tensor([1.0, float(engine.has_newcomers()), float(pipe.poll())])
         dist.all_reduce(state)
         assert state[0] == members.size
         if state[2]:
@@ -172,7 +172,7 @@ class Toy:
     """Workers around a host of their own; all end with the block."""
 
     def __init__(self, settings: ElasticSettings = FAST) -> None:
-        self.host = RendezvousHost()
+        self.host = RendezvousServer()
         self.settings = settings
         self.workers: list[Worker] = []
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.elastic.client import LauncherLink
+from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.elastic.protocol import Address, Channel, Refused, WireError
-from moe_lightning.elastic.rendezvous_host import MOST_STRANGERS, RendezvousHost
+from moe_lightning.elastic.rendezvous_host import MAX_UNAUTHENTICATED, RendezvousServer
 from moe_lightning.errors import ConfigurationError
 from tests.network.attack import IDLE, frame, lures
 from tests.network.hosts import wait_for
@@ -30,19 +30,19 @@ _FEW = 20  # descriptors that a rank opens and closes as it trains
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[RendezvousHost]:
-    with RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
+def served(tmp_path: Path) -> Iterator[RendezvousServer]:
+    with RendezvousServer(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
         yield host
 
 
-def connected(host: RendezvousHost) -> socket.socket:
+def connected(host: RendezvousServer) -> socket.socket:
     return socket.create_connection((host.address.host, host.address.port), timeout=10.0)
 
 
-def admitted(host: RendezvousHost) -> float:
+def admitted(host: RendezvousServer) -> float:
     """Seconds until a launcher that knows the secret has been let in."""
     began = time.monotonic()
-    LauncherLink(host.address, host.secret_file, ElasticSettings()).close()
+    LauncherClient(host.address, host.secret_file, ElasticSettings()).close()
     return time.monotonic() - began
 
 
@@ -53,7 +53,7 @@ def descriptors() -> int:
 class Client:
     """A client that speaks the protocol by hand."""
 
-    def __init__(self, host: RendezvousHost, secret: bytes) -> None:
+    def __init__(self, host: RendezvousServer, secret: bytes) -> None:
         self.connection = connected(host)
         self.channel = Channel(secret, is_server=False)
 
@@ -86,20 +86,20 @@ class Client:
 
 
 @pytest.mark.parametrize("number", range(len(lures())))
-def test_nothing_that_a_stranger_says_ends_or_slows_the_host(served: RendezvousHost, number: int) -> None:
+def test_nothing_that_a_stranger_says_ends_or_slows_the_host(served: RendezvousServer, number: int) -> None:
     with connected(served) as stranger:
         stranger.sendall(lures()[number])
         assert admitted(served) < _SOON_S
     assert admitted(served) < _SOON_S
 
 
-def test_idle_connections_are_bounded_and_closed(served: RendezvousHost) -> None:
+def test_idle_connections_are_bounded_and_closed(served: RendezvousServer) -> None:
     admitted(served)
     before = descriptors()
     strangers = [connected(served) for _ in range(IDLE)]
     try:
         assert admitted(served) < _SOON_S, "those who know the secret come in beside them"
-        wait_for(lambda: descriptors() <= before + IDLE + MOST_STRANGERS, 5)
+        wait_for(lambda: descriptors() <= before + IDLE + MAX_UNAUTHENTICATED, 5)
         wait_for(lambda: descriptors() <= before + IDLE, 15, lambda: f"{descriptors()} of {before} + {IDLE}")
     finally:
         for stranger in strangers:
@@ -107,7 +107,7 @@ def test_idle_connections_are_bounded_and_closed(served: RendezvousHost) -> None
     assert admitted(served) < _SOON_S
 
 
-def test_a_client_with_another_secret_is_turned_away_in_a_sentence(served: RendezvousHost, tmp_path: Path) -> None:
+def test_a_client_with_another_secret_is_turned_away_in_a_sentence(served: RendezvousServer, tmp_path: Path) -> None:
     client = Client(served, secrets.token_hex(32).encode())
     client.flush()
     with pytest.raises(Refused, match="secret"):
@@ -117,10 +117,10 @@ def test_a_client_with_another_secret_is_turned_away_in_a_sentence(served: Rende
     wrong.write_text(secrets.token_hex(32))
     wrong.chmod(0o600)
     with pytest.raises(ConfigurationError, match=r"turns this machine away: .* secret"):
-        LauncherLink(served.address, wrong, ElasticSettings())
+        LauncherClient(served.address, wrong, ElasticSettings())
 
 
-def test_words_without_proof_are_not_taken(served: RendezvousHost) -> None:
+def test_words_without_proof_are_not_taken(served: RendezvousServer) -> None:
     """A stranger leaves the proof out and goes on as if it had been accepted."""
     with connected(served) as stranger:
         stranger.sendall(frame(b'{"moe-lightning": 1, "nonce": "' + b"0" * 32 + b'"}'))
@@ -129,7 +129,7 @@ def test_words_without_proof_are_not_taken(served: RendezvousHost) -> None:
         assert stranger.recv(4096) == b""
 
 
-def test_a_recorded_session_cannot_be_played_again(served: RendezvousHost) -> None:
+def test_a_recorded_session_cannot_be_played_again(served: RendezvousServer) -> None:
     client = Client(served, served.secret_file.read_bytes().strip())
     recorded = client.greet()
     client.channel.send({"t": "launcher"})
@@ -145,7 +145,7 @@ def test_a_recorded_session_cannot_be_played_again(served: RendezvousHost) -> No
 
 
 @pytest.mark.parametrize("change", ["again", "other order", "changed", "cut"])
-def test_frames_of_a_session_are_taken_once_in_their_order(served: RendezvousHost, change: str) -> None:
+def test_frames_of_a_session_are_taken_once_in_their_order(served: RendezvousServer, change: str) -> None:
     """A man in the middle repeats, swaps, changes or leaves out frames."""
     client = Client(served, served.secret_file.read_bytes().strip())
     client.greet()
@@ -215,7 +215,7 @@ def test_every_port_of_a_running_job_is_attacked(three: Training, measured: Meas
     pause = three.pause(three.members, began)
     assert len(three.worlds_since("a", began)) == 1
     wait_for(lambda: three.descriptors()[three.rendezvous] <= before[three.rendezvous], 30)
-    assert during[three.rendezvous] <= before[three.rendezvous] + MOST_STRANGERS
+    assert during[three.rendezvous] <= before[three.rendezvous] + MAX_UNAUTHENTICATED
     assert all(during[name] <= before[name] + _FEW for name in three.members), "gloo's ports are closed"
     killed = time.monotonic()
     three.kill("b")

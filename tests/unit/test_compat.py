@@ -1,6 +1,6 @@
-"""What Lightning, torchmetrics and torch keep private stands in one file, and each name of it is still there.
+"""Private names of Lightning, torchmetrics, torch and Hydra: used in `moe_lightning/compat` only, and still there.
 
-When a canary dies, a release has moved something: look at the seam of that name, whose comment says why it is there.
+A canary fails when a release has moved a name: the docstring of the function that uses it says why it is needed.
 """
 
 from __future__ import annotations
@@ -13,19 +13,37 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import hydra
 import lightning
+import omegaconf
 import pytest
 import torch
+import torch.distributed as dist
 import torchmetrics
 
 PACKAGE = Path(__file__).parents[2] / "moe_lightning"
 COMPAT = tuple(path for path in sorted((PACKAGE / "compat").glob("*.py")) if path.name != "__init__.py")
 
-SEEN = {"lightning": "2.6.6", "torch": "2.13.0", "torchmetrics": "1.9.0"}
+LIBRARIES = {
+    "hydra": hydra,
+    "lightning": lightning,
+    "omegaconf": omegaconf,
+    "torch": torch,
+    "torchmetrics": torchmetrics,
+}
+SEEN = {"hydra": "1.3.8", "lightning": "2.6.6", "omegaconf": "2.3.1", "torch": "2.13.0", "torchmetrics": "1.9.0"}
 """The releases in which the names below were seen."""
 
 WORKERS = "lightning.pytorch.strategies.launchers.multiprocessing._MultiProcessingLauncher"
 METHODS = {
+    "torch.nn.modules.dropout._DropoutNd.extra_repr": "self",
+    "hydra._internal.utils._run_hydra": (
+        "args, args_parser, task_function, config_path, config_name, caller_stack_depth"
+    ),
+    "hydra._internal.utils.get_args_parser": "",
+    "omegaconf.Node._get_full_key": "self, key",
+    "torch.distributed.distributed_c10d._get_default_store": "",
+    "torch.distributed.distributed_c10d._set_pg_timeout": "timeout, group",
     "lightning.pytorch.callbacks.ModelCheckpoint._find_last_checkpoints": "self, trainer",
     "lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates": "self, trainer",
     "lightning.pytorch.callbacks.ModelCheckpoint._save_topk_checkpoint": "self, trainer, monitor_candidates",
@@ -72,9 +90,10 @@ METHODS = {
     "torch.utils._pytree.tree_leaves": "tree, is_leaf",
     "torch.utils._pytree.tree_map": "func, tree, rests, is_leaf",
 }
-"""What is called or overridden, with its arguments."""
+"""Functions that are called or overridden, with their arguments."""
 
 ATTRIBUTES = {
+    "torch.distributed.checkpoint.filesystem._StorageInfo": {"relative_path", "offset", "length"},
     "lightning.pytorch.Trainer": {"_checkpoint_connector", "_logger_connector", "_accelerator_connector"},
     "lightning.pytorch.LightningModule": {"_trainer", "_compiler_ctx", "_current_fx_name"},
     "lightning.pytorch.callbacks.ModelCheckpoint": {"_last_global_step_saved"},
@@ -104,7 +123,7 @@ ATTRIBUTES = {
     },
     "torchmetrics.Metric": {"_computed", "_defaults", "_update_count"},
 }
-"""What objects are given when they are made, by class."""
+"""Attributes that objects have from their construction, by class."""
 
 PROPERTIES = {
     "lightning.pytorch.Trainer._results",
@@ -112,12 +131,23 @@ PROPERTIES = {
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector.should_update_logs",
 }
 
-OF_TENSORS = {("layer.py", "_version")}
-"""What loggers of Lightning have too."""
-
 OTHERS = {
     "_IS_INTERACTIVE",
+    "_base",
     "_buffers",
+    "_device_types",
+    "_foreach_mul_",
+    "_get_backend",
+    "_get_sequence_number_for_group",
+    "_group_end",
+    "_group_start",
+    "_parameters",
+    "_pickler",
+    "_symmetric_memory",
+    "_timeout",
+    "_unpickler",
+    "_version",
+    "_world",
     "_compiled_call_impl",
     "_composable",
     "_module_state_mapping",
@@ -149,7 +179,7 @@ def found(name: str) -> object:
 
 def gone(name: str, what: str = "is gone") -> str:
     package = name.split(".")[0]
-    version = {"lightning": lightning, "torch": torch, "torchmetrics": torchmetrics}[package].__version__
+    version = LIBRARIES[package].__version__
     files = " or ".join(path.name for path in COMPAT)
     return f"{name} {what} in {package} {version}; it was there in {SEEN[package]}: replace its use in {files}"
 
@@ -207,9 +237,52 @@ def test_a_property_is_one(name: str) -> None:
 def test_modules_keep_their_buffers_and_what_they_compiled() -> None:
     module = torch.nn.BatchNorm1d(2)
     assert module._buffers["running_mean"] is module.running_mean, gone("torch.nn.Module._buffers")
+    assert module._parameters["weight"] is module.weight, gone("torch.nn.Module._parameters")
     assert module._compiled_call_impl is None, gone("torch.nn.Module._compiled_call_impl")
     module.compile(backend="eager")
     assert module._compiled_call_impl is not None, gone("torch.nn.Module._compiled_call_impl", "stays None")
+
+
+def test_tensors_count_changes_and_know_their_base() -> None:
+    tensor = torch.ones(2)
+    view = tensor[:1]
+    assert view._base is tensor, gone("torch.Tensor._base")
+    assert tensor._base is None, gone("torch.Tensor._base")
+    before = tensor._version
+    torch._foreach_mul_([tensor], torch.tensor(2.0))
+    assert tensor.tolist() == [2.0, 2.0], gone("torch._foreach_mul_")
+    assert tensor._version == before + 1, gone("torch.Tensor._version")
+
+
+def test_groups_keep_their_private_names(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        group, cpu = dist.distributed_c10d._get_default_group(), torch.device("cpu")
+        assert group._get_backend(cpu).name() == "gloo", gone("torch.distributed.ProcessGroup._get_backend")
+        assert cpu in group._device_types, gone("torch.distributed.ProcessGroup._device_types")
+        assert group._get_sequence_number_for_group() >= 0
+        assert dist.distributed_c10d._world.group_count >= 0, gone("torch.distributed.distributed_c10d._world")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_objects_of_collectives_are_pickled_by_names_that_can_be_replaced() -> None:
+    source = inspect.getsource(dist.distributed_c10d)
+    for name in ("_pickler", "_unpickler"):
+        assert hasattr(dist.distributed_c10d, name), gone(f"torch.distributed.distributed_c10d.{name}")
+        assert f" {name}(" in source, gone(f"torch.distributed.distributed_c10d.{name}", "is not used any more")
+
+
+def test_nccl_and_symmetric_memory_keep_their_private_names() -> None:
+    memory = importlib.import_module("torch.distributed._symmetric_memory")
+    for name in ("empty", "rendezvous"):
+        assert callable(getattr(memory, name)), gone(f"torch.distributed._symmetric_memory.{name}")
+    if dist.is_nccl_available():
+        for name in ("_group_start", "_group_end", "abort"):
+            assert hasattr(dist.ProcessGroupNCCL, name), gone(f"torch.distributed.ProcessGroupNCCL.{name}")
+        assert hasattr(dist.ProcessGroupNCCL.Options(), "_timeout"), gone(
+            "torch.distributed.ProcessGroupNCCL.Options._timeout"
+        )
 
 
 def test_fully_shard_leaves_what_undoing_takes_away() -> None:
@@ -275,9 +348,81 @@ def test_nothing_private_of_lightning_is_touched_elsewhere() -> None:
         f"{file}:{line}: {name}"
         for file in sources()
         for line, name in private_names(file)
-        if name in private and (name not in own or name in inherited(file)) and (file.name, name) not in OF_TENSORS
+        if name in private and (name not in own or name in inherited(file))
     ]
     assert not wrong
+
+
+def test_nothing_private_of_torch_or_hydra_is_touched_elsewhere() -> None:
+    """Names that no file of ours defines, and names of torch's objects wherever they are not attributes of `self`."""
+    own = {name for file in (*sources(), *COMPAT) for name in defined_names(file)}
+    names = torch_names()
+    assert {"_parameters", "_version", "_base", "_get_backend", "_set_pg_timeout", "_foreach_mul_"} <= names
+    wrong = [
+        f"{file}:{line}: {name}"
+        for file in sources()
+        for line, name in foreign_names(file)
+        if (name in names or name not in own) and (file.name, name) not in OF_OTHER_LIBRARIES
+    ]
+    assert not wrong
+
+
+OF_OTHER_LIBRARIES = {
+    *((file, "_exit") for file in ("worker.py", "commands.py")),
+    ("worker.py", "_shutdown"),
+    ("worker.py", "_run_exitfuncs"),
+    *((file, "_current_frames") for file in ("worker.py", "watch.py")),
+    ("arguments.py", "_SubParsersAction"),
+    ("train.py", "_option_string_actions"),
+    ("pipeline.py", "_fields"),
+    ("export.py", "_model_mapping"),
+    ("attention.py", "_supports_attention_backend"),
+    ("attention.py", "_supports_sdpa"),
+    ("attention.py", "_attn_implementation"),
+    ("loading.py", "_keys_to_ignore_on_load_unexpected"),
+    ("streams.py", "_ex_iterable"),
+    ("streams.py", "_distributed"),
+    ("objects.py", "_pipe_file"),
+}
+"""Names of Python, transformers, datasets and fsspec."""
+
+
+def foreign_names(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of every private import, and private attribute of anything but `self` and `cls`."""
+    nodes = list(ast.walk(tree(file)))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)]
+    for node in attributes:
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+            yield node.lineno, node.attr
+    functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+    yield from ((line, name) for line, name in private_names(file) if not is_attribute(nodes, name, line, functions))
+
+
+def is_attribute(nodes: list[ast.AST], name: str, line: int, functions: set[str]) -> bool:
+    """True if a private name is an attribute or a function of the file, and no import or string."""
+    is_read = any(isinstance(n, ast.Attribute) and (n.attr, n.lineno) == (name, line) for n in nodes)
+    return is_read or name in functions
+
+
+def defined_names(file: Path) -> set[str]:
+    """Private names that a file of ours defines: functions, classes, fields, and attributes that it sets on `self`."""
+    nodes = list(ast.walk(tree(file)))
+    given = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    given |= {
+        n.attr
+        for n in nodes
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and isinstance(n.value, ast.Name)
+        if n.value.id == "self"
+    }
+    return given | {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+
+
+@cache
+def torch_names() -> frozenset[str]:
+    """Private names of torch's modules, tensors, optimizers, groups and stores, and of the functions beside them."""
+    owners: list[object] = [torch, dist, dist.distributed_c10d, dist.ProcessGroup, dist.Store, dist.FileStore]
+    owners += [torch.nn.Module(), torch.Tensor, torch.optim.Optimizer, torch.utils.data.DataLoader]
+    return frozenset(name for owner in owners for name in dir(owner) if is_private(name))
 
 
 def sources() -> list[Path]:
@@ -331,7 +476,7 @@ LOCALS = {
     "lightning.pytorch.trainer.call._call_callback_hooks": {"hook_name", "callback"},
     "lightning.pytorch.trainer.call._call_lightning_module_hook": {"hook_name"},
 }
-"""What is read in the frames of an exception."""
+"""Local variables that are read in the frames of an exception."""
 
 
 @pytest.mark.parametrize("name", LOCALS)

@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 
 from moe_lightning.elastic.protocol import Message, WireError
 from moe_lightning.elastic.rendezvous_state import (
+    CurrentWorld,
     Link,
     Member,
     NodeFacts,
-    Patience,
-    Roster,
-    StandingWorld,
-    hearing_part,
+    RendezvousState,
+    Timeouts,
+    admissible_newcomers,
+    largest_clique,
     next_number,
     next_world,
-    overdue,
-    waiting_newcomers,
+    overdue_members,
 )
 
-PATIENCE = Patience(heartbeat_s=0.5, silence_s=5.0, hang_s=10.0, start_s=120.0)
+TIMEOUTS = Timeouts(heartbeat_s=0.5, silence_s=5.0, hang_s=10.0, start_s=120.0)
 TIMES = [0.5, 5.0, 10.0, 120.0]
 
 
 def member(name: str, **facts: object) -> Member:
-    return replace(Member(id=f"{name}.node-{name}.token-{name}", patience=PATIENCE), **facts)  # type: ignore[arg-type]
+    return replace(Member(id=f"{name}.node-{name}.token-{name}", timeouts=TIMEOUTS), **facts)  # type: ignore[arg-type]
 
 
 def test_the_first_world_waits_for_all_that_are_expected_or_for_the_start_timeout() -> None:
@@ -43,7 +43,7 @@ def test_the_first_world_waits_for_all_that_are_expected_or_for_the_start_timeou
 
 def test_a_standing_world_is_waited_for_but_not_those_that_left_it() -> None:
     old, new = member("a"), member("b", joining_since=0.0)
-    world = StandingWorld(number=1, ids=(old.id,))
+    world = CurrentWorld(number=1, ids=(old.id,))
     assert next_world([old, new], world, (), 1000.0) == ()
     world.gone.add(old.id)
     assert next_world([old, new], world, (), 1000.0) == (new.id,)
@@ -68,7 +68,7 @@ def test_a_standing_world_is_waited_for_but_not_those_that_left_it() -> None:
 def test_worlds_train_in_multiples(known: str, gone: str, new: str, multiple: int, expected: str) -> None:
     facts = {"joining_since": 0.0, "multiple": multiple, "expected": len(new)}
     members = {name: member(name, **facts) for name in "abcdefg"}
-    world = StandingWorld(number=1, ids=tuple(members[name].id for name in known)) if known else None
+    world = CurrentWorld(number=1, ids=tuple(members[name].id for name in known)) if known else None
     if world is not None:
         world.gone |= {members[name].id for name in gone}
     joining = [members[name] for name in {*known, *new} - ({*gone} - {*new})]
@@ -77,34 +77,34 @@ def test_worlds_train_in_multiples(known: str, gone: str, new: str, multiple: in
 
 def test_a_standing_world_lets_in_whom_it_has_a_place_for() -> None:
     members = [member(name, joining_since=0.0, multiple=2) for name in "cde"]
-    world = StandingWorld(number=1, ids=(member("a").id, member("b").id))
-    assert waiting_newcomers(members[:1], world, ()) == []
-    assert waiting_newcomers(members, world, ()) == [members[0].id, members[1].id]
+    world = CurrentWorld(number=1, ids=(member("a").id, member("b").id))
+    assert admissible_newcomers(members[:1], world, ()) == []
+    assert admissible_newcomers(members, world, ()) == [members[0].id, members[1].id]
 
 
 @pytest.mark.parametrize(
     ("facts", "broken_at", "progress_at", "now", "expected"),
     [
-        ({"heard_at": 0.0}, None, 0.0, 5.1, "stopped answering for 5.0 s"),
-        ({"heard_at": 0.0}, None, 3.0, 5.1, None),  # the others step on, so it does, too
-        ({"heard_at": 0.0}, 1.0, 3.0, 5.1, "stopped answering for 5.0 s"),
+        ({"last_seen": 0.0}, None, 0.0, 5.1, "stopped answering for 5.0 s"),
+        ({"last_seen": 0.0}, None, 3.0, 5.1, None),  # the others step on, so it does, too
+        ({"last_seen": 0.0}, 1.0, 3.0, 5.1, "stopped answering for 5.0 s"),
         ({"lost_at": 0.0}, None, 0.0, 4.9, None),  # a lost connection breaks nothing by itself
         ({"lost_at": 0.0}, None, 0.0, 5.1, "lost its connection and did not come back"),
         ({"lost_at": 0.0}, 1.0, 0.0, 1.4, None),
         ({"lost_at": 0.0}, 1.0, 0.0, 1.6, "lost its connection and did not come back"),
         ({"lost_at": 0.0, "grace_s": 3.0}, 1.0, 0.0, 3.9, None),  # the host was started anew
-        ({"heard_at": 12.9, "progress": 1}, 1.0, 0.0, 13.1, "did not come back within 10 s after its world broke"),
-        ({"heard_at": 12.9}, 1.0, 0.0, 13.1, None),  # its first step may be slow: kernels compile
-        ({"heard_at": 122.9}, 1.0, 0.0, 123.1, "did not come back within 120 s after its world broke"),
-        ({"heard_at": 12.9, "joining_since": 2.0}, 1.0, 0.0, 13.1, None),
+        ({"last_seen": 12.9, "progress": 1}, 1.0, 0.0, 13.1, "did not come back within 10 s after its world broke"),
+        ({"last_seen": 12.9}, 1.0, 0.0, 13.1, None),  # its first step may be slow: kernels compile
+        ({"last_seen": 122.9}, 1.0, 0.0, 123.1, "did not come back within 120 s after its world broke"),
+        ({"last_seen": 12.9, "joining_since": 2.0}, 1.0, 0.0, 13.1, None),
     ],
 )
 def test_whom_nobody_waits_for(
     facts: dict[str, float], broken_at: float | None, progress_at: float, now: float, expected: str | None
 ) -> None:
     one = member("a", **facts)
-    world = StandingWorld(number=1, ids=(one.id,), broken_at=broken_at, progress_at=progress_at)
-    assert overdue([one], world, now, others_wait=True) == ([(one.id, expected)] if expected else [])
+    world = CurrentWorld(number=1, ids=(one.id,), broken_at=broken_at, progress_at=progress_at)
+    assert overdue_members([one], world, now, others_wait=True) == ([(one.id, expected)] if expected else [])
 
 
 def test_numbers_grow_though_clocks_go_back() -> None:
@@ -129,12 +129,12 @@ FACTS = {name: NodeFacts(members=1, is_local=name == "c", oldest=f"{index}") for
 )
 def test_who_goes_on_where_links_are_dead(nodes: str, dead: list[str], expected: str) -> None:
     facts = {node: FACTS[node] for node in nodes}
-    assert hearing_part(facts, {frozenset(pair) for pair in dead}) == frozenset(expected)
+    assert largest_clique(facts, {frozenset(pair) for pair in dead}) == frozenset(expected)
 
 
 @given(st.sets(st.sampled_from([frozenset(p) for p in itertools.combinations("abcdef", 2)])))
 def test_the_part_that_goes_on_is_the_largest(dead: set[Link]) -> None:
-    found = hearing_part(FACTS, dead)
+    found = largest_clique(FACTS, dead)
     assert not any(frozenset(pair) in dead for pair in itertools.combinations(found, 2))
     sizes = [
         size
@@ -148,7 +148,7 @@ def test_the_part_that_goes_on_is_the_largest(dead: set[Link]) -> None:
 def test_many_dead_links_are_decided_at_once() -> None:
     facts = {f"n{i:03}": NodeFacts(members=1, is_local=False, oldest=f"{i:03}") for i in range(300)}
     dead = {frozenset((f"n{i:03}", f"n{i + 1:03}")) for i in range(0, 300, 2)}
-    assert len(hearing_part(facts, dead)) == 150
+    assert len(largest_clique(facts, dead)) == 150
 
 
 # ---------------------------------------------------------------------- the state machine
@@ -158,7 +158,7 @@ class Crowd:
     """Clients of a roster that remember what they were told."""
 
     def __init__(self, **options: float) -> None:
-        self.roster = Roster(wall_clock_s=lambda: 1.0 + self.now, **options)
+        self.roster = RendezvousState(wall_clock_s=lambda: 1.0 + self.now, **options)
         self.now = 0.0
         self.told: dict[int, list[Message]] = {}
 
@@ -190,7 +190,7 @@ def world_of(*names: str, number: int = 7, **facts: object) -> Message:
 
 
 def test_a_host_that_was_started_anew_takes_up_the_standing_world_and_forms_no_other() -> None:
-    crowd = Crowd(settle_s=3.0)
+    crowd = Crowd(startup_grace_s=3.0)
     crowd.join(1, "d", ready=False)  # a newcomer comes first
     crowd.tick(1.0)
     crowd.join(2, "a", joining=False, number=7, world=world_of("a", "b"))
@@ -211,7 +211,7 @@ def test_a_host_that_was_started_anew_takes_up_the_standing_world_and_forms_no_o
 
 
 def test_after_a_restart_of_the_host_who_was_lost_meanwhile_is_not_waited_for_long() -> None:
-    crowd = Crowd(settle_s=3.0)
+    crowd = Crowd(startup_grace_s=3.0)
     crowd.join(1, "a", number=7, ready=True, world=world_of("a", "b", broken="b died"))
     for _ in range(29):
         crowd.tick(0.1)
@@ -302,7 +302,7 @@ def test_a_dead_link_is_remembered_until_the_one_left_out_reaches_the_others() -
 )
 def test_messages_that_are_none(message: Message) -> None:
     with pytest.raises(WireError):
-        Roster().receive(1, message, 0.0)
+        RendezvousState().receive(1, message, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -411,7 +411,7 @@ class Clients:
     def meet_a_new_host(self, crowd: Crowd) -> Crowd:
         for client in self.alive:
             client.connection = None
-        fresh = Crowd(settle_s=crowd.now + 3.0)
+        fresh = Crowd(startup_grace_s=crowd.now + 3.0)
         fresh.now = crowd.now
         return fresh
 

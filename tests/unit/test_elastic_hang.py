@@ -9,7 +9,7 @@ import pytest
 
 from moe_lightning.elastic import rendezvous_client
 from moe_lightning.elastic.membership import ElasticSettings, Members
-from moe_lightning.elastic.rendezvous_client import Watch
+from moe_lightning.elastic.rendezvous_client import JoinedWorld
 
 SETTINGS = ElasticSettings(hang_timeout_s=0.5, build_timeout_s=0.1, start_timeout_s=3.0)
 
@@ -23,12 +23,12 @@ def test_who_hangs_in_a_broken_world(
 ) -> None:
     ended: list[Any] = []
     monkeypatch.setattr(rendezvous_client, "end_hanging_process", lambda *said: ended.append(said))
-    one: Any = object.__new__(rendezvous_client.Monitor)
+    one: Any = object.__new__(rendezvous_client.ClientThread)
     members = Members(number=1, ids=("a", "b"), me=0)
-    one._guarded = Watch(members=members, has_settled=True, reason="b died", broken_at=10.0)
+    one._guarded = JoinedWorld(members=members, has_set_up=True, reason="b died", broken_at=10.0)
     one._settings, one._main_is_here, one._progress = SETTINGS, False, 0
     one._clock = SimpleNamespace(now=10.0 + seconds)
     for _ in range(steps):
-        one.made_progress()
+        one.record_progress()
     one._end_if_hanging()
     assert bool(ended) == is_ended

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moe_lightning.elastic.rendezvous_client import LinkWatch, Prober
+from moe_lightning.elastic.rendezvous_client import LinkChecker, Prober
 from moe_lightning.elastic.rendezvous_state import decision_s
 
 SILENCE_S = 5.0
@@ -26,13 +26,13 @@ class Lossy(Prober):
         while self._open:
             _, node = self._open.popitem()
             if self._random.random() >= self._lost:
-                self.heard_at[node], self.misses[node] = now, 0
+                self.last_reply[node], self.misses[node] = now, 0
                 self.answers[node] += 1
 
 
 def unreachable_at(share_lost: float, until_s: float, seed: int = 0) -> float | None:
     """When a world that stands still from 0 on calls its only link dead; None if it does not."""
-    watch, prober = LinkWatch(SILENCE_S), Lossy(share_lost, seed)
+    watch, prober = LinkChecker(SILENCE_S), Lossy(share_lost, seed)
     try:
         watch.use(prober)
         watch.enter({"b": prober.endpoint}, 0.0)
@@ -56,7 +56,7 @@ def test_ten_percent_loss_in_both_directions_is_no_dead_link(seed: int) -> None:
 
 
 def test_a_world_that_steps_is_not_looked_at() -> None:
-    watch, prober = LinkWatch(SILENCE_S), Lossy(1.0)
+    watch, prober = LinkChecker(SILENCE_S), Lossy(1.0)
     watch.use(prober)
     watch.enter({"b": prober.endpoint}, 0.0)
     assert not any(watch.unreachable(tick // 5, tick * _TICK_S) for tick in range(300))

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from moe_lightning import files
-from moe_lightning.elastic.client import LauncherLink
+from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticSettings, ElasticTask
 from moe_lightning.elastic.preemption import PreemptionWatch
 from moe_lightning.elastic.protocol import create_secret, read_secret
-from moe_lightning.elastic.rendezvous_client import ElasticEngine
-from moe_lightning.elastic.rendezvous_host import RendezvousHost
+from moe_lightning.elastic.rendezvous_client import RendezvousClient
+from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.run import main as run_main
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
@@ -65,7 +65,7 @@ def test_a_malformed_task_is_one_sentence(text: str) -> None:
 
 def test_no_engine_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ELASTIC_VARIABLE, raising=False)
-    assert ElasticEngine.from_environment() is None
+    assert RendezvousClient.from_environment() is None
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_refused_notice_is_warned_of_once(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_on_one_machine_nothing_listens_on_a_port() -> None:
     before = listening()
-    with RendezvousHost() as host:
+    with RendezvousServer() as host:
         assert listening() == before
         folder = host.secret_file.parent
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -227,25 +227,25 @@ def test_what_a_killed_launcher_left_is_swept(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(files, "_UNLOCKED_S", -1.0)
     [folder] = run_ranks(1, leave_a_host)
     assert folder.exists()
-    with RendezvousHost() as host:
+    with RendezvousServer() as host:
         assert not folder.exists()
-        with RendezvousHost():
+        with RendezvousServer():
             assert host.secret_file.exists(), "one that is served stays"
 
 
 def leave_a_host(*_: int) -> Path:
     """As a launcher that is killed does."""
-    host = RendezvousHost()
+    host = RendezvousServer()
     HOSTS.append(host)
     return host.secret_file.parent
 
 
-HOSTS: list[RendezvousHost] = []
+HOSTS: list[RendezvousServer] = []
 
 
 def test_between_machines_it_listens_where_it_is_told_only(tmp_path: Path) -> None:
     before = listening()
-    with RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
+    with RendezvousServer(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
         assert listening() - before == {("0100007F", host.address.port)}
         assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
     assert listening() == before
@@ -253,10 +253,10 @@ def test_between_machines_it_listens_where_it_is_told_only(tmp_path: Path) -> No
 
 def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
     with (
-        RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host,
+        RendezvousServer(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host,
         pytest.raises(ConfigurationError, match=r"cannot listen on 127\.0\.0\.1:\d+ .*choose another"),
     ):
-        RendezvousHost(bind=str(host.address), secret_file=tmp_path / "secret")
+        RendezvousServer(bind=str(host.address), secret_file=tmp_path / "secret")
 
 
 def test_the_command_says_where_it_listens_and_ends_on_a_signal(tmp_path: Path) -> None:
@@ -288,22 +288,24 @@ def test_a_secret_that_is_none_is_one_sentence(spoil: Callable[[Path], object], 
 
 def test_another_secret_is_one_sentence(tmp_path: Path) -> None:
     create_secret(tmp_path / "theirs")
-    with RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "ours") as host:
+    with RendezvousServer(bind="127.0.0.1:0", secret_file=tmp_path / "ours") as host:
         with pytest.raises(ConfigurationError, match="turns this machine away: its secret differs"):
-            LauncherLink(host.address, tmp_path / "theirs", ElasticSettings())
-        engine = ElasticEngine(ElasticTask(address=str(host.address), secret_file=str(tmp_path / "theirs"), node="a"))
+            LauncherClient(host.address, tmp_path / "theirs", ElasticSettings())
+        engine = RendezvousClient(
+            ElasticTask(address=str(host.address), secret_file=str(tmp_path / "theirs"), node="a")
+        )
         with pytest.raises(ConfigurationError, match="turns this process away: its secret differs"):
             engine.world_exists()
         engine.close()
 
 
 def test_a_host_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    with RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
+    with RendezvousServer(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
         address = host.address
     settings = ElasticSettings(rendezvous_timeout_s=0.3)
     with pytest.raises(ConfigurationError, match=rf"nothing answers at {address} for 0\.3 s \(connection refused\)"):
-        LauncherLink(address, tmp_path / "secret", settings)
-    engine = ElasticEngine(
+        LauncherClient(address, tmp_path / "secret", settings)
+    engine = RendezvousClient(
         ElasticTask(address=str(address), secret_file=str(tmp_path / "secret"), node="a", settings=settings)
     )
     with pytest.raises(

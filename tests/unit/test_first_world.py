@@ -23,14 +23,14 @@ class Engine:
     def world_exists(self) -> bool:
         return False
 
-    def comes_too_early(self, members: Any) -> bool:
+    def withdraw_if_early(self, members: Any) -> bool:
         return False
 
     def join(self) -> Any:
         self.joined += 1
         return SimpleNamespace(number=self.joined)
 
-    def break_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         self.broken += 1
 
     def wait_for_cause(self) -> str | None:

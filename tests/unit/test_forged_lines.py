@@ -17,7 +17,7 @@ from moe_lightning.checkpoint.arena import _HEADER, _PAGE, Arena, SnapshotIndex,
 from moe_lightning.checkpoint.memory import local_inventory, protected_tables
 from moe_lightning.checkpoint.repair import find_usable
 from moe_lightning.elastic.protocol import Message, WireError
-from moe_lightning.elastic.rendezvous_state import Roster
+from moe_lightning.elastic.rendezvous_state import RendezvousState
 from moe_lightning.errors import CheckpointError
 from tests.unit.checkpoint_state import Node, node
 
@@ -143,7 +143,7 @@ def forged_lines() -> Iterator[Message]:
             yield MEMBER | {"world": WORLD | {name: wrong}}
 
 
-def told(roster: Roster, sender: int, line: Message) -> str | None:
+def told(roster: RendezvousState, sender: int, line: Message) -> str | None:
     """Why the host gives up a connection that said this; None where it does not."""
     try:
         roster.receive(sender, line, 0.2)
@@ -156,7 +156,7 @@ def told(roster: Roster, sender: int, line: Message) -> str | None:
 def test_forged_lines_do_no_harm_to_the_host_or_to_other_members() -> None:
     refused = 0
     for line in forged_lines():
-        roster = Roster(wall_clock_s=lambda: 1.0)
+        roster = RendezvousState(wall_clock_s=lambda: 1.0)
         roster.receive(1, MEMBER | {"id": "b.0.z", "world": None, "expected": 1}, 0.0)
         roster.tick(0.0)
         roster.receive(3, MEMBER | {"world": None, "expected": 1}, 0.1)

@@ -20,7 +20,7 @@ from moe_lightning.cli.composition import CONFIG_DIR, check_config
 from moe_lightning.cli.train import elastic_options, resolved
 from moe_lightning.elastic.launcher import ElasticLauncher
 from moe_lightning.elastic.protocol import Address, read_secret
-from moe_lightning.elastic.rendezvous_host import RendezvousHost
+from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from tests.documented import ROOT
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -227,6 +227,6 @@ def test_machines_of_skypilot_meet(rank: int, tmp_path: Path) -> None:
     assert hosted.exists() == (rank == 0)
     if rank == 0:
         called = hosted.read_text().splitlines()
-        assert called[:2] == ["-m", RendezvousHost.__module__]
+        assert called[:2] == ["-m", RendezvousServer.__module__]
         assert called[called.index("--bind") + 1] == options["rdzv_endpoint"]
         assert called[called.index("--secret-file") + 1] == options["secret_file"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.elastic.rendezvous_host import RendezvousHost
+from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import PrivateFolder
 
@@ -31,7 +31,7 @@ def test_a_long_folder_of_temporary_files_is_passed_over(tmp_path: Path, monkeyp
 
 def test_a_host_of_one_machine_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
-    with RendezvousHost() as host:
+    with RendezvousServer() as host:
         folder = host.secret_file.parent
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()

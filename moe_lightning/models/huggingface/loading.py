@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from moe_lightning.compat import private_torch
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text
 from moe_lightning.models.huggingface.architecture import IS_TOKEN, Architecture, SparseBlock, keep_padding_from_experts
@@ -217,15 +218,15 @@ def _materialise(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Experts):
             continue
-        for name, parameter in module._parameters.items():
+        for name, parameter in private_torch.parameters_of(module).items():
             if parameter is None or not parameter.is_meta:
                 continue
             if parameter not in made:
                 made[parameter] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
-            module._parameters[name] = made[parameter]
-        for name, buffer in module._buffers.items():
+            private_torch.parameters_of(module)[name] = made[parameter]
+        for name, buffer in private_torch.buffers_of(module).items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+                private_torch.buffers_of(module)[name] = torch.empty_like(buffer, device="cpu")
 
 
 def dense_tensors(model: nn.Module, architecture: Architecture) -> Iterator[tuple[Tensor, list[str]]]:

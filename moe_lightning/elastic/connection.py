@@ -1,13 +1,9 @@
-"""Connection of a client to the rendezvous service, the torch store over it, and the launcher's side.
+"""Clients of the rendezvous service: connection, torch store, and the launcher's client.
 
-A torch store over the control plane: what groups of one world are built on, cut when that world breaks.
-
-A client's connection to the control plane that comes back by itself: driven by one thread, used by any.
-
-A connection on which nothing has been heard for too long is given up for a new one, as the system would hold on to it
-for minutes; so a host that was only stopped finds its clients again.
-
-A launcher's side of the control plane: it tells deaths, and hears which of its workers are in the world.
+A `ClientConnection` reconnects by itself. One thread drives it and any thread may send. A connection on which nothing
+arrives for too long is replaced, since the operating system would keep it for minutes; so a host that was only stopped
+gets its clients back. `RendezvousStore` is the torch store on which the groups of one world are built; it fails when
+that world breaks. `LauncherClient` reports deaths of workers and receives which workers are in the world.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from torch.distributed import DistNetworkError, DistStoreError, Store  # type: i
 from typing_extensions import override
 
 from moe_lightning.elastic.membership import ElasticSettings
-from moe_lightning.elastic.protocol import Address, Channel, Message, OwnClock, Refused, WireError, read_secret
+from moe_lightning.elastic.protocol import Address, Channel, Message, ProcessClock, Refused, WireError, read_secret
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.abort import tune
 
@@ -39,10 +35,10 @@ _TIMEOUT = timedelta(seconds=60)
 
 
 class StoreRequests:
-    """Requests of any thread that wait for their answers.
+    """Store requests that wait for their answers, from any thread.
 
     Args:
-        send: to the rendezvous host; False where it cannot be.
+        send: sends to the rendezvous host; returns False if there is no connection.
     """
 
     def __init__(self, send: Callable[[Message], bool]) -> None:
@@ -54,7 +50,7 @@ class StoreRequests:
         self._over = 0  # worlds up to this number are broken
 
     def ask(self, world: int, op: str, keys: Sequence[str], value: str, timeout_s: float) -> Any:
-        """The answer to one request.
+        """Send one request and return its answer.
 
         Raises:
             DistNetworkError: the world broke, or the connection to the rendezvous host did.
@@ -83,24 +79,24 @@ class StoreRequests:
         return answer["value"]
 
     def answer(self, message: Message) -> None:
-        """An answer has come."""
+        """Deliver an answer to the thread that waits for it."""
         with self._changed:
             if message.get("n") in self._open:
                 self._answers[message["n"]] = message
                 self._changed.notify_all()
 
     def end(self, world: int | None = None) -> None:
-        """Let requests fail: all up to a world's, now and later; without one those that wait on a lost connection."""
+        """Fail all requests of worlds up to `world`, now and later; without it those that wait on a lost connection."""
         with self._changed:
             if world is not None:
                 self._over = max(self._over, world)
-            for number in [n for n, of in self._open.items() if world is None or of <= world]:
+            for number in [n for n, owner in self._open.items() if world is None or owner <= world]:
                 del self._open[number]
             self._changed.notify_all()
 
 
-class ControlStore(Store):
-    """The keys of one world.
+class RendezvousStore(Store):
+    """torch store with the keys of one world.
 
     Args:
         requests: of this process.
@@ -167,20 +163,20 @@ _CHUNK = 1 << 16
 logger = logging.getLogger(__name__)
 
 
-class ControlLink:
-    """A connection, while its owner calls `step` again and again; all but `send` and `wake` belong to that thread.
+class ClientConnection:
+    """Connection to the rendezvous host, driven by one thread; other threads may call `send` and `wake` only.
 
     Args:
-        address: of the control plane.
+        address: of the rendezvous host.
         secret: of the run.
-        introduce: called on every new connection with a function that takes what is to be said first.
+        introduce: called on every new connection with a function that sends the first message.
         handle: called with each message.
-        silence_s: without a word for so long, the connection is given up.
+        silence_s: the connection is closed after so many seconds without a message.
 
     Attributes:
-        is_connected: the other end has proved itself and may be told things.
-        trouble: why there is no connection, as the end of a sentence; "" while there is one.
-        is_refused: the last attempt was turned down for good: another secret, another version.
+        is_connected: the other end is authenticated, and messages can be sent.
+        error: why there is no connection, as the end of a sentence; "" while there is one.
+        is_refused: the last attempt was refused for good: another secret, another version.
         lost_at: the owner's time at which the connection was last lost, or the first step.
     """
 
@@ -199,7 +195,7 @@ class ControlLink:
         self._socket: socket.socket | None = None
         self._channel: Channel | None = None
         self._is_connecting = False
-        self._heard_at = self._attempt_at = self._next_attempt = 0.0
+        self._last_received = self._attempt_at = self._next_attempt = 0.0
         self._failures = 0
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
@@ -207,7 +203,7 @@ class ControlLink:
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
         self.is_connected = self.is_refused = False
-        self.trouble = "it was not tried yet"
+        self.error = "it was not tried yet"
         self.lost_at: float | None = None
 
     def watch(self, other: socket.socket, ready: Callable[[], None]) -> None:
@@ -215,12 +211,12 @@ class ControlLink:
         self._selector.register(other, selectors.EVENT_READ, ready)
 
     def unwatch(self, other: socket.socket) -> None:
-        """Look at that socket no longer."""
+        """Stop watching that socket."""
         self._selector.unregister(other)
 
     @property
     def local_host(self) -> str | None:
-        """This machine's address on the way to the control plane; None without a connection or on one machine."""
+        """Address of this machine on the way to the rendezvous host; None without a connection or on one machine."""
         if self._socket is None or self._socket.family == socket.AF_UNIX:
             return None
         with suppress(OSError):
@@ -228,7 +224,7 @@ class ControlLink:
         return None
 
     def send(self, message: Message) -> bool:
-        """Queue a message; False where there is no connection, which then loses it."""
+        """Queue a message; return False if there is no connection, and drop the message."""
         with self._lock:
             if not self.is_connected or self._channel is None:
                 return False
@@ -237,12 +233,12 @@ class ControlLink:
         return True
 
     def wake(self) -> None:
-        """Let `step` return at once."""
+        """Make `step` return at once."""
         with suppress(OSError):  # it is full already, or the thread has ended and closed its end
             self._waker.send(b"\0")
 
     def step(self, now: float, timeout_s: float) -> None:
-        """Wait for something to happen, for at most so long, and take it in.
+        """Wait for at most `timeout_s` for input or output, and handle it.
 
         Args:
             now: the owner's time.
@@ -250,10 +246,10 @@ class ControlLink:
         self.lost_at = now if self.lost_at is None else self.lost_at
         if self._socket is None and now >= self._next_attempt:
             self._connect(now)
-        elif self.is_connected and now - self._heard_at > self._silence_s:
-            self._lose(f"it said nothing for {self._silence_s:g} s", now)
+        elif self.is_connected and now - self._last_received > self._silence_s:
+            self._disconnect(f"it said nothing for {self._silence_s:g} s", now)
         elif self._socket is not None and not self.is_connected and now - self._attempt_at > _ATTEMPT_S:
-            self._lose("it does not answer", now)
+            self._disconnect("it does not answer", now)
         for key, events in self._selector.select(timeout_s):
             if key.fileobj is not self._socket:
                 key.data()
@@ -261,7 +257,7 @@ class ControlLink:
                 self._serve(events, now)
 
     def close(self) -> None:
-        """End the connection; what was sent goes out first, as far as the system takes it."""
+        """Close the connection; queued messages are sent first, as far as the system accepts them."""
         self._drop()
         self._selector.close()
         self._woken.close()
@@ -278,10 +274,10 @@ class ControlLink:
             tune(self._socket)
             code = self._socket.connect_ex(target)
         except OSError as error:
-            self._lose(_words(error), now)
+            self._disconnect(_describe_error(error), now)
             return
         if code not in (0, errno.EINPROGRESS):
-            self._lose(os.strerror(code).lower(), now)
+            self._disconnect(os.strerror(code).lower(), now)
             return
         self._is_connecting = True
         self._channel = Channel(self._secret, is_server=False)
@@ -293,7 +289,7 @@ class ControlLink:
         if self._is_connecting:
             code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
-                self._lose(os.strerror(code).lower(), now)
+                self._disconnect(os.strerror(code).lower(), now)
                 return
             self._is_connecting = False
         try:
@@ -304,10 +300,10 @@ class ControlLink:
         except BlockingIOError:
             return
         except Refused as error:
-            self._lose(str(error), now)
+            self._disconnect(str(error), now)
             self.is_refused = True
         except (OSError, WireError) as error:
-            self._lose(_words(error), now)
+            self._disconnect(_describe_error(error), now)
 
     def _read(self, now: float) -> None:
         assert self._socket is not None
@@ -316,7 +312,7 @@ class ControlLink:
         if not data:
             raise WireError("it ended the connection")
         messages = self._channel.receive(data)
-        self._heard_at = now
+        self._last_received = now
         if self._channel.is_open and not self.is_connected:
             self._failures = 0
             self._introduce(self._open)
@@ -327,10 +323,10 @@ class ControlLink:
         with self._lock:
             assert self._channel is not None
             self._channel.send(introduction)
-            self.is_connected, self.is_refused, self.trouble = True, False, ""
+            self.is_connected, self.is_refused, self.error = True, False, ""
 
     def _flush(self) -> None:
-        """Send what the system takes; the selector comes back for the rest. Errors show when the thread reads."""
+        """Send what the system accepts; the selector sends the rest. Errors show when the thread reads."""
         if self._socket is None or self._channel is None or self._is_connecting:
             return
         outgoing = self._channel.outgoing
@@ -341,12 +337,12 @@ class ControlLink:
         with suppress(KeyError):  # another thread sends while this one is being closed
             self._selector.modify(self._socket, wanted, None)
 
-    def _lose(self, trouble: str, now: float) -> None:
+    def _disconnect(self, error: str, now: float) -> None:
         if self.is_connected:
-            logger.info("the connection to %s is lost: %s", self._address, trouble)
+            logger.info("the connection to %s is lost: %s", self._address, error)
             self.lost_at = now
         self._drop()
-        self.trouble = trouble
+        self.error = error
         self._next_attempt = now + _BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)]
         self._failures += 1
 
@@ -366,7 +362,7 @@ class ControlLink:
             self._woken.recv(_CHUNK)
 
 
-def _words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     strerror: Any = getattr(error, "strerror", None)
     return str(strerror).lower() if strerror else str(error)
 
@@ -376,13 +372,13 @@ _GOODBYE_S = 1.0
 _MOST_DEATHS = 1000
 
 
-class LauncherLink:
-    """Connected from its construction to `close`; what is said while there is no connection is said on the next one.
+class LauncherClient:
+    """Connection of a launcher, open until `close`; deaths reported while it is down are sent on the next one.
 
     Args:
         address: of the rendezvous host.
         secret_file: of the run.
-        settings: how long to wait for it.
+        settings: timeouts.
 
     Raises:
         ConfigurationError: it does not answer within `rendezvous_timeout_s`, turns this launcher away, or the secret
@@ -391,20 +387,20 @@ class LauncherLink:
 
     def __init__(self, address: Address, secret_file: Path, settings: ElasticSettings) -> None:
         self._address, self._settings = address, settings
-        self._clock = OwnClock()
+        self._clock = ProcessClock()
         self._lock = threading.Lock()
         self._deaths: list[Message] = []
-        self._heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._known = threading.Event()
         self._closed = threading.Event()
-        self._link = ControlLink(
+        self._connection = ClientConnection(
             address,
             read_secret(secret_file),
             introduce=self._introduce,
-            handle=self._heard.put,
+            handle=self._received.put,
             silence_s=settings.silence_timeout_s,
         )
-        self._thread = threading.Thread(target=self._run, name="elastic-launcher-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="elastic-launcher", daemon=True)
         self._thread.start()
         try:
             self._wait()
@@ -414,70 +410,70 @@ class LauncherLink:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the rendezvous host answers."""
-        return self._link.is_connected
+        """True if the rendezvous host answers."""
+        return self._connection.is_connected
 
     @property
-    def trouble(self) -> str:
-        """Why it does not, as the end of a sentence."""
-        return self._link.trouble
+    def error(self) -> str:
+        """Reason why it does not answer, as the end of a sentence."""
+        return self._connection.error
 
-    def tell_death(self, token: str, how: str) -> None:
-        """A worker's process has ended.
+    def report_death(self, token: str, how: str) -> None:
+        """Report that the process of a worker has ended.
 
         Args:
-            token: the worker's.
-            how: the end of a sentence that says how.
+            token: of the worker.
+            how: end of a sentence that says how.
         """
         message = {"t": "died", "token": token, "how": how}
         with self._lock:
             self._deaths = [*self._deaths[-_MOST_DEATHS:], message]
-            self._link.send(message)
+            self._connection.send(message)
 
     def read(self) -> list[Message]:
-        """What has come since the last call."""
+        """Return the messages since the last call."""
         messages = []
         while True:
             try:
-                messages.append(self._heard.get_nowait())
+                messages.append(self._received.get_nowait())
             except queue.Empty:
                 return messages
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._closed.set()
-        self._link.wake()
+        self._connection.wake()
         self._thread.join(timeout=_GOODBYE_S)
 
     def _wait(self) -> None:
         while not self._known.wait(_STEP_S):
             limit = self._settings.rendezvous_timeout_s
-            if self._link.is_refused:
+            if self._connection.is_refused:
                 raise ConfigurationError(
-                    f"the rendezvous host at {self._address} turns this machine away: {self._link.trouble}"
+                    f"the rendezvous host at {self._address} turns this machine away: {self._connection.error}"
                 )
             if self._clock.now > limit:
                 raise ConfigurationError(
-                    f"nothing answers at {self._address} for {limit:g} s ({self._link.trouble}): start "
+                    f"nothing answers at {self._address} for {limit:g} s ({self._connection.error}): start "
                     f"`python -m moe_lightning.elastic.rendezvous_host --bind {self._address}` and give its address"
                 )
 
-    def _introduce(self, say: Callable[[Message], None]) -> None:
+    def _introduce(self, send: Callable[[Message], None]) -> None:
         with self._lock:
-            say({"t": "launcher"})
+            send({"t": "launcher"})
             for message in self._deaths:
-                self._link.send(message)
+                self._connection.send(message)
         self._known.set()
 
     def _run(self) -> None:
         next_beat = 0.0
         while not self._closed.is_set():
             try:
-                self._link.step(self._clock.tick(), _STEP_S)
+                self._connection.step(self._clock.tick(), _STEP_S)
                 now = self._clock.tick()
                 if now >= next_beat:
-                    next_beat = now + self._settings.beat_s
-                    self._link.send({"t": "beat", "progress": 0})
-            except Exception:  # the workers are worth more than the word about them
+                    next_beat = now + self._settings.heartbeat_interval_s
+                    self._connection.send({"t": "beat", "progress": 0})
+            except Exception:  # the launcher must go on with its workers
                 logger.exception("the launcher's connection could not be served")
-        self._link.close()
+        self._connection.close()

@@ -1,0 +1,148 @@
+"""Private parts of torch that this library uses, apart from those of `fully_shard` in `compat.fsdp`.
+
+Each function says why it is needed. `tests/unit/test_compat.py` has a canary for each private name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.nn.modules.dropout import _DropoutNd as AnyDropout
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+__all__ = ["AnyDropout"]
+# AnyDropout: base class of all dropout modules; no public class is common to them.
+
+# ---------------------------------------------------------------------- process groups
+
+
+def reset_group_names() -> None:
+    """Restart the counter by which torch names groups: a failed attempt leaves it different on different ranks."""
+    distributed_c10d._world.group_count = 0
+
+
+def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Set the timeout of a group's collectives. For devices other than CPU and CUDA torch's function only warns."""
+    if {"cpu", "cuda"} & {device.type for device in group._device_types}:
+        distributed_c10d._set_pg_timeout(timeout, group)
+    else:
+        group.set_timeout(timeout)
+
+
+def set_nccl_timeout(options: Any, timeout: timedelta) -> None:
+    """Set the timeout in `ProcessGroupNCCL.Options`: torch warns if it differs from the group's."""
+    options._timeout = timeout
+
+
+def default_store() -> Store:
+    """Return the store of the default group. No public name gives it."""
+    return distributed_c10d._get_default_store()
+
+
+def backend_name(group: ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend for tensors of a device. The public name is that of all backends of a group."""
+    return group._get_backend(device).name()
+
+
+def backend_error(group: ProcessGroup, device: torch.device) -> str | None:
+    """Return the error state that a backend records instead of raising; None if it has none. Only NCCL reports it."""
+    state = getattr(group._get_backend(device), "get_error", None)
+    return None if state is None else str(state().name)
+
+
+@contextmanager
+def bracket(group: ProcessGroup, device: torch.device) -> Generator[None, None, None]:
+    """Run NCCL calls of several communicators as one: ncclGroupStart and ncclGroupEnd have no public name."""
+    backend: Any = group._get_backend(device)
+    backend._group_start()
+    try:
+        yield
+    finally:
+        backend._group_end()
+
+
+def num_collectives(group: ProcessGroup) -> int:
+    """Return the number of collectives that this rank has begun on a group. No public name gives it."""
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+def replace_pickler(pickler: type, unpickler: type) -> None:
+    """Serialize objects of all collectives of this process by other classes. torch has no option for it."""
+    assert hasattr(distributed_c10d, "_pickler"), "torch serializes objects in another way"
+    assert hasattr(distributed_c10d, "_unpickler"), "torch serializes objects in another way"
+    distributed_c10d._pickler, distributed_c10d._unpickler = pickler, unpickler  # type: ignore[assignment]
+
+
+def symmetric_memory() -> Any:
+    """Return torch's module of symmetric memory, which is private as a whole; imported on first use."""
+    import torch.distributed._symmetric_memory as library
+
+    return library
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def storage_info(path: str, offset: int, length: int) -> Any:
+    """Return a record of the stock format: the file, offset and length in bytes of one item."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(path, offset, length)
+
+
+# ---------------------------------------------------------------------- tensors
+
+
+def scale_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place in one launch by a scalar tensor. The public name would synchronize with the host."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the count of operations in place on a tensor, which detects changes."""
+    return tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return True if a tensor is a view. No public name says so."""
+    return tensor._base is not None
+
+
+# ---------------------------------------------------------------------- modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the module's own parameters, to be changed in place. Public names give copies of the dictionary."""
+    return module._parameters
+
+
+def replace_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+    """Give a shallow copy of a module a dictionary of its own: assignment by name would change the original too."""
+    module._parameters = parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the module's own buffers, to be changed in place. Public names give copies of the dictionary."""
+    return module._buffers
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if `module.compile()` was called. No public name says so."""
+    return module._compiled_call_impl is not None
+
+
+def ignore_in_ddp(module: nn.Module, names: Iterable[str]) -> None:
+    """Exclude parameters and buffers from DDP's broadcasts and sums. torch documents no other way."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))  # type: ignore[no-untyped-call]
+
+
+def drop_workers(loader: DataLoader[Any]) -> None:
+    """Make a loader with persistent workers start new ones at its next iterator. torch has no public way as of 2.13."""
+    loader._iterator = None
