@@ -16,7 +16,7 @@ from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.rules import STRATEGIES, PlacementPolicy, Strategy, evaluate, plan_placement, plan_shadows
 from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.routing import RoutingTrace, load_trace
+from moe_lightning.simulate.workload import RoutingTrace, load_trace
 from moe_lightning.text_table import table
 
 _WIDTH = 2048

@@ -14,9 +14,8 @@ from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import NS, Event, Failures, read_trace
 from moe_lightning.simulate.hardware import Hardware, preset
 from moe_lightning.simulate.policy import policy
-from moe_lightning.simulate.routing import RoutingScenario, trace_routing
 from moe_lightning.simulate.scenario import Report, Scenario
-from moe_lightning.simulate.workload import Workload
+from moe_lightning.simulate.workload import RoutingScenario, Workload, trace_routing
 
 _POLICIES = ("lazarus", "ds", "ds_ft", "ours")
 _LAYERS = 12

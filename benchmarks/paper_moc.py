@@ -34,9 +34,8 @@ from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.hardware import preset
 from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.policy import policy
-from moe_lightning.simulate.routing import make_routing
 from moe_lightning.simulate.step_model import StepModel
-from moe_lightning.simulate.workload import Workload
+from moe_lightning.simulate.workload import Workload, make_routing
 
 _GPT = gpt_moe_tensors(width=1024, num_layers=24, num_experts=16)
 _LAYERS, _EXPERTS = 12, 16

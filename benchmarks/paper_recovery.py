@@ -11,8 +11,7 @@ import numpy as np
 
 from benchmarks.paper_table import PaperTable, Row, Sources
 from moe_lightning.arrays import IntArray
-from moe_lightning.balancing.allocation import affordable_replicas, allocate_replicas
-from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.cluster import Cluster, affordable_replicas, allocate_replicas
 from moe_lightning.balancing.migration import align_placements, held_states, plan_migration
 from moe_lightning.balancing.replica_placement import NODE_RULES, block_recovery, recovery_probabilities
 from moe_lightning.checkpoint.sharding import gpt_moe_tensors, parameter_count
@@ -20,9 +19,8 @@ from moe_lightning.dispatch.placement import Placement
 from moe_lightning.plots import line_chart
 from moe_lightning.simulate.hardware import preset
 from moe_lightning.simulate.policy import policy
-from moe_lightning.simulate.routing import hottest, load_trace, make_routing
 from moe_lightning.simulate.step_model import StepModel
-from moe_lightning.simulate.workload import Workload
+from moe_lightning.simulate.workload import Workload, hottest, load_trace, make_routing
 
 NODES, SLOTS = 10, 6
 _LAYERS = 12

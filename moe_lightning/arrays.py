@@ -25,7 +25,7 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pairs:
-    """Who holds what, by expert and then by rank.
+    """Pairs of an expert and a rank that holds it, by expert and then by rank.
 
     Attributes:
         experts, ranks: int64 [P], of each pair.
@@ -88,7 +88,7 @@ class Pairs:
 
 
 def boundary(total: int, parts: int, index: int) -> int:
-    """Where part `index` of `cut(total, parts)` begins."""
+    """Return the start of part `index` of `cut(total, parts)`."""
     size, larger = divmod(total, parts)
     return index * size + min(index, larger)
 

@@ -51,8 +51,8 @@ SHARED = {"arrays", "errors", "config", "registry", "user_errors", "files"}
 MAY_COMMUNICATE = {"parallel", "dispatch", "elastic", "strategies", "compat"}
 WITHOUT_LIGHTNING = {"kernels", "state", "parallel", "dispatch", "balancing", "moe", "checkpoint", *SHARED}
 PLANNING = (
-    *("arrays", "parallel/mesh", "dispatch/placement", "dispatch/quota", "dispatch/shadow_plan"),
-    *("balancing/allocation", "balancing/cluster", "balancing/cost_model", "balancing/forecast", "balancing/migration"),
+    *("arrays", "parallel/mesh", "dispatch/placement", "dispatch/quota"),
+    *("balancing/cluster", "balancing/cost_model", "balancing/forecast", "balancing/migration"),
     *("balancing/packing", "balancing/repair", "balancing/replica_placement", "balancing/rules"),
     *("balancing/shadow_search", "checkpoint/selection", "checkpoint/schedule", "checkpoint/sharding"),
     *("checkpoint/protection", "checkpoint/recovery_plan", "doctor/comparison"),

@@ -269,8 +269,8 @@ def fault_walk() -> list[str]:
         )
         workers: list[ForkedWorker] = []
         started = partial(_start, workers, name)
-        with patch.object(launcher, "start", started), _restored(launcher._Workers, "_take_end"):
-            trace.during(launcher._Workers, "_take_end")
+        with patch.object(launcher, "start", started), _restored(launcher._Workers, "_handle_exit"):
+            trace.during(launcher._Workers, "_handle_exit")
             run.run([])
         left = [json.loads(path.read_text()) for path in Path(name).glob("walk-*.json")]
         assert len(left) == 2, "two of three survive"

@@ -25,8 +25,7 @@ from itertools import chain
 import numpy as np
 
 from moe_lightning.arrays import IntArray, Pairs
-from moe_lightning.balancing.allocation import affordable_replicas, allocate_replicas
-from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.cluster import Cluster, affordable_replicas, allocate_replicas
 from moe_lightning.balancing.replica_placement import ONE_TOKEN, deal_to_ranks, spread
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import balanced_split

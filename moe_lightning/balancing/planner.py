@@ -22,8 +22,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import numpy as np
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.balancing.allocation import AllocationPolicy, bounded_loads
-from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.cluster import AllocationPolicy, Cluster, bounded_loads
 from moe_lightning.balancing.cost_model import (
     BlockCosts,
     BlockTimes,
@@ -38,8 +37,7 @@ from moe_lightning.balancing.rules import SHADOW_POLICIES, Candidate, PlacementP
 from moe_lightning.balancing.shadow_search import no_shadows, predict_plan, search_shadows
 from moe_lightning.config import validated
 from moe_lightning.dispatch.placement import Placement
-from moe_lightning.dispatch.quota import balanced_split, uneven
-from moe_lightning.dispatch.shadow_plan import ShadowPlan
+from moe_lightning.dispatch.quota import ShadowPlan, balanced_split, uneven
 from moe_lightning.errors import ConfigurationError
 
 _T = TypeVar("_T")

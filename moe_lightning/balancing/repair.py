@@ -27,7 +27,7 @@ from typing import TypeVar
 import numpy as np
 
 from moe_lightning.arrays import BoolArray, IntArray, Pairs
-from moe_lightning.balancing.allocation import nodes_for_each
+from moe_lightning.balancing.cluster import nodes_for_each
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 

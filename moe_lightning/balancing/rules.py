@@ -17,8 +17,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from moe_lightning.arrays import BoolArray, IntArray
-from moe_lightning.balancing.allocation import AllocationPolicy, affordable_replicas, allocate_replicas, bounded_loads
-from moe_lightning.balancing.cluster import Cluster, balance_ratio, imbalance
+from moe_lightning.balancing.cluster import (
+    AllocationPolicy,
+    Cluster,
+    affordable_replicas,
+    allocate_replicas,
+    balance_ratio,
+    bounded_loads,
+    imbalance,
+)
 from moe_lightning.balancing.cost_model import ONE_COPY, BlockCosts, predict_block, total_copies, total_volumes
 from moe_lightning.balancing.migration import MappingMethod, align_placements
 from moe_lightning.balancing.packing import longest_time, packed_placement
@@ -32,8 +39,7 @@ from moe_lightning.balancing.shadow_search import (
 )
 from moe_lightning.config import validated
 from moe_lightning.dispatch.placement import Placement, uniform_placement
-from moe_lightning.dispatch.quota import balanced_quota, equal_quota, padded_rows
-from moe_lightning.dispatch.shadow_plan import ShadowPlan, shadow_quota
+from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, equal_quota, padded_rows, shadow_quota
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.registry import Registry
 

@@ -34,8 +34,7 @@ from moe_lightning.balancing.cost_model import (
     total_copies,
 )
 from moe_lightning.dispatch.placement import Placement
-from moe_lightning.dispatch.quota import Pace, balanced_quota, balanced_split
-from moe_lightning.dispatch.shadow_plan import ShadowPlan, choose_homes
+from moe_lightning.dispatch.quota import Pace, ShadowPlan, balanced_quota, balanced_split, choose_homes
 from moe_lightning.errors import ConfigurationError
 
 

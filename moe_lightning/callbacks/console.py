@@ -27,8 +27,7 @@ from moe_lightning.config import validated
 from moe_lightning.data.images import ImageData
 from moe_lightning.data.instructions import InstructionData
 from moe_lightning.data.text import TextData
-from moe_lightning.models.gpt import GPT
-from moe_lightning.models.size import model_size
+from moe_lightning.models.gpt import GPT, model_size
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.text_table import in_columns

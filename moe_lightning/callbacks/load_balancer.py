@@ -22,8 +22,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.balancing.allocation import AllocationPolicy
-from moe_lightning.balancing.cluster import Cluster, balance_ratio, imbalance
+from moe_lightning.balancing.cluster import AllocationPolicy, Cluster, balance_ratio, imbalance
 from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy
 from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate
@@ -88,16 +87,16 @@ class OwnLayers:
         return state
 
 
-def together(told: Sequence[tuple[Sequence[int], State | None]], total: int) -> State | None:
+def together(states: Sequence[tuple[Sequence[int], State | None]], total: int) -> State | None:
     """Merge the states of ranks: of each layer the one of the first rank that plans for it, else of the first rank that
     has any.
 
     Args:
-        told: of each rank the layers that it plans for, and its state of all layers.
+        states: of each rank the layers that it plans for, and its state of all layers.
         total: layers of the model.
     """
-    known = next((state for _, state in told if state is not None), None)
-    for numbers, state in reversed(told):
+    known = next((state for _, state in states if state is not None), None)
+    for numbers, state in reversed(states):
         if state is not None and numbers:
             layers = OwnLayers(numbers=tuple(numbers), total=total)
             known = layers.whole(layers.part(state), known)

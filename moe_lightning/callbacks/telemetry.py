@@ -31,8 +31,8 @@ from moe_lightning.callbacks.loggers import log_histograms
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.private_lightning import SummaryShown, SummaryTable
 from moe_lightning.config import validated
+from moe_lightning.models.gpt import model_size, whole_parameters
 from moe_lightning.models.gpt_module import SupervisedModule
-from moe_lightning.models.size import model_size, whole_parameters
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.context import ExchangeClock
 

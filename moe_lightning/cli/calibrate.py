@@ -45,9 +45,8 @@ from moe_lightning.parallel.context import World
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.hardware import Hardware, save_hardware
 from moe_lightning.simulate.policy import policy
-from moe_lightning.simulate.routing import RoutingScenario, load_trace
 from moe_lightning.simulate.step_model import StepCost, StepModel
-from moe_lightning.simulate.workload import gpt_workload
+from moe_lightning.simulate.workload import RoutingScenario, gpt_workload, load_trace
 from moe_lightning.strategies import ExpertParallelStrategy
 from moe_lightning.text_table import table as text_table
 

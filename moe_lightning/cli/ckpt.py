@@ -41,8 +41,7 @@ from rich.table import Table
 
 from moe_lightning.arguments import Count, Parser, input_file, output_file, value
 from moe_lightning.arrays import IntArray
-from moe_lightning.balancing.allocation import allocate_replicas
-from moe_lightning.balancing.cluster import Cluster, imbalance
+from moe_lightning.balancing.cluster import Cluster, allocate_replicas, imbalance
 from moe_lightning.balancing.replica_placement import deal_to_ranks
 from moe_lightning.checkpoint import inspect
 from moe_lightning.checkpoint import inspect as cleaning

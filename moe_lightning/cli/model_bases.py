@@ -11,9 +11,8 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from moe_lightning.config import TARGET
+from moe_lightning.config import TARGET, pretrained_options
 from moe_lightning.models.gpt import GPTConfig
-from moe_lightning.moe.options import pretrained_options
 from moe_lightning.moe.router import RouterConfig
 
 

@@ -17,10 +17,9 @@ from yaml import YAMLError
 
 from moe_lightning.cli.composition import located, present_target
 from moe_lightning.cli.overrides import rename_former_keys
-from moe_lightning.config import TARGET, shown
+from moe_lightning.config import TARGET, is_resumable, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import open_text
-from moe_lightning.moe.options import is_resumable
 
 _UNCHANGEABLE = ("model", "data.tokenizer", "data._target_", "optimizer._target_", "module._target_")
 _ON_REQUEST = ("optimizer", "data", "seed")

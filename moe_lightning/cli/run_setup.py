@@ -30,9 +30,8 @@ from moe_lightning.cli.capacity import check_model, check_processes, check_sampl
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.compat import private_lightning
 from moe_lightning.data.text import TextData
-from moe_lightning.models.gpt import GPTConfig
+from moe_lightning.models.gpt import GPTConfig, least_gpt_parameters, least_slot_parameters
 from moe_lightning.models.gpt_module import GPTModule
-from moe_lightning.models.size import least_gpt_parameters, least_slot_parameters
 from moe_lightning.models.swin import SwinConfig, SwinModule
 
 PACKAGE = Path(__file__).parents[1]

@@ -44,7 +44,7 @@ from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.moe.forced_routing import ForcedRouting
 from moe_lightning.moe.router import RouterConfig
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.simulate.routing import load_trace
+from moe_lightning.simulate.workload import load_trace
 from moe_lightning.strategies import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import PlacedExperts
 

@@ -38,9 +38,8 @@ from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.mesh_search import MeshReport, mesh_report, search_mesh
 from moe_lightning.simulate.policy import POLICIES, policy
 from moe_lightning.simulate.recommend import Advice, FailingCluster, recommend
-from moe_lightning.simulate.routing import Exponent, RoutingKind, make_routing
 from moe_lightning.simulate.scenario import Report, Scenario
-from moe_lightning.simulate.workload import Workload, gpt_workload
+from moe_lightning.simulate.workload import Exponent, RoutingKind, Workload, gpt_workload, make_routing
 from moe_lightning.text_table import table
 from moe_lightning.user_errors import suggestion
 
@@ -51,8 +50,7 @@ _BYTES_VOCABULARY = 256
 
 def _workload(config: Mapping[str, Any]) -> Workload:
     from moe_lightning.cli.capacity import check_model
-    from moe_lightning.models.gpt import GPTConfig
-    from moe_lightning.models.size import least_gpt_parameters
+    from moe_lightning.models.gpt import GPTConfig, least_gpt_parameters
     from moe_lightning.moe.router import RouterConfig
 
     model = _arguments(config["model"], GPTConfig, "model")

@@ -18,8 +18,7 @@ from torch import Tensor
 from moe_lightning import kernels as ops
 from moe_lightning.arrays import IntArray
 from moe_lightning.dispatch.placement import Placement, uniform_placement
-from moe_lightning.dispatch.quota import balanced_quota, dispatch_splits, equal_quota, uneven
-from moe_lightning.dispatch.shadow_plan import ShadowPlan
+from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, dispatch_splits, equal_quota, uneven
 from moe_lightning.dispatch.transports import (
     BackendFactory,
     DevicePlanner,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.dispatch.shadow_plan import ShadowPlan
+from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PendingExchange
 

@@ -226,7 +226,7 @@ class _Micro:
         if samples is not None:
             self.rows += [(name, layout.shape, digests_of(samples, layout)) for layout in layouts(samples.shape[1:])]
 
-    def told(self, samples: Sequence[int | None]) -> dict[str, Any]:
+    def record(self, samples: Sequence[int | None]) -> dict[str, Any]:
         """Without stand-ins.
 
         Args:
@@ -319,10 +319,10 @@ class Recorder(Callback):
             for m in pl_module.modules()
             if isinstance(m, MoELayer) and m.statistics is not None
         ]
-        told = micro.told(samples)
-        told |= {"counts": counts, "is_of_rank": not place.knows_samples}
-        told["loss"] = float(of_rank) if told["samples"] and of_rank is not None else None
-        self._note["micros"] += [told, *(piece.told(_samples_in(at)) for at, piece in self._pieces.items())]
+        recorded = micro.record(samples)
+        recorded |= {"counts": counts, "is_of_rank": not place.knows_samples}
+        recorded["loss"] = float(of_rank) if recorded["samples"] and of_rank is not None else None
+        self._note["micros"] += [recorded, *(piece.record(_samples_in(at)) for at, piece in self._pieces.items())]
 
     @override
     @torch.no_grad()

@@ -17,9 +17,8 @@ from typing_extensions import override
 
 from moe_lightning.config import Coefficient, Fraction, NonNegativeInt, Probability, build_config, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.gpt import GPT, GPTConfig
+from moe_lightning.models.gpt import GPT, GPTConfig, ModelSize, model_size
 from moe_lightning.models.optimizers import Adafactor, Muon, by_expert, muon_groups, parameter_groups
-from moe_lightning.models.size import ModelSize, model_size
 from moe_lightning.moe.losses import auxiliary_loss, global_mean, mean_over_targets, num_targets
 from moe_lightning.parallel.sequence import ContextParallel
 from moe_lightning.parallel.tensor import parted_logits

@@ -18,7 +18,7 @@ from annotated_types import Interval
 from torch import Tensor, nn
 from typing_extensions import override
 
-from moe_lightning.config import NonNegativeInt, PositiveInt, Probability, build_config, validated
+from moe_lightning.config import NonNegativeInt, PositiveInt, Probability, build_config, option, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import Batch, OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import DroppingLayerNorm
@@ -32,7 +32,6 @@ from moe_lightning.models.huggingface.loading import (
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import SparseLayers, UpcycledArchitecture, UpcyclingConfig
 from moe_lightning.moe.losses import mean_over_targets
-from moe_lightning.moe.options import option
 from moe_lightning.moe.router import RouterConfig
 
 _MODEL_TYPE = "swinv2"

@@ -16,10 +16,9 @@ from annotated_types import Interval
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
-from moe_lightning.config import Coefficient, PositiveInt, Probability, build_config, validated
+from moe_lightning.config import Coefficient, PositiveInt, Probability, build_config, effects, option, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import ForcedRouting, Popularity, sample_experts
-from moe_lightning.moe.options import effects, option
 from moe_lightning.moe.randomness import NoiseSource, SampleStream
 from moe_lightning.registry import Registry
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_lightning.balancing.allocation import affordable_replicas
+from moe_lightning.balancing.cluster import affordable_replicas
 from moe_lightning.checkpoint.protection import choose_protection
 from moe_lightning.checkpoint.schedule import adapt
 from moe_lightning.config import build_config

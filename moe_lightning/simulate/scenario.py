@@ -11,9 +11,8 @@ from moe_lightning.simulate.failures import NS, Event, check_events
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.policy import Policy
-from moe_lightning.simulate.routing import RoutingScenario
 from moe_lightning.simulate.step_model import StepModel
-from moe_lightning.simulate.workload import Workload
+from moe_lightning.simulate.workload import RoutingScenario, Workload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

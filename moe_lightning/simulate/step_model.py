@@ -37,8 +37,7 @@ from moe_lightning.simulate.mesh import (
     rank_memory,
 )
 from moe_lightning.simulate.policy import Policy
-from moe_lightning.simulate.routing import RoutingScenario
-from moe_lightning.simulate.workload import Workload
+from moe_lightning.simulate.workload import RoutingScenario, Workload
 
 REPRESENTATIVE_RANKS = 512
 

@@ -34,8 +34,8 @@ from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
 from moe_lightning.data.loader import follow_schedule
 from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS, PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement, parse_placements, uniform_placement
+from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.dispatch.replicas import ExpertStack
-from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import MOST_BYTES, check_regular, read_text

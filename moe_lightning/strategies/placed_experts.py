@@ -22,9 +22,9 @@ from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.balancing.migration import Transfer, held_states, plan_migration
 from moe_lightning.dispatch.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement, dispatch_groups
+from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.dispatch.replicas import Difference, ExpertStack, ReplicaSum, differing_replicas, stacked_states
 from moe_lightning.dispatch.shadow_exchange import ShadowTransfers, StepShadowTransfers
-from moe_lightning.dispatch.shadow_plan import ShadowPlan
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
 from moe_lightning.moe.experts import VACANT
 from moe_lightning.moe.layer import MoELayer, moe_layers

@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_lightning import ExpertParallelStrategy
 from moe_lightning.dispatch.placement import Placement
-from moe_lightning.dispatch.shadow_plan import ShadowPlan
+from moe_lightning.dispatch.quota import ShadowPlan
 from tests.distributed import training
 
 NUM_EXPERTS = 6

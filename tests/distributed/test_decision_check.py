@@ -11,7 +11,7 @@ import torch
 
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import Placement, uniform_placement
-from moe_lightning.dispatch.shadow_plan import ShadowPlan
+from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel import collectives
 from moe_lightning.parallel.collectives import check_versions, fingerprint, require_agreement

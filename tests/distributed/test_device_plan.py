@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.padded_dispatch import PADDED
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import Placement, uniform_placement
-from moe_lightning.dispatch.shadow_plan import ShadowPlan
+from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World

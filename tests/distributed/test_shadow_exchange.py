@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from benchmarks.padded_dispatch import PADDED
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import Placement, uniform_placement
+from moe_lightning.dispatch.quota import ShadowPlan, shadow_quota
 from moe_lightning.dispatch.shadow_exchange import ShadowTransfers, StepShadowTransfers
-from moe_lightning.dispatch.shadow_plan import ShadowPlan, shadow_quota
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import Moving, random_placement, random_shadows, train
 from tests.distributed.harness import connect, run_ranks

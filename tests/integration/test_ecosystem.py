@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import CompileDense, ConfigurationError, ExpertModelSummary, GPTModule, OptimizerConfig
 from moe_lightning.callbacks.dense_blocks import dense_parts
 from moe_lightning.callbacks.telemetry import Telemetry
-from moe_lightning.models.size import model_size
+from moe_lightning.models.gpt import model_size
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, OwnModule, RandomTokens, Recorder, make_trainer
 

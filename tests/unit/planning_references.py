@@ -10,8 +10,7 @@ from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.cost_model import ONE_COPY, BlockCosts, TransferMethod, predict_block
 from moe_lightning.balancing.shadow_search import no_shadows
 from moe_lightning.dispatch.placement import Placement
-from moe_lightning.dispatch.quota import balanced_quota
-from moe_lightning.dispatch.shadow_plan import ShadowPlan, choose_homes, shadow_quota
+from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, choose_homes, shadow_quota
 
 
 def searched_shadows(

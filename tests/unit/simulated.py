@@ -8,9 +8,8 @@ from typing import Any
 from moe_lightning.simulate.failures import Event, Failures
 from moe_lightning.simulate.hardware import Hardware, preset
 from moe_lightning.simulate.policy import policy
-from moe_lightning.simulate.routing import RoutingScenario, make_routing
 from moe_lightning.simulate.scenario import Scenario
-from moe_lightning.simulate.workload import Workload
+from moe_lightning.simulate.workload import RoutingScenario, Workload, make_routing
 
 NODES = 6
 HOUR_S = 3600.0

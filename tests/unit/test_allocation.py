@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.balancing.allocation import AllocationPolicy, affordable_replicas, allocate_replicas
+from moe_lightning.balancing.cluster import AllocationPolicy, affordable_replicas, allocate_replicas
 from moe_lightning.errors import ConfigurationError
 
 POLICIES: tuple[AllocationPolicy, ...] = ("eq1", "waterfill")

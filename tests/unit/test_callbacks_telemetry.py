@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig
 from moe_lightning.callbacks import telemetry
 from moe_lightning.callbacks.telemetry import Metric, Telemetry, imbalance, layer_metrics, reduced
-from moe_lightning.models.size import model_size
+from moe_lightning.models.gpt import model_size
 from moe_lightning.moe.layer import LayerStatistics
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, RandomTokens, make_trainer

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from moe_lightning.cli import capacity
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.gpt import GPTConfig
-from moe_lightning.models.size import least_gpt_parameters
+from moe_lightning.models.gpt import GPTConfig, least_gpt_parameters
 from tests.unit.gpt_size import count_parameters
 
 

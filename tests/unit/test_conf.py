@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from moe_lightning.cli.composition import CONFIG_DIR, check_arguments, located
 from moe_lightning.cli.model_bases import node_of
+from moe_lightning.config import pretrained_options
 from moe_lightning.models.gpt import GPTConfig
-from moe_lightning.moe.options import pretrained_options
 from moe_lightning.moe.router import RouterConfig
 from tests.documented import PLUGINS
 from tests.unit.gpt_size import count_parameters

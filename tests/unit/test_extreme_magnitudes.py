@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.balancing.allocation import allocate_replicas, bounded_loads
-from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.cluster import Cluster, allocate_replicas, bounded_loads
 from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.forecast import (
     AgreedSpeeds,

@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_lightning import GPTModule, MoELayer
 from moe_lightning.callbacks.telemetry import ExpertModelSummary, WholeModelSummary
-from moe_lightning.models.size import expert_size, model_size, whole_parameters
+from moe_lightning.models.gpt import expert_size, model_size, whole_parameters
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import TINY, OwnModule
 from tests.unit.gpt_size import count_parameters

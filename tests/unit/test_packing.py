@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from moe_lightning.balancing import packing
 from moe_lightning.balancing import packing as slot_table
-from moe_lightning.balancing.allocation import affordable_replicas
-from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.cluster import Cluster, affordable_replicas
 from moe_lightning.balancing.packing import SlotTable, packed_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError

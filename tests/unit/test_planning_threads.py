@@ -17,7 +17,7 @@ from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.forecast import ReplanRule
 from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy, LayerPlanner, PlanningThreads
 from moe_lightning.dispatch.placement import uniform_placement
-from moe_lightning.dispatch.shadow_plan import ShadowPlan
+from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.errors import ConfigurationError
 
 EXPERTS, RANKS, LAYERS = 8, 4, 5

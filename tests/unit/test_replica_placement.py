@@ -13,8 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.balancing.allocation import allocate_replicas
-from moe_lightning.balancing.cluster import Cluster
+from moe_lightning.balancing.cluster import Cluster, allocate_replicas
 from moe_lightning.balancing.replica_placement import (
     NODE_RULES,
     block_recovery,

@@ -13,18 +13,16 @@ import numpy as np
 import pytest
 
 from benchmarks import balance_trace
-from moe_lightning.balancing.allocation import allocate_replicas
-from moe_lightning.balancing.cluster import Cluster, balance_ratio, imbalance
+from moe_lightning.balancing.cluster import Cluster, allocate_replicas, balance_ratio, imbalance
 from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.migration import MappingMethod, align_placements, held_states, plan_migration
 from moe_lightning.balancing.replica_placement import NODE_RULES, mro_plus, recovery_probabilities
 from moe_lightning.balancing.rules import SHADOW_POLICIES, PlacementPolicy, plan_placement, replan_placement
 from moe_lightning.balancing.shadow_search import fastermoe_shadows, no_shadows, predict_plan, search_shadows
 from moe_lightning.dispatch.placement import Placement, uniform_placement
-from moe_lightning.dispatch.quota import balanced_quota
-from moe_lightning.dispatch.shadow_plan import ShadowPlan, shadow_quota
+from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, shadow_quota
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.routing import RoutingTrace, load_trace
+from moe_lightning.simulate.workload import RoutingTrace, load_trace
 from tests.options import options_of
 
 FOLDER = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))

@@ -11,7 +11,7 @@ import pytest
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import ForcedRouting, Popularity, read_routing_trace
-from moe_lightning.simulate.routing import load_trace, make_routing
+from moe_lightning.simulate.workload import load_trace, make_routing
 
 COUNTS = np.arange(2 * 3 * 2 * 4).reshape(2, 3, 2, 4)
 READERS: list[Callable[[Path], object]] = [

@@ -23,7 +23,7 @@ from moe_lightning.balancing.shadow_search import (
     top_shadows,
 )
 from moe_lightning.dispatch.placement import Placement, uniform_placement
-from moe_lightning.dispatch.shadow_plan import ShadowPlan, choose_homes, shadow_quota
+from moe_lightning.dispatch.quota import ShadowPlan, choose_homes, shadow_quota
 from moe_lightning.errors import ConfigurationError
 from tests.unit.planning_references import searched_shadows
 

@@ -15,7 +15,7 @@ from moe_lightning.simulate.cluster import Accounts
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import NS, Event, Failures
 from moe_lightning.simulate.policy import POLICIES
-from moe_lightning.simulate.routing import RoutingScenario
+from moe_lightning.simulate.workload import RoutingScenario
 from tests.unit.simulated import HOUR_S, NODES, scenario, small_hardware, small_workload
 
 RATES = st.floats(0.1, 20.0)

@@ -27,9 +27,8 @@ from moe_lightning.simulate.mesh import (
     ring_s,
 )
 from moe_lightning.simulate.policy import policy
-from moe_lightning.simulate.routing import make_routing
 from moe_lightning.simulate.step_model import StepCost, StepModel
-from moe_lightning.simulate.workload import Workload
+from moe_lightning.simulate.workload import Workload, make_routing
 from tests.unit.simulated import small_hardware, small_workload
 
 RANKS = 16

@@ -14,9 +14,8 @@ from moe_lightning.simulate import step_model
 from moe_lightning.simulate.checkpoint_cost import bottleneck_bytes, save_cost
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.policy import POLICIES, policy
-from moe_lightning.simulate.routing import RoutingScenario, hottest, make_routing
 from moe_lightning.simulate.step_model import StepCost, StepModel
-from moe_lightning.simulate.workload import Workload, gpt_workload
+from moe_lightning.simulate.workload import RoutingScenario, Workload, gpt_workload, hottest, make_routing
 from tests.unit.gpt_size import count_parameters
 from tests.unit.simulated import NODES, small_hardware, small_workload
 

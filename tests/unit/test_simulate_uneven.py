@@ -9,8 +9,8 @@ from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.recommend import FailingCluster, mixture_of, recommend
-from moe_lightning.simulate.routing import make_routing
 from moe_lightning.simulate.step_model import StepCost, StepModel
+from moe_lightning.simulate.workload import make_routing
 from tests.unit.simulated import HOUR_S, NODES, scenario, small_hardware, small_workload
 
 BATCH = {"rank_batch": None, "global_batch": 960}

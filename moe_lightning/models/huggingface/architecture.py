@@ -12,12 +12,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from moe_lightning.config import build_config
+from moe_lightning.config import build_config, pretrained_options
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.interface import CLAMPED_ALPHA, CLAMPED_LIMIT
 from moe_lightning.models.huggingface.weights import ExpertLayout, InterleavedStacks, SeparateExperts, WeightsFolder
 from moe_lightning.moe.layer import MoELayer
-from moe_lightning.moe.options import pretrained_options
 from moe_lightning.moe.randomness import NoiseSource, SampleStream
 from moe_lightning.moe.router import RouterConfig
 

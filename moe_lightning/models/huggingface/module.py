@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from moe_lightning.config import PositiveInt, build_config, validated
+from moe_lightning.config import PositiveInt, build_config, option, options_of, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import (
@@ -27,7 +27,6 @@ from moe_lightning.models.huggingface.loading import config_from, load_model, re
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
 from moe_lightning.moe.adapters import AdapterConfig
-from moe_lightning.moe.options import option, options_of
 from moe_lightning.moe.router import RouterConfig
 from moe_lightning.parallel.sequence import ContextParallel
 from moe_lightning.parallel.tensor import (
