@@ -99,7 +99,7 @@ class GroupAborter:
         self._before: frozenset[Connection] | None = None
         self._connections: frozenset[Connection] = frozenset()
         self._abort: Callable[[], None] | None = None
-        self._is_cut = False
+        self._is_aborted = False
 
     def __enter__(self) -> Self:
         with self._lock:
@@ -118,7 +118,7 @@ class GroupAborter:
         with self._lock:
             self._remember()
             self._before = None
-            if self._is_cut:
+            if self._is_aborted:
                 self._cut_all()
 
     @property
@@ -129,7 +129,7 @@ class GroupAborter:
     @property
     def is_cut(self) -> bool:
         """True once an abort was requested, before any operation raises."""
-        return self._is_cut
+        return self._is_aborted
 
     def add_groups(self, groups: Sequence[ProcessGroup], device: torch.device) -> None:
         """Add groups that do not run on sockets of this process (NCCL); an earlier abort is applied at once.
@@ -139,7 +139,7 @@ class GroupAborter:
         """
         with self._lock:
             self._abort = partial(abort_together, groups, device)
-        if self._is_cut:
+        if self._is_aborted:
             self._abort_groups()
 
     def confirm(self, exchange: Callable[[object], list[object]]) -> None:
@@ -157,10 +157,10 @@ class GroupAborter:
         with self._lock:
             self._connections = frozenset(c for c in self._connections if (c.peer, c.local) in theirs)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Shut the connections down and abort the groups that were added; safe to call often and from any thread."""
         with self._lock:
-            self._is_cut = True
+            self._is_aborted = True
             if self._before is not None:
                 self._remember()
             self._cut_all()

@@ -163,24 +163,24 @@ def build_world(
         WorldCutError: the world broke meanwhile.
         ConfigurationError: this rank has other versions than rank 0, and would plan otherwise.
     """
-    cut = GroupAborter()
-    guard(cut.cut)
+    aborter = GroupAborter()
+    guard(aborter.abort)
     if size == 1:
         return World.single(device)
     prefixed = PrefixStore(name, store)
     prefixed.set_timeout(timedelta(seconds=build_timeout_s))
-    with cut:
+    with aborter:
         short = begin_building(prefixed, size, build_timeout_s)
         prepare_environment(is_elastic=True)
         own = first_group_options(device)
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=short, **own)
-        world = replace(World.connect(device, short, layout), is_cut=lambda: cut.is_cut)
-    cut.tune()
+        world = replace(World.connect(device, short, layout), is_cut=lambda: aborter.is_cut)
+    aborter.tune()
     for group in world.groups:
         set_collectives_timeout(group, timeout)
-    cut.add_groups([group for group in world.groups if is_silent(group, device)], device)
-    cut.confirm(lambda value: all_gather_json(value, world))
-    reject_unknown_connections(cut.connections)
+    aborter.add_groups([group for group in world.groups if is_silent(group, device)], device)
+    aborter.confirm(lambda value: all_gather_json(value, world))
+    reject_unknown_connections(aborter.connections)
     check_versions(world, recovers=True)
     return world
 

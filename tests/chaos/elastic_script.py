@@ -35,8 +35,8 @@ while not stop:
     reason = engine.reason
     try:
         store = dist.PrefixStore(members.name, engine.store)
-        with GroupAborter() as cut:
-            engine.guard(members, cut.cut)
+        with GroupAborter() as aborter:
+            engine.guard(members, aborter.abort)
             timeout = begin_building(store, members.size, engine.settings.build_timeout_s)
             dist.init_process_group("gloo", store=store, rank=members.rank, world_size=members.size, timeout=timeout)
         set_collectives_timeout(dist.group.WORLD, timedelta(seconds=30))

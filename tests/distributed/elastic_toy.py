@@ -112,16 +112,16 @@ def _meet_fate(behaviour: str, worlds: int) -> None:
 
 def _build(engine: RendezvousClient, members: Members) -> None:
     store = dist.PrefixStore(members.name, engine.store)
-    with GroupAborter() as cut:
-        engine.guard(members, cut.cut)
+    with GroupAborter() as aborter:
+        engine.guard(members, aborter.abort)
         short = begin_building(store, members.size, engine.settings.build_timeout_s)
         dist.init_process_group("gloo", store=store, rank=members.rank, world_size=members.size, timeout=short)
         second = dist.new_group(timeout=short)
     assert dist.group.WORLD is not None
     for group in (dist.group.WORLD, second):
         set_collectives_timeout(group, timedelta(seconds=60))
-    cut.confirm(gather_json)
-    assert len(cut.connections) >= 2 * (members.size - 1)
+    aborter.confirm(gather_json)
+    assert len(aborter.connections) >= 2 * (members.size - 1)
 
 
 def gather_json(mine: object) -> list[object]:

@@ -64,7 +64,7 @@ def test_rank_0_goes_on_alone() -> None:
 
 
 def use_large_ones_alone(rank: int, world_size: int) -> str:
-    expert_parallel.room_for_experts = lambda _: 1 << (30 if rank else 4)
+    expert_parallel.gather_limit = lambda _: 1 << (30 if rank else 4)
     _, module, _ = trained(rank, world_size, timeout_s=2.0)
     if rank:
         return ""

@@ -144,7 +144,7 @@ def fit_twice(rank: int, world_size: int, *, room: int) -> tuple[list[bool], int
     Args:
         room: bytes that a rank may keep of the whole model.
     """
-    expert_parallel.room_for_experts = lambda _: room
+    expert_parallel.gather_limit = lambda _: room
     module = GPTModule(TINY, OptimizerConfig(lr=3e-3))
     loader = DataLoader(RandomTokens(), batch_size=12)
     kinds, losses = [], []

@@ -103,7 +103,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
         lambda: Dispatcher(place, elastic, whole, **on_device),
         lambda: setattr(dispatcher, "speeds", np.array([1, 2])),
         lambda: setattr(dispatcher, "shadows", ShadowPlan(shadows=shadows, homes=np.array([0, 0, 1, 1]))),
-        lambda: setattr(dispatcher, "told", 5),
+        lambda: setattr(dispatcher, "local_word", 5),
         lambda: dispatcher.dispatch(x_TD, ids_TK, dispatcher.gather_counts(counts_E), lambda: None),
         more,
         other_placement,

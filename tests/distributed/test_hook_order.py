@@ -171,7 +171,7 @@ def test_a_module_that_is_only_connected_is_saved(tmp_path: Path) -> None:
 def saved_by_another_trainer(rank: int, world_size: int, folder: Path, most_bytes: int) -> Any:
     from moe_lightning.strategies import expert_parallel
 
-    expert_parallel.room_for_experts = lambda _: most_bytes  # type: ignore[assignment]
+    expert_parallel.gather_limit = lambda _: most_bytes  # type: ignore[assignment]
     trainer = make_trainer(rank, world_size, {}, max_steps=2)
     module = fitted(trainer, Base())
     whole = trainer.strategy.lightning_module_state_dict()

@@ -59,7 +59,7 @@ def test_a_pickled_trainer_trains() -> None:
 def pickled_module(rank: int, world_size: int, strategy: Options, folder: Path, most_bytes: int) -> Any:
     from moe_lightning.strategies import expert_parallel
 
-    expert_parallel.room_for_experts = lambda _: most_bytes  # type: ignore[assignment]
+    expert_parallel.gather_limit = lambda _: most_bytes  # type: ignore[assignment]
     trainer = make_trainer(rank, world_size, strategy, max_steps=2)
     module = fitted(trainer, Base())
     whole = trainer.strategy.lightning_module_state_dict()

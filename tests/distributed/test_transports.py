@@ -50,7 +50,7 @@ class FakeMemory:
 def as_on_a_device(patch: pytest.MonkeyPatch) -> None:
     fake = FakeMemory()
     patch.setattr(transports, "refusal", lambda world: None)
-    patch.setattr(transports, "_library", lambda: fake)
+    patch.setattr(transports.private_torch, "symmetric_memory", lambda: fake)
     patch.setattr(transports, "_all_to_all", fake.all_to_all)
     patch.setattr(torch.accelerator, "synchronize", lambda device: None)
 
@@ -134,6 +134,6 @@ def test_where_it_cannot_run_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     few = World(rank=0, size=2, device=cuda.device, is_cut=lambda: False)
     with pytest.raises(ConfigurationError, match="which elastic runs must not"):
         transports.SymmetricBackend(few)
-    monkeypatch.setattr(transports, "_library", lambda: SimpleNamespace(is_nvshmem_available=lambda: False))
+    monkeypatch.setattr(transports.private_torch, "symmetric_memory", lambda: SimpleNamespace(is_nvshmem_available=lambda: False))
     with pytest.raises(ConfigurationError, match="needs a torch with NVSHMEM, but 2"):
         transports.SymmetricBackend(World.offline(0, 2, cuda.device))

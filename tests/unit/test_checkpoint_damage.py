@@ -27,7 +27,7 @@ from moe_lightning.checkpoint.inspect import scope_bytes
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, Manifest, check_coverage
 from moe_lightning.checkpoint.snapshotter import Snapshotter
-from moe_lightning.checkpoint.storage import durable, posix
+from moe_lightning.checkpoint.storage import interface, posix
 from moe_lightning.errors import CheckpointError
 from tests.programs import run_program
 from tests.unit.checkpoint_state import EXPERTS, EXTRA, Node, assert_holds, node, state_of
@@ -275,11 +275,11 @@ def test_failing_storage_is_reported_and_survived(
                 patch.setattr(Path, "mkdir", lambda self, *a, **k: (refuse(self), real_mkdir(self, *a, **k))[1])
             elif refused == "rename":
                 real_rename = os.rename
-                patch.setattr(durable.os, "rename", lambda a, b: (refuse(b), real_rename(a, b))[1])
+                patch.setattr(interface.os, "rename", lambda a, b: (refuse(b), real_rename(a, b))[1])
             elif refused == "fsync":
                 real_fsync = os.fsync
                 patch.setattr(
-                    durable.os, "fsync", lambda fd: (refuse(os.readlink(f"/proc/self/fd/{fd}")), real_fsync(fd))[1]
+                    interface.os, "fsync", lambda fd: (refuse(os.readlink(f"/proc/self/fd/{fd}")), real_fsync(fd))[1]
                 )
             else:
 

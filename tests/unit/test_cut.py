@@ -48,76 +48,76 @@ def is_cut(pair: Pair) -> bool:
 
 def test_only_what_the_block_opened_is_cut(peers: Peers) -> None:
     before = peers.pair()
-    with GroupAborter() as cut:
+    with GroupAborter() as aborter:
         inside = peers.pair()
         listener = socket.create_server(("127.0.0.1", 0))
     after = peers.pair()
-    cut.cut()
+    aborter.abort()
     assert [is_cut(pair) for pair in (before, inside, after)] == [False, True, False]
     with closing(listener), socket.create_connection(listener.getsockname(), timeout=5):
         listener.accept()[0].close()  # listening sockets live on
 
 
 def test_a_blocked_reader_is_freed(peers: Peers) -> None:
-    with GroupAborter() as cut:
+    with GroupAborter() as aborter:
         ours, _ = peers.pair()
     got: list[bytes] = []
     reader = threading.Thread(target=lambda: got.append(ours.recv(1)))
     reader.start()
-    cut.cut()
+    aborter.abort()
     reader.join(timeout=5)
     assert got == [b""]
-    cut.cut()  # again, on what is cut already
+    aborter.abort()  # again, on what is cut already
 
 
 def test_a_writer_meets_no_error(peers: Peers) -> None:
-    with GroupAborter() as cut:
+    with GroupAborter() as aborter:
         ours, theirs = peers.pair()
     theirs.sendall(b"ready")
-    cut.cut()
+    aborter.abort()
     assert ours.recv(5) == b"ready", "what arrived before is read first"
     ours.sendall(b"data")  # gloo would forget this send, and whoever waits for it, if it failed here
     assert ours.recv(1) == b""
 
 
 def test_what_is_lost_is_sent_again_soon(peers: Peers) -> None:
-    with GroupAborter() as cut:
+    with GroupAborter() as aborter:
         inside = peers.pair()
     outside = peers.pair()
-    cut.tune()
+    aborter.tune()
     thin = [pair[0].getsockopt(socket.IPPROTO_TCP, 16) for pair in (inside, outside)]  # TCP_THIN_LINEAR_TIMEOUTS
     assert thin == [1, 0]
     assert inside[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_cut_inside_the_block_reaches_what_follows(peers: Peers) -> None:
-    with GroupAborter() as cut:
+    with GroupAborter() as aborter:
         first = peers.pair()
-        cut.cut()
+        aborter.abort()
         assert is_cut(first)
         second = peers.pair()
     assert is_cut(second)
 
 
 def test_a_number_that_was_given_away_is_left_alone(peers: Peers) -> None:
-    with GroupAborter() as cut:
+    with GroupAborter() as aborter:
         inside = peers.pair()
     numbers = [end.fileno() for end in inside]
     for end in inside:
         end.close()
     others = peers.pair(), peers.pair()
     assert {end.fileno() for pair in others for end in pair} & set(numbers), "numbers are given again"
-    cut.cut()
+    aborter.abort()
     assert not any(is_cut(pair) for pair in others)
 
 
 def test_files_and_pipes_do_not_matter(peers: Peers) -> None:
     reader, writer = os.pipe()
-    with GroupAborter() as cut:
+    with GroupAborter() as aborter:
         left, right = socket.socketpair()
         datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         datagrams.connect(("127.0.0.1", peers.port))
-    assert cut.connections == frozenset()
+    assert aborter.connections == frozenset()
     for each in (left, right, datagrams):
         each.close()
     os.close(reader)
@@ -125,26 +125,26 @@ def test_files_and_pipes_do_not_matter(peers: Peers) -> None:
 
 
 def test_confirm_keeps_what_another_rank_also_names(peers: Peers) -> None:
-    with GroupAborter() as cut:
+    with GroupAborter() as aborter:
         ours, _theirs = peers.pair()
         strange = peers.pair()
     other = {"token": "other", "connections": [[list(ours.getpeername()), list(ours.getsockname())]]}
-    cut.confirm(lambda mine: [mine, other])
-    assert {c.local for c in cut.connections} == {ours.getsockname()}
-    cut.cut()
+    aborter.confirm(lambda mine: [mine, other])
+    assert {c.local for c in aborter.connections} == {ours.getsockname()}
+    aborter.abort()
     assert not is_cut(strange)
 
 
 def test_confirm_does_not_take_a_process_for_its_own_peer(peers: Peers) -> None:
-    with GroupAborter() as cut:
+    with GroupAborter() as aborter:
         peers.pair()  # both ends are of this process
-    assert len(cut.connections) == 2
-    cut.confirm(lambda mine: [mine])
-    assert cut.connections == frozenset()
+    assert len(aborter.connections) == 2
+    aborter.confirm(lambda mine: [mine])
+    assert aborter.connections == frozenset()
 
 
 def test_only_to_a_port(peers: Peers) -> None:
-    with ExitStack() as stack, GroupAborter(only_to=peers.port) as cut:
+    with ExitStack() as stack, GroupAborter(only_to=peers.port) as aborter:
         peers.pair()
         Peers(stack).pair()
-    assert {c.peer[1] for c in cut.connections} == {peers.port}
+    assert {c.peer[1] for c in aborter.connections} == {peers.port}

@@ -69,12 +69,12 @@ def test_communicators_are_aborted_in_one_bracket_and_all_of_them(caplog: pytest
 
 def test_groups_of_a_world_that_broke_while_they_were_built_are_aborted_too() -> None:
     calls: list[str] = []
-    cut = GroupAborter()
-    with cut:
-        cut.cut()
-    cut.add_groups([Group(calls), Group(calls)], GPU)  # type: ignore[list-item]
+    aborter = GroupAborter()
+    with aborter:
+        aborter.abort()
+    aborter.add_groups([Group(calls), Group(calls)], GPU)  # type: ignore[list-item]
     assert calls == ["start", "abort", "abort", "end"]
-    cut.cut()
+    aborter.abort()
     assert len(calls) == 4, "once"
 
 

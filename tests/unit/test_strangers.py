@@ -54,10 +54,10 @@ def sums(groups: list[ProcessGroupGloo]) -> list[float]:
 
 def test_a_port_of_gloo_is_closed_to_strangers_once_its_group_is_built(foreign: socket.socket) -> None:
     before = listening()
-    with GroupAborter() as cut:
+    with GroupAborter() as aborter:
         groups = pair_of_groups()
     early = socket.create_connection(("127.0.0.1", min(port for _, port in listening() - before)), timeout=5)
-    assert reject_unknown_connections(cut.connections) == 2
+    assert reject_unknown_connections(aborter.connections) == 2
     ports = {port for _, port in listening() - before}
     assert len(ports) == 2
     for port in ports:
@@ -74,7 +74,7 @@ def test_a_port_of_gloo_is_closed_to_strangers_once_its_group_is_built(foreign: 
 
 def test_groups_that_connect_when_they_are_used_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
-    with GroupAborter() as cut:
+    with GroupAborter() as aborter:
         groups = pair_of_groups()
-    assert reject_unknown_connections(cut.connections) == 0
+    assert reject_unknown_connections(aborter.connections) == 0
     del groups
