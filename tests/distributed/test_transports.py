@@ -134,6 +134,7 @@ def test_where_it_cannot_run_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     few = World(rank=0, size=2, device=cuda.device, is_cut=lambda: False)
     with pytest.raises(ConfigurationError, match="which elastic runs must not"):
         transports.SymmetricBackend(few)
-    monkeypatch.setattr(transports.private_torch, "symmetric_memory", lambda: SimpleNamespace(is_nvshmem_available=lambda: False))
+    library = SimpleNamespace(is_nvshmem_available=lambda: False)
+    monkeypatch.setattr(transports.private_torch, "symmetric_memory", lambda: library)
     with pytest.raises(ConfigurationError, match="needs a torch with NVSHMEM, but 2"):
         transports.SymmetricBackend(World.offline(0, 2, cuda.device))
