@@ -40,7 +40,7 @@ Medians = Mapping[tuple[str, str], Mapping[str, float]]
 """(skew, strategy) -> name of a figure -> its median over rounds."""
 
 CONTENDERS: dict[str, Strategy | None] = {**STRATEGIES, "ours": None}
-"""What is compared: the strategies of `balancing.rules`, and LoadBalancer as it comes."""
+"""Contenders: the strategies of `balancing.rules`, and LoadBalancer with its defaults."""
 
 _RANKS = 2
 _UNIFORM = "uniform"

@@ -37,7 +37,7 @@ PositiveInt = Annotated[int, Interval(ge=1)]
 NonNegativeInt = Annotated[int, Interval(ge=0)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Probability = Annotated[float, Interval(ge=0, lt=1)]
-"""Of dropping something: with 1 nothing would be left."""
+"""Probability of dropping something, below 1: with 1 nothing would be left."""
 Coefficient = Annotated[float, Interval(ge=0, le=1e6)]
 """Factor of a term of the loss, or of a random width: far below it lies all that trains, far above it float32's end."""
 Seconds = Annotated[float, Interval(gt=0, le=1e9)]

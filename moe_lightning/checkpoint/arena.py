@@ -245,7 +245,7 @@ def newest_common(waiting: Iterable[Iterable[int]]) -> int | None:
 ARENAS = "rank*.arena"
 
 NAMED = "moe-lightning-"
-"""What the names of arenas' directories begin with."""
+"""Prefix of the names of arenas' directories."""
 
 MEMORY = Path("/dev/shm")
 

@@ -252,7 +252,6 @@ _STOP = "callbacks=early_stopping ends training when val/loss no longer falls"
 _PRECISION = "trainer.precision=bf16-mixed or 32-true; fp16 is not offered, its loss scaling would differ between ranks"
 _RECIPE = "a recipe is DIR/recipes/NAME.yaml: give --config-dir DIR recipes=NAME"
 _FILES = "moe-train reads files of this machine: give data.source=FILE, or data=instructions data.path=FILE.jsonl"
-_SCHEDULE = "optimizer.decay=cosine, linear or constant, after optimizer.warmup_steps=N"
 
 RENAMED_KEYS = {
     "elastic.lighthouse": "elastic.rdzv_endpoint",

@@ -44,7 +44,7 @@ from moe_lightning.text_table import table
 from moe_lightning.user_errors import suggestion
 
 _MOST_MODEL_BYTES = 10**18
-"""Of its training: beyond the largest clusters."""
+"""Limit for its training, beyond the largest clusters."""
 _BYTES_VOCABULARY = 256
 
 

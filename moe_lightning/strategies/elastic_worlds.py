@@ -188,7 +188,7 @@ def build_world(
 ROWS_PER_SLOT = (16, 128)
 """Few and many: kernels have tiles of their own for each, see `kernels.triton.tiles`."""
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def warm_up(module: nn.Module, layers: Iterable[MoELayer], device: torch.device) -> None:
@@ -217,7 +217,7 @@ def warm_up(module: nn.Module, layers: Iterable[MoELayer], device: torch.device)
             for length in (1024, 1023):  # sizes of gradients that memory takes in wide words, and others
                 gradients = torch.zeros(2, length, dtype=layer.experts.dtype, device=device)
                 ops.sum_in_rank_order(gradients, out=gradients[0].clone())
-    _log.info("kernels were launched for the first time in %.1f s", time.perf_counter() - began)
+    logger.info("kernels were launched for the first time in %.1f s", time.perf_counter() - began)
 
 
 def _kind(layer: MoELayer) -> Hashable:
@@ -532,8 +532,6 @@ def first_world(engine: Membership, build: Callable[[Members], World]) -> tuple[
 
 
 _MOST_REPEATS = 3  # of one fault in one step, without a lost rank
-
-logger = logging.getLogger(__name__)
 
 
 class ElasticWorlds:

@@ -244,7 +244,7 @@ def _void() -> bytes:
 T = TypeVar("T")
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
-"""What fsspec needs for a scheme, and an extra of this package's name for it."""
+"""Package that fsspec needs for a scheme, and the extra of this package that installs it."""
 
 _ATTEMPTS = 8
 _FIRST_PAUSE_S = 0.2
