@@ -644,7 +644,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
         was_partial = self.session is None or self.session.was_partial
         if self._save_on_train_end and (trainer.global_step != self._saved_at or was_partial):
             if self.session is not None:
-                self.session.wait_before_update()
+                self.session.finish_copy()  # a window that ends here is the newest snapshot on all ranks or on none
                 if trainer.global_step in (self._saved_at, self.session.newest_step):
                     self._close(wait=False)  # a session saves a step once
             self.save(trainer, pl_module, full=True)

@@ -27,6 +27,7 @@ from moe_lightning.checkpoint.arena import digest_of
 from moe_lightning.checkpoint.directory import run_of
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.repair import arenas_name, find_usable
+from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -348,6 +349,50 @@ class Lengths(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_rank == 0:
             (self.root / "lengths").write_text(json.dumps(sorted(self.found)))
+
+
+class PublishLate(pl.Callback):
+    """At the end of training rank 0 has published the window that ends with it, others do so once it is waited for."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.has_ended = step, False
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step != self.step or trainer.global_rank == 0:
+            return
+        session = session_of(trainer)
+        session.finish_copy()
+        snapshotter, awaited = session._snapshotter, threading.Event()
+        publish, finish = snapshotter._publish, snapshotter.finish
+
+        def publish_late(*arguments: Any, **options: Any) -> None:
+            assert awaited.wait(60)
+            publish(*arguments, **options)
+
+        def finish_now() -> Any:
+            if self.has_ended:
+                awaited.set()
+            return finish()
+
+        snapshotter._publish, snapshotter.finish = publish_late, finish_now  # type: ignore[method-assign]
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.has_ended = True
+        if trainer.global_rank == 0:
+            session_of(trainer).finish_copy()
+
+
+def session_of(trainer: pl.Trainer) -> CheckpointSession:
+    session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
+    assert session is not None
+    return session
+
+
+def test_a_window_that_ends_with_the_run_is_followed_by_the_same_checkpoint_on_all_ranks(root: Path) -> None:
+    finish(root, 2, [PublishLate(7), saver(root, **WINDOW)], trainer=SMALL, steps=7, draws=False)
+    checkpoint = newest(root)
+    assert checkpoint is not None
+    assert (checkpoint.first_step, checkpoint.step) == (7, 7)
 
 
 @pytest.mark.parametrize(
