@@ -65,7 +65,7 @@ ELSEWHERE = (
 QUICK = ("doctor=true", "strategy.copies=2")
 """Beginnings of the commands that run by default; the others are composed (tests/unit/test_docs.py)."""
 KNOWN = (
-    "moe-train|moe-bench|moe-ckpt|moe-sim|pip install|python -m moe_lightning|python docs/api.py|python -m tests"
+    "moe-train|moe-bench|moe-ckpt|moe-sim|pip install|python -m moe_lightning|sphinx-build|python -m tests"
     "|wandb|ruff|pytest|#SBATCH|#!|#|host=|secret=|until |srun|for |done|wait|TORCH_DISABLE|torchrun|sbatch|pre-commit"
 )
 
@@ -230,7 +230,7 @@ def test_every_snippet_is_run_here() -> None:
 
 
 def test_checkpoints_in_a_script(tmp_path: Path) -> None:
-    source = snippet("README.md", "PartialExpertsCheckpoint(").replace("every_n_steps=50", "every_n_steps=2")
+    source = snippet("docs/own-module.md", "PartialExpertsCheckpoint(").replace("every_n_steps=50", "every_n_steps=2")
     small = source.replace("max_steps=1000", 'max_steps=4, accelerator="cpu", devices=1, logger=False')
     assert small.count("max_steps=4") == 1
     assert "every_n_steps=2" in small

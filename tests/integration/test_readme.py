@@ -34,16 +34,14 @@ def test_the_readme_shows_the_test_command() -> None:
     assert block_after("test command").strip() == 'pip install -e ".[test]" && pytest -n 2'
 
 
-@pytest.mark.parametrize(
-    ("failing", "code"), [(None, 0), ("ruff", 1), ("mypy", 1), ("pytest", 1)], ids=["none", "ruff", "mypy", "pytest"]
-)
+@pytest.mark.parametrize(("failing", "code"), [(None, 0), ("ruff", 1), ("mypy", 1), ("sphinx-build", 1), ("pytest", 1)])
 def test_ci_checks_and_then_runs_the_test_command_of_the_readme(failing: str | None, code: int, tmp_path: Path) -> None:
     (tmp_path / ".ci").mkdir()
     script = Path(shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run"))
     (tmp_path / "README.md").write_text(README)
     tools = tmp_path / "tools"
     tools.mkdir()
-    for name in ("python", "pip", "ruff", "mypy", "pytest"):
+    for name in ("python", "pip", "ruff", "mypy", "sphinx-build", "pytest"):
         tool = tools / name
         tool.write_text(f'#!/bin/sh\necho "{name} $*"\nexit {int(name == failing)}\n')
         tool.chmod(0o755)
@@ -54,12 +52,13 @@ def test_ci_checks_and_then_runs_the_test_command_of_the_readme(failing: str | N
     assert done.returncode == code, done.stderr
     said = [line for line in done.stdout.splitlines() if not line.startswith("+")]
     notes = [line for line in said if line.startswith("failed before the tests")]
-    assert len(notes) == (failing in ("ruff", "mypy"))
+    assert len(notes) == (failing in ("ruff", "mypy", "sphinx-build"))
     assert [line for line in said if line not in notes] == [
         "pip install -e .[test]",
         "ruff check .",
         "ruff format --check .",
         "mypy ",
+        "sphinx-build -q -W --keep-going docs build/docs",
         "pip install -e .[test]",
         "pytest -n 2",
     ]

@@ -22,6 +22,11 @@ TRAINING = [
     if not any(argument.startswith(("--", "-sc")) for argument in arguments)
 ]
 
+GENERATED = [
+    f"{folder}generated/{name}.md" for folder in ("", "docs/") for name in ("options", "metrics", "errors", "api")
+]
+"""Pages that docs/generated.py writes when the site is built."""
+
 FORMER = [
     *("how-it-works", r"moe_lightning[./](algorithms|comm|modules)\b", r"\bseams\b", "ExpertEdits", "edit_experts"),
     *("schedule_free", "schedulefree", r"elastic\.membership\.\w+_"),
@@ -57,7 +62,7 @@ def test_training_commands_compose(arguments: list[str]) -> None:
 def test_benchmarks_and_links_exist(page: Path) -> None:
     assert {command[0] for command in commands(page, "moe-bench") if command} - {"NAME"} <= {*COMMANDS, *BENCHMARKS}
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+        assert (page.parent / target).exists() or target in GENERATED, target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -79,9 +84,28 @@ def test_no_former_name_is_left(page: Path) -> None:
     assert [word for word in former if re.search(word, page.read_text())] == []
 
 
+SITE = [page for page in PAGES if page.parent.name == "docs"]
+
+
 def test_every_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "README.md").read_text()
-    assert all(f"{page.name})" in index for page in PAGES if page.name != "README.md")
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert all(f"{page.name})" in index and f"\n{page.stem}\n" in index for page in SITE if page.stem != "index")
+
+
+@pytest.mark.parametrize("page", SITE, ids=lambda path: path.name)
+def test_every_page_has_a_next_step(page: Path) -> None:
+    included = page.stem in ("contributing", "changelog", "security")
+    assert included or page.stem == "index" or re.search(r"^Next: .*\]\(", page.read_text(), re.MULTILINE)
+
+
+def test_the_readme_is_short_and_its_figures_are_those_that_were_measured() -> None:
+    readme = (ROOT / "README.md").read_text()
+    measured = (ROOT / "docs" / "measured.md").read_text()
+    assert len(readme.splitlines()) <= 120
+    rows = re.findall(r"^\| (?!what|---)(.*?) \| (.*?) \|$", readme, re.MULTILINE)
+    figures = [figure for _, cell in rows for figure in re.findall(r"\d+\.\d+", cell)]
+    assert len(figures) > 5
+    assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d])", measured)] == []
 
 
 def test_every_recipe_is_described() -> None:
