@@ -152,6 +152,10 @@ class RunDirectory:
         """Leave the tokenizer.json that the run has trained in its directory; its checkpoints hold it, too."""
         _replace(self.path / "tokenizer.json", content)
 
+    def write_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Leave the last value of every logged metric: the whole file or none."""
+        _replace(self.metrics, json.dumps(dict(metrics), indent=2) + "\n")
+
     def check_movable(self) -> bool:
         """True if there is an earlier run to move; what a command left that never trained is none.
 

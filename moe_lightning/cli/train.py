@@ -137,15 +137,8 @@ def _wrapped(words: Iterable[str], *, indent: int, width: int) -> str:
 _MOST_NAMED = 12
 
 
-def write_metrics(path: Path, metrics: Mapping[str, float]) -> None:
-    """Leave the last value of every logged metric: the whole file or none."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(dict(metrics), indent=2) + "\n")
-    fresh.replace(path)
-
-
 def objective_of(path: Path, name: str) -> float:
-    """The metric of this name in a file that `write_metrics` has left.
+    """The metric of this name in a file that `RunDirectory.write_metrics` has left.
 
     Raises:
         ConfigurationError: no run has left its metrics, the name is none of them, or its value is not finite.
@@ -415,7 +408,7 @@ def run_job(composed: DictConfig) -> float | None:
             _launch(directory, config, elastic, external=external)
         return None
     if finished := _finished(directory, config):
-        from moe_lightning.cli.worker import check
+        from moe_lightning.cli.training import check
 
         check(config)  # wrong values are named all the same
         print(finished)
@@ -551,7 +544,7 @@ def _launch(
 
         ElasticLauncher(num_ranks=num_ranks, log_dir=directory.logs, **elastic).run(arguments)
     elif external or num_ranks == 1:
-        from moe_lightning.cli.worker import train
+        from moe_lightning.cli.training import train
 
         train(config)
     else:
@@ -590,7 +583,7 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
     if config["resume"] is False:
         if not is_first or not directory.check_movable():
             return None, ""
-        from moe_lightning.cli.worker import check
+        from moe_lightning.cli.training import check
 
         check(config)  # nothing is moved for a command that cannot train
         place = directory.move_aside()
