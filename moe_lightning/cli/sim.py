@@ -37,7 +37,7 @@ from moe_lightning.simulate.hardware import Hardware, load_hardware, preset
 from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.mesh_search import MeshReport, mesh_report, search_mesh
 from moe_lightning.simulate.policy import POLICIES, policy
-from moe_lightning.simulate.recommend import Advice, FailingCluster, recommend
+from moe_lightning.simulate.recommend import Advice, recommend
 from moe_lightning.simulate.scenario import Report, Scenario
 from moe_lightning.simulate.workload import Exponent, RoutingKind, Workload, gpt_workload, make_routing
 from moe_lightning.text_table import table
@@ -476,7 +476,7 @@ def _recommend(config: Mapping[str, Any]) -> int:
         scenario = replace(scenario, mesh=found.mesh)
     advice = recommend(
         scenario,
-        FailingCluster(nodes=config["nodes"], simultaneous=config["failures"]["simultaneous"]),
+        config["failures"]["simultaneous"],
         fixed=given(config, "policy", "name"),
     )
     print(advice.table())

@@ -220,11 +220,7 @@ class Workload:
         return self.expert_params * self.state_bytes
 
     def samples_per_step(self, num_ranks: int) -> int:
-        return self.global_batch if self.global_batch is not None else self.rank_batch_or_zero * num_ranks
-
-    @property
-    def rank_batch_or_zero(self) -> int:
-        return self.rank_batch or 0
+        return self.global_batch if self.global_batch is not None else (self.rank_batch or 0) * num_ranks
 
     def tokens_per_rank(self, num_ranks: int) -> float:
         return self.samples_per_step(num_ranks) * self.context_length / num_ranks
