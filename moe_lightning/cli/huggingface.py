@@ -37,11 +37,9 @@ class _Source(Protocol):
 
     def dense(self, name: str) -> Tensor:
         """A parameter or buffer by its name in the model."""
-        ...
 
     def experts(self, layer: int, block: str, name: str, num_experts: int) -> Tensor:
         """The stack [E, ...] of one parameter of an MoE layer."""
-        ...
 
 
 def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, adapter_alone: bool = False) -> int:

@@ -237,11 +237,9 @@ class ExpertReader(Protocol):
 
     def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
         """The rows of one expert by the names of our parameters."""
-        ...
 
     def names(self, prefix: str, num_experts: int) -> set[str]:
         """The tensors that are read for all experts."""
-        ...
 
 
 class Architecture(ABC):
