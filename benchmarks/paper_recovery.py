@@ -10,10 +10,11 @@ from itertools import combinations
 import numpy as np
 
 from benchmarks.paper_table import PaperTable, Row, Sources
+from benchmarks.recovery_probability import block_recovery, recovery_probabilities
 from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.cluster import Cluster, affordable_replicas, allocate_replicas
 from moe_lightning.balancing.migration import align_placements, held_states, plan_migration
-from moe_lightning.balancing.replica_placement import NODE_RULES, block_recovery, recovery_probabilities
+from moe_lightning.balancing.replica_placement import NODE_RULES
 from moe_lightning.checkpoint.sharding import gpt_moe_tensors, parameter_count
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.plots import line_chart
