@@ -508,23 +508,18 @@ def _sentence(error: Exception, overrides: Sequence[str], sweeps: bool) -> str:
     if isinstance(error, InterpolationKeyError) and error.full_key:
         return _of_another_kind(error)
     message = str(error)
-    match = _UNMERGEABLE.match(message)
-    if match and "Cannot merge" in str(error.__cause__):
+    if (match := _UNMERGEABLE.match(message)) and "Cannot merge" in str(error.__cause__):
         kind = "a list" if "object_type=list" in str(error.__cause__) else "a mapping"
         return (
             f"{match[1]} must be {kind}: set {match[1].split('=')[0]}{'=[A,B]' if kind == 'a list' else '.NAME=value'}"
         )
-    match = _THERE_ALREADY.search(message)
-    if match:
+    if match := _THERE_ALREADY.search(message):
         return f"{match[1]} is there already: give {match[1]}=VALUE without a plus"
-    match = _UNKNOWN_KEY.search(message)
-    if match:
+    if match := _UNKNOWN_KEY.search(message):
         return unknown_key(match[1].split("@")[0], known_keys(overrides), "moe-train --cfg job")
-    match = _AMBIGUOUS.search(message)
-    if match:
+    if match := _AMBIGUOUS.search(message):
         return _several_values(match[1], sweeps)
-    match = _NOT_LOADED.search(message)
-    if match:
+    if match := _NOT_LOADED.search(message):
         return _no_choice(match[1], match[2], choices(match[1]))
     if message.startswith("Config group override must be"):
         override = _wrong_choice(overrides)

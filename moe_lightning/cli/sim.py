@@ -89,10 +89,6 @@ def _hardware(config: Mapping[str, Any]) -> Hardware:
     return preset(name, **changes)
 
 
-def _mesh(config: Mapping[str, Any]) -> MeshSpec:
-    return build_config(MeshSpec, given(config, "mesh", "search"), key="mesh")
-
-
 def given(config: Mapping[str, Any], group: str, but: str) -> dict[str, Any]:
     """Those of a group's keys that are set."""
     return {key: value for key, value in config[group].items() if key != but and value is not None}
@@ -124,7 +120,7 @@ def scenario_of(config: Mapping[str, Any], name: str) -> Scenario:
         events=failures.events(config["nodes"], duration_s, config["seed"]),
         num_nodes=config["nodes"],
         duration_s=duration_s,
-        mesh=_mesh(config),
+        mesh=build_config(MeshSpec, given(config, "mesh", "search"), key="mesh"),
     )
 
 

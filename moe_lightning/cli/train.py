@@ -19,7 +19,7 @@ import signal
 import sys
 import textwrap
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,6 +40,7 @@ from moe_lightning.cli.composition import (
     check_groups,
     check_recipe,
     check_top_level,
+    choices,
     composition_errors,
     fixed_keys,
     known_keys,
@@ -57,6 +58,7 @@ from moe_lightning.text_table import in_columns
 from moe_lightning.user_errors import suggestion
 
 _WIDTH = 110  # of the recipes' lines
+_INDENT = 32  # of what stands beside a key
 _TEXT = """\
 moe-train: train a Mixture-of-Experts model with expert parallelism
 
@@ -111,7 +113,8 @@ def help_text(config_dir: str | None = None) -> str:
     lines = (
         f"  {name:<{width}}  {textwrap.shorten(about, room, placeholder=' ...')}" for name, about in recipes.items()
     )
-    models = _wrapped(sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml")), indent=32, width=100)
+    names = " ".join(choices("model"))
+    models = ("\n" + " " * _INDENT).join(textwrap.wrap(names, 100 - _INDENT, break_on_hyphens=False))
     return _TEXT.format(recipes="\n".join(lines), own=f" (also in {config_dir})" if config_dir else "", models=models)
 
 
@@ -122,16 +125,6 @@ def _description(path: Path) -> str:
         if comment and not comment[1].startswith("@"):
             return comment[1]
     return ""
-
-
-def _wrapped(words: Iterable[str], *, indent: int, width: int) -> str:
-    lines, line = [], ""
-    for word in words:
-        if line and indent + len(line) + len(word) + 1 > width:
-            lines.append(line)
-            line = ""
-        line = f"{line} {word}".strip()
-    return ("\n" + " " * indent).join([*lines, line])
 
 
 _MOST_NAMED = 12

@@ -63,10 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not os.path.isfile(options.script):
             raise ConfigurationError(f"{shortened(options.script)} is not there: give the path of a Python script")
+        settings = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.set)}
         ElasticLauncher(
             num_ranks=options.ranks,
             log_dir=options.log_dir,
-            settings=_settings(options.set),
+            settings=build_config(ElasticSettings, settings),
             module=_MODULE,
             max_restarts=options.max_restarts,
             rdzv_endpoint=options.rdzv_endpoint,
@@ -86,16 +87,6 @@ def _run_script(script: str, *arguments: str) -> None:
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
-
-
-def _settings(texts: Sequence[str]) -> ElasticSettings:
-    """Parse the settings given as NAME=VALUE.
-
-    Raises:
-        ConfigurationError: a name or value is invalid.
-    """
-    pairs = [text.partition("=") for text in texts]
-    return build_config(ElasticSettings, {name: yaml.safe_load(value) for name, _, value in pairs})
 
 
 if __name__ == "__main__":
