@@ -44,8 +44,9 @@ from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.cluster import Cluster, allocate_replicas, imbalance
 from moe_lightning.balancing.replica_placement import deal_to_ranks
 from moe_lightning.checkpoint import inspect
+from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.directory import has_manifest
-from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_file
+from moe_lightning.checkpoint.inspect import FileSummary, newest_file, summarise_file
 from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place, exists
@@ -463,7 +464,7 @@ def _prune(arguments: argparse.Namespace, console: Console) -> int:
             f"none of the newest {arguments.keep} checkpoints in {arguments.path} is whole, so nothing is "
             f"deleted: raise --keep, and see moe-ckpt verify {arguments.path}"
         )
-    removed = inspect.prune(arguments.path, arguments.keep)
+    removed = prune(arguments.path, arguments.keep)
     console.print(f"deleted {len(removed)}: {', '.join(removed)}" if removed else "nothing to delete", soft_wrap=True)
     return 0
 

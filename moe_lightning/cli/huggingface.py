@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.files import newest_file, read_file, trained_tokenizer
-from moe_lightning.checkpoint.inspect import resolve
+from moe_lightning.checkpoint.files import read_file
+from moe_lightning.checkpoint.inspect import newest_file, resolve, trained_tokenizer
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place

@@ -21,7 +21,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from moe_lightning.checkpoint.checksum import check_file
+from moe_lightning.checkpoint.files import check_file
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import open_regular
 

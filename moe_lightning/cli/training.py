@@ -38,7 +38,7 @@ from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.loggers import QuietWandbLogger
 from moe_lightning.callbacks.summary import Summary
 from moe_lightning.checkpoint.directory import headings
-from moe_lightning.checkpoint.files import checkpoint_values
+from moe_lightning.checkpoint.inspect import checkpoint_values
 from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.capacity import check_model, check_processes, check_sample, machine_memory, whole_memory
