@@ -116,6 +116,7 @@ class LayerPlanner:
 
     def __init__(self, policy: BalancePolicy, placement: Placement) -> None:
         self._policy = policy
+        self._plan: ShadowPlan | None = None
         self._trans_s = 0.0
         self.forecast = LoadForecast(_DECAYS[policy.forecast])
         self.move(placement)
@@ -153,8 +154,7 @@ class LayerPlanner:
 
     def move(self, placement: Placement) -> None:
         """The layer's experts have moved: its shadows must be planned anew."""
-        self._placement = placement
-        self._plan: ShadowPlan | None = None
+        self._placement, self._plan = placement, None
         self._rule = ReplanRule(self._policy.replan_threshold, self._policy.max_replan_interval)
 
     def take_load(self, fade: int) -> tuple[IntArray, IntArray | None]:
