@@ -9,6 +9,7 @@ from itertools import combinations
 
 import numpy as np
 
+from benchmarks.balance_trace import load_trace
 from benchmarks.paper_table import PaperTable, Row, Sources
 from benchmarks.recovery_probability import block_recovery, recovery_probabilities
 from moe_lightning.arrays import IntArray
@@ -21,7 +22,7 @@ from moe_lightning.plots import line_chart
 from moe_lightning.simulate.hardware import preset
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.step_model import StepModel
-from moe_lightning.simulate.workload import Workload, hottest, load_trace, make_routing
+from moe_lightning.simulate.workload import Workload, hottest, make_routing
 
 NODES, SLOTS = 10, 6
 _LAYERS = 12

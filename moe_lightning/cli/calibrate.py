@@ -43,13 +43,14 @@ from moe_lightning.cli.short_training import (
     write_trace,
 )
 from moe_lightning.moe.experts import Experts
+from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.hardware import Hardware, save_hardware
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.step_model import StepCost, StepModel
-from moe_lightning.simulate.workload import RoutingScenario, gpt_workload, load_trace
+from moe_lightning.simulate.workload import RoutingScenario, gpt_workload
 from moe_lightning.strategies import ExpertParallelStrategy
 from moe_lightning.text_table import table as text_table
 
@@ -132,7 +133,7 @@ def run(options: Options) -> int:
     for ranks in options.ranks:
         check_processes(ranks)
     if options.trace is not None:
-        load_trace(options.trace)  # what is wrong with it is told before the measurements
+        read_routing_trace(options.trace)  # what is wrong with it is told before the measurements
     machines: dict[int, Hardware] = {}
     predictions: list[Prediction] = []
     with tempfile.TemporaryDirectory(prefix="moe-calibrate-") as folder:

@@ -36,9 +36,8 @@ from moe_lightning.elastic.worker import leave, work
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
-from moe_lightning.moe.forced_routing import ForcedRouting
+from moe_lightning.moe.forced_routing import ForcedRouting, read_routing_trace
 from moe_lightning.moe.router import RouterConfig
-from moe_lightning.simulate.workload import load_trace
 from moe_lightning.strategies import ExpertParallelStrategy
 
 
@@ -148,8 +147,8 @@ class StepClock(pl.Callback):
 
 def most_skewed(path: Path, num_experts: int) -> FloatArray:
     """Shares [E] of the settled layer of a trace that loads two ranks least evenly, of its most used experts."""
-    trace = load_trace(path)
-    settled = trace.counts[trace.iteration >= _SETTLED].sum(axis=2)
+    counts, iteration = read_routing_trace(path)
+    settled = counts[iteration >= _SETTLED].sum(axis=2)
     if not settled.size or settled.shape[2] < num_experts:
         raise ConfigurationError(
             f"{path} holds no {num_experts} experts after iteration {_SETTLED}: use a longer trace, or fewer experts"

@@ -111,29 +111,6 @@ def hottest(counts_SLE: IntArray, num_experts: int) -> IntArray:
     return np.maximum(1, np.take_along_axis(counts_SLE, chosen, axis=2))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RoutingTrace:
-    """A recorded run.
-
-    Attributes:
-        counts: int64 [samples, L, N, E], assignments of each source rank to each expert.
-        iteration: int64 [samples], ascending.
-    """
-
-    counts: IntArray
-    iteration: IntArray
-
-
-def load_trace(path: Path) -> RoutingTrace:
-    """Read an .npz with `counts` [samples, layers, ranks, experts] and `iteration` [samples].
-
-    Raises:
-        ConfigurationError: no such file, or arrays that are missing or of another shape.
-    """
-    counts, iteration = read_routing_trace(path)
-    return RoutingTrace(counts=counts, iteration=iteration)
-
-
 _MAY_BE_NONE = {"dense_params", "dense_blocks", "embedding_params", "tied"}
 
 

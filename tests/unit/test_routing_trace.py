@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import balance_trace
+from benchmarks.balance_trace import RoutingTrace, load_trace
 from benchmarks.recovery_probability import recovery_probabilities
 from moe_lightning.balancing import shadow_search
 from moe_lightning.balancing.cluster import Cluster, allocate_replicas, balance_ratio, imbalance
@@ -24,7 +25,6 @@ from moe_lightning.balancing.shadow_search import fastermoe_shadows, no_shadows,
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, shadow_quota
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.workload import RoutingTrace, load_trace
 from tests.options import options_of
 
 FOLDER = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
