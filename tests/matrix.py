@@ -293,6 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = given.pytest if any(argument.startswith("-n") for argument in given.pytest) else ["-n2", *given.pytest]
         run_part(given.part, given.results.absolute(), given.minutes, known, chosen)
     parts = read(given.results)
+    if not parts:
+        parser.error(f"--results {given.results}: no results in it: run a part first, for example --part 1/4")
     if given.record:
         SECONDS.write_text(json.dumps(known | record(parts), indent=2, sort_keys=True) + "\n")
         return 0

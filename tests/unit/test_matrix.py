@@ -93,3 +93,16 @@ def test_a_wrong_part_is_told(part: str, tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         matrix.main(["--results", str(tmp_path / "r"), "--part", part])
     assert f"--part {part}: give K/N" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["--table", "--record"])
+@pytest.mark.parametrize("content", [None, ""])
+def test_results_without_a_part_are_refused(
+    action: str, content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results.jsonl"
+    if content is not None:
+        results.write_text(content)
+    with pytest.raises(SystemExit):
+        matrix.main(["--results", str(results), action])
+    assert f"--results {results}: no results in it: run a part first" in capsys.readouterr().err
