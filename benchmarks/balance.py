@@ -6,34 +6,41 @@ All ratios are taken inside one run, against the median step of plain expert par
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
+from typing_extensions import override
 
+from benchmarks.measuring import goal, medians_of, own_cores, pinning
 from benchmarks.padded_dispatch import PADDED
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
 from moe_lightning.arrays import FloatArray
+from moe_lightning.balancing.cluster import balance_ratio, imbalance
 from moe_lightning.balancing.rules import STRATEGIES, Strategy
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.cli.short_training import (
+    WARMUP_STEPS,
     ModelOptions,
+    StepClock,
     balancer_of,
-    goal,
     machine,
-    medians_of,
     most_skewed,
     on_ranks,
-    own_cores,
-    pinning,
     train,
     write_trace,
 )
+from moe_lightning.dispatch.placement import uniform_placement
+from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.strategies import ExpertParallelStrategy
+from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.text_table import table
 
 Medians = Mapping[tuple[str, str], Mapping[str, float]]
@@ -175,12 +182,82 @@ def train_all(settings: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def measured(
+    strategy: ExpertParallelStrategy, callbacks: Sequence[pl.Callback], trace: str, options: Options
+) -> dict[str, float]:
+    """Train under one recorded popularity of experts and return figures of a step after the warm-up. Collective."""
+    watch = BalanceWatch()
+    train(strategy, watch, callbacks, trace, options)
+    found = watch.summary(strategy)
+    strategy.world.close()
+    return found
+
+
+class BalanceWatch(StepClock):
+    """Notes, after the warm-up, the time of each step, and what travelled and was waited for in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows: list[dict[str, float]] = []
+
+    @override
+    def note(self, trainer: pl.Trainer) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ExpertParallelStrategy)
+        if trainer.global_step > WARMUP_STEPS:
+            times = {"step_s": self.step_s[-1], "cpu_s": self.cpu_s[-1]}
+            self._rows.append(times | _layers(strategy.experts) | _copies(trainer))
+
+    def summary(self, strategy: ExpertParallelStrategy) -> dict[str, float]:
+        """Medians over steps; of the slowest rank for times, summed over ranks for bytes. Collective."""
+        mine = medians_of(self._rows)
+        ranks = all_gather_json(mine, strategy.world)
+        return {name: (sum if name.endswith("_bytes") else max)(rank[name] for rank in ranks) for name in mine}
+
+
+def _layers(experts: PlacedExperts) -> dict[str, float]:
+    """Means over layers of the balance, and the bytes that left this rank in the four exchanges of each."""
+    before, after, quotients, sent_bytes = [], [], [], 0
+    for layer in experts.layers:
+        assert layer.statistics is not None
+        tokens = layer.statistics.computed_NE.numpy().sum(axis=0)
+        loads = layer.dispatcher.last_rank_loads
+        if loads is None:  # a world of one rank
+            loads = tokens.sum(keepdims=True)
+        plain = balanced_quota(tokens, uniform_placement(len(tokens), len(loads)).replicas).sum(axis=0)
+        before.append(imbalance(plain))
+        after.append(imbalance(loads))
+        quotients.append(min(balance_ratio(plain, loads), 1e3))
+        sent_bytes += 4 * layer.dispatcher.last_sent_bytes
+    return {
+        "imbalance_before": statistics.mean(before),
+        "imbalance_after": statistics.mean(after),
+        "balance_ratio": statistics.mean(quotients),
+        "exchange_bytes": sent_bytes,
+    }
+
+
+def _copies(trainer: pl.Trainer) -> dict[str, float]:
+    """Return the measured and the predicted cost of the last step's shadows."""
+    balancer = next((c for c in trainer.callbacks if isinstance(c, LoadBalancer)), None)  # type: ignore[attr-defined]
+    shadow_transfers = balancer.last_shadow_transfers if balancer is not None else None
+    planner = balancer.planner if shadow_transfers is not None and balancer is not None else None
+    expected = planner.predicted_step() if planner is not None else None
+    return {
+        "copy_bytes": shadow_transfers.sent_bytes if shadow_transfers else 0,
+        "exposed_trans_s": shadow_transfers.trans_wait_s if shadow_transfers else 0.0,
+        "exposed_agg_s": shadow_transfers.agg_wait_s if shadow_transfers else 0.0,
+        "expected_copy_s": expected.transfer_s if expected else 0.0,
+        "expected_exposed_s": expected.exposed_s if expected else 0.0,
+    }
+
+
 def train_with(name: str, trace: str, options: Options) -> dict[str, float]:
     """Train under one of the contenders. Collective."""
     ways = CONTENDERS[name]
     if ways is None:
-        return train(ExpertParallelStrategy(slots=options.slots), [LoadBalancer()], trace, options)
+        return measured(ExpertParallelStrategy(slots=options.slots), [LoadBalancer()], trace, options)
     if ways.padded:
-        return train(ExpertParallelStrategy(dispatch=PADDED), [], trace, options)
+        return measured(ExpertParallelStrategy(dispatch=PADDED), [], trace, options)
     strategy = ExpertParallelStrategy(slots=options.slots, quota="balanced" if ways.balanced else "equal")
-    return train(strategy, [] if name == "plain" else [balancer_of(ways)], trace, options)
+    return measured(strategy, [] if name == "plain" else [balancer_of(ways)], trace, options)

@@ -6,22 +6,47 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks.uneven_trace import Speeds, format_speeds, judge_speeds
 from moe_lightning.arguments import Count, InputFile, option
+from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.rules import STRATEGIES, PlacementPolicy, Strategy, evaluate, plan_placement, plan_shadows
 from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.workload import RoutingTrace, load_trace
+from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.text_table import table
 
 _WIDTH = 2048
 _FLOPS = 11.5e12
 _BYTES_PER_S = 6.25e9
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutingTrace:
+    """A recorded run.
+
+    Attributes:
+        counts: int64 [samples, L, N, E], assignments of each source rank to each expert.
+        iteration: int64 [samples], ascending.
+    """
+
+    counts: IntArray
+    iteration: IntArray
+
+
+def load_trace(path: Path) -> RoutingTrace:
+    """Read an .npz with `counts` [samples, layers, ranks, experts] and `iteration` [samples].
+
+    Raises:
+        ConfigurationError: no such file, or arrays that are missing or of another shape.
+    """
+    counts, iteration = read_routing_trace(path)
+    return RoutingTrace(counts=counts, iteration=iteration)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 
 from benchmarks.checkpoint_bubbles import bubble_table
 from benchmarks.checkpoint_windows import WINDOWS, room_of, window_stalls, window_table
+from benchmarks.measuring import interleaved
 from moe_lightning.arguments import Count, OutputFolder, option
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import arena_bytes, arena_directory, arena_path, capacity_of
@@ -37,7 +38,7 @@ from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.selection import full_selection, sequential_selection
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.cli.capacity import check_processes
-from moe_lightning.cli.short_training import interleaved, machine
+from moe_lightning.cli.short_training import machine
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import table
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare_contenders import BASES, SAVINGS, TRAININGS
+from benchmarks.measuring import medians_of, own_cores, pinning
 from moe_lightning.arguments import Count, OutputFile, OutputFolder, option
-from moe_lightning.cli.short_training import ModelOptions, machine, medians_of, on_ranks, own_cores, pinning
+from moe_lightning.cli.short_training import ModelOptions, machine, on_ranks
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import table
 

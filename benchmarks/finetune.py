@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
+from benchmarks.measuring import goal
 from moe_lightning.arguments import Count, option
-from moe_lightning.cli.short_training import goal, machine, on_ranks
+from moe_lightning.cli.short_training import machine, on_ranks
 from moe_lightning.text_table import table
 
 SHAPES: dict[str, dict[str, int]] = {

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from benchmarks import kernels_cuda
 from benchmarks.kernel_contenders import SIZES, Contender, Shape, contenders
+from benchmarks.measuring import interleaved_medians
 from moe_lightning import kernels as ops
 from moe_lightning.arguments import Count, option
-from moe_lightning.cli.short_training import interleaved_medians, machine
+from moe_lightning.cli.short_training import machine
 from moe_lightning.dispatch.quota import balanced_quota, dispatch_splits
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import pool

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from benchmarks.kernel_contenders import Layer, Shape, layer_contenders
 from benchmarks.kernels_exchange import exchange_table
+from benchmarks.measuring import interleaved_medians, timed
 from benchmarks.race import disagreements, race, reason
 from moe_lightning import kernels as ops
-from moe_lightning.cli.short_training import interleaved_medians, timed
 from moe_lightning.text_table import table
 
 SHAPES = (

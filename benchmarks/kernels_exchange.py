@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 
-from moe_lightning.cli.short_training import interleaved_medians
+from benchmarks.measuring import interleaved_medians
 from moe_lightning.dispatch.transports import refusal, symmetric_all_to_all
 from moe_lightning.parallel.context import STORE_VARIABLE, World, join_local_world
 from moe_lightning.parallel.exchange import exchange_rows

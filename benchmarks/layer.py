@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.measuring import interleaved_medians
 from moe_lightning.arguments import Count, InputFile, option
-from moe_lightning.cli.short_training import interleaved_medians, machine
+from moe_lightning.cli.short_training import machine
 from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import ForcedRouting

@@ -18,8 +18,9 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Interval
 
+from benchmarks.measuring import interleaved_medians
 from moe_lightning.arguments import Count, option
-from moe_lightning.cli.short_training import ModelOptions, gpt, interleaved_medians, machine
+from moe_lightning.cli.short_training import ModelOptions, gpt, machine
 from moe_lightning.data.instructions import InstructionData
 from moe_lightning.models.gpt_module import GPTModule
 from moe_lightning.moe.losses import auxiliary_loss

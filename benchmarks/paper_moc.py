@@ -12,9 +12,9 @@ from moe_lightning.checkpoint.selection import (
     SCOPE_PRESETS,
     DynamicKRule,
     expected_plt,
-    expected_plt_two_level,
     full_selection,
     sequential_selection,
+    staleness_sum,
 )
 from moe_lightning.checkpoint.sharding import (
     FULL_SCOPE_ACCOUNTING,
@@ -344,3 +344,14 @@ PAPERS = {
     "moc-tensor": tensor_parallel,
     "moc-plt": lost_tokens,
 }
+
+
+def expected_plt_two_level(
+    *, num_experts: int, k_snapshot: int, k_persist: int, interval: int, total_steps: int, dead_share: float
+) -> float:
+    """PLT of one fault in which a share of the experts was on nodes that died and the others are restored from memory
+    (MoC-System 5.1)."""
+    stale = dead_share * staleness_sum(num_experts, k_persist) + (1 - dead_share) * staleness_sum(
+        num_experts, k_snapshot
+    )
+    return interval * stale / (num_experts * total_steps)

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from benchmarks.balance_trace import reference_costs
+from benchmarks.balance_trace import load_trace, reference_costs
 from benchmarks.paper_table import PaperTable, Row, Sources
 from moe_lightning.balancing.rules import STRATEGIES, evaluate, plan_shadows
 from moe_lightning.dispatch.placement import uniform_placement
@@ -17,7 +17,7 @@ from moe_lightning.plots import bar_chart
 from moe_lightning.simulate.hardware import Hardware, preset
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.step_model import StepModel
-from moe_lightning.simulate.workload import RoutingScenario, Workload, load_trace, trace_routing
+from moe_lightning.simulate.workload import RoutingScenario, Workload, trace_routing
 
 _EXPERTS = 16
 _MODELS = {"S": (12, 512), "M": (12, 1024), "L": (12, 2048), "DS": (24, 512), "DM": (24, 1024)}

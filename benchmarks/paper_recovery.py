@@ -9,18 +9,20 @@ from itertools import combinations
 
 import numpy as np
 
+from benchmarks.balance_trace import load_trace
 from benchmarks.paper_table import PaperTable, Row, Sources
+from benchmarks.recovery_probability import block_recovery, recovery_probabilities
 from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.cluster import Cluster, affordable_replicas, allocate_replicas
 from moe_lightning.balancing.migration import align_placements, held_states, plan_migration
-from moe_lightning.balancing.replica_placement import NODE_RULES, block_recovery, recovery_probabilities
+from moe_lightning.balancing.replica_placement import NODE_RULES
 from moe_lightning.checkpoint.sharding import gpt_moe_tensors, parameter_count
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.plots import line_chart
 from moe_lightning.simulate.hardware import preset
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.step_model import StepModel
-from moe_lightning.simulate.workload import Workload, hottest, load_trace, make_routing
+from moe_lightning.simulate.workload import Workload, hottest, make_routing
 
 NODES, SLOTS = 10, 6
 _LAYERS = 12

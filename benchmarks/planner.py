@@ -19,13 +19,13 @@ from itertools import chain
 
 import numpy as np
 
+from benchmarks.recovery_probability import sampled_recovery
 from moe_lightning.arguments import Count, option
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.planner import BalancePolicy, PlanningThreads, block_with_sums_s
 from moe_lightning.balancing.repair import repair_placements
-from moe_lightning.balancing.replica_placement import sampled_recovery
 from moe_lightning.balancing.rules import replan_placement
 from moe_lightning.balancing.shadow_search import search_shadows
 from moe_lightning.checkpoint.recovery_plan import (
@@ -160,7 +160,7 @@ def planner_rows(ranks: int, experts: int, layers: int, slots: int, min_replicas
     threads = PlanningThreads(_TIMEOUT_S)
 
     def search() -> None:
-        layered = [threads.chain().then(search_shadows, tokens[layer], start, costs) for layer in range(layers)]
+        layered = [threads.submit(search_shadows, tokens[layer], start, costs) for layer in range(layers)]
         for plan in layered:
             threads.result(plan)
 

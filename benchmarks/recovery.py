@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Interval
 
+from benchmarks.measuring import goal, medians_of
 from benchmarks.recovery_runs import (
     KILL_PHASES,
     drop_snapshots,
@@ -29,7 +30,7 @@ from benchmarks.recovery_runs import (
 from benchmarks.recovery_trace import Replay, format_table, replay_all
 from benchmarks.recovery_worker import Task
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
-from moe_lightning.cli.short_training import goal, machine, medians_of, rank_failures_as_user_errors
+from moe_lightning.cli.short_training import machine, rank_failures_as_user_errors
 from moe_lightning.config import NonNegativeInt, Seconds
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.plots import phase_lines, require, svg

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery_worker import STOP, Task
-from moe_lightning.checkpoint.repair import RecoverySources
+from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.cli.short_training import MODULE, rank_failures_as_user_errors
 from moe_lightning.elastic.launcher import ElasticLauncher, LocalLauncher
 from moe_lightning.elastic.membership import ElasticSettings

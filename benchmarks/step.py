@@ -11,17 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
+from benchmarks.measuring import interleaved
 from moe_lightning.arguments import Count, option
-from moe_lightning.cli.short_training import (
-    ModelOptions,
-    StepClock,
-    gpt,
-    hush,
-    interleaved,
-    machine,
-    quiet_trainer,
-    random_text,
-)
+from moe_lightning.cli.short_training import ModelOptions, StepClock, gpt, hush, machine, quiet_trainer, random_text
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.strategies import ExpertParallelStrategy
 from moe_lightning.text_table import table

@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
+from benchmarks.measuring import timed
 from benchmarks.race import race
 from benchmarks.roofline_model import DEVICES, Matmul, Tile, matmul_cost
 from moe_lightning.arguments import Count, OutputFile, option
-from moe_lightning.cli.short_training import timed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import tile_table
 from moe_lightning.kernels.tile_table import CANDIDATES, Rows, candidates, key, shared_bytes

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.measuring import goal, own_cores
 from benchmarks.uneven_worker import CONTENDERS, SPEEDS, Contender, Scenario
 from moe_lightning.arguments import Count, OutputFile, option
-from moe_lightning.cli.short_training import ModelOptions, goal, machine, on_ranks, own_cores
+from moe_lightning.cli.short_training import ModelOptions, machine, on_ranks
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.plots import bar_chart, line_chart, require, svg
 from moe_lightning.text_table import table

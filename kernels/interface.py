@@ -44,15 +44,12 @@ class ExpertSort(NamedTuple):
 class RoutingKernels(Protocol):
     def top_k(self, scores_TE: Tensor, top_k: int) -> Tensor:
         """int64 [T, K]: ids of the largest scores, descending, ties to the lower id."""
-        ...
 
     def count(self, ids_TK: Tensor, num_experts: int) -> Tensor:
         """int64 [E]: assignments of each expert, those of -1 left out."""
-        ...
 
     def sort_by_expert(self, ids_TK: Tensor, num_experts: int, num_rows: int | None) -> ExpertSort:
         """With the number of assignments that are kept, where it is known."""
-        ...
 
     def chunk_order(self, starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """int64 [M] each: the old place of each row, and its inverse.
@@ -61,13 +58,11 @@ class RoutingKernels(Protocol):
             starts_C: where each chunk began; the chunks in their new order.
             ends_C: where each ends now.
         """
-        ...
 
     def fill_blocks(
         self, order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_routed: Tensor, num_rows: int
     ) -> tuple[Tensor, Tensor]:
         """int64 [M] and [A]: the assignment of each row, and the row of each assignment."""
-        ...
 
 
 class Choice(NamedTuple):
@@ -103,7 +98,6 @@ class RouterKernels(Protocol):
         self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, selection_E: Tensor | None, choice: Choice
     ) -> tuple[Routed, Tensor]:
         """Return the routing, and the terms of the weights that the gradients need."""
-        ...
 
     def logit_gradients(
         self,
@@ -121,36 +115,29 @@ class RouterKernels(Protocol):
             grads: of logits, scores and weights.
             grad_TD: of the rows by whatever else reads them, which is added.
         """
-        ...
 
     def router_wgrad(self, grads_3TE: Tensor, x_TD: Tensor) -> Tensor:
         """fp32 [E, D]: the sum over tokens of gradient^T @ x."""
-        ...
 
     def balance(self, scores_TE: Tensor, counts_E: Tensor) -> Tensor:
         """fp32 [T]: each token's part of the load-balancing loss."""
-        ...
 
     def balance_gradient(self, scores_TE: Tensor, counts_E: Tensor, grad: Tensor) -> Tensor:
         """fp32 [T, E], of the sum over tokens, whose gradient is a scalar."""
-        ...
 
 
 class RowKernels(Protocol):
     def gather(self, x_TD: Tensor, index_M: Tensor, divisor: int) -> Tensor:
         """[M, D]: x[index // divisor]."""
-        ...
 
     def combine(self, rows_MD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
         """[T, D]: sum over k of weights[t, k] * rows[inverse[t, k]], accumulated in fp32, entries of -1 left out."""
-        ...
 
     def spread(
         self, grad_TD: Tensor, order_M: Tensor, rows_MD: Tensor | None, weights_TK: Tensor, want_rows: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of `combine`: rows [M, D] = weights[order] * grad[order // K], and, where rows are given, the
         row-wise products [M] = grad[order // K] . rows in fp32."""
-        ...
 
 
 class MatmulKernels(Protocol):
@@ -160,16 +147,13 @@ class MatmulKernels(Protocol):
         Args:
             x: of the dtype and on the device of the operands.
         """
-        ...
 
     def grouped_mm(self, x_MD: Tensor, weight_SDF: Tensor, cut: Any, gather_M: Tensor | None, divisor: int) -> Tensor:
         """[M, F]: x @ weight[slot of the row]; rows past the sum are zero. With gather_M the rows are
         x[gather // divisor]."""
-        ...
 
     def grouped_wgrad(self, x_MD: Tensor, grad_MF: Tensor, cut: Any, gather_M: Tensor | None, divisor: int) -> Tensor:
         """[S, D, F]: x^T @ grad over the rows of each slot; zero for an empty slot."""
-        ...
 
 
 class HiddenGradients(NamedTuple):
@@ -193,7 +177,6 @@ class FusedKernels(Protocol):
         self, x: Tensor, up_SDH: Tensor, cut: Any, gather_M: Tensor | None, divisor: int, kind: str
     ) -> tuple[Tensor, Tensor]:
         """h [M, H] = x @ up[slot of the row], and its activation [M, F]; with gather_M as in `grouped_mm`."""
-        ...
 
     def down_gradient(
         self,
@@ -211,13 +194,11 @@ class FusedKernels(Protocol):
             grad: by rows [M, D]; or by tokens [T, D], where gather_M and weights_TK say which row takes which, times
                 what.
         """
-        ...
 
     def down_wgrad(
         self, activation_MF: Tensor, grad: Tensor, cut: Any, gather_M: Tensor | None, divisor: int
     ) -> Tensor:
         """[S, F, D]: activation^T @ grad over the rows of each slot; with gather_M the gradient is by tokens."""
-        ...
 
 
 class ActivationKernels(Protocol):
@@ -227,7 +208,6 @@ class ActivationKernels(Protocol):
         self, grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients for h and (fp32 [M]) for the gate weights."""
-        ...
 
 
 class QuotaRounds(NamedTuple):
@@ -272,11 +252,9 @@ class PlanKernels(Protocol):
         self, tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaRounds
     ) -> tuple[Tensor, Tensor]:
         """int64 [E, N] each: rows of each expert that the rank sends to, and receives from, every rank."""
-        ...
 
     def runs(self, send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, is_packed: bool) -> Runs:
         """Return the layout of a plan's rows in blocks."""
-        ...
 
 
 class Draw(NamedTuple):
@@ -300,7 +278,6 @@ class Draw(NamedTuple):
 class StreamKernels(Protocol):
     def dropout(self, x_MD: Tensor, p: float, draw: Draw) -> Tensor:
         """[M, D]: 0 where the number of an element is below p, else x / (1 - p)."""
-        ...
 
 
 class ByteKernels(Protocol):

@@ -35,6 +35,7 @@ TARGET = "_target_"
 
 PositiveInt = Annotated[int, Interval(ge=1)]
 NonNegativeInt = Annotated[int, Interval(ge=0)]
+NonNegative = Annotated[float, Interval(ge=0)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Probability = Annotated[float, Interval(ge=0, lt=1)]
 """Probability of dropping something, below 1: with 1 nothing would be left."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 
-class ConfigurationError(ValueError):
+class UserError(Exception):
+    """An error whose message is one sentence for the user; nothing of ours raises it itself."""
+
+
+class ConfigurationError(UserError, ValueError):
     """A value given by the user cannot work: the message names the value, the limit and the cure in one sentence."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint is missing, damaged or of another shape: the message names the file, what is wrong and the cure."""
 
 
@@ -15,19 +19,19 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at a path; stock Lightning raises FileNotFoundError there."""
 
 
-class ForeignMessageError(RuntimeError):
+class ForeignMessageError(UserError, RuntimeError):
     """Message from another process that this package did not write, or that is damaged: nothing of it is used."""
 
 
-class ReplicasDifferError(RuntimeError):
+class ReplicasDifferError(UserError, RuntimeError):
     """Replicas of an expert, bit-identical by the law of the house, are not: the message names it and its ranks."""
 
 
-class NonFiniteLossError(RuntimeError):
+class NonFiniteLossError(UserError, RuntimeError):
     """A loss is no finite number, and the run was asked to end then: the message names rank, step and samples."""
 
 
-class ParityError(RuntimeError):
+class ParityError(UserError, RuntimeError):
     """A run on several ranks is not that of one process: the message names step, tensor, values and likely cause."""
 
 

@@ -8,14 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 
-from moe_lightning.errors import (
-    CheckpointError,
-    ConfigurationError,
-    ForeignMessageError,
-    NonFiniteLossError,
-    ParityError,
-    ReplicasDifferError,
-)
+from moe_lightning.errors import ConfigurationError, UserError
 
 EXIT_MISTAKE = 2
 EXIT_CRASH = 1
@@ -45,14 +38,7 @@ def sentence_of(error: BaseException) -> str | None:
 
     What went wrong in cleaning up after a mistake does not hide it.
     """
-    mistakes: list[type[BaseException]] = [
-        ConfigurationError,
-        CheckpointError,
-        ForeignMessageError,
-        NonFiniteLossError,
-        ReplicasDifferError,
-        ParityError,
-    ]
+    mistakes: list[type[BaseException]] = [UserError]
     # Lightning is slow to import: where nobody did, no error of it can have come up.
     theirs = sys.modules.get("lightning.fabric.utilities.exceptions")
     if theirs is not None:

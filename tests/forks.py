@@ -20,7 +20,7 @@ FORKS.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "moe_lightning.checkpoint.agent",
         "moe_lightning.cli.train",
-        "moe_lightning.cli.worker",
+        "moe_lightning.cli.training",
         "moe_lightning.elastic.rendezvous_client",
         "moe_lightning.elastic.launcher",
         "moe_lightning.strategies",

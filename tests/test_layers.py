@@ -258,7 +258,7 @@ def test_nothing_is_unpickled_unverified() -> None:
     for path, _ in source_files():
         # fit(..., weights_only=False) is the user's own word for a file, and ends in this function alone.
         trusted = [n for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef) and n.name == "load_trusted"]
-        assert not trusted or path == PACKAGE / "checkpoint" / "loader.py"
+        assert not trusted or path == PACKAGE / "checkpoint" / "files.py"
         allowed = {id(call) for function in trusted for call in ast.walk(function)}
         for node in ast.walk(tree(path)):
             if not isinstance(node, ast.Call) or id(node) in allowed:

@@ -22,12 +22,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from functools import reduce
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Interval
 
 from moe_lightning.arrays import BoolArray, FloatArray, IntArray, Pairs
-from moe_lightning.config import validated
+from moe_lightning.config import NonNegative, validated
 from moe_lightning.dispatch.quota import speeds_in_proportion
 from moe_lightning.errors import ConfigurationError
 
@@ -65,16 +66,16 @@ class BlockCosts:
         ConfigurationError: a bandwidth or throughput that is not positive, a negative time, an unknown transfer method.
     """
 
-    row_bytes: float
-    weight_bytes: float
-    gradient_bytes: float
+    row_bytes: NonNegative
+    weight_bytes: NonNegative
+    gradient_bytes: NonNegative
     bytes_per_s: float | FloatArray
     rows_per_s: float | FloatArray
-    exchange_s: float = 0.0
-    expert_s: float = 0.0
-    backward_ratio: float = 2.0
-    dense_forward_s: float = 0.0
-    dense_backward_s: float = 0.0
+    exchange_s: NonNegative = 0.0
+    expert_s: NonNegative = 0.0
+    backward_ratio: Annotated[float, Interval(gt=0)] = 2.0
+    dense_forward_s: NonNegative = 0.0
+    dense_backward_s: NonNegative = 0.0
     transfer: TransferMethod = "scatter"
 
     @property
@@ -104,21 +105,9 @@ class BlockCosts:
         return cls(**{**data, **fitting})
 
     def __post_init__(self) -> None:
-        for name in ("bytes_per_s", "rows_per_s", "backward_ratio"):
+        for name in ("bytes_per_s", "rows_per_s"):
             if not np.all(np.asarray(getattr(self, name)) > 0):
                 raise ConfigurationError(f"{name}={getattr(self, name)} is not positive: measure it on a working link")
-        names = (
-            "row_bytes",
-            "weight_bytes",
-            "gradient_bytes",
-            "exchange_s",
-            "expert_s",
-            "dense_forward_s",
-            "dense_backward_s",
-        )
-        for name in names:
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"{name}={getattr(self, name)} is negative: give 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

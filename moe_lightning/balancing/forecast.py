@@ -17,23 +17,15 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.config import validated
+from moe_lightning.config import Coefficient, PositiveInt, Probability, validated
 from moe_lightning.dispatch.quota import ONE_SPEED
-from moe_lightning.errors import ConfigurationError
 
 _WEIGHT_BITS = 16
 _FRACTION_BITS = 8
-
-
-class ForecastState(TypedDict):
-    """State of a `LoadForecast`: its average in units of 1/256 token, or None before the first observation."""
-
-    average: IntArray | None
 
 
 @validated
@@ -41,42 +33,27 @@ class LoadForecast:
     """Exponential moving average of token counts, in fixed-point integers; with decay 0 simply the last observation.
 
     Args:
-        decay: weight of the past, 0 <= decay < 1.
+        decay: weight of the past; 0: the last step only.
 
-    Raises:
-        ConfigurationError: decay outside that range.
+    Attributes:
+        average: in units of 1/256 token; None before the first observation.
     """
 
-    def __init__(self, decay: float = 0.0) -> None:
-        if not 0 <= decay < 1:
-            raise ConfigurationError(f"decay={decay} is no weight of the past: use 0 (last step only) up to below 1")
+    def __init__(self, decay: Probability = 0.0) -> None:
         self._past = round(decay * (1 << _WEIGHT_BITS))
-        self._average: IntArray | None = None
+        self.average: IntArray | None = None
 
     def observe(self, tokens: IntArray) -> None:
         """Record the counts of one step, int64 of any shape, each below 2^31. Another shape starts afresh."""
         scaled = tokens.astype(np.int64) << _FRACTION_BITS
-        if self._average is None or self._average.shape != scaled.shape:
-            self._average = scaled
+        if self.average is None or self.average.shape != scaled.shape:
+            self.average = scaled
         else:
-            self._average = (self._average * self._past + scaled * ((1 << _WEIGHT_BITS) - self._past)) >> _WEIGHT_BITS
+            self.average = (self.average * self._past + scaled * ((1 << _WEIGHT_BITS) - self._past)) >> _WEIGHT_BITS
 
     def predict(self) -> IntArray | None:
         """Expected counts of the next step, rounded; None before the first observation."""
-        return None if self._average is None else (self._average + (1 << (_FRACTION_BITS - 1))) >> _FRACTION_BITS
-
-    def state_dict(self) -> ForecastState:
-        return {"average": None if self._average is None else self._average.copy()}
-
-    def load_state_dict(self, state: ForecastState) -> None:
-        self._average = None if state["average"] is None else state["average"].copy()
-
-
-class ReplanState(TypedDict):
-    """State of a `ReplanRule`: steps between two searches now, and steps until the next one."""
-
-    interval: int
-    wait: int
+        return None if self.average is None else (self.average + (1 << (_FRACTION_BITS - 1))) >> _FRACTION_BITS
 
 
 @validated
@@ -90,16 +67,9 @@ class ReplanRule:
     Args:
         tolerance: relative slowness at which a kept plan is given up, 0.05 is 5 percent.
         max_interval: most steps between two searches.
-
-    Raises:
-        ConfigurationError: a negative tolerance, or an interval below 1.
     """
 
-    def __init__(self, tolerance: float = 0.05, max_interval: int = 32) -> None:
-        if tolerance < 0:
-            raise ConfigurationError(f"tolerance={tolerance} would replace every plan by an equal one: use 0 or more")
-        if max_interval < 1:
-            raise ConfigurationError(f"max_interval={max_interval} is no number of steps: use at least 1")
+    def __init__(self, tolerance: Coefficient = 0.05, max_interval: PositiveInt = 32) -> None:
         self._tolerance, self._max_interval = tolerance, max_interval
         self._interval, self._wait = 1, 0
 
@@ -117,12 +87,6 @@ class ReplanRule:
         self._interval = 1 if replace else min(2 * self._interval, self._max_interval)
         self._wait = self._interval
         return replace
-
-    def state_dict(self) -> ReplanState:
-        return {"interval": self._interval, "wait": self._wait}
-
-    def load_state_dict(self, state: ReplanState) -> None:
-        self._interval, self._wait = state["interval"], state["wait"]
 
 
 _MEMORY = 64

@@ -4,7 +4,7 @@ Slow scale: placements, from the loads of the last steps, first after a few step
 `rebalance_every`. Fast scale: each layer's shadow experts, from the forecast of the next step, searched again when the
 current plan is due.
 
-Planning runs in threads beside the training; the tasks of a chain run one after the other in the order given. The plan
+Planning runs in threads beside the training, the tasks of all layers one after the other in the order given. The plan
 of a step does not depend on the speed of threads: it is the one made from the counts of the step `lag` before, and a
 step waits for it.
 
@@ -33,9 +33,9 @@ from moe_lightning.balancing.cost_model import (
     split_transfer,
 )
 from moe_lightning.balancing.forecast import LoadForecast, ReplanRule
-from moe_lightning.balancing.rules import SHADOW_POLICIES, Candidate, PlacementPolicy, replan_placement
+from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES, Candidate, PlacementPolicy, replan_placement
 from moe_lightning.balancing.shadow_search import no_shadows, predict_plan, search_shadows
-from moe_lightning.config import validated
+from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import ShadowPlan, balanced_split, uneven
 from moe_lightning.errors import ConfigurationError
@@ -43,13 +43,12 @@ from moe_lightning.errors import ConfigurationError
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
-_WORKERS = 1
-"""A search is thousands of short numpy calls: two threads hand the interpreter to and fro between them, and 61 layers
-on 1,024 ranks then take 2.8 s instead of 1.5 s; on 4,096 ranks they gain nothing."""
-
 
 class PlanningThreads:
     """A thread for the layers, one after the other, and one for what combines them.
+
+    A search is thousands of short numpy calls: two threads for layers would hand the interpreter to and fro between
+    them, and 61 layers on 1,024 ranks take 2.8 s instead of 1.5 s then; on 4,096 ranks they gain nothing.
 
     Args:
         timeout_s: longest wait for a result.
@@ -57,19 +56,19 @@ class PlanningThreads:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(_WORKERS, "moe-plan-layer")
+        self._pool = ThreadPoolExecutor(1, "moe-plan-layer")
         self._combining = ThreadPoolExecutor(1, "moe-plan")
 
-    def chain(self) -> Chain:
-        """A new sequence of tasks."""
-        return Chain(self._pool)
+    def submit(self, task: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> Future[_T]:
+        """Run a task in the layers' thread, after those before it."""
+        return self._pool.submit(task, *arguments, **options)
 
     def combine(self, task: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> Future[_T]:
-        """Run a task that may wait for chains and call `map`."""
+        """Run a task that may wait for those of layers and call `map`."""
         return self._combining.submit(task, *arguments, **options)
 
     def map(self, function: Callable[[int], _T], items: Iterable[int], /) -> Iterator[_T]:
-        """Like the built-in, in the layers' thread; not to be called from a chain."""
+        """Like the built-in, in the layers' thread; not to be called from it."""
         return self._pool.map(function, items)
 
     def result(self, future: Future[_T]) -> _T:
@@ -92,27 +91,6 @@ class PlanningThreads:
             executor.shutdown(wait=False, cancel_futures=True)
 
 
-class Chain:
-    """Tasks that run one after the other on a pool."""
-
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
-        self._last: Future[Any] | None = None
-
-    def then(self, task: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> Future[_T]:
-        """Run a task after those before it; where one of them failed, it fails alike."""
-        before = self._last
-
-        def run() -> _T:
-            if before is not None:
-                before.result()  # started earlier on the same pool, so it ends without this worker
-            return task(*arguments, **options)
-
-        future = self._pool.submit(run)
-        self._last = future
-        return future
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decision:
     """Decision after one observation.
@@ -132,22 +110,16 @@ class LayerPlanner:
     """Forecasts a layer's tokens and plans its shadows.
 
     Args:
-        shadows: policy of `balancing.rules`.
-        alpha: the search stops when loads differ by less than alpha times their mean.
-        decay: of the forecast.
-        rule: when to search, made anew for a new placement.
+        policy: how to plan.
         placement: the layer's.
     """
 
-    def __init__(
-        self, *, shadows: str, alpha: float, decay: float, rule: Callable[[], ReplanRule], placement: Placement
-    ) -> None:
-        self._shadows, self._alpha = shadows, alpha
-        self._new_rule, self._rule = rule, rule()
-        self._placement = placement
+    def __init__(self, policy: BalancePolicy, placement: Placement) -> None:
+        self._policy = policy
         self._plan: ShadowPlan | None = None
         self._trans_s = 0.0
-        self.forecast = LoadForecast(decay)
+        self.forecast = LoadForecast(_DECAYS[policy.forecast])
+        self.move(placement)
         self.load = np.zeros(placement.num_experts, dtype=np.int64)
 
     def observe(self, counts_EN: Sequence[IntArray], costs: BlockCosts) -> Decision:
@@ -158,22 +130,22 @@ class LayerPlanner:
             error = float(np.abs(forecast - tokens).sum()) / max(1, 2 * int(tokens.sum()))
         self.forecast.observe(tokens)
         self.load += tokens.sum(axis=1)
-        if self._shadows != "none":
+        if self._policy.shadows != "none":
             self._replan(costs)
         return Decision(plan=self._plan, trans_s=self._trans_s, forecast_error=error)
 
     def _replan(self, costs: BlockCosts) -> None:
-        tokens, placement = self.forecast.predict(), self._placement
+        tokens, placement, policy = self.forecast.predict(), self._placement, self._policy
         assert tokens is not None
 
         def predict(plan: ShadowPlan) -> BlockTimes:
             return predict_plan(tokens, placement, plan, costs)
 
-        if self._shadows != "search":
-            self._plan = SHADOW_POLICIES[self._shadows](tokens, placement, costs)
+        if policy.shadows != "search":
+            self._plan = SHADOW_POLICIES[policy.shadows](tokens, placement, costs)
             self._trans_s = float(predict(self._plan).trans_s)
         elif self._plan is None or self._rule.due():
-            fresh = search_shadows(tokens, placement, costs, alpha=self._alpha)
+            fresh = search_shadows(tokens, placement, costs, alpha=policy.alpha)
             kept = no_shadows(tokens, placement) if self._plan is None else self._plan
             current_s, fresh_s = predict(kept), predict(fresh)
             replaces = self._rule.judge(float(current_s.total_s), float(fresh_s.total_s))
@@ -182,7 +154,8 @@ class LayerPlanner:
 
     def move(self, placement: Placement) -> None:
         """The layer's experts have moved: its shadows must be planned anew."""
-        self._placement, self._plan, self._rule = placement, None, self._new_rule()
+        self._placement, self._plan = placement, None
+        self._rule = ReplanRule(self._policy.replan_threshold, self._policy.max_replan_interval)
 
     def take_load(self, fade: int) -> tuple[IntArray, IntArray | None]:
         """The tokens of each expert so far int64 [E] and the forecast int64 [E, N]; loads then count 1 / fade."""
@@ -192,7 +165,7 @@ class LayerPlanner:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the load and the forecast's average."""
-        average = self.forecast.state_dict()["average"]
+        average = self.forecast.average
         return {"load": self.load.tolist(), "average": None if average is None else average.tolist()}
 
     def load_state(self, load: IntArray, average: list[list[int]] | None) -> None:
@@ -200,7 +173,7 @@ class LayerPlanner:
         self.load = load.copy()
         known = None if average is None else np.array(average, dtype=np.int64)
         fits = known is not None and known.shape == self._placement.pairs.shape
-        self.forecast.load_state_dict({"average": known if fits else None})
+        self.forecast.average = known if fits else None
 
 
 FIRST_REBALANCE = 8
@@ -208,8 +181,6 @@ FIRST_REBALANCE = 8
 
 _FADE = 4
 """Loads of earlier intervals count a quarter with every new placement."""
-
-_AUTO_RULES = ("packed", "spread")
 
 _PARTS = 1 << 32
 """Fixed-point unit of parts of an expert's gradients."""
@@ -242,66 +213,39 @@ class BalancePolicy:
         ConfigurationError: a value outside its range or an unknown name.
     """
 
-    rebalance_every: int = 200
+    rebalance_every: NonNegativeInt = 200
     placement_rule: str = "auto"
     allocation: AllocationPolicy = "waterfill"
-    min_replicas: int = 1
-    tolerance: float = 0.02
+    min_replicas: PositiveInt = 1
+    tolerance: Coefficient = 0.02
     shadows: str = "search"
-    alpha: float = 0.1
-    replan_threshold: float = 0.1
-    max_replan_interval: int = 32
+    alpha: Coefficient = 0.1
+    replan_threshold: Coefficient = 0.1
+    max_replan_interval: PositiveInt = 32
     forecast: Literal["ema", "last"] = "ema"
-    lag: int = 1
+    lag: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        if self.rebalance_every < 0:
-            raise ConfigurationError(f"rebalance_every={self.rebalance_every} must be 0 (never) or more steps")
         if self.shadows not in SHADOW_POLICIES:
             raise ConfigurationError(f"shadows={self.shadows!r} is unknown: use one of {list(SHADOW_POLICIES)}")
-        if self.forecast not in _DECAYS:
-            raise ConfigurationError(f"forecast={self.forecast!r} is unknown: use one of {list(_DECAYS)}")
-        if self.alpha < 0:
-            raise ConfigurationError(f"alpha={self.alpha} can never be met: use 0 or more")
-        if self.min_replicas < 1:
-            raise ConfigurationError(f"min_replicas={self.min_replicas} would lose experts: use at least 1")
-        if self.lag < 1:
-            raise ConfigurationError(f"lag={self.lag} would plan a step before its counts are known: use at least 1")
-        self.placement_policies()
-        self.replan_rule()
-
-    def placement_policies(self) -> list[PlacementPolicy]:
-        """One, or those that the model chooses from."""
-        rules = _AUTO_RULES if self.placement_rule == "auto" else (self.placement_rule,)
-        return [
-            PlacementPolicy(rule=rule, allocation=self.allocation, min_replicas=self.min_replicas) for rule in rules
-        ]
+        if self.placement_rule != "auto":
+            PLACEMENT_RULES.find(self.placement_rule, "placement_rule")
 
     def candidates(self, cluster: Cluster, num_experts: int) -> list[Candidate]:
         """Every rule on all slots and, where the model is to choose, on as few as a balanced placement needs."""
-        slots = [cluster.slots_per_rank]
+        rules, slots = [self.placement_rule], [cluster.slots_per_rank]
         if self.placement_rule == "auto":
+            rules = ["packed", "spread"]
             few = -(-(num_experts * self.min_replicas + cluster.num_ranks - 1) // cluster.num_ranks)
             slots = sorted({min(few, cluster.slots_per_rank), cluster.slots_per_rank})
         return [
-            Candidate(policy=policy, cluster=replace(cluster, slots_per_rank=number))
-            for policy in self.placement_policies()
+            Candidate(
+                policy=PlacementPolicy(rule=rule, allocation=self.allocation, min_replicas=self.min_replicas),
+                cluster=replace(cluster, slots_per_rank=number),
+            )
+            for rule in rules
             for number in slots
         ]
-
-    def layer_planner(self, placement: Placement) -> LayerPlanner:
-        """For one layer's shadows."""
-        return LayerPlanner(
-            shadows=self.shadows,
-            alpha=self.alpha,
-            decay=_DECAYS[self.forecast],
-            rule=self.replan_rule,
-            placement=placement,
-        )
-
-    def replan_rule(self) -> ReplanRule:
-        """Rule of when to search for fresh shadows."""
-        return ReplanRule(tolerance=self.replan_threshold, max_interval=self.max_replan_interval)
 
 
 class BalancePlanner:
@@ -330,9 +274,8 @@ class BalancePlanner:
         self.cluster = cluster
         self.costs = list(costs)
         self._placements = list(placements)
-        self._layers = [policy.layer_planner(placement) for placement in placements]
+        self._layers = [LayerPlanner(policy, placement) for placement in placements]
         self._threads = PlanningThreads(timeout_s)
-        self._chains = [self._threads.chain() for _ in placements]
         self._decisions: list[deque[Future[Decision]]] = [deque(maxlen=policy.lag) for _ in placements]
         self._observed = 0  # layers in this step
         self._placing: Future[list[Placement]] | None = None
@@ -355,7 +298,7 @@ class BalancePlanner:
 
     def observe(self, layer: int, *counts_EN: IntArray) -> None:
         """Record the assignments of one step's micro-batches, int64 [E, N] each, and start planning from them."""
-        observation = self._chains[layer].then(self._layers[layer].observe, counts_EN, self.costs[layer])
+        observation = self._threads.submit(self._layers[layer].observe, counts_EN, self.costs[layer])
         self._decisions[layer].append(observation)
         self._observed += 1
         if self._observed == len(self._layers):
@@ -408,7 +351,7 @@ class BalancePlanner:
         """The next step as the performance model sees it; None before the first observation of every layer."""
         times = []
         for layer, (placement, plan, costs) in enumerate(zip(self._placements, self.plans, self.costs, strict=True)):
-            tokens = self._threads.result(self._chains[layer].then(self._layers[layer].forecast.predict))
+            tokens = self._threads.result(self._threads.submit(self._layers[layer].forecast.predict))
             if tokens is None:
                 return None
             plan = no_shadows(tokens, placement) if plan is None else plan
@@ -443,8 +386,7 @@ class BalancePlanner:
 
     def _place(self) -> Future[list[Placement]]:
         """Have placements made from the loads up to here."""
-        layers = zip(self._chains, self._layers, strict=True)
-        taken = [chain.then(layer.take_load, _FADE) for chain, layer in layers]
+        taken = [self._threads.submit(layer.take_load, _FADE) for layer in self._layers]
         known = self.cluster, list(self._placements), list(self.costs)
         return self._threads.combine(self._placements_for, taken, *known)
 
@@ -482,7 +424,7 @@ class BalancePlanner:
         """The experts have moved: shadows of layers with a new placement must be planned anew."""
         for layer, (old, new) in enumerate(zip(self._placements, placements, strict=True)):
             if old != new:
-                self._chains[layer].then(self._layers[layer].move, new)
+                self._threads.submit(self._layers[layer].move, new)
                 self._decisions[layer].clear()
         self._placements = list(placements)
         self._placing = None  # what is under way moves experts from where they no longer are
@@ -491,8 +433,7 @@ class BalancePlanner:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: loads and forecasts. Plans are made again after a restart."""
-        chains = zip(self._chains, self._layers, strict=True)
-        states = [self._threads.result(future) for future in [chain.then(layer.state_dict) for chain, layer in chains]]
+        states = [self._threads.result(self._threads.submit(layer.state_dict)) for layer in self._layers]
         return {
             "loads": [state["load"] for state in states],
             "averages": [state["average"] for state in states],
@@ -515,8 +456,8 @@ class BalancePlanner:
                 "resume with the model that wrote the checkpoint"
             )
         self._interval, self._wait = int(state["interval"]), 1
-        for chain, layer, load, average in zip(self._chains, self._layers, loads, state["averages"], strict=True):
-            self._threads.result(chain.then(layer.load_state, load, average))
+        for layer, load, average in zip(self._layers, loads, state["averages"], strict=True):
+            self._threads.result(self._threads.submit(layer.load_state, load, average))
 
 
 def block_with_sums_s(tokens_EN: IntArray, placement: Placement, costs: BlockCosts) -> float:

@@ -27,7 +27,7 @@ from moe_lightning.balancing.cluster import (
     imbalance,
 )
 from moe_lightning.balancing.cost_model import ONE_COPY, BlockCosts, predict_block, total_copies, total_volumes
-from moe_lightning.balancing.migration import MappingMethod, align_placements
+from moe_lightning.balancing.migration import align_placements
 from moe_lightning.balancing.packing import longest_time, packed_placement
 from moe_lightning.balancing.replica_placement import NODE_RULES, deal_to_ranks
 from moe_lightning.balancing.shadow_search import (
@@ -140,7 +140,6 @@ class PlacementPolicy:
             once, no load), or a name that somebody has registered in `PLACEMENT_RULES`.
         allocation: replica counts for the rules of this package but "packed" and "plain", which need none.
         min_replicas: distinct nodes for each expert, where slots allow.
-        mapping: how planned nodes become present ones.
 
     Raises:
         ConfigurationError: an unknown rule.
@@ -149,7 +148,6 @@ class PlacementPolicy:
     rule: str = "packed"
     allocation: AllocationPolicy = "waterfill"
     min_replicas: int = 2
-    mapping: MappingMethod = "optimal"
 
     def __post_init__(self) -> None:
         PLACEMENT_RULES.find(self.rule, "placement_rule")
@@ -183,7 +181,7 @@ def plan_placement(
     if loads.ndim != 2:
         raise ConfigurationError(f"loads have shape {loads.shape}: give token counts [layers, experts]")
     planned = [policy.place(load, cluster) for load in loads]
-    return planned if held is None else align_placements(held, planned, cluster, policy.mapping)
+    return planned if held is None else align_placements(held, planned, cluster)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,8 +248,7 @@ def replan_placement(
     fresh = {layer: placement for layer, placement in enumerate(over_layers(better, range(len(loads)))) if placement}
     if not fresh:
         return list(current)
-    mapping = candidates[0].policy.mapping
-    aligned = align_placements([current[layer] for layer in fresh], list(fresh.values()), cluster, mapping)
+    aligned = align_placements([current[layer] for layer in fresh], list(fresh.values()), cluster)
     moved = dict(zip(fresh, aligned, strict=True))
     return [moved.get(layer, present) for layer, present in enumerate(current)]
 

@@ -421,30 +421,34 @@ def search_shadows(
     placement: Placement,
     costs: BlockCosts,
     *,
-    skipped_ranks: int | None = None,
     alpha: float = 0.1,
     scheduled: bool = True,
 ) -> ShadowPlan:
     """The plan with the least predicted time among those that the greedy search visits; no shadows where none helps.
 
+    It tries how many non-holders with fewest tokens for a moved expert get no shadow of it.
+
     Args:
         tokens: int64 [E, N], expected assignments of the next step.
         placement: residents.
         costs: constants of the performance model.
-        skipped_ranks: n, how many non-holders with fewest tokens for a moved expert get no shadow of it; None tries
-            them all (at most 16 values, evenly spread, on large clusters).
         alpha: balanced enough when the ranks' loads differ by less than alpha times their mean. The paper leaves
             it open; a large value stops before the model's best plan, 0 costs a little more time to plan.
         scheduled: whether Trans and Agg will run under computations.
 
     Raises:
-        ConfigurationError: tokens of another shape than the placement, or a negative alpha or skipped_ranks.
+        ConfigurationError: tokens of another shape than the placement, or a negative alpha.
     """
-    _check(tokens, placement, skipped_ranks, alpha)
+    if tokens.shape != placement.pairs.shape:
+        raise ConfigurationError(
+            f"tokens {tokens.shape} do not fit a placement of {placement.pairs.shape} (experts, ranks)"
+        )
+    if alpha < 0:
+        raise ConfigurationError(f"alpha={alpha} can never be met: use 0 or more")
     if placement.num_ranks == 1 or not tokens.any():
         return no_shadows(tokens, placement)
     layer = Layer(tokens=tokens, placement=placement, speeds=costs.speeds)
-    moves = GreedyMoves(layer, costs, _values(placement.num_ranks, skipped_ranks), scheduled)
+    moves = GreedyMoves(layer, costs, _values(placement.num_ranks), scheduled)
     moves.make(alpha)
     chosen = int(np.argmin(moves.best_s))
     nothing = ShadowPlan(shadows=np.zeros(tokens.shape, dtype=np.bool_), homes=layer.homes)
@@ -460,23 +464,6 @@ def search_shadows(
     return plans[int(np.argmin(seconds))]
 
 
-def _values(num_ranks: int, skipped_ranks: int | None) -> IntArray:
-    """int64 [B]: the n to try."""
-    if skipped_ranks is not None:
-        return np.array([skipped_ranks])
-    if num_ranks - 1 <= _MAX_VALUES:
-        return np.arange(num_ranks - 1)
-    return np.unique(np.linspace(0, num_ranks - 2, _MAX_VALUES).astype(np.int64))
-
-
-def _check(tokens: IntArray, placement: Placement, skipped_ranks: int | None, alpha: float) -> None:
-    if tokens.shape != placement.pairs.shape:
-        raise ConfigurationError(
-            f"tokens {tokens.shape} do not fit a placement of {placement.pairs.shape} (experts, ranks)"
-        )
-    if alpha < 0:
-        raise ConfigurationError(f"alpha={alpha} can never be met: use 0 or more")
-    if skipped_ranks is not None and skipped_ranks < 0:
-        raise ConfigurationError(
-            f"skipped_ranks={skipped_ranks} is no number of ranks: use 0 or more, or None to search it"
-        )
+def _values(num_ranks: int) -> IntArray:
+    """int64 [B]: the n to try, evenly spread on large clusters."""
+    return np.unique(np.linspace(0, num_ranks - 2, min(num_ranks - 1, _MAX_VALUES)).astype(np.int64))

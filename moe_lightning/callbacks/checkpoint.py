@@ -34,12 +34,13 @@ from typing_extensions import override
 from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.loggers import QuietWandbLogger
-from moe_lightning.checkpoint.agent_control import warnings_of
+from moe_lightning.checkpoint.agent import warnings_of
+from moe_lightning.checkpoint.arena import fallback_directory
 from moe_lightning.checkpoint.directory import checkpoints, enter_world, next_world, run_of
 from moe_lightning.checkpoint.loader import CheckpointSource
+from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings, Order
 from moe_lightning.checkpoint.protection import ProtectionLayout
-from moe_lightning.checkpoint.repair import RecoverySources, fallback_directory
 from moe_lightning.checkpoint.selection import DynamicKRule, parse_scopes, worst_case_plt
 from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.checkpoint.snapshotter import CopyWindows, Window

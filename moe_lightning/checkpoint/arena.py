@@ -29,6 +29,7 @@ import logging
 import mmap
 import os
 import struct
+import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,7 +43,8 @@ import torch
 import xxhash
 
 from moe_lightning.checkpoint.manifest import LARGEST, check_blocks, check_pieces, check_record, read_object
-from moe_lightning.checkpoint.storage.interface import lock_exclusively
+from moe_lightning.checkpoint.storage import storage_of
+from moe_lightning.checkpoint.storage.interface import Place, lock_exclusively
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import Piece
 
@@ -640,3 +642,18 @@ def _close_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited)
+
+
+def arenas_name(name: str, run: str, node: str, root: Place) -> str:
+    """Names a run's arenas on a node; nodes have names where several may share a machine. A copy of the run's
+    directory has arenas of its own, wherever it lies."""
+    return "-".join(part for part in (name, run[:8], storage_of(root).identity(root), node) if part)
+
+
+def fallback_directory(chosen: str | None, root: Place) -> Path:
+    """Return the directory of snapshots that do not fit into shared memory.
+
+    The chosen one, else the one of the checkpoints, else, if these are in no file system, that of temporary files.
+    """
+    beside = root if isinstance(root, Path) else Path(tempfile.gettempdir())
+    return Path(chosen) if chosen else beside

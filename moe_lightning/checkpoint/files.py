@@ -1,48 +1,293 @@
-"""Single-file checkpoints (`.ckpt`) of Lightning, written durably with a checksum.
+"""Single-file checkpoints (`.ckpt`) of Lightning, and archives of torch: durable writes with a checksum, safe reads.
 
-For `moe-ckpt`: the file that a path means, its content, and its verification.
+torch writes a checkpoint as a zip archive, whose last record may have a comment that all readers skip. With the
+checksum there, torch and stock Lightning read the file as before:
+
+    archive as torch wrote it (its last two bytes are the length of the comment) | marker | xxh3 of the archive
+
+torch's own CRC-32 covers tensors only, and loading does not compare it. No record that is read takes more memory than
+the archive itself, except tensors that repeat their elements, within a limit.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+import xxhash
 from torch import Tensor
 
-from moe_lightning.checkpoint.checksum import ChecksummedFile, check_file
-from moe_lightning.checkpoint.directory import directories, has_manifest, headings
-from moe_lightning.checkpoint.full_state import read_checkpoint
-from moe_lightning.checkpoint.loader import Checkpoint, tensors_in
-from moe_lightning.checkpoint.storage.interface import Place, sync_directory
-from moe_lightning.errors import CheckpointError
+from moe_lightning.checkpoint.storage.interface import sync_directory
+from moe_lightning.errors import CheckpointError, MissingCheckpointError
+from moe_lightning.files import open_regular
 
 SUFFIX = ".ckpt"
 
+_MARKER = b"moe-lightning xxh3 "
+_COMMENT_BYTES = len(_MARKER) + 16
+_LENGTH = _COMMENT_BYTES.to_bytes(2, "little")
+_NO_LENGTH = b"\0\0"
+_END_OF_ARCHIVE, _END_BYTES = b"PK\5\6", 22
+_CHUNK_BYTES = 16 << 20
+_BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError)
 
-@dataclass(frozen=True, kw_only=True)
-class FileSummary:
-    """One checkpoint file in numbers.
 
-    Attributes:
-        step: optimizer steps taken.
-        tensors: of the model.
-        model_bytes: of these.
-        optimizer_bytes: of the optimizers' states.
-        disk_bytes: of the file.
+class ChecksummedFile:
+    """File for `torch.save` that appends a checksum of what was written.
+
+    Args:
+        file: opened for writing, empty.
     """
 
-    name: str
-    step: int
-    tensors: int
-    model_bytes: int
-    optimizer_bytes: int
-    disk_bytes: int
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = xxhash.xxh3_64()
+        self.error: OSError | None = None
+        """The first one of the storage: torch's writer raises others on top of it."""
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self._digest.update(data)
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def finish(self) -> None:
+        """Append the checksum to the finished archive, and force the file to disk."""
+        self._file.seek(-len(_NO_LENGTH), os.SEEK_END)
+        self._file.write(_LENGTH + _MARKER + self._digest.hexdigest().encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def check_file(path: Path) -> None:
+    """Verify a checkpoint file by its checksum, or, if it has none, its contents by the archive's CRC-32.
+
+    A file is read once as long as it does not change.
+
+
+    Raises:
+        CheckpointError: it is missing, damaged or no checkpoint.
+    """
+    try:
+        about = path.stat()
+        _check_once(path, about.st_ino, about.st_mtime_ns, about.st_size)
+    except FileNotFoundError as error:
+        raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file") from error
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})") from error
+
+
+@lru_cache(maxsize=64)
+def _check_once(path: Path, inode: int, changed_ns: int, size: int) -> None:
+    with open_regular(path, buffering=0) as file:
+        file.seek(max(0, size - _COMMENT_BYTES - len(_LENGTH)))
+        tail = file.read()
+        file.seek(0)
+        length, marker, expected = tail[:2], tail[2 : 2 + len(_MARKER)], tail[2 + len(_MARKER) :]
+        if (length, marker) == (_LENGTH, _MARKER):
+            found = _digest_of(file, size - len(tail))
+            found.update(_NO_LENGTH)
+            if found.hexdigest().encode() != expected:
+                raise CheckpointError(f"{path} is damaged: its checksum does not match")
+        elif tail[-_END_BYTES:].startswith(_END_OF_ARCHIVE) and tail.endswith(_NO_LENGTH):
+            _check_contents(path, file, size)
+        else:
+            raise CheckpointError(
+                f"{path} is damaged or no checkpoint: it ends with neither an archive of torch nor a checksum"
+            )
+
+
+def _digest_of(file: IO[bytes], length: int) -> xxhash.xxh3_64:
+    digest = xxhash.xxh3_64()
+    while length > 0 and (chunk := file.read(min(length, _CHUNK_BYTES))):
+        digest.update(chunk)
+        length -= len(chunk)
+    return digest
+
+
+def _check_contents(path: Path, file: IO[bytes], size: int) -> None:
+    check_archive(file, size, str(path))
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except _BAD_ARCHIVE as error:
+        raise CheckpointError(f"{path} is damaged or no checkpoint: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: the checksum of {damaged} in it does not match")
+
+
+def check_archive(file: IO[bytes], size: int, origin: str) -> None:
+    """Check that the records of an archive take no more memory than the archive itself: torch compresses none.
+
+    Args:
+        size: bytes of the archive.
+        origin: name for messages.
+
+    Raises:
+        CheckpointError: a record is compressed, they overlap, or it is no archive.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+    except _BAD_ARCHIVE as error:
+        raise CheckpointError(f"{origin} is damaged or no checkpoint: {error}") from error
+    packed = next((r.filename for r in records if r.compress_type != zipfile.ZIP_STORED), None)
+    if packed is not None:
+        raise CheckpointError(f"{origin} is no checkpoint of torch: its record {packed} is compressed, and is not read")
+    total = sum(record.file_size for record in records)
+    if total > size:
+        raise CheckpointError(f"{origin} is no checkpoint of torch: its {size} bytes hold records of {total} bytes")
+
+
+_EXPANDED_BYTES = 1 << 30
+"""Limit for all expanded tensors of an archive that is smaller itself."""
+
+
+def load_plain(source: Path | bytes, origin: str, advice: str = "") -> Any:
+    """Load an archive that torch wrote. Tensors of a file are mapped, so a rank reads only what it keeps.
+
+    Args:
+        origin: name for messages.
+        advice: end of the message about objects.
+
+    Raises:
+        CheckpointError: it is damaged, holds objects that only unsafe unpickling could read, or tensors that need far
+            more memory than it has bytes.
+        OSError: a file that is missing, or no regular one.
+    """
+    with io.BytesIO(source) if isinstance(source, bytes) else open_regular(source) as file:
+        size = file.seek(0, io.SEEK_END)
+        check_archive(file, size, origin)
+    is_file = isinstance(source, Path)
+    try:
+        value = torch.load(
+            source if isinstance(source, Path) else io.BytesIO(source),
+            map_location="cpu" if is_file else None,
+            weights_only=True,
+            mmap=is_file,
+        )
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{origin} holds more than tensors and plain values ({reason}): it is not loaded{advice}"
+        ) from error
+    except Exception as error:  # a pickle that somebody wrote by hand raises what it likes
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{origin} is damaged or no checkpoint: {reason}") from error
+    _check_memory(value, size, origin)
+    return value
+
+
+def load_trusted(path: Path, origin: str) -> Any:
+    """Load an archive with any objects in it, which may run code of whoever wrote it.
+
+    Args:
+        origin: name for messages.
+
+    Raises:
+        CheckpointError: it is damaged, or the classes of its objects are not known here.
+        OSError: a file that is missing.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    except (AttributeError, ImportError) as error:
+        raise CheckpointError(
+            f"{origin} holds an object of a class that cannot be imported here ({error}): import what defines it, or "
+            "load the file where it was written"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{origin} is damaged or no checkpoint: {reason}") from error
+
+
+def _check_memory(value: Any, size: int, origin: str) -> None:
+    """Refuse tensors that repeat a few numbers more often than anybody needs."""
+    dense = (tensor for tensor in tensors_in(value) if tensor.layout == torch.strided)
+    sizes = ((tensor.nbytes, 0 if tensor.is_meta else tensor.untyped_storage().nbytes()) for tensor in dense)
+    expanded, most = sum(nbytes for nbytes, held in sizes if nbytes > held), max(size, _EXPANDED_BYTES)
+    if expanded > most:
+        raise CheckpointError(
+            f"{origin} has {size} bytes, and expanded tensors in it stand for {expanded}: at most {most} are read"
+        )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested mappings, lists and tuples; each container is looked into once."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        entry = left.pop()
+        if isinstance(entry, Tensor):
+            yield entry
+        elif isinstance(entry, Mapping | list | tuple) and id(entry) not in seen:
+            seen.add(id(entry))
+            left += reversed(list(entry.values() if isinstance(entry, Mapping) else entry))
+
+
+def read_checkpoint(path: Path, *, is_trusted: bool = False) -> dict[str, Any]:
+    """A checkpoint file; tensors are mapped, so a rank reads only what it keeps.
+
+    Args:
+        is_trusted: unpickle any object, which may run code of whoever wrote the file; else only tensors and plain
+            values are read.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds objects that are not read.
+    """
+    advice = ", unless you trust who wrote it and say fit(..., weights_only=False)"
+    try:
+        origin = f"the checkpoint {path}"
+        checkpoint = load_trusted(path, origin) if is_trusted else load_plain(path, origin, advice)
+    except FileNotFoundError as error:
+        raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file") from error
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})") from error
+    for key in ("state_dict", "pytorch-lightning_version"):
+        if not isinstance(checkpoint, dict) or key not in checkpoint:
+            raise CheckpointError(f"{path} has no {key!r}: Lightning did not write it, give the path of a .ckpt file")
+    if not isinstance(checkpoint["state_dict"], Mapping):
+        raise CheckpointError(f"{path} has a 'state_dict' that holds no tensors by name: Lightning did not write it")
+    loaded: dict[str, Any] = checkpoint
+    return loaded
+
+
+def hyper_parameters_with_objects(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return the names of hyper-parameters that a resume reads only with weights_only=False."""
+    found = []
+    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+        values = checkpoint.get(key, {})
+        named = values if type(values) is dict else {key: values}
+        found += [str(name) for name, value in named.items() if not _is_plain(value)]
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    """True if torch.load reads a value without unpickling code."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception:  # saving it raises the reason
+        return True
+    try:
+        load_plain(buffer.getvalue(), "a hyper-parameter")
+    except CheckpointError:
+        return False
+    return True
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -81,92 +326,3 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     check_file(path)
     return read_checkpoint(path)
-
-
-def checkpoint_values(path: Place) -> dict[str, Any]:
-    """Read Lightning's values of a checkpoint, without tensors.
-
-    The path is a file, a checkpoint directory, or a directory of which the newest readable checkpoint is taken. Only
-    what is read is compared with a checksum.
-
-    Raises:
-        CheckpointError: there is none.
-        OSError: the storage failed.
-    """
-    if isinstance(path, Path) and path.is_file():
-        return read_checkpoint(path)
-    candidates = [path] if has_manifest(path) else [found for found, _ in headings(path)]
-    problem: CheckpointError | None = None
-    for directory in candidates:
-        try:
-            values: dict[str, Any] = Checkpoint(directory).read_object("trainer")
-            return values
-        except CheckpointError as error:
-            problem = problem or error
-    raise problem or CheckpointError(f"{path} holds no checkpoint")
-
-
-def trained_tokenizer(values: Any) -> str | None:
-    """The tokenizer.json that the run of a checkpoint has trained, from `checkpoint_values`; None where it has not."""
-    states = (value for value in values.values() if isinstance(value, Mapping)) if isinstance(values, Mapping) else ()
-    found = next((state["trained_tokenizer"] for state in states if "trained_tokenizer" in state), None)
-    return found if isinstance(found, str) else None
-
-
-def checkpoint_files(path: Place) -> list[Path]:
-    """The checkpoint file that a path is, or those in a directory, newest first; a URL holds none."""
-    if not isinstance(path, Path):
-        return []
-    if path.is_dir():
-        return sorted((f for f in path.glob(f"*{SUFFIX}") if f.is_file()), key=lambda f: -f.stat().st_mtime_ns)
-    return [path] if path.is_file() else []
-
-
-def newest_file(path: Place) -> Path | None:
-    """The newest checkpoint file that a path means; None where it means checkpoint directories, or holds nothing."""
-    if has_manifest(path) or any(has_manifest(found) for found in directories(path)):
-        return None
-    return next(iter(checkpoint_files(path)), None)
-
-
-def summarise_file(path: Path) -> FileSummary:
-    """Sizes and step of a checkpoint file.
-
-    Raises:
-        CheckpointError: it is damaged, or Lightning did not write it.
-    """
-    checkpoint = read_checkpoint(path)
-    model = list(tensors_in(checkpoint["state_dict"]))
-    step = checkpoint.get("global_step", 0)
-    if not isinstance(step, int):
-        raise CheckpointError(f"{path} has no global_step: Lightning did not write it, give the path of a .ckpt file")
-    return FileSummary(
-        name=path.name,
-        step=step,
-        tensors=len(model),
-        model_bytes=_nbytes(model),
-        optimizer_bytes=_nbytes(tensors_in(checkpoint.get("optimizer_states"))),
-        disk_bytes=path.stat().st_size,
-    )
-
-
-def model_tensors(values: Mapping[str, Any], path: Path, prefix: str) -> dict[str, Tensor]:
-    """The model's tensors of a checkpoint file whose names begin with a prefix; names of one tensor get a copy each.
-
-    Raises:
-        CheckpointError: one is no dense tensor.
-    """
-    found: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, value in values["state_dict"].items():
-        if isinstance(value, Tensor) and str(name).startswith(prefix):
-            if value.layout != torch.strided or value.is_meta:
-                raise CheckpointError(f"{path}: {name} is sparse or has no values, and only dense tensors are exported")
-            storage = value.untyped_storage().data_ptr()
-            found[name] = value.clone() if storage in storages else value.contiguous()
-            storages.add(storage)
-    return found
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors if tensor.layout == torch.strided)

@@ -11,18 +11,15 @@ experts come by migration. Nothing is unpickled.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.checkpoint.loader import load_plain, load_trusted
 from moe_lightning.dispatch.replicas import ExpertStack
-from moe_lightning.errors import CheckpointError, MissingCheckpointError
+from moe_lightning.errors import CheckpointError
 from moe_lightning.parallel.collectives import broadcast_object, collect_on_root
 from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
@@ -30,57 +27,6 @@ from moe_lightning.state.table import State
 from moe_lightning.state.tensors import cut_of, joined, loading, local, part_of_whole, rows_like
 
 _NO_CUTS: Mapping[str, TensorCut] = {}
-
-
-def read_checkpoint(path: Path, *, is_trusted: bool = False) -> dict[str, Any]:
-    """A checkpoint file; tensors are mapped, so a rank reads only what it keeps.
-
-    Args:
-        is_trusted: unpickle any object, which may run code of whoever wrote the file; else only tensors and plain
-            values are read.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or holds objects that are not read.
-    """
-    advice = ", unless you trust who wrote it and say fit(..., weights_only=False)"
-    try:
-        origin = f"the checkpoint {path}"
-        checkpoint = load_trusted(path, origin) if is_trusted else load_plain(path, origin, advice)
-    except FileNotFoundError as error:
-        raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file") from error
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})") from error
-    for key in ("state_dict", "pytorch-lightning_version"):
-        if not isinstance(checkpoint, dict) or key not in checkpoint:
-            raise CheckpointError(f"{path} has no {key!r}: Lightning did not write it, give the path of a .ckpt file")
-    if not isinstance(checkpoint["state_dict"], Mapping):
-        raise CheckpointError(f"{path} has a 'state_dict' that holds no tensors by name: Lightning did not write it")
-    loaded: dict[str, Any] = checkpoint
-    return loaded
-
-
-def hyper_parameters_with_objects(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return the names of hyper-parameters that a resume reads only with weights_only=False."""
-    found = []
-    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
-        values = checkpoint.get(key, {})
-        named = values if type(values) is dict else {key: values}
-        found += [str(name) for name, value in named.items() if not _is_plain(value)]
-    return found
-
-
-def _is_plain(value: object) -> bool:
-    """True if torch.load reads a value without unpickling code."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-    except Exception:  # saving it raises the reason
-        return True
-    try:
-        load_plain(buffer.getvalue(), "a hyper-parameter")
-    except CheckpointError:
-        return False
-    return True
 
 
 def full_model_state(

@@ -2,125 +2,43 @@
 
 Verification compares the checksum of every file, `.metadata` included, with the manifest, and checks that every key is
 there exactly once. Tensors are then read as raw bytes at the offsets that the manifest gives; objects are unpickled
-with `weights_only=True`. A damaged tensor of an expert can be read from elsewhere (`repair.py`). `CheckpointSource` is
-the interface of restores: a checkpoint on storage or snapshots in memory, in pieces that may be rows of a tensor.
+with `weights_only=True`. `CheckpointSource` is the interface of restores: a checkpoint on storage or snapshots in
+memory, in pieces that may be rows of a tensor.
 
-Archives of torch from any writer are read without unpickling code; no record takes more memory than the archive itself,
-except tensors that repeat their elements, within a limit.
+Every piece has a checksum of its own, so damage is located to the tensor. A damaged expert tensor is read in the newest
+version, not younger than its own, that is undamaged in any stored checkpoint: a second copy of the same version costs
+nothing, an older one the tokens in between (`CheckpointSource.expert_versions`, counted by the ledger). If there is
+none, no checkpoint with that expert can be used. Everything else is new in each checkpoint: if it is damaged, the
+checkpoint before is tried. The same holds for windows whose steps are run again, because those promise that nothing is
+lost.
+
+Sources for falling back by expert: PEC 3.1 (experts tolerate older state); the papers do not treat damage on storage.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.checksum import check_archive
-from moe_lightning.checkpoint.directory import checkpoints, directories, has_manifest, read_manifest
+from moe_lightning.checkpoint.directory import checkpoints, directories, has_manifest, read_manifest, run_record_problem
+from moe_lightning.checkpoint.files import load_plain
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest, check_coverage
+from moe_lightning.checkpoint.policy import unseen_tokens
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.errors import CheckpointError
-from moe_lightning.files import open_regular
 from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, by_key, is_expert_key, parse_expert_key, replay_key
-
-_EXPANDED_BYTES = 1 << 30
-"""Limit for all expanded tensors of an archive that is smaller itself."""
-
-
-def load_plain(source: Path | bytes, origin: str, advice: str = "") -> Any:
-    """Load an archive that torch wrote. Tensors of a file are mapped, so a rank reads only what it keeps.
-
-    Args:
-        origin: name for messages.
-        advice: end of the message about objects.
-
-    Raises:
-        CheckpointError: it is damaged, holds objects that only unsafe unpickling could read, or tensors that need far
-            more memory than it has bytes.
-        OSError: a file that is missing, or no regular one.
-    """
-    with io.BytesIO(source) if isinstance(source, bytes) else open_regular(source) as file:
-        size = file.seek(0, io.SEEK_END)
-        check_archive(file, size, origin)
-    is_file = isinstance(source, Path)
-    try:
-        value = torch.load(
-            source if isinstance(source, Path) else io.BytesIO(source),
-            map_location="cpu" if is_file else None,
-            weights_only=True,
-            mmap=is_file,
-        )
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(
-            f"{origin} holds more than tensors and plain values ({reason}): it is not loaded{advice}"
-        ) from error
-    except Exception as error:  # a pickle that somebody wrote by hand raises what it likes
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{origin} is damaged or no checkpoint: {reason}") from error
-    _check_memory(value, size, origin)
-    return value
-
-
-def load_trusted(path: Path, origin: str) -> Any:
-    """Load an archive with any objects in it, which may run code of whoever wrote it.
-
-    Args:
-        origin: name for messages.
-
-    Raises:
-        CheckpointError: it is damaged, or the classes of its objects are not known here.
-        OSError: a file that is missing.
-    """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-    except (AttributeError, ImportError) as error:
-        raise CheckpointError(
-            f"{origin} holds an object of a class that cannot be imported here ({error}): import what defines it, or "
-            "load the file where it was written"
-        ) from error
-    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{origin} is damaged or no checkpoint: {reason}") from error
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested mappings, lists and tuples; each container is looked into once."""
-    seen: set[int] = set()
-    left = [value]
-    while left:
-        entry = left.pop()
-        if isinstance(entry, Tensor):
-            yield entry
-        elif isinstance(entry, Mapping | list | tuple) and id(entry) not in seen:
-            seen.add(id(entry))
-            left += reversed(list(entry.values() if isinstance(entry, Mapping) else entry))
-
-
-def _check_memory(value: Any, size: int, origin: str) -> None:
-    """Refuse tensors that repeat a few numbers more often than anybody needs."""
-    dense = (tensor for tensor in tensors_in(value) if tensor.layout == torch.strided)
-    sizes = ((tensor.nbytes, 0 if tensor.is_meta else tensor.untyped_storage().nbytes()) for tensor in dense)
-    expanded, most = sum(nbytes for nbytes, held in sizes if nbytes > held), max(size, _EXPANDED_BYTES)
-    if expanded > most:
-        raise CheckpointError(
-            f"{origin} has {size} bytes, and expanded tensors in it stand for {expanded}: at most {most} are read"
-        )
 
 
 def oldest_versions(pieces: Iterable[Piece]) -> dict[tuple[int, int], int]:
@@ -474,3 +392,135 @@ def unreadable(root: Place) -> Iterator[str]:
                 Checkpoint(path)
             except CheckpointError as error:
                 yield str(error)
+
+
+_MOST_LISTED = 3
+
+
+def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], None] | None = None) -> Found:
+    """The newest checkpoint that is whole or can be repaired.
+
+    Args:
+        root: a directory of checkpoints; it may be empty or missing.
+        run: the run that they must belong to, if that matters.
+        report: called with each problem and its repair.
+    """
+    problems: list[str] = []
+
+    def note(*sentences: str, then: str = "") -> None:
+        problems.extend(sentences)
+        if report is not None:
+            for sentence in sentences:
+                report(f"{sentence}{then}")
+
+    record_problem = run_record_problem(root)
+    if record_problem is not None:
+        note(f"{record_problem}; the checkpoints beside it tell the run")
+    note(*unreadable(root))
+    readable = [path for path, _ in checkpoints(root)]
+    for path in readable:
+        try:
+            checkpoint, sentences = _mend(Checkpoint(path, run=run), readable)
+        except CheckpointError as error:
+            note(str(error), then="; the checkpoint before it is tried")
+        else:
+            note(*sentences)
+            return Found(checkpoint=checkpoint, problems=tuple(problems))
+    return Found(checkpoint=None, problems=tuple(problems))
+
+
+def repaired(path: Place, *, report: Callable[[str], None]) -> Checkpoint:
+    """One checkpoint, repaired from those beside it where it is damaged.
+
+    Raises:
+        CheckpointError: it is none, something else than experts is damaged, or an expert has no undamaged version.
+    """
+    damaged, others = Checkpoint(path), [other for other, _ in checkpoints(path.parent)]
+    try:
+        checkpoint, sentences = _mend(damaged, others)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; restore it from a copy, name another checkpoint, or start anew") from error
+    for sentence in sentences:
+        report(sentence)
+    return checkpoint
+
+
+def _mend(checkpoint: Checkpoint, paths: Sequence[Place]) -> tuple[Checkpoint, list[str]]:
+    """A checkpoint of which everything can be read, and what was wrong with it and what that costs."""
+    damages = checkpoint.damages()
+    for damage in damages:
+        if not all(is_expert_key(key) for key in damage.keys) or (
+            damage.keys and checkpoint.first_step < checkpoint.step
+        ):
+            raise CheckpointError(damage.problem)
+    lost = sorted({key for damage in damages for key in damage.keys})
+    if not lost:
+        return checkpoint, [_harmless(damage) for damage in damages]
+    others = list(_others(checkpoint, paths))
+    substitutes = {}
+    for key in lost:
+        name = _newest_intact(key, checkpoint, others)
+        if name is None:
+            problem = next(damage.problem for damage in damages if key in damage.keys)
+            layer, expert = parse_expert_key(key)[:2]
+            raise CheckpointError(
+                f"{problem}, and no kept checkpoint has another version of expert {expert} of layer {layer}"
+            )
+        substitutes[key] = name
+    whole = Checkpoint(checkpoint.path, substitutes=substitutes)
+    costs = _costs(checkpoint, whole)
+    return whole, [_sentence(d, checkpoint, whole, costs) if d.keys else _harmless(d) for d in damages]
+
+
+def _others(checkpoint: Checkpoint, paths: Sequence[Place]) -> Iterator[Checkpoint]:
+    for path in paths:
+        if path != checkpoint.path:
+            try:
+                other = Checkpoint(path, run=checkpoint.manifest.run)
+            except CheckpointError:
+                continue  # pruned meanwhile, or another run's
+            yield other
+
+
+def _newest_intact(key: str, checkpoint: Checkpoint, others: Sequence[Checkpoint]) -> str | None:
+    """The checkpoint with the newest undamaged version of a tensor that is no younger than the checkpoint's own."""
+    wanted, newest = checkpoint.outline(key), checkpoint.version(key)
+    fitting = [other for other in others if other.outline(key) == wanted and other.version(key) <= newest]
+    for other in sorted(fitting, key=lambda other: -other.version(key)):
+        if all(other.is_intact(piece) for piece in other.stored(key)):
+            return other.path.name
+    return None
+
+
+def _costs(before: Checkpoint, after: Checkpoint) -> Mapping[tuple[int, int], int] | None:
+    """(layer, expert) -> tokens lost by reading other versions; None where the checkpoint counts none."""
+    if not before.keys("ledger"):
+        return None
+    saved = before.read_object("ledger")
+    lost = unseen_tokens(saved, before.step, after.expert_versions())
+    lost -= unseen_tokens(saved, before.step, before.expert_versions())
+    return {(layer, expert): int(lost[layer, expert]) for layer, expert in np.argwhere(lost).tolist()}
+
+
+def _harmless(damage: Damage) -> str:
+    return f"{damage.problem}; no state lies there, so nothing is lost"
+
+
+def _sentence(
+    damage: Damage, before: Checkpoint, after: Checkpoint, costs: Mapping[tuple[int, int], int] | None
+) -> str:
+    """Describe the damage, the version that is read instead of each expert, and the tokens lost."""
+    experts = sorted({parse_expert_key(key)[:2] for key in damage.keys})
+    fates = [_fate(expert, damage, before, after) for expert in experts[:_MOST_LISTED]]
+    rest = f" and {len(experts) - _MOST_LISTED} more" if len(experts) > _MOST_LISTED else ""
+    lost = "tokens are not counted" if costs is None else f"{sum(costs.get(e, 0) for e in experts)} tokens are lost"
+    return f"{damage.problem}; {', '.join(fates)}{rest}; {lost}"
+
+
+def _fate(expert: tuple[int, int], damage: Damage, before: Checkpoint, after: Checkpoint) -> str:
+    keys = [key for key in damage.keys if parse_expert_key(key)[:2] == expert]
+    who = f"expert {expert[1]} of layer {expert[0]}"
+    worst = min(keys, key=after.version)
+    new, old = after.version(worst), before.version(worst)
+    instead = f"in version {new} instead of {old}" if new < old else f"in its version {new}"
+    return f"{who} is read {instead} from {after.substitutes[worst]}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,8 +28,9 @@ import torch
 from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.arena import ARENAS, Arena, SnapshotIndex, digest_of
-from moe_lightning.checkpoint.loader import Checkpoint, CheckpointSource
+from moe_lightning.checkpoint.arena import ARENAS, Arena, SnapshotIndex, arenas_name, digest_of, existing_arenas
+from moe_lightning.checkpoint.directory import run_of
+from moe_lightning.checkpoint.loader import Checkpoint, CheckpointSource, find_usable
 from moe_lightning.checkpoint.manifest import is_whole
 from moe_lightning.checkpoint.protection import sub_shard
 from moe_lightning.checkpoint.recovery_plan import (
@@ -40,8 +41,10 @@ from moe_lightning.checkpoint.recovery_plan import (
     RecoveryPlan,
     SnapshotInventory,
     SnapshotKind,
+    StorageInventory,
     UnitRead,
 )
+from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.errors import CheckpointError
 from moe_lightning.kernels import pack, xor_parity
 from moe_lightning.parallel.collectives import all_gather_json
@@ -526,3 +529,52 @@ def _split(data: torch.Tensor, pieces: list[Piece]) -> list[tuple[Piece, torch.T
         found.append((piece, data[start : start + piece.nbytes]))
         start += packed_bytes_of([piece])
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoverySources:
+    """Sources of state for a recovery.
+
+    Attributes:
+        root: directory of the checkpoints.
+        name: of the run's arenas on this node, without the run's number.
+        node: of this process.
+        fallback: room for arenas beside shared memory.
+        report: called with each problem of damaged checkpoints and its repair.
+        enter: called before the storage is looked at; no older world commits anything after that.
+    """
+
+    root: Place
+    name: str
+    node: str
+    fallback: Path
+    report: Callable[[str], None]
+    enter: Callable[[], None] = lambda: None
+
+    @property
+    def arenas(self) -> Path | None:
+        """This node's arenas; None where there are none."""
+        run = run_of(self.root)
+        if run is None:
+            return None
+        return existing_arenas(arenas_name(self.name, run, self.node, self.root), self.fallback)
+
+    def snapshots(self) -> list[SnapshotInventory]:
+        """Whole snapshots on this node."""
+        run, arenas = run_of(self.root), self.arenas
+        return local_inventory(arenas, run) if run is not None and arenas is not None else []
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint on storage that is whole or can be repaired; one rank of the world asks."""
+        run = run_of(self.root)
+        if run is None:
+            return None
+        self.enter()
+        return find_usable(self.root, run=run, report=self.report).checkpoint
+
+
+def storage_inventory(checkpoint: Checkpoint) -> StorageInventory:
+    """Return the session, steps and versions of experts that a checkpoint holds."""
+    versions = tuple(tuple(int(v) for v in layer) for layer in checkpoint.expert_versions())
+    session, first = checkpoint.manifest.session, checkpoint.first_step
+    return StorageInventory(session=session, step=checkpoint.step, first=first, versions=versions)

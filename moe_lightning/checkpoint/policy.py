@@ -82,90 +82,6 @@ class CheckpointPlan:
 
 @validated
 @dataclass(frozen=True, kw_only=True)
-class PartialPolicy:
-    """Number of experts per checkpoint and the order of their turns.
-
-    Attributes:
-        k_snapshot: experts per layer copied to memory; may change between checkpoints (Dynamic-K): make a new policy.
-        k_persist: experts per layer written to storage, at most k_snapshot.
-        scopes: state kinds that are saved for the selected experts only.
-        order: sequential needs no counters; load_aware is PEC's Algorithm 1 as printed; load_aware_global loses fewest
-            tokens.
-        ep_size: ranks among which the experts are dealt in contiguous blocks (1: any other placement).
-
-    Raises:
-        ConfigurationError: numbers that cannot work.
-    """
-
-    num_layers: int
-    num_experts: int
-    k_snapshot: int
-    k_persist: int
-    scopes: frozenset[str] = frozenset(SCOPES)
-    order: Order = "sequential"
-    ep_size: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.k_persist <= self.k_snapshot <= self.num_experts:
-            raise ConfigurationError(
-                f"k_persist={self.k_persist} and k_snapshot={self.k_snapshot} must satisfy "
-                f"1 <= k_persist <= k_snapshot <= {self.num_experts} (the number of experts)"
-            )
-
-    def plan(
-        self,
-        ordinal: int,
-        *,
-        persisted_version: IntArray,
-        unsaved: IntArray | None = None,
-        owners: IntArray | None = None,
-        full: bool = False,
-    ) -> CheckpointPlan:
-        """The plan of one checkpoint.
-
-        Args:
-            ordinal: number of this checkpoint since the last full one, from 0.
-            persisted_version: int64 [L, E], step of each expert's newest planned version on storage; equal on all
-                ranks.
-            unsaved: int64 [L, E], the ledger's counters; needed by the load-aware orders.
-            owners: int64 [L, E], the rank that saves each expert; needed by the load-aware orders.
-            full: save everything.
-
-        Raises:
-            ConfigurationError: a load-aware order without its counters.
-        """
-        if full:
-            snapshot = persist = full_selection(self.num_layers, self.num_experts)
-        else:
-            snapshot = self._select(ordinal, unsaved, owners)
-            persist = persist_selection(snapshot, k=self.k_persist, persisted_version=persisted_version)
-        return CheckpointPlan(snapshot=snapshot, persist=persist, scopes=self.scopes, slots=self._slots())
-
-    def _select(self, ordinal: int, unsaved: IntArray | None, owners: IntArray | None) -> Selection:
-        if self.order == "sequential":
-            return sequential_selection(
-                ordinal=ordinal,
-                k=self.k_snapshot,
-                num_layers=self.num_layers,
-                num_experts=self.num_experts,
-                ep_size=self.ep_size,
-            )
-        if unsaved is None or owners is None:
-            raise ConfigurationError(f"order={self.order!r} needs the unsaved tokens and the owner of every expert")
-        select = load_aware_selection if self.order == "load_aware" else load_aware_global_selection
-        return select(unsaved, k=self.k_snapshot, owners=owners, num_ranks=int(owners.max()) + 1)
-
-    def _slots(self) -> IntArray:
-        """Sequential selection saves windows; the load-aware orders save experts in no fixed company."""
-        if self.order != "sequential":
-            return np.broadcast_to(np.arange(self.num_experts), (self.num_layers, self.num_experts))
-        return window_slots(
-            k=self.k_persist, num_layers=self.num_layers, num_experts=self.num_experts, ep_size=self.ep_size
-        )
-
-
-@validated
-@dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
     """Settings of a run's checkpoints.
 
@@ -276,24 +192,26 @@ class CheckpointLedger:
 
     def plan(self, k_snapshot: int, k_persist: int, *, full: bool = False) -> CheckpointPlan:
         """The experts of the next checkpoint; among those that are copied, the ones written longest ago are written."""
-        layers, experts = self._shape
-        policy = PartialPolicy(
-            num_layers=layers,
-            num_experts=experts,
-            k_snapshot=k_snapshot,
-            k_persist=k_persist,
-            scopes=self._scopes,
-            order=self._order,
-            # Interleaving the ranks needs equal blocks of experts; under other placements all ranks count as one.
-            ep_size=self._num_ranks if experts % self._num_ranks == 0 else 1,
-        )
-        return policy.plan(
-            self._ordinal,
-            persisted_version=self._persisted_version,
-            unsaved=self.ledger.unsaved(),
-            owners=self._owners,
-            full=full or k_persist >= experts,
-        )
+        (num_layers, num_experts), k = self._shape, k_snapshot
+        # Interleaving the ranks needs equal blocks of experts; under other placements all ranks count as one.
+        ep_size = self._num_ranks if num_experts % self._num_ranks == 0 else 1
+        shape = {"num_layers": num_layers, "num_experts": num_experts}
+        if full or k_persist >= num_experts:
+            snapshot = persist = full_selection(**shape)
+        else:
+            if self._order == "sequential":
+                snapshot = sequential_selection(ordinal=self._ordinal, k=k, ep_size=ep_size, **shape)
+            else:
+                select = load_aware_selection if self._order == "load_aware" else load_aware_global_selection
+                snapshot = select(
+                    self.ledger.unsaved(), k=k, owners=self._owners, num_ranks=int(self._owners.max()) + 1
+                )
+            persist = persist_selection(snapshot, k=k_persist, persisted_version=self._persisted_version)
+        if self._order == "sequential":
+            slots = window_slots(k=k_persist, ep_size=ep_size, **shape)
+        else:  # the load-aware orders save experts in no fixed company
+            slots = np.broadcast_to(np.arange(num_experts), self._shape)
+        return CheckpointPlan(snapshot=snapshot, persist=persist, scopes=self._scopes, slots=slots)
 
     def window(self, first: int, k: int) -> ReplayWindow:
         """A lossless window that begins after a step; popularity is the tokens since the snapshot before."""

@@ -310,19 +310,6 @@ class RecoveryPlan:
         return ", ".join([parts[0].replace(" ", " experts ", 1), *parts[1:]])
 
 
-__all__ = [
-    "Decode",
-    "Expert",
-    "Origin",
-    "RankInventory",
-    "UnitRead",
-    "RecoveryPlan",
-    "SnapshotInventory",
-    "StorageInventory",
-    "plan_recovery",
-    "without_snapshots",
-]
-
 _LIVE_SESSION = "\x7f"  # sorts behind the digits and letters of every session
 
 
@@ -347,7 +334,7 @@ def plan_recovery(
         newest = newest or candidate
         if not candidate.num_stale:
             return search.plan(candidate)
-    return search.plan(newest) if newest is not None else search.nothing()
+    return search.plan(newest or _NOTHING)
 
 
 class _Source(NamedTuple):
@@ -382,6 +369,9 @@ class _Candidate:
     @property
     def num_stale(self) -> int:
         return sum(source.version < self.resumes_at for source in self.experts.values())
+
+
+_NOTHING = _Candidate(level="nothing", key=("", 0), resumes_at=0, session=None, rests={}, experts={})
 
 
 class _Search:
@@ -595,7 +585,8 @@ class _Search:
                 )
             )
         live = chosen.level == "live"
-        origins, versions, held = self._empty()
+        origins, versions = (np.full(self._shape, -1, dtype=np.int64) for _ in range(2))
+        held = np.zeros((*self._shape, len(self._ranks)), dtype=np.bool_)
         for pair, source in chosen.experts.items():
             origins[pair], versions[pair] = source.origin, source.version
         for rank in self._live if live else ():
@@ -616,25 +607,3 @@ class _Search:
             held=held,
             nodes=tuple(inventory.node for inventory in self._ranks),
         )
-
-    def nothing(self) -> RecoveryPlan:
-        origins, versions, held = self._empty()
-        return RecoveryPlan(
-            level="nothing",
-            version=0,
-            resumes_at=0,
-            session=None,
-            apply_prepared=(),
-            live_ranks=(),
-            shards=(),
-            reads=(),
-            decodes=(),
-            origins=origins,
-            versions=versions,
-            held=held,
-            nodes=tuple(inventory.node for inventory in self._ranks),
-        )
-
-    def _empty(self) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
-        origins = np.full(self._shape, -1, dtype=np.int64)
-        return origins, origins.copy(), np.zeros((*self._shape, len(self._ranks)), dtype=np.bool_)

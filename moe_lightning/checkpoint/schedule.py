@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_lightning.arrays import BoolArray, IntArray
-from moe_lightning.config import validated
+from moe_lightning.config import NonNegative, Seconds, validated
 from moe_lightning.errors import ConfigurationError
 
 
@@ -46,21 +46,12 @@ class OverheadModel:
         failure_rate_per_s: faults per second of training.
     """
 
-    step_s: float
-    overlap_s: float
-    snapshot_s: float
-    persist_s: float
-    restart_s: float = 0.0
-    failure_rate_per_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.step_s <= 0:
-            raise ConfigurationError(f"step_s={self.step_s} must be positive: measure an iteration first")
-        negative = [name for name, value in vars(self).items() if value < 0]
-        if negative:
-            raise ConfigurationError(
-                f"{negative[0]}={getattr(self, negative[0])} cannot be negative: give a measured time or rate"
-            )
+    step_s: Seconds
+    overlap_s: NonNegative
+    snapshot_s: NonNegative
+    persist_s: NonNegative
+    restart_s: NonNegative = 0.0
+    failure_rate_per_s: NonNegative = 0.0
 
     @property
     def save_s(self) -> float:
@@ -108,13 +99,6 @@ class AdaptiveConfiguration:
     save_s: float
 
 
-def free_k(k: int, *, num_layers: int, num_experts: int, ep_size: int) -> int:
-    """The largest K with the same number of experts on the busiest rank, ceil(K * L / ep_size): spare capacity is free
-    (MoC 5.3)."""
-    busiest = -(-k * num_layers // ep_size)
-    return min(num_experts, max(k, busiest * ep_size // num_layers))
-
-
 def adapt(
     *,
     snapshot_s: Callable[[int], float],
@@ -143,8 +127,9 @@ def adapt(
     """
     hidden = [k for k in range(1, num_experts + 1) if snapshot_s(k) <= overlap_s]
     k_snapshot = max(hidden, default=1)
-    k_free = free_k(min(k_persist, k_snapshot), num_layers=num_layers, num_experts=num_experts, ep_size=ep_size)
-    k_persist = min(k_snapshot, k_free)
+    # Spare capacity is free: as many as keep the number on the busiest rank.
+    busiest = -(-min(k_persist, k_snapshot) * num_layers // ep_size)
+    k_persist = min(k_snapshot, num_experts, max(k_persist, busiest * ep_size // num_layers))
     model = OverheadModel(
         step_s=step_s,
         overlap_s=overlap_s,

@@ -136,20 +136,16 @@ def window_slots(*, k: int, num_layers: int, num_experts: int, ep_size: int = 1)
     return slots
 
 
-def load_aware_selection(
-    unsaved: IntArray, *, k: int, owners: IntArray, num_ranks: int, first_layer: int | None = None
-) -> Selection:
+def load_aware_selection(unsaved: IntArray, *, k: int, owners: IntArray, num_ranks: int) -> Selection:
     """PEC's Algorithm 1: layer after layer, the experts with most unsaved tokens whose rank still has room.
 
     As printed, the layers are taken from last to first, and early layers starve: the room is used up by then.
-    `first_layer` starts elsewhere (and wraps around), which repairs it when it changes with every checkpoint;
-    `load_aware_global_selection` is better still.
+    `load_aware_global_selection` is better.
 
     Args:
         unsaved: int64 [L, E], tokens since each expert's last saved version.
         owners: int64 [L, E], the rank that would save each expert.
         num_ranks: ranks among which the ceil(L * K / num_ranks) experts each are shared.
-        first_layer: the layer that chooses first; None is the last one.
 
     Raises:
         ConfigurationError: k < 1, or tables of different shapes.
@@ -157,8 +153,7 @@ def load_aware_selection(
     num_layers, num_experts, k = _check_tables(unsaved, owners, k)
     capacity = np.full(num_ranks, -(-num_layers * k // num_ranks))
     chosen: list[tuple[int, ...]] = [()] * num_layers
-    start = num_layers - 1 if first_layer is None else first_layer % num_layers
-    for layer in ((start - i) % num_layers for i in range(num_layers)):
+    for layer in reversed(range(num_layers)):
         picks: list[int] = []
         for expert in np.argsort(-unsaved[layer], kind="stable"):
             rank = owners[layer, expert]
@@ -489,17 +484,6 @@ def expected_plt(
     Ours, not printed in the papers: it counts that the j-th most recently saved expert is floor(j / K) checkpoints old.
     """
     return interval * staleness_sum(num_experts, k, num_checkpoints) / (num_experts * total_steps)
-
-
-def expected_plt_two_level(
-    *, num_experts: int, k_snapshot: int, k_persist: int, interval: int, total_steps: int, dead_share: float
-) -> float:
-    """PLT of one fault in which a share of the experts was on nodes that died and the others are restored from memory
-    (MoC-System 5.1)."""
-    stale = dead_share * staleness_sum(num_experts, k_persist) + (1 - dead_share) * staleness_sum(
-        num_experts, k_snapshot
-    )
-    return interval * stale / (num_experts * total_steps)
 
 
 def worst_case_plt(

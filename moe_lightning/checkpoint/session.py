@@ -17,13 +17,20 @@ from typing import Any
 import torch
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.agent_control import AgentHandle, AgentStatus, read_status
-from moe_lightning.checkpoint.arena import ARENAS, arena_bytes, arena_directory, arena_path, capacity_of
+from moe_lightning.checkpoint.agent import AgentHandle, AgentStatus, read_status
+from moe_lightning.checkpoint.arena import (
+    ARENAS,
+    arena_bytes,
+    arena_directory,
+    arena_path,
+    arenas_name,
+    capacity_of,
+    fallback_directory,
+)
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.directory import check_world, claim, enter_world, next_world, run_of
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.protection import ProtectionLayout
-from moe_lightning.checkpoint.repair import arenas_name, fallback_directory
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration, ReplayWindow, adapt, most_frozen
 from moe_lightning.checkpoint.snapshot_protection import ProtectionReport, Protector
 from moe_lightning.checkpoint.snapshotter import CopyWindows, SnapshotReport, Snapshotter

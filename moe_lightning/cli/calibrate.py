@@ -31,7 +31,9 @@ from moe_lightning.callbacks.calibration import measure_exchange, measure_expert
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.cli.capacity import check_processes
 from moe_lightning.cli.short_training import (
+    WARMUP_STEPS,
     ModelOptions,
+    StepClock,
     balancer_of,
     machine,
     most_skewed,
@@ -41,12 +43,14 @@ from moe_lightning.cli.short_training import (
     write_trace,
 )
 from moe_lightning.moe.experts import Experts
+from moe_lightning.moe.forced_routing import read_routing_trace
+from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.hardware import Hardware, save_hardware
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.step_model import StepCost, StepModel
-from moe_lightning.simulate.workload import RoutingScenario, gpt_workload, load_trace
+from moe_lightning.simulate.workload import RoutingScenario, gpt_workload
 from moe_lightning.strategies import ExpertParallelStrategy
 from moe_lightning.text_table import table as text_table
 
@@ -129,7 +133,7 @@ def run(options: Options) -> int:
     for ranks in options.ranks:
         check_processes(ranks)
     if options.trace is not None:
-        load_trace(options.trace)  # what is wrong with it is told before the measurements
+        read_routing_trace(options.trace)  # what is wrong with it is told before the measurements
     machines: dict[int, Hardware] = {}
     predictions: list[Prediction] = []
     with tempfile.TemporaryDirectory(prefix="moe-calibrate-") as folder:
@@ -205,9 +209,13 @@ def _train(training: Training, trace: str, folder: str) -> dict[str, float]:
     if training.strategy != "plain":
         callbacks.append(balancer_of(ways))
     strategy = ExpertParallelStrategy(slots=training.slots, quota="balanced" if ways.balanced else "equal")
+    clock = StepClock()
     try:
-        found = train(strategy, callbacks, trace, training, over_steps=quiet_mean)
-        return {clock: found[clock] for clock in CLOCKS}
+        train(strategy, clock, callbacks, trace, training)
+        mine = {name: quiet_mean(getattr(clock, name)[WARMUP_STEPS:]) for name in CLOCKS}
+        ranks = all_gather_json(mine, strategy.world)
+        strategy.world.close()
+        return {name: max(rank[name] for rank in ranks) for name in CLOCKS}
     finally:
         if os.environ["RANK"] == "0":
             shutil.rmtree(folder, ignore_errors=True)

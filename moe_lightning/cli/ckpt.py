@@ -44,9 +44,9 @@ from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.cluster import Cluster, allocate_replicas, imbalance
 from moe_lightning.balancing.replica_placement import deal_to_ranks
 from moe_lightning.checkpoint import inspect
-from moe_lightning.checkpoint import inspect as cleaning
+from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.directory import has_manifest
-from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_file
+from moe_lightning.checkpoint.inspect import FileSummary, newest_file, summarise_file
 from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place, exists
@@ -308,8 +308,7 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
     checkpoint = inspect.resolve(arguments.path)
     manifest, versions_LE = checkpoint.manifest, checkpoint.expert_versions()
     committed = datetime.fromtimestamp(manifest.created_s, UTC)
-    facts = _facts()
-    for name, text in (
+    facts = _facts(
         ("checkpoint", checkpoint.path.name),
         ("run", f"{manifest.run}, session {manifest.session}, commit {manifest.sequence}"),
         ("taken after step", _taken(manifest)),
@@ -319,8 +318,7 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
         ("on disk", f"{_size(manifest.disk_bytes)} in {len(manifest.files)} files"),
         ("lost tokens (PLT)", "not recorded" if manifest.plt is None else f"{100 * manifest.plt:.4f} %"),
         *((f"  {scope}", _size(size)) for scope, size in inspect.scope_bytes(manifest).items()),
-    ):
-        facts.add_row(name, text)
+    )
     console.print(facts)
     if versions_LE.size:
         console.print(_versions(versions_LE))
@@ -342,21 +340,23 @@ def _carries_on(manifest: Manifest) -> str:
     return manifest.previous or "nothing: every expert is of this session's first checkpoint"
 
 
-def _facts() -> Table:
+def _facts(*rows: tuple[str, str]) -> Table:
     facts = Table(show_header=False, box=None)
     facts.add_column(style="bold")
     facts.add_column()
+    for row in rows:
+        facts.add_row(*row)
     return facts
 
 
 def _facts_of_file(summary: FileSummary) -> Table:
-    facts = _facts()
-    facts.add_row("checkpoint", summary.name)
-    facts.add_row("taken after step", str(summary.step))
-    facts.add_row("model", f"{_size(summary.model_bytes)} in {summary.tensors} tensors")
-    facts.add_row("optimizers", _size(summary.optimizer_bytes))
-    facts.add_row("on disk", _size(summary.disk_bytes))
-    return facts
+    return _facts(
+        ("checkpoint", summary.name),
+        ("taken after step", str(summary.step)),
+        ("model", f"{_size(summary.model_bytes)} in {summary.tensors} tensors"),
+        ("optimizers", _size(summary.optimizer_bytes)),
+        ("on disk", _size(summary.disk_bytes)),
+    )
 
 
 def _versions(versions_LE: IntArray) -> Table:
@@ -439,16 +439,17 @@ def _edit(arguments: argparse.Namespace, console: Console) -> int:
         noise=arguments.noise,
         batches=arguments.batches,
     )
-    facts = _facts()
-    for name, (before, after) in (("experts of a layer", report.experts), ("experts of a token", report.top_k)):
-        facts.add_row(name, f"{before} -> {after}")
-    if report.losses is None:
-        facts.add_row("validation loss", "not measured: it needs the run's config.yaml and --batches above 0")
-    else:
-        before_loss, after_loss = report.losses
-        facts.add_row("validation loss", f"{before_loss:.6f} -> {after_loss:.6f}, {report.batches} batches at most")
+    loss = "not measured: it needs the run's config.yaml and --batches above 0"
+    if report.losses is not None:
+        before, after = report.losses
+        loss = f"{before:.6f} -> {after:.6f}, {report.batches} batches at most"
     keys = f"model.num_experts={report.experts[1]} model.router.top_k={report.top_k[1]}"
-    facts.add_row("go on with", f"moe-train run_name=NAME resume={arguments.target} {keys}")
+    facts = _facts(
+        ("experts of a layer", f"{report.experts[0]} -> {report.experts[1]}"),
+        ("experts of a token", f"{report.top_k[0]} -> {report.top_k[1]}"),
+        ("validation loss", loss),
+        ("go on with", f"moe-train run_name=NAME resume={arguments.target} {keys}"),
+    )
     console.print(facts, soft_wrap=True)
     return 0
 
@@ -463,7 +464,7 @@ def _prune(arguments: argparse.Namespace, console: Console) -> int:
             f"none of the newest {arguments.keep} checkpoints in {arguments.path} is whole, so nothing is "
             f"deleted: raise --keep, and see moe-ckpt verify {arguments.path}"
         )
-    removed = inspect.prune(arguments.path, arguments.keep)
+    removed = prune(arguments.path, arguments.keep)
     console.print(f"deleted {len(removed)}: {', '.join(removed)}" if removed else "nothing to delete", soft_wrap=True)
     return 0
 
@@ -472,7 +473,7 @@ def _clean(arguments: argparse.Namespace, console: Console) -> int:
     missing = next((path for path in arguments.path if not path.is_dir()), None)
     if missing is not None:
         raise ConfigurationError(f"{missing} is no directory: name the one that a run's fallback_dir is")
-    found = cleaning.orphans(arguments.path)
+    found = inspect.orphans(arguments.path)
     for orphan in found:
         facts = [_size(orphan.nbytes), f"checkpoints in {orphan.root or 'a place that is not recorded'}"]
         if orphan.unwritten is not None:
@@ -483,7 +484,7 @@ def _clean(arguments: argparse.Namespace, console: Console) -> int:
     elif not arguments.yes:
         console.print(f"nothing is deleted without --yes: {_size(sum(o.nbytes for o in found))} in {len(found)} places")
     else:
-        deleted = [orphan for orphan in found if cleaning.remove(orphan)]
+        deleted = [orphan for orphan in found if inspect.remove(orphan)]
         console.print(f"deleted {len(deleted)}: {_size(sum(orphan.nbytes for orphan in deleted))}")
     return 0
 

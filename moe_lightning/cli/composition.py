@@ -8,6 +8,7 @@ sentence with the key as the user typed it, the nearest key or the possible choi
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import itertools
@@ -20,6 +21,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from annotated_types import Interval
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from hydra.utils import instantiate
@@ -27,11 +29,23 @@ from omegaconf import Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from moe_lightning.cli import model_bases
 from moe_lightning.compat.private_hydra import full_key
-from moe_lightning.config import TARGET, Coefficient, Fraction, NonNegativeInt, PositiveInt, hints_of, require, shown
+from moe_lightning.config import (
+    TARGET,
+    Coefficient,
+    Fraction,
+    NonNegativeInt,
+    PositiveInt,
+    hints_of,
+    pretrained_options,
+    require,
+    shown,
+    with_key,
+)
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text
+from moe_lightning.models.gpt import GPTConfig
+from moe_lightning.moe.router import RouterConfig
 from moe_lightning.user_errors import one_line, suggestion
 
 _Limit = Annotated[int, Interval(ge=-1)]  # -1: none
@@ -70,9 +84,6 @@ _FILLED_LATER = {"vocab_size": "auto", "num_classes": "auto"}  # decided by the 
 
 _TYPED = {"module.config": "model", "module.optimizer": "optimizer", "trainer.devices": "ranks"}
 """Keys of the composed configuration that take what users type elsewhere."""
-
-_NAMED = re.compile(r"(\w+)=")
-
 
 _MOVED = {
     "moe_lightning.callbacks.compile_dense": "moe_lightning.callbacks.dense_blocks",
@@ -125,7 +136,7 @@ def build_object(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     if isinstance(cause, ConfigurationError):
-        raise ConfigurationError(_with_key(str(cause), node, key)) from cause
+        raise ConfigurationError(typed(with_key(str(cause), node, key))) from cause
     if isinstance(cause, (*_REFUSALS, MisconfigurationException)):
         raise ConfigurationError(f"{typed(key)} cannot be built: {one_line(cause)}") from cause
     raise cause
@@ -141,16 +152,10 @@ def _built(value: Any, key: str) -> Any:
     return value
 
 
-def _with_key(message: str, node: Mapping[str, Any], key: str) -> str:
-    """A constructor's sentence that begins with one of its arguments, with the argument's whole key."""
-    match = _NAMED.match(message)
-    return f"{typed(_child(key, match[1]))}{message[match.end(1) :]}" if match and match[1] in node else message
-
-
 def typed(key: str) -> str:
     """The key as users type it."""
     for composed, name in _TYPED.items():
-        if key == composed or key.startswith((f"{composed}.", f"{composed}[")):
+        if key == composed or key.startswith((f"{composed}.", f"{composed}[", f"{composed}=")):
             return name + key[len(composed) :]
     return key
 
@@ -412,7 +417,31 @@ def _missing(key: str) -> str:
     return f"{key} is needed here: give {key}=VALUE"
 
 
-model_bases.register()
+def node_of(config: Any) -> dict[str, Any]:
+    """Return the node of a configuration that builds this dataclass instance."""
+    node: dict[str, Any] = {TARGET: f"{type(config).__module__}.{type(config).__qualname__}"}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        node[field.name] = node_of(value) if dataclasses.is_dataclass(value) else value
+    return node
+
+
+def _register_model_bases() -> None:
+    """Add the bases of conf/model to Hydra's ConfigStore: every option of the dataclasses with its default.
+
+    A model file begins with `defaults: [_gpt, _self_]` and states what differs. Values are plain, so that `auto` and
+    interpolations fit everywhere, and constructors check them.
+    """
+    bases = {
+        "_gpt": node_of(GPTConfig()),
+        "_router": node_of(RouterConfig()),
+        "_pretrained_router": dict.fromkeys(pretrained_options(RouterConfig)),  # null: as in the checkpoint
+    }
+    for name, node in bases.items():
+        ConfigStore.instance().store(group="model", name=name, node=node)
+
+
+_register_model_bases()
 OmegaConf.register_new_resolver("as_folder_name", as_folder_name, replace=True)
 
 
@@ -479,23 +508,18 @@ def _sentence(error: Exception, overrides: Sequence[str], sweeps: bool) -> str:
     if isinstance(error, InterpolationKeyError) and error.full_key:
         return _of_another_kind(error)
     message = str(error)
-    match = _UNMERGEABLE.match(message)
-    if match and "Cannot merge" in str(error.__cause__):
+    if (match := _UNMERGEABLE.match(message)) and "Cannot merge" in str(error.__cause__):
         kind = "a list" if "object_type=list" in str(error.__cause__) else "a mapping"
         return (
             f"{match[1]} must be {kind}: set {match[1].split('=')[0]}{'=[A,B]' if kind == 'a list' else '.NAME=value'}"
         )
-    match = _THERE_ALREADY.search(message)
-    if match:
+    if match := _THERE_ALREADY.search(message):
         return f"{match[1]} is there already: give {match[1]}=VALUE without a plus"
-    match = _UNKNOWN_KEY.search(message)
-    if match:
+    if match := _UNKNOWN_KEY.search(message):
         return unknown_key(match[1].split("@")[0], known_keys(overrides), "moe-train --cfg job")
-    match = _AMBIGUOUS.search(message)
-    if match:
+    if match := _AMBIGUOUS.search(message):
         return _several_values(match[1], sweeps)
-    match = _NOT_LOADED.search(message)
-    if match:
+    if match := _NOT_LOADED.search(message):
         return _no_choice(match[1], match[2], choices(match[1]))
     if message.startswith("Config group override must be"):
         override = _wrong_choice(overrides)

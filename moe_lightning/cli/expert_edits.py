@@ -367,7 +367,7 @@ def _losses(source: Path, target: Path, batches: int) -> tuple[float, float] | N
     import lightning.pytorch as pl
 
     from moe_lightning.cli.composition import build_object
-    from moe_lightning.cli.run_setup import quiet_libraries
+    from moe_lightning.cli.training import quiet_libraries
 
     quiet_libraries()
     from moe_lightning.models.gpt_module import GPTModule

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.files import newest_file, read_file, trained_tokenizer
-from moe_lightning.checkpoint.inspect import resolve
+from moe_lightning.checkpoint.files import read_file
+from moe_lightning.checkpoint.inspect import newest_file, resolve, trained_tokenizer
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
@@ -37,11 +37,9 @@ class _Source(Protocol):
 
     def dense(self, name: str) -> Tensor:
         """A parameter or buffer by its name in the model."""
-        ...
 
     def experts(self, layer: int, block: str, name: str, num_experts: int) -> Tensor:
         """The stack [E, ...] of one parameter of an MoE layer."""
-        ...
 
 
 def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, adapter_alone: bool = False) -> int:

@@ -39,43 +39,7 @@ from moe_lightning.plots import grid, heat_map, line_chart, phase_lines, svg
 
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
-_STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1c1f24; --soft: #5b6470; --line: #d9dde3; --card: #f5f7fa;
-  --accent: #3b6fb6; }
-@media (prefers-color-scheme: dark) { :root { --paper: #15181d; --ink: #e6e9ee; --soft: #9aa4b2; --line: #333a44;
-  --card: #1e232a; --accent: #7fb0f0; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 60rem; padding: 1rem; background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { margin: 0 0 0.25rem; font-size: 1.6rem; overflow-wrap: anywhere; }
-h2 { margin: 2.5rem 0 0.5rem; padding-bottom: 0.25rem; border-bottom: 1px solid var(--line); font-size: 1.25rem; }
-p { margin: 0.5rem 0; max-width: 46rem; overflow-wrap: anywhere; }
-a { color: var(--accent); }
-nav { display: flex; flex-wrap: wrap; gap: 0.25rem 1rem; margin: 0.75rem 0; }
-.soft, figcaption { color: var(--soft); }
-.missing { padding: 0.6rem 0.9rem; border-left: 3px solid var(--accent); background: var(--card); }
-dl.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: 0.75rem; margin: 1rem 0; }
-dl.cards div { padding: 0.6rem 0.8rem; border-radius: 0.5rem; background: var(--card); }
-dl.cards dt { color: var(--soft); font-size: 0.85rem; }
-dl.cards dd { margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-figure { margin: 1rem 0; }
-figcaption { font-size: 0.9rem; }
-.wide { overflow-x: auto; }
-figure.picture { display: inline-block; width: 49%; min-width: min(100%, 27rem); vertical-align: top; }
-figure svg { display: block; width: 100%; height: auto; }
-figure svg text { fill: var(--ink); }
-figure svg .paper path { fill: none !important; }
-table { width: max-content; min-width: 100%; border-collapse: collapse; font-size: 0.9rem;
-  font-variant-numeric: tabular-nums; }
-th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-td { max-width: 22rem; overflow-wrap: anywhere; }
-th { color: var(--soft); font-weight: 600; white-space: nowrap; }
-pre { overflow-x: auto; padding: 0.8rem; border-radius: 0.5rem; background: var(--card); font-size: 0.8rem; }
-summary { cursor: pointer; color: var(--accent); }
-@media (max-width: 40rem) { figure.picture { width: 100%; }
-  table { width: 100%; } td, th { padding: 0.3rem; overflow-wrap: anywhere; white-space: normal; } }
-@media print { details > * { display: block; } nav { display: none; } }
-"""
+_STYLE = Path(__file__).with_name("report.css")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +114,8 @@ def page(title: str, subtitle: str, head: Sequence[str], sections: Sequence[Sect
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:"/>
 <link rel="icon" href="data:,"/>
 <title>{escaped(title)}</title>
-<style>{_STYLE}</style>
+<style>
+{_STYLE.read_text()}</style>
 </head>
 <body>
 <header><h1>{escaped(title)}</h1><p class="soft">{escaped(subtitle)}</p></header>

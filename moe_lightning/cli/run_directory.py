@@ -21,7 +21,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from moe_lightning.checkpoint.checksum import check_file
+from moe_lightning.checkpoint.files import check_file
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import open_regular
 
@@ -151,6 +151,10 @@ class RunDirectory:
     def keep_tokenizer(self, content: str) -> None:
         """Leave the tokenizer.json that the run has trained in its directory; its checkpoints hold it, too."""
         _replace(self.path / "tokenizer.json", content)
+
+    def write_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Leave the last value of every logged metric: the whole file or none."""
+        _replace(self.metrics, json.dumps(dict(metrics), indent=2) + "\n")
 
     def check_movable(self) -> bool:
         """True if there is an earlier run to move; what a command left that never trained is none.

@@ -1,7 +1,4 @@
-"""Short measured trainings of a small GPT on this machine, with interleaved rounds and medians.
-
-Contenders take turns and are compared by ratios inside one run, so that noise of the machine affects all alike.
-"""
+"""Short measured trainings of a small GPT on ranks of this machine."""
 
 from __future__ import annotations
 
@@ -10,11 +7,10 @@ import importlib
 import json
 import logging
 import os
-import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,72 +26,25 @@ from typing_extensions import override
 
 from moe_lightning.arguments import Count, option
 from moe_lightning.arrays import FloatArray
-from moe_lightning.balancing.cluster import balance_ratio, imbalance
+from moe_lightning.balancing.cluster import imbalance
 from moe_lightning.balancing.rules import Strategy
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.cli.capacity import check_processes
 from moe_lightning.dispatch.placement import uniform_placement
-from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 from moe_lightning.elastic.worker import leave, work
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
-from moe_lightning.moe.forced_routing import ForcedRouting
+from moe_lightning.moe.forced_routing import ForcedRouting, read_routing_trace
 from moe_lightning.moe.router import RouterConfig
-from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.simulate.workload import load_trace
 from moe_lightning.strategies import ExpertParallelStrategy
-from moe_lightning.strategies.placed_experts import PlacedExperts
-
-
-def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 0) -> dict[str, list[float]]:
-    """Run the contenders in turns and return the results of each by round; so a slow spell of the machine affects all.
-
-    Args:
-        contenders: functions that measure a whole unit of work.
-        rounds: measurements of each.
-        warmup: calls of each before, which do not count.
-    """
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(warmup + rounds):
-        for name, measure in contenders.items():
-            found[name].append(measure())
-    return {name: values[warmup:] for name, values in found.items()}
-
-
-def interleaved_medians(
-    contenders: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2
-) -> dict[str, float]:
-    """Median seconds that each contender takes, in turns."""
-    seconds = interleaved({name: partial(timed, call) for name, call in contenders.items()}, rounds, warmup)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of a call, until the accelerator has done it."""
-    synchronize()
-    start = time.perf_counter()
-    call()
-    synchronize()
-    return time.perf_counter() - start
 
 
 def synchronize() -> None:
     """Wait for the accelerator, where there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def medians_of(rows: Sequence[Mapping[str, Any]], *, but: Iterable[str] = ()) -> dict[str, float]:
-    """The median of every figure over rows that all have it, those left out that are named."""
-    return {name: statistics.median(row[name] for row in rows) for name in rows[0] if name not in but}
-
-
-def goal(what: str, reached: float, most: float, form: str = "{:.2f}", note: str = "") -> str:
-    """Return a line that says whether a value is at most its goal."""
-    verdict = "met   " if reached <= most else "missed"
-    return f"{verdict}  {what}: {form.format(reached)}, goal at most {most:.2f}{note}"
 
 
 def machine() -> str:
@@ -198,8 +147,8 @@ class StepClock(pl.Callback):
 
 def most_skewed(path: Path, num_experts: int) -> FloatArray:
     """Shares [E] of the settled layer of a trace that loads two ranks least evenly, of its most used experts."""
-    trace = load_trace(path)
-    settled = trace.counts[trace.iteration >= _SETTLED].sum(axis=2)
+    counts, iteration = read_routing_trace(path)
+    settled = counts[iteration >= _SETTLED].sum(axis=2)
     if not settled.size or settled.shape[2] < num_experts:
         raise ConfigurationError(
             f"{path} holds no {num_experts} experts after iteration {_SETTLED}: use a longer trace, or fewer experts"
@@ -222,94 +171,24 @@ def write_trace(path: Path, shares_E: FloatArray) -> Path:
     return path
 
 
-class BalanceWatch(StepClock):
-    """Notes, after the warm-up, the time of each step, and what travelled and was waited for in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._rows: list[dict[str, float]] = []
-
-    @override
-    def note(self, trainer: pl.Trainer) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, ExpertParallelStrategy)
-        if trainer.global_step > WARMUP_STEPS:
-            times = {"step_s": self.step_s[-1], "cpu_s": self.cpu_s[-1]}
-            self._rows.append(times | _layers(strategy.experts) | _copies(trainer))
-
-    def summary(
-        self, strategy: ExpertParallelStrategy, over_steps: Callable[[Sequence[float]], float]
-    ) -> dict[str, float]:
-        """Over steps; of the slowest rank for times, summed over ranks for bytes. Collective."""
-        mine = {name: over_steps([row[name] for row in self._rows]) for name in self._rows[0]}
-        ranks = all_gather_json(mine, strategy.world)
-        return {name: (sum if name.endswith("_bytes") else max)(rank[name] for rank in ranks) for name in mine}
-
-
-def _layers(experts: PlacedExperts) -> dict[str, float]:
-    """Means over layers of the balance, and the bytes that left this rank in the four exchanges of each."""
-    before, after, quotients, sent_bytes = [], [], [], 0
-    for layer in experts.layers:
-        assert layer.statistics is not None
-        tokens = layer.statistics.computed_NE.numpy().sum(axis=0)
-        loads = layer.dispatcher.last_rank_loads
-        if loads is None:  # a world of one rank
-            loads = tokens.sum(keepdims=True)
-        plain = balanced_quota(tokens, uniform_placement(len(tokens), len(loads)).replicas).sum(axis=0)
-        before.append(imbalance(plain))
-        after.append(imbalance(loads))
-        quotients.append(min(balance_ratio(plain, loads), 1e3))
-        sent_bytes += 4 * layer.dispatcher.last_sent_bytes
-    return {
-        "imbalance_before": statistics.mean(before),
-        "imbalance_after": statistics.mean(after),
-        "balance_ratio": statistics.mean(quotients),
-        "exchange_bytes": sent_bytes,
-    }
-
-
-def _copies(trainer: pl.Trainer) -> dict[str, float]:
-    """Return the measured and the predicted cost of the last step's shadows."""
-    balancer = next((c for c in trainer.callbacks if isinstance(c, LoadBalancer)), None)  # type: ignore[attr-defined]
-    shadow_transfers = balancer.last_shadow_transfers if balancer is not None else None
-    planner = balancer.planner if shadow_transfers is not None and balancer is not None else None
-    expected = planner.predicted_step() if planner is not None else None
-    return {
-        "copy_bytes": shadow_transfers.sent_bytes if shadow_transfers else 0,
-        "exposed_trans_s": shadow_transfers.trans_wait_s if shadow_transfers else 0.0,
-        "exposed_agg_s": shadow_transfers.agg_wait_s if shadow_transfers else 0.0,
-        "expected_copy_s": expected.transfer_s if expected else 0.0,
-        "expected_exposed_s": expected.exposed_s if expected else 0.0,
-    }
-
-
 def train(
-    strategy: ExpertParallelStrategy,
-    callbacks: Sequence[pl.Callback],
-    trace: str,
-    options: Any,
-    *,
-    over_steps: Callable[[Sequence[float]], float] = statistics.median,
-) -> dict[str, float]:
-    """Train under one recorded popularity of experts and return figures of a step after the warm-up. Collective.
+    strategy: ExpertParallelStrategy, clock: StepClock, callbacks: Sequence[pl.Callback], trace: str, options: Any
+) -> None:
+    """Train under one recorded popularity of experts: the warm-up, and then the measured steps. Collective.
 
     Args:
-        strategy: strategy of the training; its world is closed at the end.
-        callbacks: callbacks that work beside the one that measures.
+        strategy: strategy of the training; its world stays open.
+        clock: callback that measures.
+        callbacks: callbacks that work beside it.
         trace: path of the routing trace.
         options: sizes, `batch` (sequences of a rank) and `steps` (measured steps).
-        over_steps: reduction of each figure over the measured steps.
     """
     pl.seed_everything(0, verbose=False)
-    watch = BalanceWatch()
     steps = WARMUP_STEPS + options.steps
-    trainer = quiet_trainer(strategy, steps=steps, callbacks=[watch, *callbacks])
+    trainer = quiet_trainer(strategy, steps=steps, callbacks=[clock, *callbacks])
     batch = options.batch * trainer.world_size
     module = GPTModule(trace_gpt(options, trace), OptimizerConfig(lr=1e-4, warmup_steps=0))
     trainer.fit(module, DataLoader(random_text(batch * steps, options.context), batch))
-    found = watch.summary(strategy, over_steps)
-    strategy.world.close()
-    return found
 
 
 def balancer_of(ways: Strategy) -> LoadBalancer:
@@ -329,17 +208,6 @@ def trace_gpt(sizes: Any, trace: str | None = None) -> GPTConfig:
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------
-
-
-def own_cores(num_ranks: int) -> list[int]:
-    """A core for each rank; empty where this process may use fewer, or cores cannot be chosen."""
-    cores = sorted(os.sched_getaffinity(0))[:num_ranks] if hasattr(os, "sched_setaffinity") else []
-    return cores if len(cores) == num_ranks else []
-
-
-def pinning(cores: Sequence[int]) -> str:
-    """In words, where the ranks run."""
-    return f"pinned to cores {list(cores)}" if cores else "not pinned: too few cores"
 
 
 def write_job(folder: Path, function: str, settings: Mapping[str, Any], cores: Sequence[int] = ()) -> list[str]:

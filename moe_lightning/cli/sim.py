@@ -37,7 +37,7 @@ from moe_lightning.simulate.hardware import Hardware, load_hardware, preset
 from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.mesh_search import MeshReport, mesh_report, search_mesh
 from moe_lightning.simulate.policy import POLICIES, policy
-from moe_lightning.simulate.recommend import Advice, FailingCluster, recommend
+from moe_lightning.simulate.recommend import Advice, recommend
 from moe_lightning.simulate.scenario import Report, Scenario
 from moe_lightning.simulate.workload import Exponent, RoutingKind, Workload, gpt_workload, make_routing
 from moe_lightning.text_table import table
@@ -89,10 +89,6 @@ def _hardware(config: Mapping[str, Any]) -> Hardware:
     return preset(name, **changes)
 
 
-def _mesh(config: Mapping[str, Any]) -> MeshSpec:
-    return build_config(MeshSpec, given(config, "mesh", "search"), key="mesh")
-
-
 def given(config: Mapping[str, Any], group: str, but: str) -> dict[str, Any]:
     """Those of a group's keys that are set."""
     return {key: value for key, value in config[group].items() if key != but and value is not None}
@@ -124,7 +120,7 @@ def scenario_of(config: Mapping[str, Any], name: str) -> Scenario:
         events=failures.events(config["nodes"], duration_s, config["seed"]),
         num_nodes=config["nodes"],
         duration_s=duration_s,
-        mesh=_mesh(config),
+        mesh=build_config(MeshSpec, given(config, "mesh", "search"), key="mesh"),
     )
 
 
@@ -476,7 +472,7 @@ def _recommend(config: Mapping[str, Any]) -> int:
         scenario = replace(scenario, mesh=found.mesh)
     advice = recommend(
         scenario,
-        FailingCluster(nodes=config["nodes"], simultaneous=config["failures"]["simultaneous"]),
+        config["failures"]["simultaneous"],
         fixed=given(config, "policy", "name"),
     )
     print(advice.table())

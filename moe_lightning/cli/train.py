@@ -19,7 +19,7 @@ import signal
 import sys
 import textwrap
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,6 +40,7 @@ from moe_lightning.cli.composition import (
     check_groups,
     check_recipe,
     check_top_level,
+    choices,
     composition_errors,
     fixed_keys,
     known_keys,
@@ -57,6 +58,7 @@ from moe_lightning.text_table import in_columns
 from moe_lightning.user_errors import suggestion
 
 _WIDTH = 110  # of the recipes' lines
+_INDENT = 32  # of what stands beside a key
 _TEXT = """\
 moe-train: train a Mixture-of-Experts model with expert parallelism
 
@@ -111,7 +113,8 @@ def help_text(config_dir: str | None = None) -> str:
     lines = (
         f"  {name:<{width}}  {textwrap.shorten(about, room, placeholder=' ...')}" for name, about in recipes.items()
     )
-    models = _wrapped(sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml")), indent=32, width=100)
+    names = " ".join(choices("model"))
+    models = ("\n" + " " * _INDENT).join(textwrap.wrap(names, 100 - _INDENT, break_on_hyphens=False))
     return _TEXT.format(recipes="\n".join(lines), own=f" (also in {config_dir})" if config_dir else "", models=models)
 
 
@@ -124,28 +127,11 @@ def _description(path: Path) -> str:
     return ""
 
 
-def _wrapped(words: Iterable[str], *, indent: int, width: int) -> str:
-    lines, line = [], ""
-    for word in words:
-        if line and indent + len(line) + len(word) + 1 > width:
-            lines.append(line)
-            line = ""
-        line = f"{line} {word}".strip()
-    return ("\n" + " " * indent).join([*lines, line])
-
-
 _MOST_NAMED = 12
 
 
-def write_metrics(path: Path, metrics: Mapping[str, float]) -> None:
-    """Leave the last value of every logged metric: the whole file or none."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(dict(metrics), indent=2) + "\n")
-    fresh.replace(path)
-
-
 def objective_of(path: Path, name: str) -> float:
-    """The metric of this name in a file that `write_metrics` has left.
+    """The metric of this name in a file that `RunDirectory.write_metrics` has left.
 
     Raises:
         ConfigurationError: no run has left its metrics, the name is none of them, or its value is not finite.
@@ -415,7 +401,7 @@ def run_job(composed: DictConfig) -> float | None:
             _launch(directory, config, elastic, external=external)
         return None
     if finished := _finished(directory, config):
-        from moe_lightning.cli.worker import check
+        from moe_lightning.cli.training import check
 
         check(config)  # wrong values are named all the same
         print(finished)
@@ -551,7 +537,7 @@ def _launch(
 
         ElasticLauncher(num_ranks=num_ranks, log_dir=directory.logs, **elastic).run(arguments)
     elif external or num_ranks == 1:
-        from moe_lightning.cli.worker import train
+        from moe_lightning.cli.training import train
 
         train(config)
     else:
@@ -590,7 +576,7 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
     if config["resume"] is False:
         if not is_first or not directory.check_movable():
             return None, ""
-        from moe_lightning.cli.worker import check
+        from moe_lightning.cli.training import check
 
         check(config)  # nothing is moved for a command that cannot train
         place = directory.move_aside()

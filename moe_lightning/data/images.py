@@ -50,7 +50,6 @@ class ImageSource(Protocol):
 
     def open(self, index: int) -> tuple[Any, int]:
         """A Pillow image in RGB, and the number of its class."""
-        ...
 
 
 # ---------------------------------------------------------------------- a folder

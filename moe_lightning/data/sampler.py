@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import Sampler
 
 from moe_lightning.arrays import IntArray, cut
-from moe_lightning.config import PositiveInt, validated
+from moe_lightning.config import NonNegativeInt, PositiveInt, require, validated
 from moe_lightning.dispatch.quota import shares, uneven
 from moe_lightning.errors import ConfigurationError
 
@@ -149,25 +149,19 @@ class StepSampler(Sampler[list[int]]):
     def __init__(
         self,
         *,
-        num_samples: int,
-        global_batch_size: int,
+        num_samples: PositiveInt,
+        global_batch_size: PositiveInt,
         num_micros: PositiveInt = 1,
         rank: int = 0,
         world_size: PositiveInt = 1,
         pieces: PositiveInt = 1,
-        seed: int = 0,
+        seed: NonNegativeInt = 0,
         shuffle: bool = True,
         drop_last: bool = True,
         evaluation: bool = False,
         keeps_micro_batch: bool = False,
         order: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        for name, value, least in (
-            ("num_samples", num_samples, 1),
-            ("global_batch_size", global_batch_size, 1),
-            ("seed", seed, 0),
-        ):
-            _require_at_least(name, value, least)
         self._micro_batch_size = global_batch_size // max(1, num_micros) if keeps_micro_batch else None
         unit = self._micro_batch_size or global_batch_size
         if drop_last and num_samples < unit:
@@ -439,8 +433,8 @@ class StepSampler(Sampler[list[int]]):
 
     def _set_world(self, rank: int, world_size: int, num_micros: int, pieces: int) -> None:
         num_micros = 1 if self.evaluation else num_micros
-        _require_at_least("num_micros", num_micros, 1)
-        _require_at_least("world_size", world_size, 1)
+        require(num_micros, PositiveInt, "num_micros")
+        require(world_size, PositiveInt, "world_size")
         if not 0 <= rank < world_size:
             raise ConfigurationError(f"rank={rank} is outside 0..{world_size - 1}; give the rank inside its world.")
         micros = num_micros * pieces
@@ -458,11 +452,6 @@ class StepSampler(Sampler[list[int]]):
         if world_size != getattr(self, "world_size", world_size):
             self._speeds, self._cuts = None, {}
         self.rank, self.world_size, self.num_micros, self.pieces = rank, world_size, num_micros, pieces
-
-
-def _require_at_least(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{name}={value!r} is not an integer of at least {least}; set it to one.")
 
 
 class NoCommonOrderError(ConfigurationError):

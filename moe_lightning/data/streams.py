@@ -26,7 +26,7 @@ import xxhash
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 from typing_extensions import override
 
 from moe_lightning.compat import private_lightning, private_torch
@@ -367,19 +367,6 @@ def reason_not_to_stream(loader: DataLoader[Any], trainer: Trainer) -> str | Non
     return None
 
 
-class ByIndex(Dataset[Any]):
-    """The samples of a data set that divides itself among ranks when it is iterated, by index, whole on every rank."""
-
-    def __init__(self, stream: Any, size: int) -> None:
-        self._stream, self._size = stream, size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> Any:
-        return self._stream[index]
-
-
 @validated
 class PartwiseShuffle(Sampler[int]):
     """Indices in a random order in which place i of every batch comes from the i-th part of the data set, so that a
@@ -413,7 +400,8 @@ def by_index(loader: DataLoader[Any]) -> DataLoader[Any]:
     package = type(stream).__module__.partition(".")[0]
     if package not in ("litdata", "streaming") or loader.batch_size is None:
         return loader
-    whole = ByIndex(stream, _size_of_litdata(stream) if package == "litdata" else stream.size)
+    size = _size_of_litdata(stream) if package == "litdata" else stream.size
+    whole: Subset[Any] = Subset(stream, range(size))  # by index it is whole on every rank
     order = PartwiseShuffle(len(whole), loader.batch_size) if stream.shuffle else None
     options = loader_options(loader)
     return DataLoader(whole, batch_size=loader.batch_size, sampler=order, drop_last=loader.drop_last, **options)

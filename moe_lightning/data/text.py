@@ -39,6 +39,7 @@ class _MappedTokens(Dataset[tuple[Tensor, Tensor]]):
         self._tokens = self.span.open()
 
 
+@validated
 class TokenWindows(_MappedTokens):
     """Window i is the tokens [i*L, (i+1)*L] of a span: x [L] and, one token later, y [L], both int64.
 
@@ -53,11 +54,7 @@ class TokenWindows(_MappedTokens):
         ConfigurationError: a length or number below one, or a span shorter than one window.
     """
 
-    def __init__(self, span: TokenSpan, context_length: int, max_windows: int | None = None) -> None:
-        if context_length < 1:
-            raise ConfigurationError(f"context_length={context_length} is below 1; set it to the tokens of one sample.")
-        if max_windows is not None and max_windows < 1:
-            raise ConfigurationError(f"{max_windows} windows are less than one; leave the limit out for all of them.")
+    def __init__(self, span: TokenSpan, context_length: PositiveInt, max_windows: PositiveInt | None = None) -> None:
         self.context_length = context_length
         self._windows = (span.count - 1) // context_length
         if self._windows < 1:

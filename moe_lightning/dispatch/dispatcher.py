@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_lightning import kernels as ops
 from moe_lightning.arrays import IntArray
 from moe_lightning.dispatch.placement import Placement, uniform_placement
-from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, dispatch_splits, equal_quota, uneven
+from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, dispatch_splits, divide, equal_quota, uneven
 from moe_lightning.dispatch.transports import (
     BackendFactory,
     DevicePlanner,
@@ -238,14 +238,15 @@ class Dispatcher:
         quota_EN = self._quotas(tokens_EN)
         self._quota_print = fingerprint(quota_EN)  # travels with the next counts, not in an exchange of its own
         send_EN, recv_EN = self._send_and_receive(tokens_EN, quota_EN)
-        num_experts_N = self._resident_N
+        num_experts_N, shadow_experts = self._resident_N, []
         if self._shadows is not None:
             num_experts_N = num_experts_N + self._shadows.shadows.sum(axis=0)
+            shadow_experts = np.flatnonzero(self._shadows.shadows[:, self.world.rank]).tolist()
         return DispatchPlan(
             tokens_EN=tokens_EN,
             send_EN=send_EN,
             recv_EN=recv_EN,
-            experts_C=(*self.slot_experts, *self._shadow_experts()),
+            experts_C=(*self.slot_experts, *shadow_experts),
             num_experts_N=num_experts_N,
             loads_N=quota_EN.sum(axis=0),
         )
@@ -309,12 +310,6 @@ class Dispatcher:
         slot_E = torch.tensor([*slots, -1], device=expert_ids_TK.device)  # a dropped choice, -1, takes the last entry
         return slot_E[expert_ids_TK]
 
-    def _shadow_experts(self) -> tuple[int, ...]:
-        """Experts with a shadow on this rank, ascending."""
-        if self._shadows is None:
-            return ()
-        return tuple(int(expert) for expert in np.flatnonzero(self._shadows.shadows[:, self.world.rank]))
-
     def _quotas(self, tokens_EN: IntArray) -> IntArray:
         """int64 [E, N]: tokens of each expert that each rank computes for its group; remembers every rank's load."""
         quota_EN = np.zeros_like(tokens_EN)
@@ -322,7 +317,9 @@ class Dispatcher:
             ranks = list(group)
             replicas = np.ascontiguousarray(self.placement.replicas[:, ranks])
             speeds = None if self._speeds is None else self._speeds[ranks]
-            quota_EN[:, ranks] = self._share_out(np.ascontiguousarray(tokens_EN[:, ranks]), replicas, speeds)
+            quota = partial(balanced_quota, speeds=speeds) if self._is_balanced else equal_quota
+            tokens = np.ascontiguousarray(tokens_EN[:, ranks])
+            quota_EN[:, ranks] = divide(tokens, replicas, self._shadows, quota)
         self.last_rank_loads = quota_EN.sum(axis=0)
         return quota_EN
 
@@ -333,14 +330,3 @@ class Dispatcher:
         tokens, quota = (np.ascontiguousarray(table[:, ranks]) for table in (tokens_EN, quota_EN))
         send[:, ranks], recv[:, ranks] = dispatch_splits(tokens, quota, ranks.index(self.world.rank))
         return send, recv
-
-    def _share_out(self, tokens_EN: IntArray, replicas_EN: IntArray, speeds_N: IntArray | None) -> IntArray:
-        """int64 [E, N]: how many tokens of each expert each rank of a group computes, shadows included."""
-        quota = partial(balanced_quota, speeds=speeds_N) if self._is_balanced else equal_quota
-        if self._shadows is None:
-            return quota(tokens_EN.sum(axis=1), replicas_EN)
-        shadows_EN = self._shadows.shadows
-        if self._shadows.quota_rule == "balanced":
-            return quota(tokens_EN.sum(axis=1), replicas_EN + shadows_EN)
-        kept_EN = tokens_EN * shadows_EN
-        return kept_EN + quota((tokens_EN - kept_EN).sum(axis=1), replicas_EN)

@@ -11,8 +11,6 @@ import numpy as np
 from moe_lightning.arrays import IntArray, Pairs, cut
 from moe_lightning.errors import ConfigurationError
 
-__all__ = ["IntArray", "Pairs", "Placement", "dispatch_groups", "parse_placements", "uniform_placement"]
-
 
 class Placement:
     """Replicas of each expert on each rank of one MoE layer; never changes.

@@ -22,9 +22,9 @@ Source of shadow plans (experts whose weights are copied to other ranks for one 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
@@ -729,7 +729,20 @@ def shadow_quota(tokens: IntArray, placement: Placement, plan: ShadowPlan, speed
         ConfigurationError: the plan was made for another placement.
     """
     plan.check(placement)
-    if plan.quota_rule == "balanced" or not plan.num_copies:
-        return balanced_quota(tokens.sum(axis=1), placement.replicas + plan.shadows, speeds)
+    return divide(tokens, placement.replicas, plan, partial(balanced_quota, speeds=speeds))
+
+
+def divide(
+    tokens: IntArray, replicas: IntArray, plan: ShadowPlan | None, quota: Callable[[IntArray, IntArray], IntArray]
+) -> IntArray:
+    """int64 [E, N]: tokens of each expert that each rank computes, shadows included.
+
+    Args:
+        tokens, replicas: int64 [E, N].
+        plan: shadows; None: there are none.
+        quota: how holders share tokens int64 [E], such as `balanced_quota`.
+    """
+    if plan is None or plan.quota_rule == "balanced":
+        return quota(tokens.sum(axis=1), replicas if plan is None else replicas + plan.shadows)
     kept = tokens * plan.shadows
-    return kept + balanced_quota((tokens - kept).sum(axis=1), placement.replicas, speeds)
+    return kept + quota((tokens - kept).sum(axis=1), replicas)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -38,7 +37,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import upload
 from moe_lightning.parallel.collectives import require_agreement
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.exchange import AllToAll, OverlapFn, all_gather_counts, all_gather_flat, exchange_rows
+from moe_lightning.parallel.exchange import OverlapFn, all_gather_counts, all_gather_flat, exchange_rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,53 +60,6 @@ class DevicePlan:
     def num_rows(self) -> int:
         """Rows in the buffers of this rank, for sending as for receiving."""
         return self.block * self.send_EN.shape[1]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RowLayout:
-    """Order of the rows of a dispatch in their blocks.
-
-    Attributes:
-        order_M: int64, flat assignment of each row to be sent; of room that is left over, any.
-        inverse_TK: int64, row of each assignment, -1 where dropped.
-        slot_order_M, slot_inverse_M: index that sorts the received rows by slot, what is no row last, and its inverse.
-        tokens_C: int64, rows of each slot.
-        send_N, recv_N: int64, rows to and from each rank.
-    """
-
-    order_M: Tensor
-    inverse_TK: Tensor
-    slot_order_M: Tensor
-    slot_inverse_M: Tensor
-    tokens_C: Tensor
-    send_N: Tensor
-    recv_N: Tensor
-
-
-def row_layout(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> RowLayout:
-    """Return the order of rows as they are sent and as they arrive; nothing is read on the host.
-
-    Args:
-        expert_ids_TK: -1 where dropped; T is at least 1.
-        plan: of the same micro-batch.
-        is_packed: the rows of all ranks follow each other; else every rank's begin a block.
-    """
-    num_experts = len(plan.send_EN)
-    behind_TK = expert_ids_TK.remainder(num_experts + 1)  # what is dropped, -1, sorts behind the last expert
-    by_expert = ops.sort_by_expert(behind_TK, num_experts + 1, may_drop=False)
-    runs = ops.plan_runs(plan.send_EN, plan.recv_EN, plan.slots_C, plan.block, is_packed=is_packed)
-    num_routed = runs.send_starts[num_experts]  # behind all that is sent lies what fills the first block
-    order_M, inverse_A = ops.fill_blocks(by_expert.order_M, runs.send_starts, runs.send_ends, num_routed, plan.num_rows)
-    slot_order_M, slot_inverse_M = ops.reorder_chunks(runs.recv_starts, runs.recv_ends, plan.num_rows)
-    return RowLayout(
-        order_M=order_M,
-        inverse_TK=inverse_A.view(expert_ids_TK.shape),
-        slot_order_M=slot_order_M,
-        slot_inverse_M=slot_inverse_M,
-        tokens_C=runs.tokens_C,
-        send_N=runs.send_N,
-        recv_N=runs.recv_N,
-    )
 
 
 class DevicePlanner:
@@ -418,18 +370,31 @@ def _handle(expert_ids_TK: Tensor, plan: DispatchPlan) -> tuple[DispatchHandle, 
 
 
 def _device_handle(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> tuple[DispatchHandle, Tensor]:
-    layout = row_layout(expert_ids_TK, plan, is_packed=is_packed)
+    """Order rows as they are sent and as they arrive, and count those of each slot; nothing is read on the host.
+
+    Args:
+        expert_ids_TK: -1 where dropped; T is at least 1.
+        plan: of the same micro-batch.
+        is_packed: the rows of all ranks follow each other; else every rank's begin a block.
+    """
+    num_experts = len(plan.send_EN)
+    behind_TK = expert_ids_TK.remainder(num_experts + 1)  # what is dropped, -1, sorts behind the last expert
+    by_expert = ops.sort_by_expert(behind_TK, num_experts + 1, may_drop=False)
+    runs = ops.plan_runs(plan.send_EN, plan.recv_EN, plan.slots_C, plan.block, is_packed=is_packed)
+    num_routed = runs.send_starts[num_experts]  # behind all that is sent lies what fills the first block
+    order_M, inverse_A = ops.fill_blocks(by_expert.order_M, runs.send_starts, runs.send_ends, num_routed, plan.num_rows)
+    slot_order_M, slot_inverse_M = ops.reorder_chunks(runs.recv_starts, runs.recv_ends, plan.num_rows)
     blocks = [plan.block] * plan.send_EN.shape[1]
     handle = DispatchHandle(
         plan=plan,
-        order_M=layout.order_M,
-        inverse_TK=layout.inverse_TK,
-        send_rows=layout.send_N if is_packed else blocks,
-        recv_rows=layout.recv_N if is_packed else blocks,
-        slot_order_M=layout.slot_order_M,
-        slot_inverse_M=layout.slot_inverse_M,
+        order_M=order_M,
+        inverse_TK=inverse_A.view(expert_ids_TK.shape),
+        send_rows=runs.send_N if is_packed else blocks,
+        recv_rows=runs.recv_N if is_packed else blocks,
+        slot_order_M=slot_order_M,
+        slot_inverse_M=slot_inverse_M,
     )
-    return handle, layout.tokens_C
+    return handle, runs.tokens_C
 
 
 def _by_slot(recv_EN: IntArray, experts_C: Sequence[int]) -> tuple[IntArray, tuple[IntArray, IntArray]]:
@@ -482,24 +447,16 @@ class SymmetricBackend(ExchangeBackend):
     def exchange(self, rows_MD: Tensor, spec: AllToAllSpec) -> Tensor:
         """Exchange in buffers for the rows of the fullest rank, sent or computed; of a `DevicePlan`, all its blocks."""
         if isinstance(spec.plan, DevicePlan):
-            moved: AllToAll = partial(_device_planned_all_to_all, capacity=spec.plan.num_rows)
+            capacity = spec.plan.num_rows
         else:
-            most = max(int(spec.plan.tokens_EN.sum(axis=0).max()), int(spec.plan.loads_N.max()))
-            moved = partial(_host_planned_all_to_all, capacity=most)
+            capacity = max(int(spec.plan.tokens_EN.sum(axis=0).max()), int(spec.plan.loads_N.max()))
+
+        def moved(rows_MD: Tensor, send: Any, recv: Any, world: World, overlap_fn: OverlapFn) -> Tensor:
+            splits_N = send if isinstance(send, Tensor) else upload(torch.tensor(send), rows_MD.device)
+            out_MD = symmetric_all_to_all(rows_MD, splits_N, world, overlap_fn, capacity=capacity)
+            return out_MD if isinstance(recv, Tensor) else out_MD[: sum(recv)]
+
         return exchange_rows(rows_MD, spec.send_splits, spec.recv_splits, self.world, spec.overlap_fn, moved)
-
-
-def _host_planned_all_to_all(
-    rows_MD: Tensor, send: Sequence[int], recv: Sequence[int], world: World, overlap_fn: OverlapFn, *, capacity: int
-) -> Tensor:
-    splits_N = upload(torch.tensor(send), rows_MD.device)
-    return symmetric_all_to_all(rows_MD, splits_N, world, overlap_fn, capacity=capacity)[: sum(recv)]
-
-
-def _device_planned_all_to_all(
-    rows_MD: Tensor, send_N: Tensor, recv_N: Tensor, world: World, overlap_fn: OverlapFn, *, capacity: int
-) -> Tensor:
-    return symmetric_all_to_all(rows_MD, send_N, world, overlap_fn, capacity=capacity)
 
 
 def symmetric_all_to_all(

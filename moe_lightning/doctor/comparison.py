@@ -214,13 +214,7 @@ def compare(here: Sequence[StepRecord], there: Sequence[StepRecord], tolerance: 
     for number, (run, alone) in enumerate(zip(here, there, strict=True), 1):
         tie = _near_tie(run, alone, tolerance)
         if tie:
-            return Comparison(
-                partings=(),
-                steps=steps,
-                tensors=len(seen.tensors),
-                largest=seen.largest,
-                near_tie=f"{tie} of step {number}",
-            )
+            return seen.comparison((), steps, f"{tie} of step {number}")
         found = tuple(_partings(number, run, alone, tolerance, seen))
         steps += 1
         if found:

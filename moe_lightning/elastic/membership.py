@@ -155,9 +155,8 @@ class MembershipFactory(Protocol):
 
 
 def _rendezvous_host(task: ElasticTask, /) -> Membership:
-    from moe_lightning.elastic.rendezvous_client import (
-        RendezvousClient,  # launchers, which check the name, need not load it
-    )
+    # Here: launchers, which check the name, need not load it.
+    from moe_lightning.elastic.rendezvous_client import RendezvousClient
 
     return RendezvousClient(task)
 

@@ -1,6 +1,6 @@
 """Rendezvous client of a worker: joins worlds, watches them, and aborts them when a member fails.
 
-    client = RendezvousClient.from_environment()
+    client = RendezvousClient(task)
     while True:
         members = client.join()
         with GroupAborter() as aborter:
@@ -12,7 +12,7 @@
             client.abort(str(error))
             ... destroy the groups ...
 
-A thread (`ClientThread`) sends heartbeats and aborts the groups of a world as soon as a failure is detected: by an
+A thread sends heartbeats and aborts the groups of a world as soon as a failure is detected: by an
 error of this rank, by a launcher, by the host, or by dead links. A lost connection to the host aborts nothing: the
 thread reconnects and reports the present world to the host, which may have been restarted. Timeouts are counted on the
 thread's own clock.
@@ -35,10 +35,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from moe_lightning.elastic.connection import ClientConnection, RendezvousStore, StoreRequests
-from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members, new_member_id
+from moe_lightning.elastic.membership import ElasticTask, Members, new_member_id
 from moe_lightning.elastic.preemption import PreemptionWatch
 from moe_lightning.elastic.protocol import Address, Message, ProcessClock, read_secret
 from moe_lightning.elastic.worker import RunFinished, end_hanging_process
@@ -251,6 +251,7 @@ class JoinedWorld:
 _LONGEST_STEP_S = 0.1
 _LOOK_S = 0.1
 _GOODBYE_S = 1.0
+_NOISE = re.compile(r"\[/[^\]]*\]\s*|\. This is typically caused by .*", re.DOTALL)  # gloo names files and guesses
 
 logger = logging.getLogger(__name__)
 
@@ -259,20 +260,26 @@ class WorldTooSmall(ConfigurationError):
     """Fewer members than `min_ranks` joined in time."""
 
 
-class ClientThread:
-    """Thread that connects one process to the rendezvous host until `close`.
+class RendezvousClient:
+    """Client of the rendezvous service, connected by a thread of its own until `close`. `join`, `guard` and `close`
+    belong to one thread; others may call the rest.
 
     Args:
-        task: address of the rendezvous host, identity, timeouts.
+        task: from the launcher.
 
     Attributes:
-        member_id: name of this process; a new one after an eviction.
-        multiple: worlds of this run train in multiples of so many members.
-        requests: of the store on which groups are built.
+        task: as given.
+        settings: timeouts of this run.
+        node: failure domain of this process.
+        member_id: name of this process among the members; a new one after an eviction.
+        multiple: number of members of which worlds are multiples; set it before the first `join`.
+
+    Raises:
+        ConfigurationError: the run's secret cannot be read.
     """
 
     def __init__(self, task: ElasticTask) -> None:
-        self._task, self._settings = task, task.settings
+        self.task, self.settings, self.node = task, task.settings, task.node
         self.member_id = new_member_id(task.node, task.token, task.birth_ns)
         self._secret = read_secret(Path(task.secret_file))
         self._address = Address.parse(task.address)
@@ -297,36 +304,49 @@ class ClientThread:
         self._finished_together = 0
         self._next_beat = 0.0
         self._reported: frozenset[str] = frozenset()
-        self._links = LinkChecker(self._settings.silence_timeout_s)
+        self._links = LinkChecker(self.settings.silence_timeout_s)
         self._prober: Prober | None = None
         self._connection = ClientConnection(
             self._address,
             self._secret,
             introduce=self._introduce,
             handle=self._handle,
-            silence_s=self._settings.silence_timeout_s,
+            silence_s=self.settings.silence_timeout_s,
         )
-        self.requests = StoreRequests(self._connection.send)
+        self._requests = StoreRequests(self._connection.send)
+        self._store: RendezvousStore | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-client", daemon=True)
         self._thread.start()
+        self._preemption = PreemptionWatch(task.settings)
 
     # ------------------------------------------------------------------ called by the main thread
 
-    def wait_for_host(self) -> None:
-        """Wait until this process is registered at the rendezvous host.
+    @property
+    def store(self) -> RendezvousStore:
+        """Store for building groups, under the prefix `members.name`; a new one after each `join`. `abort` ends every
+        wait on it.
+        """
+        assert self._store is not None, "join first"
+        return self._store
+
+    def join(self, *, is_ready: bool = False, is_spare: bool = False) -> Members:
+        """Leave the former world and wait for the next one. If it is smaller than `min_ranks`, its members keep the
+        state and wait.
+
+        The first join of a run waits for all workers that were started (up to `start_timeout_s`). Groups of the former
+        world must have been destroyed.
+
+        Args:
+            is_ready: this process has set up, and trains at once.
+            is_spare: the others go on without this process, which waits until there are enough for a multiple.
 
         Raises:
-            ConfigurationError: it does not answer within `rendezvous_timeout_s`, or refuses this process.
+            RunFinished: the others finished while this process was spare, stopped or unreachable.
+            WorldTooSmall: no world formed within `join_timeout_s`.
+            ConfigurationError: the rendezvous host did not answer for `rendezvous_timeout_s`, or links to members
+                are dead.
         """
-        with self._changed:
-            started = self._clock.now
-            while not self._connection.is_connected:
-                self._check_host(started)
-                self._changed.wait(_LOOK_S)
-
-    def join(self, *, is_ready: bool, is_spare: bool) -> Members:
-        """Wait for the next world; see `RendezvousClient.join`."""
         with self._changed:
             former, started = self._watch, self._clock.now
             self._main_is_here = self._is_joining = True
@@ -345,43 +365,58 @@ class ClientThread:
                 self._check_wait(started)
                 self._changed.wait(_LOOK_S)
             assert self._watch is not None
+            self._store = RendezvousStore(self._requests, self._watch.members.number)
             return self._watch.members
 
     def _is_inside(self) -> bool:
         """True if this process is in the newest world that it knows, and so may hold state that no other does."""
         return self._watch is not None and self.member_id in self._watch.members.ids
 
-    def withdraw(self, reason: str) -> None:
-        """Break the world that was just joined, and leave it until the next join."""
+    def withdraw_if_early(self, members: Members) -> bool:
+        """Leave this first world again if others had set up before it: they train in it, and this process cannot
+        receive their state yet. The others go on without it until it joins; True if so.
+
+        Args:
+            members: from `join`.
+        """
         with self._lock:
+            if self._watch is None or not self._watch.has_set_up:
+                return False
+            reason = "a process joined that has not set up"
             self._main_is_here = True
-            if self._watch is not None and self._watch.broken_at is None:
+            if self._watch.broken_at is None:
                 self._note_break(self._watch, reason, rating=1)
             self._connection.send({"t": "withdraw", "reason": reason})
+            return True
 
     def world_exists(self) -> bool:
-        """Return True if this run has a world with members now, as the host answers.
+        """Return True if this run has a world already, which a process that has not joined yet would enter.
 
         Raises:
-            ConfigurationError: see `wait_for_host`.
+            ConfigurationError: the rendezvous host did not answer for `rendezvous_timeout_s`, or refuses this process.
         """
         number = next(self._syncs)
         while True:
-            self.wait_for_host()
             with self._changed:
+                started = self._clock.now
+                while not self._connection.is_connected:
+                    self._check_host(started)
+                    self._changed.wait(_LOOK_S)
                 self._connection.send({"t": "sync", "n": number})
                 while number not in self._synced and self._connection.is_connected:
                     self._changed.wait(_LOOK_S)
                 if (answer := self._synced.pop(number, None)) is not None:
                     return bool(answer.get("exists"))
 
-    def has_set_up_members(self) -> bool:
-        """Return True if members of the newest world had set up before it formed."""
-        with self._lock:
-            return self._watch is not None and self._watch.has_set_up
-
     def guard(self, members: Members, abort: Callable[[], None]) -> None:
-        """Watch the world that was joined, instead of the former one."""
+        """Watch a world until it breaks or the next one is guarded.
+
+        Call it before the groups are built: a member may die while they are.
+
+        Args:
+            members: from `join`.
+            abort: called once, from any thread, when the world breaks; ends all waits for peers.
+        """
         with self._lock:
             assert self._watch is not None, "join first"
             assert self._watch.members == members, "guard what was joined last"
@@ -394,43 +429,52 @@ class ClientThread:
                 self._abort_groups(self._watch)
 
     def abort(self, reason: str) -> None:
-        """Break the present world for all its ranks; a no-op if it is broken already."""
+        """Break the present world and abort the groups of all its ranks; a no-op if it is broken already.
+
+        Args:
+            reason: one sentence, perhaps of a network library; a cause that a launcher or the host reports replaces
+                it.
+        """
+        reason = _NOISE.sub("", reason).strip() or "the world broke"
         with self._lock:
             watch = self._guarded
             if watch is not None and watch.broken_at is None:
                 self._note_break(watch, reason, rating=1)
                 self._connection.send({"t": "broken", "number": watch.members.number, "reason": reason})
 
-    def leave_world(self) -> None:
-        """Record that the main thread has returned from the former world."""
-        with self._lock:
-            self._main_is_here = True
-
     def record_progress(self) -> None:
-        """Record a step of the main thread."""
+        """Record a step of training: while steps are made, links between ranks are not probed."""
         self._progress += 1
 
     @property
     def reason(self) -> str | None:
-        """Reason why the last guarded world broke; None while it is intact."""
+        """Reason why the last guarded world broke, as one sentence; None while it is intact.
+
+        It may improve until the next join, when a launcher reports a death.
+        """
         with self._lock:
             return self._guarded.reason if self._guarded is not None else None
 
-    def wait_for_cause(self, timeout_s: float) -> str | None:
-        """Return the cause that a launcher or the host reports for the last break; None if none comes in time."""
+    def wait_for_cause(self) -> str | None:
+        """Return how the member ended that broke the last guarded world, as one sentence; None if nothing is reported
+        within the time in which a silent member is detected.
+        """
 
         def cause() -> str | None:
             watch = self._guarded
             return watch.reason if watch is not None and watch.rating > 1 else None
 
         with self._changed:
-            return self._changed.wait_for(cause, timeout_s)
+            return self._changed.wait_for(cause, self.settings.silence_timeout_s + 1.0)
 
     def has_newcomers(self) -> bool:
-        """Return True if a process outside has been waiting for the join window."""
+        """Return True if a process outside the present world has been waiting for at least `join_window_s`.
+
+        Ranks learn it at slightly different times: let one of them decide for all.
+        """
         with self._lock:
             since = self._waiting_since
-            return since is not None and self._clock.now - since >= self._settings.join_window_s
+            return since is not None and self._clock.now - since >= self.settings.join_window_s
 
     def finish(self) -> None:
         """Announce to processes that wait to join that the training is done."""
@@ -445,18 +489,29 @@ class ClientThread:
         with self._lock:
             return self._finished_before is not None and self._finished > self._finished_before
 
+    def listen(self) -> None:
+        """Receive notices from now on, also if a Trainer has replaced the signal handler."""
+        self._preemption.listen()
+
+    @property
+    def notice(self) -> str | None:
+        """Notice of preemption of this process, as a sentence; None without one."""
+        return self._preemption.notice
+
     def close(self) -> None:
-        """Leave, and end the thread."""
+        """Leave for good, and free thread, descriptors and connection."""
+        self._preemption.close()
         with self._lock:
             self._watch = self._guarded = None
             self._connection.send({"t": "leave"})
         self._closed.set()
         self._connection.wake()
         self._thread.join(timeout=_GOODBYE_S)
+        self._store = None
 
     def _check_host(self, started: float) -> None:
         """Raise if the host has not answered for too long."""
-        link, limit = self._connection, self._settings.rendezvous_timeout_s
+        link, limit = self._connection, self.settings.rendezvous_timeout_s
         if link.is_connected:
             return
         never = self._finished_before is None
@@ -470,29 +525,29 @@ class ClientThread:
 
     def _check_wait(self, started: float) -> None:
         """Raise if no world has formed for too long."""
-        now, limit = self._clock.now, self._settings.join_timeout_s
-        if self._rejected is not None and now - self._rejected_at > self._settings.rendezvous_timeout_s:
+        now, limit = self._clock.now, self.settings.join_timeout_s
+        if self._rejected is not None and now - self._rejected_at > self.settings.rendezvous_timeout_s:
             raise ConfigurationError(f"{self._rejected}: repair it, then give the same command again, which resumes")
         if now - started > limit and not self._is_spare:
             raise WorldTooSmall(f"no world within {limit:g} s: look at the other workers")
 
     def _rename(self) -> None:
         """Register as a new member after an eviction."""
-        self.member_id = new_member_id(self._task.node, self._task.token)
+        self.member_id = new_member_id(self.task.node, self.task.token)
         self._evicted = None
         self._introduce(self._connection.send)
 
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        step_s = min(_LONGEST_STEP_S, self._settings.heartbeat_interval_s / 2)
+        step_s = min(_LONGEST_STEP_S, self.settings.heartbeat_interval_s / 2)
         while not self._closed.is_set():
             try:
                 was_connected = self._connection.is_connected
                 self._connection.step(self._clock.tick(), step_s)
                 with self._lock:
                     if was_connected and not self._connection.is_connected:
-                        self.requests.end()
+                        self._requests.end()
                     self._tick(self._clock.tick())
             except Exception:  # this thread must go on: it ends a process that hangs
                 logger.exception("the rendezvous client could not do its work")
@@ -503,7 +558,7 @@ class ClientThread:
 
     def _tick(self, now: float) -> None:
         if now >= self._next_beat:
-            self._next_beat = now + self._settings.heartbeat_interval_s
+            self._next_beat = now + self.settings.heartbeat_interval_s
             self._connection.send({"t": "beat", "progress": self._progress})
         watch = self._guarded
         if self._links.all_reachable(now):
@@ -522,7 +577,7 @@ class ClientThread:
     def _introduce(self, send: Callable[[Message], object]) -> None:
         """Register at the host, on a new connection or under a new name, with the world that it may not know."""
         with self._changed:
-            settings, watch, world = self._settings, self._watch, None
+            settings, watch, world = self.settings, self._watch, None
             timeouts = [
                 settings.heartbeat_timeout_s,
                 settings.silence_timeout_s,
@@ -535,7 +590,7 @@ class ClientThread:
             self._listen_for_probes()
             self._reported = frozenset()
             send({
-                "t": "member", "id": self.member_id, "expected": self._task.expected, "patience": timeouts,
+                "t": "member", "id": self.member_id, "expected": self.task.expected, "patience": timeouts,
                 "probe": list(self._prober.endpoint) if self._prober is not None else None,
                 "joining": self._is_joining, "ready": self._is_ready, "number": self._number, "world": world,
                 "multiple": self.multiple,
@@ -556,7 +611,7 @@ class ClientThread:
 
     def _handle(self, message: Message) -> None:
         if message.get("t") == "stored":
-            self.requests.answer(message)
+            self._requests.answer(message)
             return
         with self._changed:
             self._apply(message)
@@ -607,7 +662,7 @@ class ClientThread:
             self._abort_groups(watch)
 
     def _abort_groups(self, watch: JoinedWorld) -> None:
-        self.requests.end(watch.members.number)
+        self._requests.end(watch.members.number)
         try:
             if watch.abort is not None:
                 watch.abort()
@@ -616,7 +671,7 @@ class ClientThread:
 
     def _end_if_hanging(self) -> None:
         """End this process if its main thread does not return from a broken world, since all others wait for it."""
-        watch, limit = self._guarded, self._settings.hang_limit_s(self._progress)
+        watch, limit = self._guarded, self.settings.hang_limit_s(self._progress)
         if watch is None or watch.broken_at is None or self._main_is_here or self._clock.now - watch.broken_at < limit:
             return
         end_hanging_process(limit, watch.reason)
@@ -624,175 +679,3 @@ class ClientThread:
 
 def _endpoints(values: Mapping[str, Any]) -> dict[str, Endpoint]:
     return {node: (str(host), int(port)) for node, (host, port) in values.items()}
-
-
-_NOISE = re.compile(r"\[/[^\]]*\]\s*|\. This is typically caused by .*", re.DOTALL)  # gloo names files and guesses
-
-
-class RendezvousClient:
-    """Client of the rendezvous service. `join`, `guard` and `close` belong to one thread; others may call the rest.
-
-    Args:
-        task: from the launcher.
-
-    Raises:
-        ConfigurationError: the run's secret cannot be read.
-    """
-
-    def __init__(self, task: ElasticTask) -> None:
-        self.task = task
-        self._thread = ClientThread(task)
-        self._preemption = PreemptionWatch(task.settings)
-        self._store: RendezvousStore | None = None
-
-    @classmethod
-    def from_environment(cls) -> Self | None:
-        """Return the client of a worker that an elastic launcher started; None for any other process.
-
-        Raises:
-            ConfigurationError: the launcher's variable is malformed.
-        """
-        task = ElasticTask.from_environment()
-        return cls(task) if task is not None else None
-
-    @property
-    def settings(self) -> ElasticSettings:
-        """Timeouts of this run."""
-        return self.task.settings
-
-    @property
-    def member_id(self) -> str:
-        """Name of this process among the members; a new one after an eviction."""
-        return self._thread.member_id
-
-    @property
-    def node(self) -> str:
-        """The failure domain of this process."""
-        return self.task.node
-
-    @property
-    def store(self) -> RendezvousStore:
-        """Store for building groups, under the prefix `members.name`; a new one after each `join`. `abort` ends every
-        wait on it.
-        """
-        assert self._store is not None, "join first"
-        return self._store
-
-    @property
-    def multiple(self) -> int:
-        """Number of members of which worlds are multiples; set it before the first `join`."""
-        return self._thread.multiple
-
-    @multiple.setter
-    def multiple(self, multiple: int) -> None:
-        self._thread.multiple = multiple
-
-    def join(self, *, is_ready: bool = False, is_spare: bool = False) -> Members:
-        """Leave the former world and wait for the next one. If it is smaller than `min_ranks`, its members keep the
-        state and wait.
-
-        The first join of a run waits for all workers that were started (up to `start_timeout_s`). Groups of the former
-        world must have been destroyed.
-
-        Args:
-            is_ready: this process has set up, and trains at once.
-            is_spare: the others go on without this process, which waits until there are enough for a multiple.
-
-        Raises:
-            RunFinished: the others finished while this process was spare, stopped or unreachable.
-            WorldTooSmall: no world formed within `join_timeout_s`.
-            ConfigurationError: the rendezvous host did not answer for `rendezvous_timeout_s`, or links to members
-                are dead.
-        """
-        members = self._thread.join(is_ready=is_ready, is_spare=is_spare)
-        self._store = RendezvousStore(self._thread.requests, members.number)
-        return members
-
-    def world_exists(self) -> bool:
-        """Return True if this run has a world already, which a process that has not joined yet would enter.
-
-        Raises:
-            ConfigurationError: the rendezvous host did not answer for `rendezvous_timeout_s`.
-        """
-        return self._thread.world_exists()
-
-    def withdraw_if_early(self, members: Members) -> bool:
-        """Leave this first world again if others had set up before it: they train in it, and this process cannot
-        receive their state yet. The others go on without it until it joins; True if so.
-
-        Args:
-            members: from `join`.
-        """
-        assert members.me >= 0
-        if not self._thread.has_set_up_members():
-            return False
-        self._thread.withdraw("a process joined that has not set up")
-        return True
-
-    def guard(self, members: Members, abort: Callable[[], None]) -> None:
-        """Watch a world until it breaks or the next one is guarded.
-
-        Call it before the groups are built: a member may die while they are.
-
-        Args:
-            members: from `join`.
-            abort: called once, from any thread, when the world breaks; ends all waits for peers.
-        """
-        self._thread.guard(members, abort)
-
-    def record_progress(self) -> None:
-        """Record a step of training: while steps are made, links between ranks are not probed."""
-        self._thread.record_progress()
-
-    def abort(self, reason: str) -> None:
-        """Break the present world and abort the groups of all its ranks; a no-op if it is broken already.
-
-        Args:
-            reason: one sentence, perhaps of a network library; a cause that a launcher or the host reports replaces
-                it.
-        """
-        self._thread.abort(_NOISE.sub("", reason).strip() or "the world broke")
-
-    @property
-    def reason(self) -> str | None:
-        """Reason why the last guarded world broke, as one sentence; None while it is intact.
-
-        It may improve until the next join, when a launcher reports a death.
-        """
-        return self._thread.reason
-
-    def wait_for_cause(self) -> str | None:
-        """Return how the member ended that broke the last guarded world, as one sentence; None if nothing is reported
-        within the time in which a silent member is detected.
-        """
-        return self._thread.wait_for_cause(self.settings.silence_timeout_s + 1.0)
-
-    def has_newcomers(self) -> bool:
-        """Return True if a process outside the present world has been waiting for at least `join_window_s`.
-
-        Ranks learn it at slightly different times: let one of them decide for all.
-        """
-        return self._thread.has_newcomers()
-
-    def finish(self) -> None:
-        """Announce to processes that wait to join that the training is done."""
-        self._thread.finish()
-
-    def is_finished(self) -> bool:
-        """Return True if others have finished the run since this process started."""
-        return self._thread.is_finished()
-
-    def listen(self) -> None:
-        """Receive notices from now on, also if a Trainer has replaced the signal handler."""
-        self._preemption.listen()
-
-    @property
-    def notice(self) -> str | None:
-        """Notice of preemption of this process, as a sentence; None without one."""
-        return self._preemption.notice
-
-    def close(self) -> None:
-        """Leave for good, and free thread, descriptors and connection."""
-        self._preemption.close()
-        self._thread.close()
-        self._store = None

@@ -225,21 +225,20 @@ def _blocks(model: nn.Module, *parts: str) -> Iterator[tuple[str, Any]]:
 def _gpt2_layers(model: nn.Module) -> Iterator[DenseLayer]:
     for name, block in _blocks(model, "c_fc", "c_proj"):
         width, hidden = block.c_fc.weight.shape
-
-        def replace(moe: MoELayer, name: str = name, after: nn.Module = block.dropout) -> None:
-            model.set_submodule(name, SparseBlock(moe, after=after))
-
-        yield DenseLayer(block=name, prefix=f"{name}.", d_model=width, d_hidden=hidden, replace=replace)
+        yield _whole_block(model, name, width, hidden, after=block.dropout)
 
 
 def _llama_layers(model: nn.Module) -> Iterator[DenseLayer]:
     for name, block in _blocks(model, "gate_proj", "up_proj", "down_proj"):
         hidden, width = block.up_proj.weight.shape
+        yield _whole_block(model, name, width, hidden)
 
-        def replace(moe: MoELayer, name: str = name) -> None:
-            model.set_submodule(name, SparseBlock(moe))
 
-        yield DenseLayer(block=name, prefix=f"{name}.", d_model=width, d_hidden=hidden, replace=replace)
+def _whole_block(model: nn.Module, name: str, width: int, hidden: int, after: nn.Module | None = None) -> DenseLayer:
+    def replace(moe: MoELayer) -> None:
+        model.set_submodule(name, SparseBlock(moe, after=after))
+
+    return DenseLayer(block=name, prefix=f"{name}.", d_model=width, d_hidden=hidden, replace=replace)
 
 
 def _swin_layers(model: nn.Module) -> Iterator[DenseLayer]:

@@ -423,9 +423,7 @@ class Experts(nn.Module):
         Returns:
             [M, D] in the dtype that autocast asks for, else that of x.
         """
-        dtype = (
-            torch.get_autocast_dtype(x_MD.device.type) if torch.is_autocast_enabled(x_MD.device.type) else x_MD.dtype
-        )
+        dtype = _computed_in(x_MD)
         stacks = self.stacked_parameters() if weights is None else weights
         if "b_up" not in stacks and self.adapter is None and ops.fuses_experts(x_MD):
             up_SDH, down_SFD = (stacks[name].to(dtype) for name in ("w_up", "w_down"))
@@ -470,8 +468,7 @@ class Experts(nn.Module):
             sort: their assignments by slot.
             weights_TK: of each assignment.
         """
-        device = x_TD.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TD.dtype
+        dtype = _computed_in(x_TD)
         stacks = self.stacked_parameters() if weights is None else weights
         up_SDH, down_SFD = (stacks[name].to(dtype) for name in ("w_up", "w_down"))
         return ops.expert_mlp(
@@ -486,6 +483,11 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, slots={list(self.slot_experts)}, activation={self.activation}"
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _frozen(like_SX: Tensor, size: int, dtype: torch.dtype) -> nn.Parameter:

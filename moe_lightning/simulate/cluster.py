@@ -521,13 +521,13 @@ class ClusterState:
 
     def _aligned(self, held: BoolArray, planned: Sequence[Placement]) -> list[Placement]:
         """Placements of which the ranks of each stage hold much already."""
-        ranks, mapping = planned[0].num_ranks, self._policy.balancing.placement.mapping
+        ranks = planned[0].num_ranks
         cluster = Cluster.of(ranks, self._model.slots, self._hardware.ranks_per_node)
         found = []
         for stage in range(self._model.mesh.pp):
             layers = self._model.stage_layers(stage)
             own = held[layers.start : layers.stop, :, stage * ranks : (stage + 1) * ranks]
-            found += align_placements(own, planned[layers.start : layers.stop], cluster, mapping)
+            found += align_placements(own, planned[layers.start : layers.stop], cluster)
         return found
 
     def migration(self, world: SimulatedWorld) -> tuple[float, int]:

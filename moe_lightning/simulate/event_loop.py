@@ -19,7 +19,7 @@ from moe_lightning.simulate.checkpoint_cost import SaveCost, WindowCost, cheapes
 from moe_lightning.simulate.cluster import Accounts, ClusterState, Mark, SavedState, SimulatedWorld, inventories
 from moe_lightning.simulate.failures import NS, Event
 from moe_lightning.simulate.scenario import Recovery, Report, Scenario, SteadyPhase, format_bytes, model_of
-from moe_lightning.simulate.step_model import StepCost, StepModel
+from moe_lightning.simulate.step_model import StepCost
 
 
 @dataclass(kw_only=True)
@@ -56,66 +56,6 @@ class History:
 
 
 _BUFFERS = 3  # of snapshots: being taken, being written, kept for a recovery
-
-
-def closing_report(
-    scenario: Scenario,
-    model: StepModel,
-    first_cost: StepCost,
-    *,
-    accounts: Accounts,
-    saved: SavedState,
-    history: History,
-    interval_steps: int,
-) -> Report:
-    """Return the result of a finished simulation whose accounts are closed."""
-    hardware = scenario.hardware
-    ranks = model.ranks(model.usable_nodes(scenario.num_nodes))
-    save = save_cost(scenario.workload, hardware, scenario.policy, ranks, saved.k_snapshot, saved.k_persist)
-    rank_bytes = model.rank_memory_bytes()
-    host_bytes = _BUFFERS * save.snapshot_bytes * hardware.ranks_per_node
-    window = None
-    if len(save.copies_s) > 1:
-        window = WindowCost(
-            steps=len(save.copies_s),
-            copied_bytes=tuple(copy_s * hardware.host_copy_bytes_per_s for copy_s in save.copies_s),
-            stall_s=stall_of(save.copies_s, first_cost.overlap_s),
-            replay_s=(len(save.copies_s) - 1) * first_cost.step_s,
-        )
-    limits = (
-        ("weights and optimizer state of a rank", rank_bytes, hardware.memory_bytes),
-        ("snapshots of a node", host_bytes, hardware.host_memory_bytes),
-    )
-    return Report(
-        provided_ns=accounts.provided_ns,
-        useful_ns=accounts.useful_ns,
-        lost_ns=accounts.lost_ns,
-        overhead_ns=accounts.overhead_ns,
-        idle_ns=accounts.idle_ns,
-        steps=accounts.step,
-        samples=accounts.samples,
-        duration_s=scenario.duration_s,
-        step_s=first_cost.step_s,
-        imbalance=first_cost.imbalance,
-        stall_s=history.stall_ns / NS,
-        rebalance_s=history.rebalance_ns / NS,
-        plt=saved.plt,
-        k_persist=saved.k_persist,
-        interval_steps=interval_steps,
-        checkpoints=saved.saves,
-        written_bytes=saved.written_bytes,
-        exchange_bytes=first_cost.exchange_bytes,
-        rank_bytes=rank_bytes,
-        host_bytes=host_bytes,
-        warnings=tuple(
-            f"{what} need {format_bytes(size)}, more than the {format_bytes(room)} there are"
-            for what, size, room in limits
-            if size > room
-        ),
-        window=window,
-        recoveries=tuple(history.recoveries),
-        spans=history.spans(),
-    )
 
 
 _SOURCES = {"live": "live replicas", "memory": "protected memory", "storage": "storage"}
@@ -469,12 +409,50 @@ class _Run:
         """Close the accounts and return the result."""
         self.saved.commit_written(self.now_ns)
         self.accounts.close()
-        return closing_report(
-            self.scenario,
-            self.model,
-            self.first_cost,
-            accounts=self.accounts,
-            saved=self.saved,
-            history=self.history,
+        hardware, accounts, saved, first = self.hardware, self.accounts, self.saved, self.first_cost
+        ranks = self.model.ranks(self.model.usable_nodes(self.scenario.num_nodes))
+        save = save_cost(self.workload, hardware, self.policy, ranks, saved.k_snapshot, saved.k_persist)
+        rank_bytes = self.model.memory().state
+        host_bytes = _BUFFERS * save.snapshot_bytes * hardware.ranks_per_node
+        window = None
+        if len(save.copies_s) > 1:
+            window = WindowCost(
+                steps=len(save.copies_s),
+                copied_bytes=tuple(copy_s * hardware.host_copy_bytes_per_s for copy_s in save.copies_s),
+                stall_s=stall_of(save.copies_s, first.overlap_s),
+                replay_s=(len(save.copies_s) - 1) * first.step_s,
+            )
+        limits = (
+            ("weights and optimizer state of a rank", rank_bytes, hardware.memory_bytes),
+            ("snapshots of a node", host_bytes, hardware.host_memory_bytes),
+        )
+        return Report(
+            provided_ns=accounts.provided_ns,
+            useful_ns=accounts.useful_ns,
+            lost_ns=accounts.lost_ns,
+            overhead_ns=accounts.overhead_ns,
+            idle_ns=accounts.idle_ns,
+            steps=accounts.step,
+            samples=accounts.samples,
+            duration_s=self.scenario.duration_s,
+            step_s=first.step_s,
+            imbalance=first.imbalance,
+            stall_s=self.history.stall_ns / NS,
+            rebalance_s=self.history.rebalance_ns / NS,
+            plt=saved.plt,
+            k_persist=saved.k_persist,
             interval_steps=self.interval_steps,
+            checkpoints=saved.saves,
+            written_bytes=saved.written_bytes,
+            exchange_bytes=first.exchange_bytes,
+            rank_bytes=rank_bytes,
+            host_bytes=host_bytes,
+            warnings=tuple(
+                f"{what} need {format_bytes(size)}, more than the {format_bytes(room)} there are"
+                for what, size, room in limits
+                if size > room
+            ),
+            window=window,
+            recoveries=tuple(self.history.recoveries),
+            spans=self.history.spans(),
         )

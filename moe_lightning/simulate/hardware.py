@@ -15,6 +15,7 @@ from statistics import NormalDist
 from typing import Annotated, Any
 
 import numpy as np
+import yaml
 from annotated_types import Interval
 from numpy.typing import NDArray
 
@@ -115,72 +116,8 @@ class Hardware:
 
 
 PRESETS: dict[str, Hardware] = {
-    # Pro-Prophet's LPWNV-class and HPWNV nodes and Lazarus's testbed: PCIe cards, 100 Gb/s between nodes.
-    "rtx3090": Hardware(
-        ranks_per_node=2,
-        flops_per_s=71e12,
-        link_bytes_per_s=6.25e9,
-        node_bytes_per_s=12e9,
-        memory_bytes_per_s=936e9,
-        host_copy_bytes_per_s=5e9,
-        storage_bytes_per_s=1.25e9,
-        storage_total_bytes_per_s=1.25e9,
-        memory_bytes=24e9,
-    ),
-    "a30": Hardware(
-        ranks_per_node=2,
-        flops_per_s=165e12,
-        link_bytes_per_s=12.5e9,
-        node_bytes_per_s=20e9,
-        memory_bytes_per_s=933e9,
-        host_copy_bytes_per_s=5e9,
-        memory_bytes=24e9,
-    ),
-    "v100": Hardware(
-        ranks_per_node=8,
-        flops_per_s=125e12,
-        link_bytes_per_s=3e9,
-        node_bytes_per_s=75e9,
-        memory_bytes_per_s=900e9,
-        host_copy_bytes_per_s=5e9,
-        memory_bytes=32e9,
-    ),
-    # MoC-System 6.2.4: 312 and 989 TFLOP/s at 20 percent, snapshots at 1 and 2 GB/s.
-    "a800": Hardware(
-        ranks_per_node=8,
-        flops_per_s=312e12,
-        utilization=0.2,
-        expert_utilization=0.2,
-        link_bytes_per_s=25e9,
-        node_bytes_per_s=200e9,
-        memory_bytes_per_s=2.0e12,
-        host_copy_bytes_per_s=1e9,
-        memory_bytes=80e9,
-    ),
-    "h100": Hardware(
-        ranks_per_node=8,
-        flops_per_s=989e12,
-        utilization=0.2,
-        expert_utilization=0.2,
-        link_bytes_per_s=50e9,
-        node_bytes_per_s=450e9,
-        memory_bytes_per_s=3.35e12,
-        host_copy_bytes_per_s=2e9,
-        memory_bytes=80e9,
-    ),
-    "h200": Hardware(
-        ranks_per_node=8,
-        flops_per_s=989e12,
-        utilization=0.35,
-        expert_utilization=0.35,
-        link_bytes_per_s=50e9,
-        node_bytes_per_s=450e9,
-        memory_bytes_per_s=4.8e12,
-        host_copy_bytes_per_s=20e9,
-        storage_bytes_per_s=2e9,
-        memory_bytes=141e9,
-        host_memory_bytes=2e12,
-    ),
+    name: Hardware(**numbers)
+    for name, numbers in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
 }
 
 

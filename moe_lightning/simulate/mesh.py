@@ -323,7 +323,7 @@ def tensor_s(work: StageWork) -> float:
         return 0.0
     rows_bytes = (work.mesh.tp - 1) * work.tokens * work.workload.d_model * work.workload.activation_bytes
     bytes_per_s = work.bytes_per_s(work.mesh.tp)
-    collectives = 2 * (work.stage.blocks + work.stage.dense_blocks) * _passes(work.mesh)
+    collectives = 2 * (work.stage.blocks + work.stage.dense_blocks) * passes(work.mesh)
     return collectives * (rows_bytes / bytes_per_s + work.micro_batches * work.machine.latency_s)
 
 
@@ -343,7 +343,7 @@ def context_s(work: StageWork) -> float:
     numbers = work.tokens * head * (2 * heads * even + 2 * kv_heads * keys)
     bytes_per_s = work.bytes_per_s(work.mesh.cp * work.mesh.tp)
     seconds = numbers * work.workload.activation_bytes / bytes_per_s + 2 * work.micro_batches * work.machine.latency_s
-    return _passes(work.mesh) * work.stage.blocks * seconds
+    return passes(work.mesh) * work.stage.blocks * seconds
 
 
 def hops_s(work: StageWork) -> float:
@@ -408,7 +408,7 @@ def _hop_s(work: StageWork) -> float:
 
 def _hiding(work: StageWork) -> tuple[float, float]:
     """Seconds of one micro-batch's dense forward and backward pass that may hide transfers."""
-    backward = backward_ratio(work.mesh)
+    backward = passes(work.mesh)
     hiding_s = work.machine.overlap * work.dense_s
     return (
         hiding_s / (backward + 1) / work.micro_batches,
@@ -421,13 +421,10 @@ def _beyond(seconds: float, free_s: float) -> float:
     return max(0.0, seconds - max(0.0, free_s))
 
 
-def backward_ratio(mesh: MeshSpec) -> int:
-    """Backward over forward time of a layer: 2, and 1 more where it makes activations again."""
-    return 3 if mesh.recompute else 2
-
-
-def _passes(mesh: MeshSpec) -> int:
-    """Over a layer: forward, backward, and forward again where activations are made again."""
+def passes(mesh: MeshSpec) -> int:
+    """Passes over a layer (forward, backward, and forward again where activations are made again); as many times a
+    forward pass is what a backward pass takes.
+    """
     return 3 if mesh.recompute else 2
 
 

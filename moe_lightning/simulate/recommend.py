@@ -57,9 +57,9 @@ class Mixture:
         )
 
 
-def mixture_of(scenario: Scenario, nodes: int) -> Mixture | None:
-    """For a cluster of so many nodes; None where they are all alike."""
-    hardware = scenario.hardware
+def mixture_of(scenario: Scenario) -> Mixture | None:
+    """Compare a cluster with others of as many nodes; None where its nodes are all alike."""
+    hardware, nodes = scenario.hardware, scenario.num_nodes
     speeds = hardware.rank_speeds(nodes * hardware.ranks_per_node)[:: hardware.ranks_per_node]
     if (speeds == speeds[0]).all():
         return None
@@ -96,14 +96,6 @@ _WORTH = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailingCluster:
-    """Cluster as the rules see it: its nodes, and how many fail at once."""
-
-    nodes: int
-    simultaneous: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class RecommendedChoice:
     """One choice: its value, what it was compared with, and what that would cost."""
 
@@ -134,16 +126,20 @@ class Advice:
         return "\n".join([*lines, table(("choice", "value", "instead", "goodput", "PLT instead"), rows)])
 
 
-def recommend(scenario: Scenario, cluster: FailingCluster, fixed: Mapping[str, Any] | None = None) -> Advice:
-    """The policy for a scenario; parts of it that are `fixed` stay as they are.
+def recommend(scenario: Scenario, simultaneous: int = 1, fixed: Mapping[str, Any] | None = None) -> Advice:
+    """The policy for a scenario.
+
+    Args:
+        simultaneous: nodes that fail at once.
+        fixed: parts of the policy that stay as they are.
 
     Raises:
         ConfigurationError: a model that does not fit the cluster.
     """
     fixed = fixed or {}
-    several = min(cluster.simultaneous + 1, cluster.nodes)
+    several = min(simultaneous + 1, scenario.num_nodes)
     wanted = [scenario.policy.min_replicas] if "min_replicas" in fixed else sorted({1, several})
-    candidates = [_candidate(scenario, cluster, fixed, replicas) for replicas in wanted]
+    candidates = [_candidate(scenario, simultaneous, fixed, replicas) for replicas in wanted]
     policy, report = candidates[-1]
     for other, other_report in candidates[
         :-1
@@ -152,7 +148,7 @@ def recommend(scenario: Scenario, cluster: FailingCluster, fixed: Mapping[str, A
             policy, report = other, other_report
     experts = scenario.workload.num_experts
     undone: dict[str, Any] = {
-        "slots": max(1, -(-experts // _stage_ranks(scenario, cluster))),
+        "slots": max(1, -(-experts // _stage_ranks(scenario))),
         "min_replicas": 1 if policy.min_replicas > 1 else several,
         "lossless": False,
         "k_snapshot": experts,
@@ -168,29 +164,27 @@ def recommend(scenario: Scenario, cluster: FailingCluster, fixed: Mapping[str, A
         changes = {name: instead} | ({"k_snapshot": experts} if name in ("k_persist", "lossless") else {})
         worse = simulate(_with(scenario, policy, **changes))
         choices.append(RecommendedChoice(name=name, value=getattr(policy, name), instead=instead, report=worse))
-    mixture = mixture_of(_with(scenario, policy), cluster.nodes)
+    mixture = mixture_of(_with(scenario, policy))
     return Advice(policy=policy, report=report, choices=tuple(choices), mixture=mixture)
 
 
-def _candidate(
-    scenario: Scenario, cluster: FailingCluster, fixed: Mapping[str, Any], replicas: int
-) -> tuple[Policy, Report]:
+def _candidate(scenario: Scenario, simultaneous: int, fixed: Mapping[str, Any], replicas: int) -> tuple[Policy, Report]:
     """The best policy with so many replicas of every expert, and its prediction."""
     policy = replace(scenario.policy, min_replicas=replicas)
     if "slots" not in fixed:
-        policy = replace(policy, slots=_slots(replace(scenario, policy=policy), cluster))
+        policy = replace(policy, slots=_slots(replace(scenario, policy=policy)))
     assert policy.slots is not None
-    ranks = cluster.nodes * scenario.hardware.ranks_per_node
+    ranks = scenario.num_nodes * scenario.hardware.ranks_per_node
     possible = affordable_replicas(
         scenario.workload.num_experts,
-        slots=_stage_ranks(scenario, cluster) * policy.slots,
-        num_nodes=max(1, cluster.nodes // scenario.mesh.pp),
+        slots=_stage_ranks(scenario) * policy.slots,
+        num_nodes=max(1, scenario.num_nodes // scenario.mesh.pp),
         min_replicas=replicas,
     )
     policy = replace(policy, min_replicas=possible)
     if "protection" not in fixed:
-        replicated = possible > cluster.simultaneous
-        layout = choose_protection(range(cluster.nodes), replicated=replicated, failures=cluster.simultaneous)
+        replicated = possible > simultaneous
+        layout = choose_protection(range(scenario.num_nodes), replicated=replicated, failures=simultaneous)
         policy = build_config(Policy, vars(policy) | {"protection": layout.method})
     kinds = [policy.lossless] if fixed.keys() & {"lossless", "k_persist", "scopes", "saving"} else [False, True]
     ways: list[tuple[Policy, Report]] = []
@@ -216,23 +210,23 @@ def _with(scenario: Scenario, policy: Policy, **changes: Any) -> Scenario:
     return replace(scenario, policy=replace(policy, **changes))
 
 
-def _stage_ranks(scenario: Scenario, cluster: FailingCluster) -> int:
+def _stage_ranks(scenario: Scenario) -> int:
     """Ranks over which the experts of a layer lie."""
-    return cluster.nodes * scenario.hardware.ranks_per_node // scenario.mesh.pp
+    return scenario.num_nodes * scenario.hardware.ranks_per_node // scenario.mesh.pp
 
 
-def _slots(scenario: Scenario, cluster: FailingCluster) -> int:
+def _slots(scenario: Scenario) -> int:
     """The fewest slots whose step is within one percent of the best that memory allows."""
     hardware, experts = scenario.hardware, scenario.workload.num_experts
-    ranks = _stage_ranks(scenario, cluster)
+    ranks = _stage_ranks(scenario)
     least = min(experts, -(-scenario.policy.min_replicas * experts // ranks))
     seconds: dict[int, float] = {}
     for slots in range(least, min(experts, least + _MORE_SLOTS) + 1):
         policy = replace(scenario.policy, slots=slots)
-        model = StepModel(scenario.workload, hardware, policy, scenario.routing, cluster.nodes, scenario.mesh)
-        if seconds and model.rank_memory_bytes() > _ROOM * hardware.memory_bytes:
+        model = StepModel(scenario.workload, hardware, policy, scenario.routing, scenario.num_nodes, scenario.mesh)
+        if seconds and model.memory().state > _ROOM * hardware.memory_bytes:
             break
-        seconds[slots] = model.cost(model.usable_nodes(cluster.nodes), 0, 0).step_s
+        seconds[slots] = model.cost(model.usable_nodes(scenario.num_nodes), 0, 0).step_s
     best = min(seconds.values())
     return next(slots for slots, step_s in seconds.items() if step_s <= 1.01 * best)
 

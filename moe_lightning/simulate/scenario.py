@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -142,9 +143,8 @@ class Report:
 
     def table(self) -> str:
         """The figures as lines of text."""
-        by_source: dict[str, int] = {}
-        for recovery in self.recoveries:
-            by_source[recovery.source] = by_source.get(recovery.source, 0) + 1
+        by_source = Counter(recovery.source for recovery in self.recoveries)
+        sources = ", ".join(f"{count} {source}" for source, count in by_source.items()) or "none"
         recovering_s = sum(recovery.seconds for recovery in self.recoveries)
         rows = [
             ("step", f"{self.step_s:.4g} s, busiest rank {self.imbalance:.3f} of the mean"),
@@ -152,7 +152,7 @@ class Report:
             *((name, f"{100 * self.share(name):.3f} % of node-seconds") for name in _ACCOUNTS),
             ("provided", f"{self.provided_ns / NS / 3600:.2f} node-hours"),
             ("stalls", f"{self.stall_s:.1f} s of checkpoints, {self.rebalance_s:.1f} s of rebalancing"),
-            ("recoveries", f"{recovering_s:.1f} s; " + (_counts(by_source) or "none")),
+            ("recoveries", f"{recovering_s:.1f} s; {sources}"),
             ("rolled back", f"{sum(recovery.lost_steps for recovery in self.recoveries)} steps"),
             ("PLT", f"{self.plt:.5f}, K_persist {self.k_persist} at the end"),
             (
@@ -177,10 +177,6 @@ class Report:
 
 
 _ACCOUNTS = ("useful", "lost", "overhead", "idle")
-
-
-def _counts(by_source: dict[str, int]) -> str:
-    return ", ".join(f"{count} {source}" for source, count in by_source.items())
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -29,11 +29,11 @@ from moe_lightning.simulate.mesh import (
     RankMemory,
     StageWork,
     axes,
-    backward_ratio,
     bubble_s,
     busiest_stage,
     gradients_s,
     link_bytes_per_s,
+    passes,
     rank_memory,
 )
 from moe_lightning.simulate.policy import Policy
@@ -250,7 +250,7 @@ class StepModel:
         forward_s = tokens * work.dense_flops_per_token / (machine.flops_per_s * machine.utilization) / work.num_layers
         rows_per_s = machine.flops_per_s * machine.expert_utilization / work.expert_flops_per_row / waiting
         expert_bytes = float(work.expert_params * work.activation_bytes)
-        backward = backward_ratio(self.mesh)
+        backward = passes(self.mesh)
         return BlockCosts(
             row_bytes=float(work.d_model * work.activation_bytes),
             weight_bytes=expert_bytes,
@@ -364,10 +364,6 @@ class StepModel:
         """Return the memory of one rank of the whole cluster, its slots full."""
         ranks, per_node = self.ranks(self.num_nodes), self.hardware.ranks_per_node
         return rank_memory(self.workload, self.mesh, ranks, slots=self.slots, ranks_per_node=per_node)
-
-    def rank_memory_bytes(self) -> float:
-        """State of one rank: dense parameters and full slots."""
-        return self.memory().state
 
 
 def _check_mesh(mesh: MeshSpec, workload: Workload, hardware: Hardware, num_nodes: int) -> None:

@@ -111,29 +111,6 @@ def hottest(counts_SLE: IntArray, num_experts: int) -> IntArray:
     return np.maximum(1, np.take_along_axis(counts_SLE, chosen, axis=2))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RoutingTrace:
-    """A recorded run.
-
-    Attributes:
-        counts: int64 [samples, L, N, E], assignments of each source rank to each expert.
-        iteration: int64 [samples], ascending.
-    """
-
-    counts: IntArray
-    iteration: IntArray
-
-
-def load_trace(path: Path) -> RoutingTrace:
-    """Read an .npz with `counts` [samples, layers, ranks, experts] and `iteration` [samples].
-
-    Raises:
-        ConfigurationError: no such file, or arrays that are missing or of another shape.
-    """
-    counts, iteration = read_routing_trace(path)
-    return RoutingTrace(counts=counts, iteration=iteration)
-
-
 _MAY_BE_NONE = {"dense_params", "dense_blocks", "embedding_params", "tied"}
 
 
@@ -220,11 +197,7 @@ class Workload:
         return self.expert_params * self.state_bytes
 
     def samples_per_step(self, num_ranks: int) -> int:
-        return self.global_batch if self.global_batch is not None else self.rank_batch_or_zero * num_ranks
-
-    @property
-    def rank_batch_or_zero(self) -> int:
-        return self.rank_batch or 0
+        return self.global_batch if self.global_batch is not None else (self.rank_batch or 0) * num_ranks
 
     def tokens_per_rank(self, num_ranks: int) -> float:
         return self.samples_per_step(num_ranks) * self.context_length / num_ranks

@@ -11,18 +11,16 @@ from typing import Any, TypeVar
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from moe_lightning.checkpoint.checksum import check_file
 from moe_lightning.checkpoint.directory import has_manifest
+from moe_lightning.checkpoint.files import check_file, read_checkpoint
 from moe_lightning.checkpoint.full_state import (
     full_model_state,
     full_optimizer_state,
     load_local_optimizer_state,
     local_model_state,
-    read_checkpoint,
 )
-from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.loader import Checkpoint, find_usable, repaired
 from moe_lightning.checkpoint.manifest import MANIFEST
-from moe_lightning.checkpoint.repair import find_usable, repaired
 from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.checkpoint.training_state import random_state

@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.files import SUFFIX
-from moe_lightning.checkpoint.full_state import hyper_parameters_with_objects
+from moe_lightning.checkpoint.files import SUFFIX, hyper_parameters_with_objects
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated

@@ -21,9 +21,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from moe_lightning.balancing.repair import Repair, repair_placements, repair_stages
 from moe_lightning.checkpoint.full_state import broadcast_dense, broadcast_optimizers
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.memory import MemoryCheckpoint, fetch
+from moe_lightning.checkpoint.memory import MemoryCheckpoint, RecoverySources, fetch, storage_inventory
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, StorageInventory, plan_recovery
-from moe_lightning.checkpoint.repair import RecoverySources, storage_inventory
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.compat import private_lightning
 from moe_lightning.data.loader import StepLoader, follow_schedule

@@ -16,8 +16,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from moe_lightning.checkpoint.arena import arenas_name
 from moe_lightning.checkpoint.directory import claim
-from moe_lightning.checkpoint.repair import arenas_name
 from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
 from moe_lightning.elastic.rendezvous_host import RendezvousServer

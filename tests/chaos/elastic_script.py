@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from moe_lightning.elastic.membership import membership_from_environment
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
-from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.worker import take_over_terminal
 from moe_lightning.parallel.abort import GroupAborter
 from moe_lightning.strategies.elastic_worlds import begin_building, set_collectives_timeout
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)
-engine = RendezvousClient.from_environment()
+engine = membership_from_environment()
 assert engine is not None
 print(f"start {engine.task.starts} of worker {engine.task.slot}", flush=True)
 stop, worlds = False, 0

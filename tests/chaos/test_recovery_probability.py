@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_lightning.balancing.replica_placement import recovery_probabilities
+from benchmarks.recovery_probability import recovery_probabilities
 from tests.chaos.elastic_runs import Kill, elastic_run
 from tests.forks import PATIENCE_S
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members, membership_from_environment
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import EXIT_HANGING
@@ -59,7 +59,7 @@ def work(environment: dict[str, str], pipe: Connection, behaviour: str) -> None:
     os.setsid()
     os.environ.update(environment, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
     torch.set_num_threads(1)
-    engine = RendezvousClient.from_environment()
+    engine = membership_from_environment()
     assert engine is not None
     try:
         _train(engine, pipe, behaviour)

@@ -22,11 +22,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
-from moe_lightning.checkpoint.agent_control import agent_alive, request_stop
-from moe_lightning.checkpoint.arena import digest_of
+from moe_lightning.checkpoint.agent import agent_alive, request_stop
+from moe_lightning.checkpoint.arena import arenas_name, digest_of
 from moe_lightning.checkpoint.directory import run_of
-from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.repair import arenas_name, find_usable
+from moe_lightning.checkpoint.loader import Checkpoint, find_usable
 from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.checkpoint.files import checkpoint_values, trained_tokenizer
+from moe_lightning.checkpoint.inspect import checkpoint_values, trained_tokenizer
 from moe_lightning.cli.ckpt import main
 from tests.commands import TINY, moe_train, write_words
 

@@ -13,9 +13,10 @@ from omegaconf import ListConfig, OmegaConf
 
 from moe_lightning import user_errors
 from moe_lightning.callbacks.fault_injection import Kind
-from moe_lightning.cli import train, worker
+from moe_lightning.cli import train
 from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.train import elastic_options, with_ranks
+from moe_lightning.cli.training import check
 from tests.commands import WORDS, write_words
 from tests.sweep.cases import Case
 from tests.sweep.values import VALUES, keys_of
@@ -119,7 +120,7 @@ def _as_command(base: Any, key: str, name: str, job: Callable[[Any], None]) -> i
 def _build(config: Any) -> None:
     plain = with_ranks(train.resolved(config), external=False)
     elastic_options(plain, external=False)
-    worker.check(plain)
+    check(plain)
 
 
 def _subjects(key: str) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ import torch
 from benchmarks import compare
 from benchmarks.compare_contenders import BASES, SAVINGS, TRAININGS, Contender, bytes_of_one
 from benchmarks.compare_worker import warmup_steps
+from benchmarks.measuring import medians_of
 from benchmarks.peak_memory import PeakMemory
-from moe_lightning.cli.short_training import medians_of, on_ranks
+from moe_lightning.cli.short_training import on_ranks
 from moe_lightning.errors import ConfigurationError
 from tests.options import options_of
 

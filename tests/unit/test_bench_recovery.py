@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import recovery
+from benchmarks.measuring import goal
 from benchmarks.recovery_runs import KILL_PHASES, DiaryReader, _phases
 from benchmarks.recovery_trace import Replay, format_table, score
 from benchmarks.recovery_worker import Task
-from moe_lightning.cli.short_training import goal
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.plots import phase_lines
 from moe_lightning.simulate.failures import read_trace

@@ -20,7 +20,7 @@ from moe_lightning.callbacks.checkpoint import LatestCheckpoint
 from moe_lightning.callbacks.console import Console
 from moe_lightning.callbacks.summary import Summary, ngram_cross_entropy, ngram_losses, render
 from moe_lightning.callbacks.telemetry import Telemetry, perplexity
-from moe_lightning.cli.worker import Run, measure
+from moe_lightning.cli.training import Run, measure
 from moe_lightning.data.text import TextData
 from tests.distributed.training import TINY, RandomTokens
 

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.arrays import cut
-from moe_lightning.checkpoint.schedule import OverheadModel, adapt, free_k
+from moe_lightning.checkpoint.schedule import OverheadModel, adapt
 from moe_lightning.checkpoint.selection import Selection, full_selection, parse_scopes, sequential_selection
 from moe_lightning.checkpoint.sharding import (
     FULL_SCOPE_ACCOUNTING,
@@ -280,9 +280,16 @@ def test_adaptive_configuration() -> None:
     )
     assert (chosen.k_snapshot, chosen.k_persist, chosen.save_s) == (4, 1, 0.0)
     assert chosen.interval_steps == 3
-    assert (
-        free_k(1, num_layers=12, num_experts=16, ep_size=64) == 5
-    )  # one expert on a rank anyway: 5 * 12 still fit 64 ranks
+    spread = adapt(
+        snapshot_s=lambda k: 0.1,
+        persist_s=lambda k: 1.0,
+        step_s=1.0,
+        overlap_s=0.55,
+        num_layers=12,
+        num_experts=16,
+        ep_size=64,
+    )
+    assert spread.k_persist == 5  # one expert on a rank anyway: 5 * 12 still fit 64 ranks
     nothing_hides = adapt(
         snapshot_s=lambda k: 9.0 * k,
         persist_s=lambda k: 0.1,

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.directory import checkpoints
-from moe_lightning.checkpoint.inspect import prune, resolve, scope_bytes, verify_all
+from moe_lightning.checkpoint.inspect import resolve, scope_bytes, verify_all
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.run_directory import RunDirectory

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from moe_lightning.cli.composition import CONFIG_DIR, build_object, check_arguments
-from moe_lightning.cli.worker import with_one_checkpoint
+from moe_lightning.cli.training import with_one_checkpoint
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.user_errors import nearest, one_line
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.cli.train import objective_of, write_metrics
+from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.cli.train import objective_of
 from moe_lightning.elastic.launcher import RanksFailed
 from moe_lightning.elastic.worker import RankFailure
 from moe_lightning.errors import ConfigurationError
@@ -16,10 +17,16 @@ from moe_lightning.errors import ConfigurationError
 METRICS = {"val/loss": 1.5, "train/loss": float("nan"), "train/lr": 1e-3}
 
 
+def metrics_in(folder: Path) -> Path:
+    directory = RunDirectory(folder)
+    directory.create()
+    directory.write_metrics(METRICS)
+    return directory.metrics
+
+
 def test_the_last_value_of_a_metric(tmp_path: Path) -> None:
-    write_metrics(tmp_path / "metrics.json", METRICS)
-    assert objective_of(tmp_path / "metrics.json", "val/loss") == 1.5
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.json"]
+    assert objective_of(metrics_in(tmp_path), "val/loss") == 1.5
+    assert [path.name for path in (tmp_path / "ranks").iterdir()] == ["metrics.json"]
 
 
 @pytest.mark.parametrize(
@@ -34,9 +41,8 @@ def test_the_last_value_of_a_metric(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_an_objective_is_one_sentence(tmp_path: Path, name: str, sentence: str) -> None:
-    write_metrics(tmp_path / "metrics.json", METRICS)
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
-        objective_of(tmp_path / "metrics.json", name)
+        objective_of(metrics_in(tmp_path), name)
 
 
 @pytest.mark.parametrize("text", [None, "", "{"])

@@ -6,14 +6,14 @@ import warnings
 
 import pytest
 
-from moe_lightning.cli import run_setup
+from moe_lightning.cli import training
 
 
 def test_our_warnings_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     with warnings.catch_warnings():
-        run_setup.quiet_libraries()
-        ours = warnings.formatwarning("K is raised", UserWarning, str(run_setup.PACKAGE / "callbacks" / "x.py"), 3)
+        training.quiet_libraries()
+        ours = warnings.formatwarning("K is raised", UserWarning, str(training.PACKAGE / "callbacks" / "x.py"), 3)
         theirs = warnings.formatwarning("old", UserWarning, "/usr/lib/x.py", 3)
     assert ours == "moe-train: K is raised\n"
     assert theirs == "/usr/lib/x.py:3: old\n"

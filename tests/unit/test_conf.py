@@ -11,8 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from moe_lightning.cli.composition import CONFIG_DIR, check_arguments, located
-from moe_lightning.cli.model_bases import node_of
+from moe_lightning.cli.composition import CONFIG_DIR, check_arguments, located, node_of
 from moe_lightning.config import pretrained_options
 from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.moe.router import RouterConfig

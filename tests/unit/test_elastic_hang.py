@@ -23,10 +23,10 @@ def test_who_hangs_in_a_broken_world(
 ) -> None:
     ended: list[Any] = []
     monkeypatch.setattr(rendezvous_client, "end_hanging_process", lambda *said: ended.append(said))
-    one: Any = object.__new__(rendezvous_client.ClientThread)
+    one: Any = object.__new__(rendezvous_client.RendezvousClient)
     members = Members(number=1, ids=("a", "b"), me=0)
     one._guarded = JoinedWorld(members=members, has_set_up=True, reason="b died", broken_at=10.0)
-    one._settings, one._main_is_here, one._progress = SETTINGS, False, 0
+    one.settings, one._main_is_here, one._progress = SETTINGS, False, 0
     one._clock = SimpleNamespace(now=10.0 + seconds)
     for _ in range(steps):
         one.record_progress()

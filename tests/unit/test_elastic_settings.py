@@ -19,7 +19,12 @@ import pytest
 
 from moe_lightning import files
 from moe_lightning.elastic.connection import LauncherClient
-from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticSettings, ElasticTask
+from moe_lightning.elastic.membership import (
+    ELASTIC_VARIABLE,
+    ElasticSettings,
+    ElasticTask,
+    membership_from_environment,
+)
 from moe_lightning.elastic.preemption import PreemptionWatch
 from moe_lightning.elastic.protocol import create_secret, read_secret
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
@@ -65,16 +70,19 @@ def test_a_malformed_task_is_one_sentence(text: str) -> None:
 
 def test_no_engine_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ELASTIC_VARIABLE, raising=False)
-    assert RendezvousClient.from_environment() is None
+    assert membership_from_environment() is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["no_such.py"], "no_such.py is not there"),
-        (["--set", "no_such=1", __file__], "'no_such' is not a setting: use one of heartbeat_timeout_s"),
-        (["--set", "min_ranks=x", __file__], "'x' is not a int"),
-        (["--set", "notice_on_sigterm=maybe", __file__], "'maybe' is not a bool"),
+        (["--set", "no_such=1", __file__], "ElasticSettings has no 'no_such': use one of heartbeat_timeout_s"),
+        (["--set", "min_ranks=x", __file__], "min_ranks='x' of ElasticSettings must be an integer of at least 1"),
+        (
+            ["--set", "notice_on_sigterm=maybe", __file__],
+            "notice_on_sigterm='maybe' of ElasticSettings must be true",
+        ),
     ],
 )
 def test_wrong_options_of_run(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ import pytest
 import xxhash
 
 from moe_lightning.checkpoint.arena import _HEADER, _PAGE, Arena, SnapshotIndex, arena_path
+from moe_lightning.checkpoint.loader import find_usable
 from moe_lightning.checkpoint.memory import local_inventory, protected_tables
-from moe_lightning.checkpoint.repair import find_usable
 from moe_lightning.elastic.protocol import Message, WireError
 from moe_lightning.elastic.rendezvous_state import RendezvousState
 from moe_lightning.errors import CheckpointError

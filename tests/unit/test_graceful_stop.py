@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
 from moe_lightning.callbacks.checkpoint import LatestCheckpoint
-from moe_lightning.cli.run_setup import GracefulStop
+from moe_lightning.cli.training import GracefulStop
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, RandomTokens, make_trainer
 

@@ -15,10 +15,9 @@ import torch
 
 from moe_lightning.checkpoint import directory
 from moe_lightning.checkpoint.inspect import verify_all
-from moe_lightning.checkpoint.loader import Checkpoint, Found
+from moe_lightning.checkpoint.loader import Checkpoint, Found, find_usable, repaired
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
-from moe_lightning.checkpoint.memory import MemoryCheckpoint
-from moe_lightning.checkpoint.repair import find_usable, repaired, storage_inventory
+from moe_lightning.checkpoint.memory import MemoryCheckpoint, storage_inventory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import is_expert_key
 from moe_lightning.strategies.checkpoints import _leased

@@ -162,7 +162,7 @@ def test_fit_never_predicts_negative_parts_and_reports_its_error() -> None:
     [
         ({"bytes_per_s": 0.0}, "bytes_per_s=0.0 is not positive"),
         ({"rows_per_s": np.array([1.0, -1.0])}, "rows_per_s"),
-        ({"dense_forward_s": -1.0}, "dense_forward_s=-1.0 is negative"),
+        ({"dense_forward_s": -1.0}, "dense_forward_s=-1.0 of BlockCosts must be a number of at least 0"),
         ({"transfer": "magic"}, "transfer='magic' of BlockCosts must be 'scatter' or 'direct' or 'average'"),
     ],
 )

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from moe_lightning.balancing import planner as layer_planner
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.cost_model import BlockCosts
-from moe_lightning.balancing.forecast import ReplanRule
 from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy, LayerPlanner, PlanningThreads
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.dispatch.quota import ShadowPlan
@@ -91,16 +90,7 @@ def test_a_plan_that_never_comes_ends_the_step_with_a_sentence(monkeypatch: pyte
 def test_plans_are_those_of_a_planner_that_nobody_waits_for(lag: int) -> None:
     """What a step uses is what a planner in the same thread decides from the counts `lag` steps before."""
     planner = make(rebalance_every=0, lag=lag)
-    alone = [
-        LayerPlanner(
-            shadows="search",
-            alpha=0.1,
-            decay=0.5,
-            rule=lambda: ReplanRule(tolerance=0.1, max_interval=32),
-            placement=uniform_placement(EXPERTS, RANKS),
-        )
-        for _ in range(LAYERS)
-    ]
+    alone = [LayerPlanner(BalancePolicy(), uniform_placement(EXPERTS, RANKS)) for _ in range(LAYERS)]
     decided = []
     for step in range(12):
         decided.append([planned.observe([counts(step, layer)], COSTS).plan for layer, planned in enumerate(alone)])
@@ -158,11 +148,7 @@ def after_random_work(observe: Any, rng: np.random.Generator, lock: Lock) -> Any
 
 def test_what_fails_in_a_thread_is_raised_where_it_is_waited_for() -> None:
     threads = PlanningThreads(10.0)
-    chain = threads.chain()
-    chain.then(np.full, 3, 1)
-    broken = chain.then(np.full, -3, 1)
-    after = chain.then(np.full, 3, 1)
-    for future in (broken, after):
-        with pytest.raises(ValueError, match="negative dimensions"):
-            threads.result(future)
+    broken = threads.submit(np.full, -3, 1)
+    with pytest.raises(ValueError, match="negative dimensions"):
+        threads.result(broken)
     threads.close()

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.recovery_probability import recovery_probabilities
 from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.migration import plan_migration
-from moe_lightning.balancing.replica_placement import mro_plus, recovery_probabilities
+from moe_lightning.balancing.replica_placement import mro_plus
 from moe_lightning.checkpoint.protection import ProtectionLayout, aec_layout, arc_layout, no_protection
 from moe_lightning.checkpoint.recovery_plan import (
     HeldExpert,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.recovery_plan import RankInventory
-from moe_lightning.checkpoint.repair import RecoverySources
 from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World

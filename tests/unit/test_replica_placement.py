@@ -13,10 +13,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.recovery_probability import block_recovery, recovery_probabilities, sampled_recovery
 from moe_lightning.balancing.cluster import Cluster, allocate_replicas
 from moe_lightning.balancing.replica_placement import (
     NODE_RULES,
-    block_recovery,
     compact,
     deal_to_ranks,
     fatal_counts,
@@ -25,8 +25,6 @@ from moe_lightning.balancing.replica_placement import (
     mro,
     mro_blocks,
     mro_plus,
-    recovery_probabilities,
-    sampled_recovery,
     spread,
     supports,
 )

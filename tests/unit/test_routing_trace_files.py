@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.balance_trace import load_trace
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import ForcedRouting, Popularity, read_routing_trace
-from moe_lightning.simulate.workload import load_trace, make_routing
+from moe_lightning.simulate.workload import make_routing
 
 COUNTS = np.arange(2 * 3 * 2 * 4).reshape(2, 3, 2, 4)
 READERS: list[Callable[[Path], object]] = [

@@ -13,12 +13,12 @@ import pytest
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.checkpoint import commit, directory
-from moe_lightning.checkpoint.agent_control import AgentStatus, read_status, warnings_of
+from moe_lightning.checkpoint.agent import AgentStatus, read_status, warnings_of
 from moe_lightning.checkpoint.commit import PRUNED, prune
 from moe_lightning.checkpoint.directory import Superseded, checkpoints, enter_world, headings
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST
-from moe_lightning.checkpoint.storage.posix import lease
+from moe_lightning.checkpoint.storage.posix import PosixStorage
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, node
 
 
@@ -230,8 +230,8 @@ def test_what_is_read_is_not_pruned_and_goes_with_a_later_prune(tmp_path: Path) 
         made.snapshot(1)
         made.persist()
         restored = newest(made.root)
-        with lease(restored.path):
-            with lease(restored.path):
+        with PosixStorage().lease(restored.path):
+            with PosixStorage().lease(restored.path):
                 commits(made, range(2, 5))
                 assert made.agent.status.error is None
                 restored.verify()
@@ -240,7 +240,7 @@ def test_what_is_read_is_not_pruned_and_goes_with_a_later_prune(tmp_path: Path) 
             restored.verify()
         commits(made, range(6, 7))
         assert [path.name for path in made.root.glob("step-*")] == ["step-00000006"]
-        with pytest.raises(FileNotFoundError), lease(restored.path):
+        with pytest.raises(FileNotFoundError), PosixStorage().lease(restored.path):
             pass
 
 

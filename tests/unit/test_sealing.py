@@ -15,9 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_lightning.callbacks.checkpoint import LatestCheckpoint
-from moe_lightning.checkpoint import checksum, files
-from moe_lightning.checkpoint.checksum import check_file
-from moe_lightning.checkpoint.files import read_file, write_file
+from moe_lightning.checkpoint import files
+from moe_lightning.checkpoint.files import check_file, read_file, write_file
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import open_regular
@@ -89,7 +88,7 @@ def test_a_file_is_read_once_while_it_is_the_same(file: Path, monkeypatch: pytes
         opened.append(arguments)
         return open_regular(*arguments, **options)
 
-    monkeypatch.setattr(checksum, "open_regular", watched)
+    monkeypatch.setattr(files, "open_regular", watched)
     check_file(file)
     check_file(file)
     assert len(opened) == 1

@@ -226,8 +226,6 @@ def test_wrong_input_is_one_sentence() -> None:
         search_shadows(tokens[:, :3], placement, COSTS)
     with pytest.raises(ConfigurationError, match="alpha=-1"):
         search_shadows(tokens, placement, COSTS, alpha=-1)
-    with pytest.raises(ConfigurationError, match="skipped_ranks=-1"):
-        search_shadows(tokens, placement, COSTS, skipped_ranks=-1)
     with pytest.raises(ConfigurationError, match="does not fit a placement"):
         shadow_quota(tokens, placement, no_shadows(tokens[:3], uniform_placement(3, 4)))
     everywhere = ShadowPlan(shadows=np.ones((4, 4), dtype=np.bool_), homes=np.arange(4))

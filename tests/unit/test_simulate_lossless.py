@@ -11,7 +11,7 @@ from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.policy import Policy, policy
-from moe_lightning.simulate.recommend import FailingCluster, recommend
+from moe_lightning.simulate.recommend import recommend
 from moe_lightning.simulate.scenario import Report
 from tests.unit.simulated import NODES, scenario, small_hardware, small_workload
 
@@ -59,8 +59,8 @@ def test_what_windows_cannot_be_combined_with() -> None:
 def test_recommend_chooses_windows_where_tokens_would_be_lost() -> None:
     slow = replace(small_hardware(), host_copy_bytes_per_s=small_hardware().host_copy_bytes_per_s / 10)
     often = replace(scenario("ours", failures=ALL_FAIL), hardware=slow)
-    advice = recommend(often, FailingCluster(nodes=NODES, simultaneous=2))
+    advice = recommend(often, simultaneous=2)
     assert advice.policy.lossless
     assert advice.report.plt == 0
-    calm = recommend(scenario("ours"), FailingCluster(nodes=NODES))
+    calm = recommend(scenario("ours"))
     assert not calm.policy.lossless

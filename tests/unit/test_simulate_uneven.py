@@ -8,7 +8,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.policy import policy
-from moe_lightning.simulate.recommend import FailingCluster, mixture_of, recommend
+from moe_lightning.simulate.recommend import mixture_of, recommend
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import make_routing
 from tests.unit.simulated import HOUR_S, NODES, scenario, small_hardware, small_workload
@@ -73,14 +73,14 @@ def test_a_rank_is_slow_for_a_while() -> None:
 
 def test_recommend_says_what_mixing_costs() -> None:
     run = scenario(workload=small_workload(**BATCH), hardware=small_hardware(speeds=[1.0, 0.5]))
-    mixture = mixture_of(run, NODES)
+    mixture = mixture_of(run)
     assert mixture is not None
     assert mixture.even < mixture.mixed <= 1.01 * mixture.alike
     assert mixture.fastest < mixture.mixed
-    table = recommend(run, FailingCluster(nodes=NODES)).table()
+    table = recommend(run).table()
     assert "speeds       mixing costs" in table
     assert "the 3 fastest nodes alone would train at" in table
-    assert mixture_of(scenario(), NODES) is None
+    assert mixture_of(scenario()) is None
 
 
 @pytest.mark.parametrize(("changes", "said"), [({"speeds": []}, "names no node"), ({"speeds": [1.0, 0.0]}, "speeds")])

@@ -17,7 +17,7 @@ from moe_lightning.callbacks.console import Console
 from moe_lightning.callbacks.summary import Summary
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.cli.train import main
-from moe_lightning.cli.worker import with_sizes_of_data
+from moe_lightning.cli.training import with_sizes_of_data
 from moe_lightning.data.images import ImageData
 from moe_lightning.models.huggingface.architecture import DroppingLayerNorm
 from moe_lightning.models.huggingface.loading import build_skeleton

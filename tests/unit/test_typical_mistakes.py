@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.cli import bench, ckpt, sim, train, worker
+from moe_lightning.cli import bench, ckpt, sim, train, training
 from moe_lightning.cli.composition import KEYS
 from moe_lightning.cli.overrides import TRAIN, read_settings
 from tests.commands import write_words
@@ -60,7 +60,7 @@ def _answer(command: str, typed: str, capfd: pytest.CaptureFixture[str]) -> tupl
 @pytest.fixture(autouse=True)
 def _no_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(directory: object, config: Any, elastic: object, *, external: bool) -> None:
-        worker.check(config)
+        training.check(config)
 
     monkeypatch.setattr(train, "_launch", launch)
     monkeypatch.setattr(sim, "_simulate", lambda config: int(not sim.scenario_of(config, config["policy"]["name"])))

@@ -68,19 +68,15 @@ class Storage(Protocol):
 
     def stat(self, path: Place) -> Stat:
         """Size and version of a file."""
-        ...
 
     def names(self, path: Place) -> list[str]:
         """List the names in a directory; none if there is no directory."""
-        ...
 
     def is_dir(self, path: Place) -> bool:
         """Return True if there is a directory."""
-        ...
 
     def read(self, path: Place) -> bytes:
         """A file of at most `files.MOST_BYTES`; OSError where it is larger, or no regular file."""
-        ...
 
     def chunks(
         self, path: Place, *, offset: int = 0, nbytes: int | None = None, fresh: bool = False
@@ -90,11 +86,9 @@ class Storage(Protocol):
         Args:
             fresh: what the storage holds now, not what memory remembers of it.
         """
-        ...
 
     def tensor(self, path: Place, *, offset: int, nbytes: int) -> Tensor:
         """uint8 [nbytes]: a range of a file; ValueError where it is shorter."""
-        ...
 
     def write(self, path: Place, data: Iterable[Any]) -> None:
         """Write a new file, durable when this returns; what was there is not touched otherwise.
@@ -102,68 +96,54 @@ class Storage(Protocol):
         Args:
             data: its bytes, buffer by buffer; iterated over once more for each further attempt.
         """
-        ...
 
     def put(self, path: Place, data: bytes) -> None:
         """Write or replace a small file whole or not at all; durable when this returns."""
-        ...
 
     def put_once(self, path: Place, data: bytes) -> bytes:
         """Write a small file that others may write at the same time; without a lock, the first one counts.
 
         Returns what is there now.
         """
-        ...
 
     def attempt(self) -> str:
         """Return a suffix that is unique to one attempt to write a part, as another one's files may be being committed;
         empty where a lock prevents that."""
-        ...
 
     def delete(self, path: Place) -> None:
         """Delete a file, if it is there."""
-        ...
 
     def link(self, source: Place, target: Place) -> bool:
         """Link a file into a second directory; False if it must be referred to."""
-        ...
 
     # --- directories of checkpoints -----------------------------------------------------------------------------------
 
     def make(self, root: Place) -> None:
         """Make a directory for checkpoints, if it is not there."""
-        ...
 
     def identity(self, root: Place) -> str:
         """Return an identifier of a directory: equal for all paths to it, another one for a copy."""
-        ...
 
     def lock(self, root: Place, name: str) -> AbstractContextManager[None]:
         """Hold the lock of this name, where the storage has locks; CheckpointError if it is not free for long.
 
         Without locks nothing breaks, but work may be done twice.
         """
-        ...
 
     def staging(self, root: Place, session: str, step: int, world: int) -> Place:
         """Return the directory in which the parts of a checkpoint are written."""
-        ...
 
     def owner(self, path: Place) -> tuple[int, str, int] | None:
         """(world, session, step) of what `staging` has returned; None of any other place."""
-        ...
 
     def begin(self, staging: Place) -> None:
         """Make a staging directory, so that `names` of its root lists it, unless it exists."""
-        ...
 
     def held(self, staging: Place) -> AbstractContextManager[Place]:
         """Open this very staging directory, also if it is renamed; FileNotFoundError if it is gone."""
-        ...
 
     def unfinished(self, held: Place) -> bytes | None:
         """The manifest of a commit that was interrupted, to go on with; None where there is none."""
-        ...
 
     def commit(
         self, staging: Place, held: Place, manifest: bytes, files: Collection[str], check: Callable[[], None]
@@ -181,39 +161,30 @@ class Storage(Protocol):
         Raises:
             CheckpointError: it was closed.
         """
-        ...
 
     def close(self, staging: Place) -> None:
         """See that a staging directory never becomes a checkpoint, unless it is one already."""
-        ...
 
     def sweep(self, root: Place) -> None:
         """Delete what was closed."""
-        ...
 
     def discard(self, staging: Place) -> None:
         """Close a staging directory and delete what a save has written there, unless it is a checkpoint already."""
-        ...
 
     def is_own(self, path: Place) -> bool:
         """Return True if a checkpoint lies at this place itself and is not linked from another."""
-        ...
 
     def retire(self, path: Place) -> None:
         """Make a checkpoint's manifest a mark, `PRUNED.json`, of what is to be deleted."""
-        ...
 
     def unmark(self, path: Place) -> None:
         """All files that the mark names are deleted: it goes, and the directory if nothing else lies there."""
-        ...
 
     def lease(self, path: Place) -> AbstractContextManager[None]:
         """Keep a checkpoint from being retired, where the storage can; FileNotFoundError where it is gone."""
-        ...
 
     def unread(self, path: Place) -> AbstractContextManager[bool]:
         """Yield True if no reader holds a lease on a checkpoint; none can be taken while the context is open."""
-        ...
 
 
 def exists(storage: Storage, path: Place) -> bool:

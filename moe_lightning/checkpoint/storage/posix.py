@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,46 +31,6 @@ from moe_lightning.checkpoint.storage.interface import (
 )
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import check_regular, open_regular, read_bytes
-
-
-@contextmanager
-def lease(directory: Path) -> Generator[None, None, None]:
-    """Keeps a checkpoint directory from being pruned while the context is open.
-
-    Raises:
-        FileNotFoundError: it is gone, or being deleted.
-    """
-    path = directory / MANIFEST
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise FileNotFoundError(f"{path} is being deleted") from error
-        if not os.path.samestat(os.fstat(fd), os.stat(path)):
-            raise FileNotFoundError(f"{path} was replaced")
-        yield
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def unread(directory: Path) -> Generator[bool, None, None]:
-    """Yield True if no process reads a checkpoint; none can begin to while the context is open."""
-    try:
-        fd = os.open(directory / MANIFEST, os.O_RDWR | os.O_CLOEXEC)  # network file systems lock writable files only
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        free = False
-        with suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = True
-        yield free
-    finally:
-        os.close(fd)
-
 
 _STAGING = re.compile(r"\.staging-(?:w(\d+)-)?(.+)-(\d{8,})")
 _SWEPT = ".swept-"
@@ -250,8 +210,39 @@ class PosixStorage:
         with contextlib.suppress(OSError):  # somebody else's files lie there too
             os.rmdir(path)
 
-    def lease(self, path: Place) -> AbstractContextManager[None]:
-        return lease(Path(path))
+    @contextlib.contextmanager
+    def lease(self, path: Place) -> Generator[None, None, None]:
+        """Keeps a checkpoint directory from being pruned while the context is open.
 
-    def unread(self, path: Place) -> AbstractContextManager[bool]:
-        return unread(Path(path))
+        Raises:
+            FileNotFoundError: it is gone, or being deleted.
+        """
+        manifest = path / MANIFEST
+        fd = os.open(manifest, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise FileNotFoundError(f"{manifest} is being deleted") from error
+            if not os.path.samestat(os.fstat(fd), os.stat(manifest)):
+                raise FileNotFoundError(f"{manifest} was replaced")
+            yield
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def unread(self, path: Place) -> Generator[bool, None, None]:
+        """Yield True if no process reads a checkpoint; none can begin to while the context is open."""
+        try:
+            fd = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)  # network file systems lock writable files only
+        except FileNotFoundError:
+            yield True
+            return
+        try:
+            free = False
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free = True
+            yield free
+        finally:
+            os.close(fd)

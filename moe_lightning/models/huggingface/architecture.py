@@ -68,14 +68,12 @@ def _mixtral(config: Any) -> dict[str, Any]:
     return _layer(config, config.num_local_experts, config.intermediate_size, **router)
 
 
-def _olmoe(config: Any) -> dict[str, Any]:
+def _olmoe_or_qwen3(config: Any) -> dict[str, Any]:
     _require(config, hidden_act="silu")
-    return _layer(config, config.num_experts, config.intermediate_size, **_normalised(config))
-
-
-def _qwen3(config: Any) -> dict[str, Any]:
-    _require(config, hidden_act="silu")
-    return _layer(config, config.num_experts, config.moe_intermediate_size, **_normalised(config))
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    # A softmax over all experts, divided by the sum of the chosen, is the softmax over the chosen.
+    router = {"softmax_after_top_k": True} if config.norm_topk_prob else {"normalize_top_k": False}
+    return _layer(config, config.num_experts, width, **router)
 
 
 def _deepseek(config: Any) -> dict[str, Any]:
@@ -106,8 +104,8 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         describe=_mixtral, layout=SeparateExperts(gate="w1", up="w3", down="w2"), disk_block="block_sparse_moe"
     ),
-    "olmoe": Family(describe=_olmoe, layout=SeparateExperts()),
-    "qwen3_moe": Family(describe=_qwen3, layout=SeparateExperts()),
+    "olmoe": Family(describe=_olmoe_or_qwen3, layout=SeparateExperts()),
+    "qwen3_moe": Family(describe=_olmoe_or_qwen3, layout=SeparateExperts()),
     "deepseek_v3": Family(describe=_deepseek, layout=SeparateExperts()),
     "gpt_oss": Family(describe=_gpt_oss, layout=InterleavedStacks(), router="router", returns_scores=True),
 }
@@ -125,11 +123,6 @@ def _layer(config: Any, num_experts: int, d_expert: int, **router: Any) -> dict[
         "router": {"top_k": top_k, "aux_loss_coef": coefficient, **router},
         "activation": "swiglu",
     }
-
-
-def _normalised(config: Any) -> dict[str, Any]:
-    """A softmax over all experts, divided by the sum of the chosen, is the softmax over the chosen."""
-    return {"softmax_after_top_k": True} if config.norm_topk_prob else {"normalize_top_k": False}
 
 
 def _require(config: Any, **values: object) -> None:
@@ -237,11 +230,9 @@ class ExpertReader(Protocol):
 
     def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
         """The rows of one expert by the names of our parameters."""
-        ...
 
     def names(self, prefix: str, num_experts: int) -> set[str]:
         """The tensors that are read for all experts."""
-        ...
 
 
 class Architecture(ABC):

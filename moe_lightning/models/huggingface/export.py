@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,18 +94,10 @@ class Export:
         """
         if path.exists() and not is_export_of(run, path):
             raise existing(path)
-        staged, former = (path.with_name(f".{path.name}.{os.getpid()}.{what}") for what in ("new", "old"))
-        staged.mkdir(parents=True)
-        try:
+        with _new_folder(path) as staged:
             self.config.save_pretrained(staged)
             written = write_weights(staged, self._files(dense, experts))
             (staged / _MARK).write_text(json.dumps({"run": run}) + "\n")
-            if path.exists():
-                os.rename(path, former)
-            os.rename(staged, path)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
-        shutil.rmtree(former, ignore_errors=True)
         return written
 
     def _files(
@@ -137,6 +130,21 @@ def plan_export(architecture: Architecture, model: nn.Module, dtype: str | None 
     config.architectures = [_class_name(config, architecture.auto_class)]
     names = tuple(names[0] for _, names in dense_tensors(model, architecture) if not is_adapter(names[0]))
     return Export(config=config, family=family, dense=names, blocks=tuple(architecture.layers), dtype=chosen)
+
+
+@contextmanager
+def _new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder that gets its name when it is whole, in place of what has that name."""
+    staged, former = (path.with_name(f".{path.name}.{os.getpid()}.{what}") for what in ("new", "old"))
+    staged.mkdir(parents=True)
+    try:
+        yield staged
+        if path.exists():
+            os.rename(path, former)
+        os.rename(staged, path)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def is_export_of(run: str | None, path: Path) -> bool:
@@ -277,15 +285,10 @@ def write_adapter(
         "target_parameters": sorted(parameters),
         "inference_mode": True,
     }
-    staged = path.with_name(f".{path.name}.{os.getpid()}.new")
-    staged.mkdir(parents=True)
-    try:
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with _new_folder(path) as staged:
         (staged / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(plain, staged / "adapter_model.safetensors", {"format": "pt"})
-        os.rename(staged, path)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
     return sum(tensor.nbytes for tensor in plain.values())
 
 

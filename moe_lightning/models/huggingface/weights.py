@@ -212,19 +212,15 @@ class ExpertLayout(Protocol):
 
     def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
         """The rows of one expert by the names of our parameters."""
-        ...
 
     def write(self, prefix: str, stacks_EX: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors on disk of all experts, from our stacks [E, ...]."""
-        ...
 
     def names(self, prefix: str, num_experts: int) -> set[str]:
         """Return the names of these tensors on disk."""
-        ...
 
     def columns(self, up_EXH: Tensor) -> Tensor:
         """Return values with one column for each column of our `w_up`, in the order of the model's own stack."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,529 @@
+"""One rank's run: builds everything from the composed configuration, trains, validates.
+
+* The configuration is recorded in the run directory and in the loggers.
+* Sizes of model, samples and processes are compared with the memory, see `capacity`.
+* Irrelevant notes of other libraries are filtered by text or logger; our own warnings omit the place in the code.
+* Ctrl-C and SIGTERM end training after a step, so that checkpoints are whole and ranks end together.
+
+A run of one rank, and one started by torchrun or srun, calls `train` in the process of moe-train itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
+
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.loggers import QuietWandbLogger
+from moe_lightning.callbacks.summary import Summary
+from moe_lightning.checkpoint.directory import headings
+from moe_lightning.checkpoint.inspect import checkpoint_values
+from moe_lightning.checkpoint.storage import place_of, storage_of
+from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.cli.capacity import check_model, check_processes, check_sample, machine_memory, whole_memory
+from moe_lightning.cli.composition import build_object, check_config
+from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.compat import private_lightning
+from moe_lightning.data.text import TextData
+from moe_lightning.elastic.membership import ELASTIC_VARIABLE
+from moe_lightning.elastic.worker import Interrupted
+from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.models.gpt import GPTConfig, least_gpt_parameters, least_slot_parameters
+from moe_lightning.models.gpt_module import GPTModule
+from moe_lightning.models.swin import SwinConfig, SwinModule
+from moe_lightning.parallel.context import STORE_VARIABLE
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+
+PACKAGE = Path(__file__).parents[1]
+
+_IRRELEVANT_WARNINGS = (
+    r".*does not have many workers.*",  # slices of a memory map need none
+    r".*`_get_pg_default_device` will be deprecated.*",
+    r".*is smaller than the logging interval.*",  # short runs
+    r".*Checkpoint directory .* exists and is not empty.*",  # a resumed run
+    r".*Experiment logs directory .* exists and is not empty.*",
+    r".*The dirpath has changed from .*",  # a run directory that was moved
+    r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
+)
+
+
+def quiet_libraries() -> None:
+    """Silence Lightning's notes of what hardware it looked for and the warnings above; all else stays visible."""
+    import lightning.fabric.utilities.warnings  # noqa: F401  # sets a format of its own when it is imported
+
+    warnings.formatwarning = _formatted
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in _IRRELEVANT_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    if PACKAGE in Path(filename).parents:
+        return f"moe-train: {message}\n"
+    return f"{filename}:{lineno}: {message}\n"
+
+
+_LOGGED = ("run_name", "seed", "ranks", "task", "data", "strategy", "trainer", "callbacks", "elastic")
+"""Beside the model and the optimizer, which the module logs."""
+
+
+class RunRecord(Callback):
+    """Records the configuration when training starts: a command that fails before leaves the former one, and no empty
+    run in a logger.
+
+    Args:
+        directory: of the run.
+        config: as composed.
+    """
+
+    def __init__(self, directory: RunDirectory, config: Mapping[str, Any]) -> None:
+        self._directory = directory
+        self._config = config
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._directory.record(self._config)
+            self._directory.metrics.unlink(missing_ok=True)  # of an earlier training
+            data = getattr(trainer, "datamodule", None)
+            if isinstance(data, TextData) and data.trained_tokenizer is not None:
+                self._directory.keep_tokenizer(data.trained_tokenizer)
+        for logger in trainer.loggers:
+            logger.log_hyperparams({name: self._config[name] for name in _LOGGED})
+            if isinstance(logger, QuietWandbLogger) and trainer.ckpt_path:
+                logger.resume_from(Path(trainer.ckpt_path), trainer.global_step)
+
+
+class ResumedWithOverrides(Callback):
+    """Gives the optimizer of a resumed run the values of the configuration in place of the checkpoint's: learning
+    rate, betas, weight decay, each where the schedule is. Its state stays.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[list[dict[str, Any]]] = []
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The optimizers are new here: Lightning restores their states afterwards."""
+        self._given = [
+            [{name: group[name] for name in _options(optimizer) & group.keys()} for group in optimizer.param_groups]
+            for optimizer in trainer.optimizers
+        ]
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._apply(trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """A recovery from storage may bring the checkpoint's values back between two steps."""
+        self._apply(trainer)
+
+    def _apply(self, trainer: pl.Trainer) -> None:
+        for optimizer, given in zip(trainer.optimizers, self._given, strict=True):
+            for group, values in zip(optimizer.param_groups, given, strict=True):
+                group.update(values, lr=values.get("initial_lr", values["lr"]))
+        for scheduler in (config.scheduler for config in trainer.lr_scheduler_configs):
+            if isinstance(scheduler, LambdaLR):
+                groups = scheduler.optimizer.param_groups
+                scheduler.base_lrs = [group["lr"] for group in groups]
+                for group, share in zip(groups, scheduler.lr_lambdas, strict=True):
+                    group["lr"] *= share(scheduler.last_epoch)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the options of a parameter group; its other keys are counters of the training."""
+    return {"initial_lr", *inspect.signature(type(optimizer)).parameters} - {"params"}
+
+
+_GPT_SIZES = (
+    "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "d_hidden", "num_experts", "d_expert",
+    "num_shared_experts",
+)  # fmt: skip
+_SWIN_SIZES = ("num_classes", "image_size", "embed_dim", "num_experts", "mlp_ratio", "patch_size", "window_size")
+
+
+def check_room(config: Mapping[str, Any], module: pl.LightningModule) -> None:
+    """Refuse what cannot be held by the machines that the configuration names.
+
+    Raises:
+        ConfigurationError: the key that is too large, and how large it may be.
+    """
+    trainer, data = config["trainer"], config["data"]
+    devices = trainer["devices"] if isinstance(trainer["devices"], int) else len(trainer["devices"])
+    nodes = trainer.get("num_nodes", 1) * config["elastic"].get("num_nodes", 1)
+    memory = whole_memory(trainer, nodes)
+    check_processes(devices, data.get("num_workers", 0))
+    if isinstance(module, GPTModule):
+        optimizer = module.optimizer_config.name
+        _check_gpt(module.config, memory, config["strategy"].get("slots"), devices * nodes, optimizer)
+    elif isinstance(module, SwinModule):
+        _check_swin(module.config, memory, module.optimizer_config.name)
+    for name in ("num_shapes", "global_batch_size"):
+        if name in data:
+            check_sample(f"data.{name}", data[name], data[name], machine_memory())
+
+
+def _check_gpt(config: GPTConfig, memory_bytes: int, slots: int | None, ranks: int, optimizer: str) -> None:
+    sizes = {f"model.{name}": getattr(config, name) or 0 for name in _GPT_SIZES}
+    check_model(sizes, least_gpt_parameters(config), memory_bytes, optimizer)
+    # One sample's activations between the layers, or the tables of rotary positions.
+    check_sample("model.context_length", config.context_length, config.context_length * config.d_model, memory_bytes)
+    if slots is not None:
+        parameters = ranks * least_slot_parameters(config, slots)
+        check_model({"strategy.slots": slots}, parameters, memory_bytes, optimizer)
+
+
+def _check_swin(config: SwinConfig, memory_bytes: int, optimizer: str) -> None:
+    sizes = {f"model.{name}": getattr(config, name) or 0 for name in _SWIN_SIZES}
+    side = config.image_size
+    check_sample("model.image_size", side, 3 * side * side, memory_bytes)
+    widths = [(config.embed_dim or 96) << stage for stage in range(min(len(config.depths or ()), 32))]
+    hidden = [math.ceil((config.mlp_ratio or 4.0) * width) for width in widths]
+    dense = sum(depth * 4 * width**2 for depth, width in zip(config.depths or (), widths, strict=False))
+    expert = 2 * widths[-1] * hidden[-1] * config.num_experts if widths else 0
+    check_model(sizes, dense + expert + config.num_classes, memory_bytes, optimizer)
+
+
+class GracefulStop(Callback):
+    """Takes SIGINT and SIGTERM while training runs: the ranks agree at the next logging step to stop, and callbacks
+    save what they save at the end of a training. A second SIGINT ends at once; SIGTERM may come from a scheduler that
+    signals the launcher as well as its ranks.
+
+    The ranks agree every `log_every_n_steps`, one rank alone after every step: asking in between would cost a
+    collective of its own in each step.
+
+    Attributes:
+        stopped_by: the signal that ended the training, with its state saved; None where none did.
+    """
+
+    def __init__(self) -> None:
+        self.stopped_by: signal.Signals | None = None
+        self._asked_by: signal.Signals | None = None
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.stopped_by = self._asked_by = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Lightning has set its own handlers before, and sets all back when it ends."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._ask)
+            if not _is_notice(trainer):
+                signal.signal(signal.SIGTERM, self._ask)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if private_lightning.is_accumulating(trainer):
+            return
+        interval = trainer.log_every_n_steps if trainer.world_size > 1 else 1  # type: ignore[attr-defined]
+        if trainer.global_step % max(1, interval) == 0:
+            decide = trainer.strategy.reduce_boolean_decision
+            if decide(self._asked_by is not None, all=False):
+                is_term = decide(self._asked_by == signal.SIGTERM, all=False)
+                self.stopped_by = signal.SIGTERM if is_term else signal.SIGINT
+                trainer.should_stop = True
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if number == self._asked_by == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._asked_by = signal.Signals(number)
+
+
+def _is_notice(trainer: pl.Trainer) -> bool:
+    """True if SIGTERM asks a rank of an elastic run to leave the others."""
+    elastic = getattr(trainer.strategy, "elastic", None)
+    return elastic is not None and elastic.engine.settings.notice_on_sigterm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Objects built from a configuration."""
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    data: pl.LightningDataModule
+
+
+def train(config: Mapping[str, Any]) -> None:
+    """Train and validate as the composed configuration says, in this process.
+
+    Raises:
+        ConfigurationError, CheckpointError: a mistake of the user.
+        Interrupted: the run was ended by Ctrl-C or SIGTERM.
+    """
+    quiet_libraries()
+    run = build(config)
+    try:
+        checkpoint = agreed_checkpoint(run, config)
+        if config["task"] == "train":
+            run.trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
+            for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, GracefulStop) and callback.stopped_by is not None:
+                    raise Interrupted(callback.stopped_by)
+            trained = _logged(run)
+            if not config["doctor"]:
+                measure(run)
+        else:
+            trained = {}
+            run.trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
+        metrics = trained | _logged(run)
+        if run.trainer.is_global_zero:
+            RunDirectory(Path(config["run_dir"])).write_metrics(metrics)
+    except SystemExit:  # Lightning's answer to signals, with a code of its own
+        if run.trainer.received_sigterm or run.trainer.interrupted:
+            raise Interrupted(signal.SIGTERM if run.trainer.received_sigterm else signal.SIGINT) from None
+        raise
+    finally:
+        elastic = getattr(run.trainer.strategy, "elastic", None)
+        if elastic is not None:
+            elastic.close()
+
+
+def _logged(run: Run) -> dict[str, float]:
+    """The last value of every metric that was logged; may be collective."""
+    return {name: float(value) for name, value in run.trainer.callback_metrics.items()}
+
+
+def measure(run: Run) -> None:
+    """Validate the trained model, unless its last step has just been validated, and sum the run up; collective."""
+    summaries = [callback for callback in run.trainer.callbacks if isinstance(callback, Summary)]  # type: ignore[attr-defined]
+    is_current = bool(summaries) and all(summary.is_current(run.trainer) for summary in summaries)
+    if not run.trainer.strategy.reduce_boolean_decision(is_current, all=True):
+        run.trainer.validate(run.module, datamodule=run.data, verbose=False)
+        return
+    for summary in summaries:
+        summary.report(run.trainer)
+
+
+def build(config: Mapping[str, Any]) -> Run:
+    """Build what the configuration describes, after checking every name and type in it.
+
+    Raises:
+        ConfigurationError: one sentence about the first thing that is wrong.
+    """
+    config, parts = _parts(config)
+    trainer = build_object(
+        config["trainer"],
+        "trainer",
+        strategy=parts["strategy"],
+        callbacks=[*parts["callbacks"], *_records(config)],
+        logger=parts["logger"] or False,
+        plugins=_environment_plugins(),
+    )
+    _expect(trainer, pl.Trainer, "trainer")
+    return Run(trainer=trainer, module=parts["module"], data=parts["data"])
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Build all but the trainer, and throw it away.
+
+    Raises:
+        ConfigurationError: one sentence about the first thing that is wrong.
+    """
+    _parts(config)
+
+
+def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The configuration with the data's sizes, and the objects of its groups."""
+    check_config(config)
+    pl.seed_everything(config["seed"], verbose=False)
+    _check_pretrained(config)
+    parts: dict[str, Any] = {"data": build_object(config["data"], "data")}
+    _expect(parts["data"], pl.LightningDataModule, "data")
+    _restore_tokenizer(config, parts["data"])
+    config = with_sizes_of_data(config, parts["data"])
+    for name, kind in (("module", pl.LightningModule), ("strategy", Strategy)):
+        parts[name] = build_object(config[name], name)
+        _expect(parts[name], kind, name)
+    check_room(config, parts["module"])
+    parts["callbacks"] = _built_group({"callbacks": with_one_checkpoint(config["callbacks"])}, "callbacks")
+    # Measuring a checkpoint is no step of the run whose curves these are.
+    parts["logger"] = _built_group(config, "logger") if config["task"] == "train" else []
+    return config, parts
+
+
+def _check_pretrained(config: Mapping[str, Any]) -> None:
+    """Refuse a wrong `model.pretrained` before its tokenizer, which the data ask for, is missed.
+
+    Raises:
+        ConfigurationError: it is no folder of a checkpoint, or of a model that is not known.
+    """
+    model = config["module"].get("config")
+    if isinstance(model, Mapping) and model.get("pretrained") is not None:
+        from moe_lightning.models.huggingface.loading import check_folder
+        from moe_lightning.models.huggingface.module import HuggingFaceConfig
+
+        check_folder(Path(model["pretrained"]).expanduser())
+        if str(model.get("_target_")).endswith(f".{HuggingFaceConfig.__name__}"):
+            build_object(model, "module.config").architecture()
+
+
+def _restore_tokenizer(config: Mapping[str, Any], data: object) -> None:
+    """Give the data the tokenizer that was trained for the checkpoint which the command goes on from, before tokens are
+    made; whether that checkpoint is whole is decided later, by all ranks.
+    """
+    if not isinstance(data, TextData) or not data.trains_tokenizer or config["resume"] is False:
+        return
+    place = place_of(config["resume"]) if isinstance(config["resume"], str) else store_of_checkpoints(config)
+    if place is None:
+        newest = RunDirectory(Path(config["run_dir"])).newest_checkpoint()
+        place = None if newest is None else newest.path
+    if place is not None:
+        with suppress(CheckpointError, OSError):
+            data.load_state_dict(checkpoint_values(place).get(type(data).__qualname__, {}))
+
+
+def _expect(built: object, kind: type, key: str) -> None:
+    if not isinstance(built, kind):
+        raise ConfigurationError(
+            f"{key}._target_ makes a {type(built).__name__}, not a {kind.__name__}: name a class of that kind"
+        )
+
+
+def _records(config: Mapping[str, Any]) -> list[pl.Callback]:
+    """Callbacks that every run has."""
+    records: list[pl.Callback] = [RunRecord(RunDirectory(Path(config["run_dir"])), config), GracefulStop()]
+    return [*records, ResumedWithOverrides()] if config["resume_overrides"] else records
+
+
+def with_one_checkpoint(callbacks: Mapping[str, Any]) -> dict[str, Any]:
+    """Callbacks that write one kind of checkpoints into a folder, or partial ones into a store: of several choices, as
+    in callbacks=[partial_experts,routing_recorder], a later one brings back the full ones that partial ones replace.
+    """
+    full, partial = callbacks.get("checkpoint"), callbacks.get("partial_experts_checkpoint")
+    is_elsewhere = store_of_checkpoints({"callbacks": callbacks}) is not None
+    if full and partial and (is_elsewhere or full.get("dirpath") == partial.get("dirpath")):
+        return {**callbacks, "checkpoint": None}
+    return dict(callbacks)
+
+
+def store_of_checkpoints(config: Mapping[str, Any]) -> Place | None:
+    """Return the object store of partial checkpoints; None if they go into a folder, or there are none."""
+    partial = config["callbacks"].get("partial_experts_checkpoint") or {}
+    place = place_of(str(partial.get("dirpath") or "."))
+    return None if isinstance(place, Path) else place
+
+
+def _built_group(config: Mapping[str, Any], group: str) -> list[Any]:
+    """The objects of a group whose entries have names; null leaves one out."""
+    built = {f"{group}.{name}": build_object(node, f"{group}.{name}") for name, node in config[group].items() if node}
+    for key, thing in built.items():
+        _expect(thing, Callback if group == "callbacks" else Logger, key)
+    return list(built.values())
+
+
+def agreed_checkpoint(run: Run, config: Mapping[str, Any]) -> str | None:
+    """The checkpoint that all ranks go on from, or None: rank 0 looks, after it has kept older worlds from committing;
+    collective."""
+    strategy = run.trainer.strategy
+    if not isinstance(strategy, ExpertParallelStrategy):
+        return checkpoint_to_load(config)
+
+    def look() -> str | None:
+        for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, PartialExpertsCheckpoint) and config["task"] == "train":
+                callback.enter_root(strategy)
+        return checkpoint_to_load(config)
+
+    return strategy.decide(look)
+
+
+def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:
+    """The checkpoint that the run goes on from, or None.
+
+    Raises:
+        ConfigurationError: `resume` names a file that is not there, or there is nothing to validate.
+        CheckpointError: there are files, and all are damaged.
+    """
+    resume = config["resume"]
+    if isinstance(resume, str):
+        place = place_of(resume)
+        if not (place.exists() if isinstance(place, Path) else storage_of(place).is_dir(place)):
+            raise ConfigurationError(f"resume={resume} does not exist: give a checkpoint's path, true or false")
+        return resume
+    directory = RunDirectory(Path(config["run_dir"]))
+    wanted = resume or config["task"] == "validate"
+    store = store_of_checkpoints(config)
+    if wanted and store is not None and headings(store):
+        return str(store)
+    newest = directory.newest_intact(rank_zero_warn) if wanted else None
+    if newest is None and config["task"] == "validate":
+        raise ConfigurationError(
+            f"{store or directory.checkpoints} holds no checkpoint to validate: train first, or give resume=CHECKPOINT"
+        )
+    if newest is None:
+        return None
+    # Of directories the loader itself takes the newest whole one, and says which damaged one it passed over.
+    return str(directory.checkpoints if newest.path.is_dir() else newest.path)
+
+
+_MOST_SPARE = 4
+"""A model may know so many times the tokens or classes of the data before it is told."""
+
+
+def with_sizes_of_data(config: Mapping[str, Any], data: Any) -> dict[str, Any]:
+    """The configuration with `vocab_size: auto` and `num_classes: auto` of the model replaced by the data's.
+
+    Raises:
+        ConfigurationError: the model has fewer tokens or classes than the data, or asks for what the data have not.
+    """
+    model = config["module"].get("config")
+    if not isinstance(model, Mapping):
+        return dict(config)
+    sizes = {}
+    for name, things in (("vocab_size", "tokens"), ("num_classes", "classes")):
+        wanted, needed = model.get(name), getattr(data, name, None) if name in model else None
+        if wanted == "auto" and needed is None:
+            raise ConfigurationError(
+                f"model.{name}=auto asks {type(data).__name__} for its {things}, but it has none: choose data that fit "
+                "the model, as data=images for images"
+            )
+        if needed is not None and wanted != "auto" and wanted < needed:
+            raise ConfigurationError(
+                f"model.{name}={wanted} is below the {needed} {things} of the data: use model.{name}=auto"
+            )
+        if needed is not None and wanted != "auto" and wanted > _MOST_SPARE * needed:
+            rank_zero_warn(
+                f"model.{name}={wanted} is {wanted / needed:.0f} times the {needed} {things} of the data, so most "
+                f"of the softmax is computed for nothing: use model.{name}=auto, or data that have as many"
+            )
+        if needed is not None:
+            sizes[name] = needed if wanted == "auto" else wanted
+    return {**config, "module": {**config["module"], "config": {**model, **sizes}}}
+
+
+def _environment_plugins() -> list[Any]:
+    """Ranks started by our launcher are described by plain variables; torchrun and SLURM are found by Lightning
+    itself.
+    """
+    return [LightningEnvironment()] if {STORE_VARIABLE, ELASTIC_VARIABLE} & os.environ.keys() else []
