@@ -397,7 +397,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
         elastic = strategy.elastic
         is_member = elastic is None or (elastic.members is not None and not elastic.is_newcomer)
         if is_member and strategy.is_global_zero and run_of(self._root) is not None:
-            number = strategy.worlds.number or self._world_number or next_world(self._root)
+            number = strategy.world.generation or self._world_number or next_world(self._root)
             enter_world(self._root, number)
             self._world_number = number if strategy.elastic is None else 0
 
@@ -431,7 +431,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
         return RecoverySources(
             root=absolute(self._root),
             name=self._run_name,
-            node=strategy.worlds.node,
+            node=strategy.elastic.engine.node if strategy.elastic else "",
             fallback=fallback_directory(self.settings.fallback_dir, absolute(self._root)),
             report=rank_zero_warn,
             enter=lambda: self.enter_root(strategy),
@@ -557,7 +557,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
         from some epoch on; collective.
         """
         session, known = self.session, strategy.state.training_state().moment_shapes().keys()
-        (has_grown,) = any_says([session is not None and known != self._moments], strategy.worlds.mesh.whole)
+        (has_grown,) = any_says([session is not None and known != self._moments], strategy.world)
         if has_grown and session is not None:
             if session.in_window:
                 session.give_window_up()
@@ -601,12 +601,12 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
             self.settings,
             objects=self._objects(strategy),
             ledger_bytes=self.checkpoint_ledger.largest_dump_bytes if self.checkpoint_ledger is not None else 0,
-            node_peers=strategy.worlds.mesh.node_peers,
-            node=strategy.worlds.node,
+            node_peers=strategy.world.node_peers,
+            node=strategy.elastic.engine.node if strategy.elastic else "",
             layout=self._layout(strategy) if self._layout is not None else None,
             computed_in=computed_in(strategy),
             experts_move=any(isinstance(c, LoadBalancer) for c in trainer.callbacks),  # type: ignore[attr-defined]
-            world_number=strategy.worlds.number or self._world_number,
+            world_number=strategy.world.generation or self._world_number,
         )
         if strategy.elastic is None:
             self._world_number = self.session.world_number

@@ -415,7 +415,7 @@ class FaultInjection(Callback):
         strategy = _strategy(trainer)
         if any(fault.kind == "drop_node" for fault in self.faults):
             pids = all_gather_json(os.getpid(), strategy.world)
-            self._peers = tuple(pids[rank] for rank in strategy.worlds.mesh.node_peers)
+            self._peers = tuple(pids[rank] for rank in strategy.world.node_peers)
         if not self._hooks:
             updated = partial(self._updated, trainer)
             self._hooks = [optimizer.register_step_post_hook(updated) for optimizer in trainer.optimizers]

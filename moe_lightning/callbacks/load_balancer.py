@@ -140,7 +140,7 @@ def balanced_ranks(strategy: ExpertParallelStrategy, ranks_per_node: int | None)
     if ranks_per_node is not None:
         nodes = [rank // ranks_per_node for rank in range(strategy.world.size)]
     # Ranks of an elastic run may have kept more room than those that came later, or from another stage.
-    slots = room.pop() if strategy.elastic is None else min(all_gather_json(room.pop(), strategy.worlds.mesh.world))
+    slots = room.pop() if strategy.elastic is None else min(all_gather_json(room.pop(), strategy.world.stage))
     return Cluster(node_of=tuple(nodes) if stages is None else stages.nodes(nodes), slots_per_rank=slots)
 
 
@@ -337,7 +337,7 @@ class LoadBalancer(Callback):
         layers, stages = strategy.experts.layers, strategy.state.stages
         self._unfollow()
         known, self._restored = self._known(strategy)
-        if strategy.worlds.mesh.world.size == 1 or not strategy.state.layers:
+        if strategy.world.stage.size == 1 or not strategy.state.layers:
             for layer in layers:
                 layer.overlap_fn = None
             self._take_planner(None)  # nothing to balance
@@ -376,7 +376,7 @@ class LoadBalancer(Callback):
         self._clock = None
         if not self._calibrate or (self._policy.shadows == "none" and self._policy.placement_rule != "auto"):
             return assumed_costs(layers, dtype, **self._rates)
-        measured = calibrate(layers, strategy.worlds.mesh.world, dtype)
+        measured = calibrate(layers, strategy.world.stage, dtype)
         self._model_errors = measured.errors
         tell_errors(measured.errors)
         if strategy.state.stages is None:  # in a pipeline passes of several micro-batches alternate
@@ -391,7 +391,7 @@ class LoadBalancer(Callback):
         """
         if strategy.elastic is None or strategy.elastic.report is None:
             return None, self._restored
-        planner, size = self.planner, strategy.worlds.mesh.world.size
+        planner, size = self.planner, strategy.world.stage.size
         own = {} if planner is None else dict(zip(self._layers.numbers, planner.costs, strict=True))
         listed = [[number, costs.to_json()] for number, costs in own.items()]
         told = all_gather_json([listed, self.state_dict() or None], strategy.world)

@@ -264,7 +264,7 @@ class SpeedFollower:
         if before is not None:  # an earlier fit, or an earlier world
             strategy.experts.take_speeds(None)
             strategy.share_samples(None)
-        self._stages, self._world = strategy.state.stages, strategy.worlds.mesh.world
+        self._stages, self._world = strategy.state.stages, strategy.world.stage
         nodes: Sequence[int] = strategy.node_of if self._stages is None else self._stages.nodes(strategy.node_of)
         self.experts = AgreedSpeeds(nodes)
         self.samples = AgreedSpeeds(nodes if self._stages is None else range(self._world.size))
@@ -283,7 +283,7 @@ class SpeedFollower:
             self._share_samples()
 
     def _check(self) -> None:
-        policy, size, elastic = self._policy, self._strategy.worlds.mesh.data_size, self._strategy.elastic
+        policy, size, elastic = self._policy, self._strategy.world.shape.dp, self._strategy.elastic
         if policy.stragglers == "expel" and elastic is None:
             raise ConfigurationError(
                 "stragglers=expel lets slow ranks leave, which only elastic runs can go on from: set elastic.enabled="
@@ -371,7 +371,7 @@ class SpeedFollower:
     def _share_samples(self) -> None:
         """Cut batches by the agreed speeds, where that pays."""
         most = self._policy.max_samples_per_rank
-        speeds = self._strategy.worlds.mesh.speeds_of_slices(self.samples.speeds)
+        speeds = self._strategy.world.speeds_of_slices(self.samples.speeds)
         total = self._micro_total
         before = shares(total, np.full(len(speeds), ONE_SPEED) if self._cut is None else self._cut, most)
         after = shares(total, speeds, most)

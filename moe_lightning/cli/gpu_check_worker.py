@@ -44,7 +44,7 @@ def exchanged_after_abort(rank: int, size: int, folder: Path, device: torch.devi
         if device.type == "cuda" and not attempt:
             if rank == 0:
                 dist.all_reduce(rows, group=world.compute, async_op=True)
-            for group in world.groups:
+            for group in world.all_groups:
                 group.abort()
         dist.destroy_process_group()
     return all(arrived)

@@ -423,10 +423,10 @@ def places_of(trainer: pl.Trainer) -> Place:
     worlds = getattr(trainer.strategy, "worlds", None)
     if worlds is None:
         return Place(rank=trainer.global_rank, ranks=trainer.world_size)
-    mesh = worlds.mesh
-    (part, parts), (tensor, tensors) = (mesh.shape.place(mesh.whole.rank, {axis}) for axis in ("cp", "tp"))
+    world = worlds.present
+    (part, parts), (tensor, tensors) = (world.shape.place(world.rank, {axis}) for axis in ("cp", "tp"))
     sharing = Sharing(part=part, parts=parts, tensor=tensor, tensors=tensors)
-    return Place(knows_samples=True, sharing=sharing, stages=mesh.shape.pp)
+    return Place(knows_samples=True, sharing=sharing, stages=world.shape.pp)
 
 
 def _running(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[nn.Module], StepSlice | None]:

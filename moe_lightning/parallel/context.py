@@ -1,14 +1,14 @@
-"""Parallel context: process groups of one world, a rank's coordinates on the mesh, and clocks of exchanges.
+"""Parallel context: the mesh and the process groups of one world, and clocks of exchanges.
 
-A `World` holds three groups over all its ranks: *dense* (torch's default group) for dense gradients and agreements,
-*compute* for token dispatch and combine, *background* for everything that overlaps with it (replica gradients, shadow
-experts, migrations). Beside them there is one group along each mesh axis but dp that has several ranks (pp, cp, tp),
-and, where dense parameters are sharded, one of the ranks that share a copy and one of those with the same part of other
-copies. With pipeline parallelism each stage is a world of its own with three such groups. Ranks without data exchange
-zero rows, so a new placement or new dispatch groups build no process group.
+A `World` is one membership of ranks, and never changes: other ranks or another layout are another world. It has three
+groups over all its ranks: *dense* (torch's default group) for dense gradients and agreements, *compute* for token
+dispatch and combine, *background* for everything that overlaps with it (replica gradients, shadow experts, migrations).
+Beside them there is one group along each mesh axis but dp that has several ranks, and, where dense parameters are
+sharded, one of the ranks that share a copy and one of those with the same part of other copies. Each of several
+pipeline stages is a world of its own with three such groups. Ranks without data exchange zero rows, so a new placement
+or new dispatch groups build no process group.
 
-`Mesh` adds a rank's coordinates: its slice of the batch, its dispatch peers, its stage and its failure domain. NCCL's
-settings and the handling of its silent aborts are here, too; these have not run on a GPU.
+NCCL's settings and the handling of its silent aborts are here, too; these have not run on a GPU.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, ProcessGroup, Store  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.compat import private_torch
 from moe_lightning.errors import WorldCutError
 from moe_lightning.files import PrivateFolder, checked_folder, find_folder
-from moe_lightning.parallel.mesh import AXES, STAGE, Axis, Groups, Layout, MeshShape, RowCut
+from moe_lightning.parallel.mesh import Groups, Layout, MeshShape, RowCut
 
 logger = logging.getLogger(__name__)
 
@@ -197,18 +196,18 @@ class World:
         rank: this process, 0-based.
         size: number of ranks.
         device: where this rank's tensors live.
+        shape: ranks along the axes of the mesh; by default all of them are data-parallel.
+        nodes: failure domain of each rank, [size], numbered from 0; by default each rank is one.
+        generation: number of this world, above those of all worlds before it; 0 where worlds have no numbers.
         dense: group of dense sums, broadcasts and agreements. All groups are None in a world of one rank.
         compute: group of dispatch and combine.
         background: group of transfers that overlap with compute.
+        groups: this rank's group along each axis but dp that has several ranks; "shard": the ranks that have rows of
+            what is this rank's by its tensor index; "copy": those that hold the same part of other copies.
         shards: ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; in a
             pipeline those of this rank's stage. Empty where every rank has a copy of its own.
-        shard_group: those among them that have rows of what is this rank's by its tensor index; None where it has all
-            of that.
-        copy_group: the ranks that hold the same part of other copies; None where there is one copy.
-        shape: ranks along the axes of the mesh; None: all of them are data-parallel.
-        axis_groups: this rank's group along each axis but dp that has several ranks.
+        own_stage: this rank's stage of several pipeline stages.
         is_cut: returns True once this world is aborted.
-        stage: the ranks of this rank's pipeline stage; None where there is one stage.
         exchanges: the clock of this rank's exchanges on the compute group.
         bubbles: the clock of this rank's waits for other stages of a pipeline.
     """
@@ -216,36 +215,44 @@ class World:
     rank: int
     size: int
     device: torch.device
+    shape: MeshShape = field(default_factory=MeshShape)
+    nodes: tuple[int, ...] = field(default=(), repr=False)
+    generation: int = 0
     dense: ProcessGroup | None = field(default=None, repr=False)
     compute: ProcessGroup | None = field(default=None, repr=False)
     background: ProcessGroup | None = field(default=None, repr=False)
+    groups: Mapping[str, ProcessGroup] = field(default_factory=dict, repr=False)
     shards: Groups = field(default=(), repr=False)
-    shard_group: ProcessGroup | None = field(default=None, repr=False)
-    copy_group: ProcessGroup | None = field(default=None, repr=False)
-    shape: MeshShape | None = field(default=None, repr=False)
-    axis_groups: Mapping[Axis, ProcessGroup] = field(default_factory=dict, repr=False)
+    own_stage: World | None = field(default=None, repr=False)
     is_cut: Callable[[], bool] = field(default=_never, repr=False, compare=False)
-    stage: World | None = field(default=None, repr=False)
     exchanges: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
     bubbles: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.shape.num_ranks == 1:
+            object.__setattr__(self, "shape", MeshShape(dp=self.size))
+        if not self.nodes:
+            object.__setattr__(self, "nodes", tuple(range(self.size)))
 
     def __deepcopy__(self, memo: dict[int, object]) -> World:
         """Share the groups, which cannot be copied, between the copies of a model."""
         return replace(self, exchanges=ExchangeClock(), bubbles=ExchangeClock())
 
     @classmethod
-    def single(cls, device: torch.device | str = "cpu") -> World:
+    def single(cls, device: torch.device | str = "cpu", generation: int = 0) -> World:
         """A world of one rank: no groups, no communication."""
-        return cls(rank=0, size=1, device=torch.device(device))
+        return cls(rank=0, size=1, device=torch.device(device), generation=generation)
 
     @classmethod
-    def offline(cls, rank: int, size: int, device: torch.device, shape: MeshShape | None = None) -> World:
+    def offline(cls, rank: int, size: int, device: torch.device, layout: Layout | None = None) -> World:
         """World that a process has not joined yet: no groups, so no communication."""
-        world = cls(rank=rank, size=size, device=device, shape=shape)
-        if shape is None or shape.pp == 1:
+        if layout is None:
+            return cls(rank=rank, size=size, device=device)
+        world = cls(rank=rank, size=size, device=device, shape=layout.shape, nodes=layout.nodes)
+        if layout.shape.pp == 1:
             return world
-        ranks = shape.peers(rank, STAGE)
-        return replace(world, stage=cls(rank=ranks.index(rank), size=len(ranks), device=device))
+        ranks = next(ranks for ranks in layout.shape.stages if rank in ranks)
+        return replace(world, own_stage=cls.offline(ranks.index(rank), len(ranks), device))
 
     @property
     def is_connected(self) -> bool:
@@ -265,38 +272,79 @@ class World:
         return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device, dense=dist.group.WORLD)
 
     @classmethod
-    def connect(cls, device: torch.device, timeout: timedelta, layout: Layout | None = None) -> World:
+    def connect(
+        cls,
+        device: torch.device,
+        timeout: timedelta,
+        layout: Layout | None = None,
+        *,
+        is_cut: Callable[[], bool] = _never,
+        generation: int = 0,
+    ) -> World:
         """Build the groups over all ranks of torch's default group, or a world of one where there is none.
 
         Args:
             layout: the same on every rank; None: all are data-parallel, with all dense parameters.
+            is_cut, generation: of the new world.
         """
         world = cls.before_setup(device)
         if not world.is_connected:
             return world
         world = replace(
             world,
+            is_cut=is_cut,
+            generation=generation,
             compute=dist.new_group(timeout=timeout, group_desc="compute"),
             background=dist.new_group(timeout=timeout, group_desc="background", **background_options(device, timeout)),
         )
-        if layout is None:
-            return world
-        world, shards = _with_axes(world, layout.shape, timeout), layout.shards
-        return world if not shards else _sharing(world, shards, layout.shape, timeout)
+        return world if layout is None else _with_layout(world, layout, timeout)
+
+    def group(self, name: str) -> ProcessGroup | None:
+        """Return this rank's group along an axis, "shard" or "copy"; None where it is alone there."""
+        return self.groups.get(name)
 
     @property
-    def groups(self) -> list[ProcessGroup]:
+    def all_groups(self) -> list[ProcessGroup]:
         """All that this rank is in, torch's default group first."""
-        own = (self.dense, self.compute, self.background, self.shard_group, self.copy_group)
-        known = (*own, *self.axis_groups.values(), *(self.stage.groups if self.stage is not None else ()))
+        own = (self.dense, self.compute, self.background, *self.groups.values())
+        known = (*own, *(self.own_stage.all_groups if self.own_stage is not None else ()))
         return list(dict.fromkeys(group for group in known if group is not None))
+
+    @property
+    def stage(self) -> World:
+        """The ranks of this rank's pipeline stage, among which experts are dispatched; all where there is one stage."""
+        return self.own_stage or self
+
+    @cached_property
+    def pipe(self) -> World:
+        """The ranks that hold the other stages for this rank's samples, by stage."""
+        place: dict[str, Any] = {"rank": self.shape.index(self.rank, "pp"), "size": self.shape.pp}
+        group = self.group("pp")
+        return World(**place, device=self.device, bubbles=self.bubbles, dense=group, background=group)
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's slice of the global batch; ranks along the other axes share it."""
+        return self.shape.index(self.rank, "dp")
+
+    def speeds_of_slices(self, speeds: IntArray) -> IntArray:
+        """Return the speed of each slice of the global batch, int64 [dp], from those of the ranks of a stage: a slice
+        is as fast as the slowest rank that computes it.
+        """
+        slowest: IntArray = speeds.reshape(self.shape.dp, -1).min(axis=1)
+        return slowest
+
+    @property
+    def node_peers(self) -> tuple[int, ...]:
+        """The ranks that fail together with this one, ascending."""
+        return tuple(rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank])
 
     @cached_property
     def row_cut(self) -> RowCut:
         """Sharding of dense parameters by rows."""
         if not self.shards:
             return RowCut.whole(self.size)
-        return RowCut.among(self.shards, self.rank, tensors=1 if self.shape is None else self.shape.tp)
+        return RowCut.among(self.shards, self.rank, tensors=self.shape.tp)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy the result of collectives to the host; nothing received from other ranks may be used or committed
@@ -321,54 +369,73 @@ class World:
             WorldCutError: the world was aborted, or one of its groups has recorded an error without raising it.
         """
         is_elsewhere = self.device.type != "cpu"
-        if self.is_cut() or (is_elsewhere and any(has_failed(group, self.device) for group in self.groups)):
+        if self.is_cut() or (is_elsewhere and any(has_failed(group, self.device) for group in self.all_groups)):
             raise WorldCutError("the world was cut while its ranks talked: what arrived is not used")
 
     def close(self) -> None:
         """Destroy the groups built here; the dense one, torch's default group, is destroyed by its creator."""
-        for group in self.groups:
+        for group in self.all_groups:
             if group is not self.dense and dist.is_initialized():
                 dist.destroy_process_group(group)
 
 
-def _with_axes(world: World, shape: MeshShape, timeout: timedelta) -> World:
-    several: list[Axis] = [axis for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1 and axis != "dp"]
-    groups = {axis: _own_group(shape.groups({axis}), world.rank, timeout, axis) for axis in several}
-    world = replace(world, shape=shape, axis_groups=groups)
-    return world if shape.pp == 1 else with_stage(world, shape, timeout)
+def _with_layout(world: World, layout: Layout, timeout: timedelta) -> World:
+    """The same ranks with the groups of a layout; every rank builds those of all ranks in one order."""
+    shape, rank = layout.shape, world.rank
+    several = [axis for axis, size in zip(shape.axes, shape.sizes, strict=True) if size > 1 and axis != "dp"]
+    groups = {axis: _own_group(shape.groups({axis}), rank, timeout, axis) for axis in several}
+    world = replace(world, shape=shape, nodes=layout.nodes)
+    stages = shape.stages
+    ranks = next(ranks for ranks in stages if rank in ranks)
+    purposes: dict[str, Any] = {}
+    if shape.pp > 1:
+        purposes = dict.fromkeys(("dense", "compute", "background"))
+    if shape.pp > 1 and len(ranks) > 1:
+        purposes = {purpose: _own_group(stages, rank, timeout, purpose) for purpose in purposes}
+    groups |= _shard_groups(layout, ranks, rank, purposes.get("dense", world.dense), timeout)
+    own = tuple(group for group in layout.shards if group[0] in ranks)
+    world = replace(world, groups=groups, shards=own)
+    if shape.pp == 1:
+        return world
+    at = {rank: index for index, rank in enumerate(ranks)}
+    place: dict[str, Any] = {"rank": at[rank], "size": len(ranks), "shape": replace(shape, pp=1)}  # its clocks, too
+    return replace(
+        world,
+        own_stage=replace(
+            world,
+            **place,
+            **purposes,
+            nodes=tuple(world.nodes[rank] for rank in ranks),
+            groups={axis: group for axis, group in groups.items() if axis != "pp"},
+            shards=tuple(tuple(at[rank] for rank in group) for group in own),
+        ),
+    )
 
 
-def with_stage(whole: World, shape: MeshShape, timeout: timedelta) -> World:
-    """The same ranks, and those of this rank's stage; every rank builds the groups of all stages in one order."""
-    stages = shape.groups(STAGE)
-    ranks = next(ranks for ranks in stages if whole.rank in ranks)
-    groups: dict[str, ProcessGroup | None] = dict.fromkeys(("dense", "compute", "background"))
-    if len(ranks) > 1:
-        groups = {purpose: _own_group(stages, whole.rank, timeout, purpose) for purpose in groups}
-    place = {"rank": ranks.index(whole.rank), "size": len(ranks)}  # the clocks are this rank's, in both
-    axes = {axis: group for axis, group in whole.axis_groups.items() if axis in STAGE}
-    stage = replace(whole, shape=replace(shape, pp=1), axis_groups=axes, **place, **groups)  # type: ignore[arg-type]
-    return replace(whole, stage=stage)
+def _shard_groups(
+    layout: Layout, stage: Sequence[int], rank: int, dense: ProcessGroup | None, timeout: timedelta
+) -> dict[str, ProcessGroup]:
+    """Groups of the ranks that share copies of the dense parameters, in a pipeline those of each stage.
 
-
-def _sharing(world: World, shards: Groups, shape: MeshShape, timeout: timedelta) -> World:
-    """Ranks that share copies of the dense parameters, in a pipeline those of each stage."""
-    stage, size, copies = world.stage or world, len(shards[0]) // shape.tp, len(shards) // shape.pp
-    shard_group, copy_group = (stage.dense if size == stage.size else None), None
-    if 1 < size < stage.size:
+    Args:
+        stage: ranks of this rank's stage.
+        dense: their group.
+    """
+    shards, shape = layout.shards, layout.shape
+    groups: dict[str, ProcessGroup] = {}
+    if not shards:
+        return groups
+    size, copies = len(shards[0]) // shape.tp, len(shards) // shape.pp
+    if size == len(stage) and dense is not None:
+        groups["shard"] = dense
+    if 1 < size < len(stage):
         rows = [ranks[at : at + size] for ranks in shards for at in range(0, len(ranks), size)]
-        shard_group = _own_group(rows, world.rank, timeout, "shards")
+        groups["shard"] = _own_group(rows, rank, timeout, "shards")
     if copies > 1:
         stages = [shards[at : at + copies] for at in range(0, len(shards), copies)]
-        alike = [ranks for groups in stages for ranks in zip(*groups, strict=True)]
-        copy_group = _own_group(alike, world.rank, timeout, "copies")
-    first = world.rank - stage.rank
-    own = tuple(ranks for ranks in shards if first <= ranks[0] < first + stage.size)
-    world = replace(world, shards=own, shard_group=shard_group, copy_group=copy_group)
-    if world.stage is None:
-        return world
-    counted = tuple(tuple(rank - first for rank in ranks) for ranks in own)
-    return replace(world, stage=replace(stage, shards=counted, shard_group=shard_group, copy_group=copy_group))
+        alike = [ranks for copied in stages for ranks in zip(*copied, strict=True)]
+        groups["copy"] = _own_group(alike, rank, timeout, "copies")
+    return groups
 
 
 def _own_group(groups: Sequence[tuple[int, ...]], rank: int, timeout: timedelta, purpose: str) -> ProcessGroup:
@@ -458,84 +525,3 @@ def all_reduce_(tensor: torch.Tensor, world: World) -> None:
     """Sum a tensor over all ranks in place."""
     if world.is_connected:
         dist.all_reduce(tensor, group=world.dense)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """All ranks of a run, and this rank's place among them.
-
-    Attributes:
-        shape: ranks along each axis.
-        whole: all ranks: they agree, prepare and commit together, and `whole.rank` is who writes.
-        world: the ranks of this rank's stage, among which experts are dispatched; `world.rank` counts in dispatch.
-        node_of: failure domain of each rank of the whole, [whole.size]; numbered from 0.
-    """
-
-    shape: MeshShape
-    whole: World
-    world: World
-    node_of: tuple[int, ...] = field(repr=False)
-
-    def __post_init__(self) -> None:
-        assert len(self.node_of) == self.shape.num_ranks == self.whole.size
-
-    @classmethod
-    def of(cls, world: World, node_of: tuple[int, ...]) -> Mesh:
-        """Build from a world with its groups."""
-        shape = world.shape or MeshShape(dp=world.size)
-        return cls(shape=shape, whole=world, world=world.stage or world, node_of=node_of)
-
-    @classmethod
-    def build(cls, whole: World, shape: MeshShape, node_of: tuple[int, ...], timeout: timedelta) -> Mesh:
-        """Build the groups of the stages; collective over the whole, which is torch's default group."""
-        return cls.of(replace(with_stage(whole, shape, timeout) if shape.pp > 1 else whole, shape=shape), node_of)
-
-    @property
-    def stage(self) -> int:
-        """This rank's pipeline stage."""
-        return self.shape.index(self.whole.rank, "pp")
-
-    @property
-    def data_rank(self) -> int:
-        """Index of this rank's slice of the global batch; ranks along the other axes share it."""
-        return self.shape.index(self.whole.rank, "dp")
-
-    @property
-    def data_size(self) -> int:
-        """Slices of the global batch."""
-        return self.shape.dp
-
-    def speeds_of_slices(self, speeds: IntArray) -> IntArray:
-        """Return the speed of each slice of the global batch, int64 [data_size], from those of the ranks of a stage: a
-        slice is as fast as the slowest rank that computes it.
-        """
-        slowest: IntArray = speeds.reshape(self.data_size, -1).min(axis=1)
-        return slowest
-
-    @property
-    def sharers(self) -> int:
-        """Ranks that compute the loss of the same samples: each counts for one of as many equal shares."""
-        return self.shape.cp * self.shape.tp
-
-    @property
-    def node_peers(self) -> tuple[int, ...]:
-        """The ranks of the whole that fail together with this one, ascending."""
-        mine = self.node_of[self.whole.rank]
-        return tuple(rank for rank, node in enumerate(self.node_of) if node == mine)
-
-    @cached_property
-    def pipe(self) -> World:
-        """The ranks that hold the other stages for this rank's samples, by stage."""
-        whole, group = self.whole, self.whole.axis_groups.get("pp")
-        place = {"rank": self.stage, "size": self.shape.pp, "device": whole.device, "bubbles": whole.bubbles}
-        return World(**place, dense=group, background=group)  # type: ignore[arg-type]
-
-    @cached_property
-    def devices(self) -> DeviceMesh:
-        """torch's view of the mesh, for its parallel parts; collective over the whole the first time."""
-        layout = torch.arange(self.whole.size).view(self.shape.sizes)
-        return DeviceMesh(self.whole.device.type, layout, mesh_dim_names=AXES)
-
-    def close(self) -> None:
-        """Destroy the groups built for this mesh and its worlds; the default group is destroyed by its creator."""
-        self.whole.close()

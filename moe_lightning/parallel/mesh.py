@@ -12,11 +12,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, product
 from math import prod
-from typing import Literal, Self
+from typing import Self
 
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
@@ -208,19 +208,15 @@ def part_bounds(rows: int, part: int, parts: int) -> tuple[int, int]:
     return min(rows, part * height), min(rows, (part + 1) * height)
 
 
-Axis = Literal["pp", "dp", "cp", "tp"]
-
-AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
-
-
-STAGE: frozenset[Axis] = frozenset({"dp", "cp", "tp"})
-"""The axes that fold into the ranks among which a stage's experts are dispatched."""
-
-
 @validated
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
-    """The numbers of ranks along the axes; they multiply to all ranks of the run."""
+    """The numbers of ranks along the axes; they multiply to all ranks of the run. The fields are the axes, from the
+    outermost to the innermost.
+
+    Another axis is another field here: its ranks share the samples of a slice of the batch, and each counts for one of
+    as many equal shares of them, unless another module cuts the work between them.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -228,56 +224,71 @@ class MeshShape:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in zip(AXES, self.sizes, strict=True):
+        for axis, size in zip(self.axes, self.sizes, strict=True):
             if size < 1:
                 raise ConfigurationError(f"mesh.{axis}={size} must be at least 1")
 
-    @classmethod
-    def over(cls, num_ranks: int, *, pp: int = 1, cp: int = 1, tp: int = 1) -> MeshShape:
-        """The shape in which data parallelism takes what the other axes leave.
+    def over(self, num_ranks: int) -> Self:
+        """Return the shape in which data parallelism takes what the other axes leave.
 
         Raises:
             ConfigurationError: the other axes do not divide the ranks.
         """
-        others = cls(pp=pp, cp=cp, tp=tp)
+        others = replace(self, dp=1)
         data, rest = divmod(num_ranks, others.num_ranks)
         if rest or not data:
+            axes = ", ".join(f"{axis}={getattr(self, axis)}" for axis in self.axes if axis != "dp")
             raise ConfigurationError(
-                f"a mesh of pp={pp}, cp={cp}, tp={tp} needs a multiple of {others.num_ranks} ranks, not {num_ranks}: "
+                f"a mesh of {axes} needs a multiple of {others.num_ranks} ranks, not {num_ranks}: "
                 "change the axes or the number of ranks"
             )
-        return cls(pp=pp, dp=data, cp=cp, tp=tp)
+        return replace(self, dp=data)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes, the outermost first."""
+        return tuple(field.name for field in fields(self))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Ranks along each of AXES."""
-        return self.pp, self.dp, self.cp, self.tp
+        """Ranks along each of the axes."""
+        return tuple(getattr(self, axis) for axis in self.axes)
 
     @property
     def num_ranks(self) -> int:
         return prod(self.sizes)
 
-    def index(self, rank: int, axis: Axis) -> int:
-        """Return the coordinate of a rank along one axis."""
-        return self._indices(rank)[AXES.index(axis)]
+    @property
+    def sharers(self) -> int:
+        """Ranks that compute the loss of the same samples: each counts for one of as many equal shares."""
+        return self.num_ranks // (self.pp * self.dp)
 
-    def peers(self, rank: int, axes: Collection[Axis]) -> tuple[int, ...]:
+    def index(self, rank: int, axis: str) -> int:
+        """Return the coordinate of a rank along one axis."""
+        return self._indices(rank)[self.axes.index(axis)]
+
+    def peers(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """The ranks, ascending, that stand where this one does along all other axes; itself among them."""
         indices = self._indices(rank)
         ranges = [
             range(size) if axis in axes else (index,)
-            for axis, size, index in zip(AXES, self.sizes, indices, strict=True)
+            for axis, size, index in zip(self.axes, self.sizes, indices, strict=True)
         ]
         return tuple(self._rank(chosen) for chosen in product(*ranges))
 
-    def place(self, rank: int, axes: Collection[Axis]) -> tuple[int, int]:
+    def place(self, rank: int, axes: Collection[str]) -> tuple[int, int]:
         """Return (index of a rank among its `peers`, number of them)."""
         peers = self.peers(rank, axes)
         return peers.index(rank), len(peers)
 
-    def groups(self, axes: Collection[Axis]) -> tuple[tuple[int, ...], ...]:
+    def groups(self, axes: Collection[str]) -> Groups:
         """All ranks, cut into the groups that `peers` tells of each, in the order of their first ranks."""
         return tuple(dict.fromkeys(self.peers(rank, axes) for rank in range(self.num_ranks)))
+
+    @property
+    def stages(self) -> Groups:
+        """Ranks of each pipeline stage, among which its experts are dispatched."""
+        return self.groups([axis for axis in self.axes if axis != "pp"])
 
     def _indices(self, rank: int) -> tuple[int, ...]:
         assert 0 <= rank < self.num_ranks
@@ -312,11 +323,13 @@ class Layout:
 
     Attributes:
         shape: ranks along the axes.
+        nodes: failure domain of each rank, numbered from 0; empty: each rank is one.
         shards: ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; empty
             where every rank has a copy of its own.
     """
 
     shape: MeshShape
+    nodes: tuple[int, ...] = ()
     shards: Groups = ()
 
 
@@ -328,8 +341,10 @@ def chosen_axes(mesh: Mapping[str, int] | None) -> MeshShape:
     """
     chosen = dict(mesh or {})
     for axis, size in chosen.items():
-        if axis not in ("pp", "cp", "tp"):
-            cure = "it follows from the number of ranks: drop it" if axis == "dp" else "use pp, cp or tp"
+        known = [name for name in MeshShape().axes if name != "dp"]
+        if axis not in known:
+            cure = "it follows from the number of ranks: drop it"
+            cure = cure if axis == "dp" else f"use {', '.join(known[:-1])} or {known[-1]}"
             raise ConfigurationError(f"mesh.{axis}={size!r} is no axis to choose: {cure}")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigurationError(f"mesh.{axis}={size!r} is not an integer of at least 1: set it to one")

@@ -44,7 +44,7 @@ class Sharers:
     @classmethod
     def of(cls, world: World) -> Sharers | None:
         """Return the sharers of this rank; None where it has its samples alone."""
-        group = world.axis_groups.get("cp")
+        group = world.group("cp")
         return None if group is None else cls(rank=group.rank(), size=group.size(), world=world, group=group)
 
     def swap(self, tensors: Sequence[Tensor], give: int, take: int) -> list[Tensor]:

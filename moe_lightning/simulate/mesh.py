@@ -85,7 +85,7 @@ class MeshSpec:
         Raises:
             ConfigurationError: they do not divide them.
         """
-        return MeshShape.over(num_ranks, pp=self.pp, cp=self.cp, tp=self.tp)
+        return MeshShape(pp=self.pp, cp=self.cp, tp=self.tp).over(num_ranks)
 
     def micro_batches_of(self, slice_samples: float) -> int:
         """Micro-batches of a step of a data slice of so many samples."""

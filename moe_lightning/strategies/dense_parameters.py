@@ -190,14 +190,16 @@ class DenseOptimizerShards:
         chosen = set(updated) if self._world.is_connected else set()
         for is_part in (False, True):
             parameters = [p for p in self.owners if p in chosen and is_cut(p) == is_part]
-            if is_part and self._world.copy_group is None:
+            if is_part and "copy" not in self._world.groups:
                 continue  # no other rank has them
             for dtype, owner in product(sorted({p.dtype for p in parameters}, key=str), range(self._world.size)):
                 owned = [p for p in parameters if self.owners[p] == owner and p.dtype == dtype]
                 if not owned:
                     continue
                 flat = torch.cat([p.detach().reshape(-1) for p in owned])
-                source, group = (sorted(self._twins).index(owner), self._world.copy_group) if is_part else (owner, None)
+                source, group = owner, None
+                if is_part:
+                    source, group = sorted(self._twins).index(owner), self._world.group("copy")
                 broadcast_(flat, source, self._world, group)
                 if owner != self._world.rank:
                     for parameter, values in zip(owned, torch.split(flat, [p.numel() for p in owned]), strict=True):
@@ -471,7 +473,7 @@ class TensorParts:
         self.leave(module)
         if not any(has_index(parameter) for parameter in module.parameters()):
             return
-        ranks = TensorRanks(world.axis_groups["tp"], world.row_cut.part.tensor, self._size)
+        ranks = TensorRanks(world.groups["tp"], world.row_cut.part.tensor, self._size)
         with self._all_layers():
             for name, style in _styles(module, self._size):
                 self._cut_layer(module.get_submodule(name), style, ranks)
@@ -510,8 +512,8 @@ class TensorParts:
         """Sum the gradients that are summed nowhere else: those of parts over the ranks that hold them, or where
         torch's fully_shard does that, those of the rest over the ranks of a tensor group; collective.
         """
-        in_rows = world.shard_group is not None
-        group = world.axis_groups.get("tp") if in_rows else world.copy_group
+        in_rows = "shard" in world.groups
+        group = world.group("tp" if in_rows else "copy")
         parameters = [p for p in dense if p.ndim and has_index(p) != in_rows]
         found = [local(p.grad) for p in parameters if p.grad is not None]
         for dtype in sorted({gradient.dtype for gradient in found}, key=str) if group is not None else ():
@@ -906,7 +908,7 @@ class DenseParts:
             for name, p in before.items()
         }
         replace_parameters(module, empty)
-        if world.shard_group is not None:
+        if "shard" in world.groups:
             self._shard(world)
         else:
             materialise(module, world.device)

@@ -147,6 +147,7 @@ def build_world(
     build_timeout_s: float,
     device: torch.device,
     layout: Layout | None = None,
+    generation: int = 0,
     guard: Callable[[Callable[[], None]], None],
 ) -> World:
     """Make torch's default group and ours for one membership, so that they can be cut from any thread.
@@ -157,6 +158,7 @@ def build_world(
         timeout: of every collective.
         build_timeout_s: of building; a member may die meanwhile.
         layout: as of `World.connect`.
+        generation: number of the membership.
         guard: told how to cut the connections, before any is made.
 
     Raises:
@@ -166,7 +168,7 @@ def build_world(
     aborter = GroupAborter()
     guard(aborter.abort)
     if size == 1:
-        return World.single(device)
+        return World.single(device, generation=generation)
     prefixed = PrefixStore(name, store)
     prefixed.set_timeout(timedelta(seconds=build_timeout_s))
     with aborter:
@@ -174,11 +176,11 @@ def build_world(
         prepare_environment(is_elastic=True)
         own = first_group_options(device)
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=short, **own)
-        world = replace(World.connect(device, short, layout), is_cut=lambda: aborter.is_cut)
+        world = World.connect(device, short, layout, is_cut=lambda: aborter.is_cut, generation=generation)
     aborter.tune()
-    for group in world.groups:
+    for group in world.all_groups:
         set_collectives_timeout(group, timeout)
-    aborter.add_groups([group for group in world.groups if is_silent(group, device)], device)
+    aborter.add_groups([group for group in world.all_groups if is_silent(group, device)], device)
     aborter.confirm(lambda value: all_gather_json(value, world))
     reject_unknown_connections(aborter.connections)
     check_versions(world, recovers=True)
@@ -571,7 +573,8 @@ class ElasticWorlds:
     ) -> None:
         self._worlds, self._state, self._wrapped, self._take_place = worlds, state, wrapped, take_place
         self._device, self._backend, self._timeout = device, backend, timeout
-        self.engine, worlds.node, worlds.is_elastic = engine, engine.node, True
+        self.engine = engine
+        worlds.allow_changes()
         engine.multiple = worlds.axes.num_ranks
         self.members: Members | None = None
         self.min_replicas, self.max_recoveries = 1, 1000
@@ -594,17 +597,19 @@ class ElasticWorlds:
 
     # ------------------------------------------------------------------ joining
 
-    def enter(self) -> World:
-        """The first world of this process: joined at once with all others, or, where a run is under way, a place to
-        set up in until the fit loop joins it."""
+    def enter(self, ranks_per_node: int) -> World:
+        """Return the first world of this process: joined at once with all others, or, where a run is under way, a place
+        to set up in until the fit loop joins it.
+        """
         first = first_world(self.engine, self._build)
         if first is not None:
-            self._worlds.members, world = first
+            self.members, world = first
             return world
         self.is_newcomer = True
         task = self.engine.task
         place = min(task.slot, task.expected - 1), task.expected
-        return World.offline(*place, self._device, self._worlds.shape_of(task.expected))
+        nodes = [rank // ranks_per_node for rank in range(task.expected)]
+        return World.offline(*place, self._device, self._worlds.layout(nodes))
 
     def _join(self, watch: Stopwatch) -> World:
         with watch.phase("rendezvous"):
@@ -626,6 +631,7 @@ class ElasticWorlds:
             build_timeout_s=self.engine.settings.build_timeout_s,
             device=self._device,
             layout=self._worlds.layout(members.nodes),
+            generation=members.number,
             guard=lambda cut: self.engine.guard(members, cut),
         )
         self.members = members
@@ -649,7 +655,7 @@ class ElasticWorlds:
         self._pending = optimizer
         self.engine.record_progress()
         is_asked = self.engine.has_newcomers() or (self.engine.notice or self.parting) is not None
-        (is_wished,) = any_says([is_asked], self._worlds.mesh.whole)
+        (is_wished,) = any_says([is_asked], self._worlds.present)
         self.change_is_due = is_wished and self._state.window_replay is None  # state that crosses is whole
 
     def begin_update(self) -> None:
@@ -926,8 +932,7 @@ class ElasticWorlds:
         self._is_torn |= plan.level != "live"
         enter_experts(state, plan, repair, world)
         self._is_torn = True
-        self._worlds.members = self.members  # from here on the new world is the present one
-        self._take_place(world)
+        self._take_place(world)  # from here on the new world is the present one
         state.reshard(plan.shards if plan.level == "live" else (), rows)
         restore_missing(state, plan, saved)
         state.find_twins()

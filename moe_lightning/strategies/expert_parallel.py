@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ from moe_lightning.strategies.checks import (
     require_same_parameters,
     require_separate_updates,
 )
-from moe_lightning.strategies.dense_parameters import check_parts, dense_sharding_name
+from moe_lightning.strategies.dense_parameters import check_parts, cut_groups, dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
@@ -66,6 +67,7 @@ from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import FIXED_GROUPS, TrainState, replay_update
 from moe_lightning.strategies.watch import LossWatch, StallWatch, StopOnNan
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_way
+from moe_lightning.strategies.worlds import Worlds
 
 _MOST_BYTES = 1 << 30
 _MOST_SHARE = 1 / 8
@@ -351,8 +353,9 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._schedule: ScheduleName = schedule
         dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
         check_parts(self._axes, dense)
-        self._of_state: dict[str, Any] = {
-            "dense": dense, "shard_size": shard_size, "max_slots": slots, "on_host": offload_optimizer}  # fmt: skip
+        self._shards_of = partial(cut_groups, dense, wanted=shard_size, tensors=self._axes.tp)
+        self._shard_size = shard_size
+        self._of_state: dict[str, Any] = {"dense": dense, "max_slots": slots, "on_host": offload_optimizer}
         self._check_replicas_every, self._stop_on_nan = check_replicas_every, stop_on_nan
         self._stall_warning_s = stall_warning_s
         self.begin()
@@ -360,7 +363,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @override
     def begin(self) -> None:
         super().begin()
-        self.worlds.axes = self._axes
+        self.worlds = Worlds(self._axes, self._shards_of, self._shard_size)
         self.state = TrainState(self.worlds, **self._of_state)
         self.steps = Steps(self.worlds, self.state, check_replicas_every=self._check_replicas_every)
         self._losses = LossWatch(self._stop_on_nan)
@@ -407,10 +410,10 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         """Resume in another world, whose state this rank has by now; collective."""
         self.take_place(world)
         self.state.begin_world()
-        trainer, mesh, waits = self.state.trainer, self.worlds.mesh, self.worlds.is_passing(world.size)
+        trainer, waits = self.state.trainer, self.worlds.is_passing(world.size)
         loaders = (None if waits else trainer.train_dataloader, trainer.val_dataloaders)  # no step is cut for all of it
         if not self.worlds.spares:
-            self.step_data.enter_world(rank=mesh.data_rank, world_size=mesh.data_size, loaders=loaders)
+            self.step_data.enter_world(rank=world.data_rank, world_size=world.shape.dp, loaders=loaders)
         self.steps.sequences.enter_world()
         self.configure_ddp()
         self.worlds.enter()
@@ -421,8 +424,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         module = self.lightning_module
         assert module is not None
         self.place_module(trainer)
-        if "tp" in self.world.axis_groups and (trainer.state.fn == TrainerFn.FITTING or cut_parameters(module)):
-            self.state.parts.layers.begin(module, self.worlds.mesh.world)
+        if "tp" in self.world.groups and (trainer.state.fn == TrainerFn.FITTING or cut_parameters(module)):
+            self.state.parts.layers.begin(module, self.world.stage)
         self.steps.draw_noise()
         self._ignore_in_ddp()
         self._stalls.begin(self.world)
@@ -458,7 +461,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
                 check_for_pipeline(module)
                 self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds)
             stages = None if self._pipeline is None else StageState(self._pipeline.cut, self.worlds)
-            self.state.set_module(module, self.placing.place(module, self.worlds.mesh.world, stages), stages)
+            self.state.set_module(module, self.placing.place(module, self.world.stage, stages), stages)
             self._gathered = GatheredExperts(self.experts, stages)
         elif self._pipeline is not None:
             self._pipeline.cut.apply(self.root_device)
@@ -483,8 +486,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         """Sum dense gradients over the present world, or cut dense parameters over its ranks."""
         self._ignore_in_ddp()  # a newcomer has its parts by now
         self.steps.draw_noise()
-        if self.world.shard_group is not None:
-            self.state.parts.begin(self.worlds.mesh.world)
+        if "shard" in self.world.groups:
+            self.state.parts.begin(self.world.stage)
         elif self._pipeline is None:
             super().configure_ddp()
 
@@ -504,7 +507,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._losses.finish()
         # In an elastic run a rank that is lost now must not end the others.
         if self._gathered is not None and self.elastic is None and self.world.size > 1:
-            room, ranks = gather_limit(self.num_processes), self.worlds.mesh.world
+            room, ranks = gather_limit(self.num_processes), self.world.stage
             self.state.gather(ranks, room)
             self._gathered.gather(room)  # in a pipeline dense parameters, too
 
@@ -587,8 +590,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def step_data(self) -> StepData:
         """Loaders of this rank and their positions."""
         if self._data is None:
-            mesh = self.worlds.mesh
-            place = {"rank": mesh.data_rank, "world_size": mesh.data_size, "pieces": self._micro_batches}
+            place = {"rank": self.world.data_rank, "world_size": self.world.shape.dp, "pieces": self._micro_batches}
             shares = self.worlds.axes.num_ranks > 1 or self.elastic is not None
             self._data = StepData(**place, seed=self._run_seed(), must_cut=shares)
         return self._data

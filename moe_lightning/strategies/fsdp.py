@@ -224,10 +224,9 @@ def _elements(module: nn.Module) -> Iterator[nn.Module]:
 
 def _device_mesh(world: World) -> DeviceMesh:
     kind = world.device.type
-    assert world.shard_group is not None
-    if world.copy_group is None:
-        return DeviceMesh.from_group(world.shard_group, kind, mesh_dim_names=("shard",))
-    groups, part = [world.copy_group, world.shard_group], world.row_cut.part
+    if "copy" not in world.groups:
+        return DeviceMesh.from_group(world.groups["shard"], kind, mesh_dim_names=("shard",))
+    groups, part = [world.groups["copy"], world.groups["shard"]], world.row_cut.part
     mesh = torch.tensor(world.shards).view(-1, part.tensors, part.rows)[:, part.tensor]
     mesh += dist.get_rank() - world.rank  # of a stage, whose ranks are counted from 0
     return DeviceMesh.from_group(groups, kind, mesh=mesh, mesh_dim_names=("copy", "shard"))

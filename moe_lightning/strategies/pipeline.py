@@ -28,7 +28,7 @@ from moe_lightning.data.sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import LayerStatistics, MoELayer
 from moe_lightning.parallel.collectives import broadcast_object
-from moe_lightning.parallel.context import Mesh, World, all_reduce_, broadcast_
+from moe_lightning.parallel.context import World, all_reduce_, broadcast_
 from moe_lightning.parallel.pipeline import STAGES_PER_RANK, Pipe, ScheduleName
 from moe_lightning.state.tensors import is_cut
 from moe_lightning.strategies.fsdp import GatheringStep, gathered, is_sharded
@@ -271,17 +271,17 @@ class Pipeline:
     """
 
     def __init__(self, module: pl.LightningModule, schedule: ScheduleName, steps: Steps, worlds: Worlds) -> None:
-        mesh, num_stages = worlds.mesh, STAGES_PER_RANK[schedule] * worlds.axes.pp
-        self.cut = StageCut(module, range(mesh.stage, num_stages, mesh.shape.pp), num_stages)
+        world, num_stages = worlds.present, STAGES_PER_RANK[schedule] * worlds.axes.pp
+        self.cut = StageCut(module, range(world.pipe.rank, num_stages, world.shape.pp), num_stages)
         self._module, self._schedule, self._steps, self._worlds = module, schedule, steps, worlds
         self._pipes: OrderedDict[Any, tuple[Pipe, int]] = OrderedDict()
         self._run: _Run | None = None
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self.cut.apply(mesh.whole.device)
+        self.cut.apply(world.device)
 
     @property
-    def _mesh(self) -> Mesh:
-        return self._worlds.mesh
+    def _world(self) -> World:
+        return self._worlds.present
 
     @property
     def _is_last(self) -> bool:
@@ -324,9 +324,9 @@ class Pipeline:
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._gradients = {}
-        if is_last and self._mesh.world.size > 1 and not is_sharded(self._module):
+        if is_last and self._world.stage.size > 1 and not is_sharded(self._module):
             dense = [p for p in self._module.parameters() if p.requires_grad and p not in experts and not is_cut(p)]
-            sum_gradients(dense, self._mesh.world)
+            sum_gradients(dense, self._world.stage)
 
     def forget_step(self) -> None:
         """Forget an aborted step."""
@@ -338,7 +338,7 @@ class Pipeline:
         """Broadcast the dense values of the first rank of the stage, in their precision by now; collective."""
         for tensor in [*self._module.parameters(), *self._module.buffers()]:
             if tensor not in experts and not is_cut(tensor):
-                broadcast_(tensor.detach(), 0, self._mesh.world)
+                broadcast_(tensor.detach(), 0, self._world.stage)
         converted = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
         if precision.endswith("-true") and len(converted) == 1:
             self.cut.convert(converted.pop())
@@ -370,7 +370,7 @@ class Pipeline:
                 computed_NE=torch.stack([one.computed_NE for one in seen]).sum(0),
             )
         outcome, logs, weights = broadcast_object(
-            self._summary(run) if self._is_last else None, self._mesh.shape.pp - 1, self._mesh.pipe
+            self._summary(run) if self._is_last else None, self._world.shape.pp - 1, self._world.pipe
         )
         if not self._is_last:
             steps.append_weights(weights)
@@ -398,9 +398,9 @@ class Pipeline:
                     f"{rows[0]} samples make hidden states of shape {list(hidden.shape)}, and mesh.pp cannot tell how "
                     "many another number makes: let each sample make as many, or drop mesh.pp"
                 )
-            own: dict[str, Any] = {"device": self._mesh.whole.device, "requires_grad": run.is_training}
+            own: dict[str, Any] = {"device": self._world.device, "requires_grad": run.is_training}
             sent = torch.empty(size * max(rows), dtype=hidden.dtype, **own), torch.empty(1, **own)
-            pipe = Pipe(self._schedule, len(rows), sent, self._compute, self._mesh.pipe)
+            pipe = Pipe(self._schedule, len(rows), sent, self._compute, self._world.pipe)
             self._pipes[key] = pipe, size * max(rows)
             while len(self._pipes) > _MOST_SHAPES:
                 self._pipes.popitem(last=False)
@@ -437,7 +437,7 @@ class Pipeline:
         run = self._run
         assert run is not None
         piece, is_last = run.pieces[micro], stage == self.cut.num_stages - 1
-        hidden, auxiliary = arrived if stage else (None, torch.zeros(1, device=self._mesh.whole.device))
+        hidden, auxiliary = arrived if stage else (None, torch.zeros(1, device=self._world.device))
         layers = self.cut.chunk_layers(stage)
         if is_last:
             self.cut.block_before(stage).auxiliary_loss = auxiliary.squeeze(0)
@@ -472,7 +472,7 @@ class Pipeline:
         loss = outcome.get("loss") if isinstance(outcome, dict) else outcome
         run.outcomes.append(private_lightning.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, outcome))
         if not run.is_training:
-            return torch.zeros((), device=self._mesh.whole.device)
+            return torch.zeros((), device=self._world.device)
         if not isinstance(loss, Tensor):
             raise ConfigurationError(
                 f"training_step returns {outcome!r} of a micro-batch, and mesh.pp needs a loss of each: return one"

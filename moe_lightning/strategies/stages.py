@@ -31,7 +31,7 @@ from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import AbsentBlock
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
-from moe_lightning.parallel.context import Mesh, World, all_reduce_, broadcast_
+from moe_lightning.parallel.context import World, all_reduce_, broadcast_
 from moe_lightning.parallel.mesh import stage_ranks
 from moe_lightning.state.tensors import cuts_of, whole_shape
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
@@ -479,10 +479,6 @@ class StageState:
             self._shared = {name for name, _ in cut.module.named_buffers() if cut.shares_buffer(name)}
 
     @property
-    def _mesh(self) -> Mesh:
-        return self._worlds.mesh
-
-    @property
     def names(self) -> Collection[str]:
         """Names of the parameters and buffers of all stages."""
         return self._stage_of
@@ -531,13 +527,13 @@ class StageState:
             )
         wanted = fingerprint(*(placement.replicas for placement in placements))
         check_agreement(wanted, "the new placement", self.whole)
-        refusals = all_gather_json(experts.refusal(self.own(placements)), self._mesh.pipe)
+        refusals = all_gather_json(experts.refusal(self.own(placements)), self._worlds.present.pipe)
         if refusal := next(filter(None, refusals), None):
             raise ConfigurationError(refusal)
         self._worlds.leave()
-        report = experts.replace(self.set_placements(placements), optimizers, self.nodes(self._worlds.node_of))
+        report = experts.replace(self.set_placements(placements), optimizers, self.nodes(self._worlds.present.nodes))
         moved = torch.tensor(report.moved_states, device=self.whole.device)
-        all_reduce_(moved, self._mesh.pipe)
+        all_reduce_(moved, self._worlds.present.pipe)
         return replace(report, moved_states=int(moved))
 
     def placements_of_all(self, own: Sequence[Placement]) -> list[Placement]:
@@ -571,8 +567,8 @@ class StageState:
                 ExpertStack(
                     parameters=layer.experts.stacked_parameters() if stack is None else stack.parameters,
                     slot_experts=() if stack is None else stack.slot_experts,
-                    placement=here.over(self.ranks[stage], self._mesh.whole.size),
-                    rank=self._mesh.whole.rank,
+                    placement=here.over(self.ranks[stage], self._worlds.present.size),
+                    rank=self._worlds.present.rank,
                     base=layer.experts.base_names,
                 )
             )
@@ -586,11 +582,11 @@ class StageState:
             own_LE: of the layers here; None on all ranks of a stage: zeros [L, E].
         """
         experts = max((layer.num_experts for layer, _ in self._layers), default=0)
-        device, shape = self._mesh.whole.device, (experts,) if own_LE is None else own_LE.shape[1:]
+        device, shape = self._worlds.present.device, (experts,) if own_LE is None else own_LE.shape[1:]
         all_LE = torch.zeros(len(self._layers), *shape, dtype=torch.int64, device=device)
         if own_LE is not None:
             all_LE[self.numbers] = own_LE.to(device)
-        all_reduce_(all_LE, self._mesh.pipe)
+        all_reduce_(all_LE, self._worlds.present.pipe)
         return all_LE if bool(all_LE.any()) else None
 
     @property
@@ -612,17 +608,17 @@ class StageState:
     @property
     def pipe(self) -> World:
         """The ranks of the other stages for this rank's samples."""
-        return self._mesh.pipe
+        return self._worlds.present.pipe
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks of a stage."""
-        return self._mesh.world.size
+        return self._worlds.present.stage.size
 
     @property
     def whole(self) -> World:
         """The ranks of all stages."""
-        return self._mesh.whole
+        return self._worlds.present
 
     def ranks_of_layers(self, ranks: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Return the ranks that hold each layer.
@@ -681,10 +677,10 @@ class StageState:
             experts = {name: owners[parameter] for name, parameter in named if parameter in owners}
             cuts = cuts_of(self.cut.module)
         own = {name: v for name, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
-        rank = self._mesh.whole.rank
+        rank = self._worlds.present.rank
         whole_here = own.keys() - experts.keys() - cuts.keys()
         spoken = {name: own[name] for name in whole_here if self.holders(name)[0] == rank}
-        whole = full_model_state(own, experts, self._mesh.whole, cuts=cuts, spoken=spoken)
+        whole = full_model_state(own, experts, self._worlds.present, cuts=cuts, spoken=spoken)
         return {name: whole[name] for name in self._names} if whole else {}
 
     def own_part(self, full: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:

@@ -36,7 +36,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.losses import IGNORED_TARGET
 from moe_lightning.moe.randomness import SampleStream
 from moe_lightning.parallel.context import World, all_reduce_
-from moe_lightning.parallel.mesh import Axis, TensorCut
+from moe_lightning.parallel.mesh import TensorCut
 from moe_lightning.parallel.sequence import ContextParallel, OtherAttention, Sharers, attach_context
 from moe_lightning.state.tensors import cut_of, local
 from moe_lightning.strategies.step_data import begin_batch, running_slice, training_slice
@@ -225,10 +225,10 @@ def gradient_norms(module: pl.LightningModule) -> dict[str, Tensor]:
     strategy: Any = module.trainer.strategy
     if not hasattr(strategy, "worlds"):
         return {name: torch.as_tensor(norm) for name, norm in grad_norm(module, 2).items()}
-    mesh, stack_of = strategy.worlds.mesh, strategy.experts.stack_of
+    world, stack_of = strategy.world, strategy.experts.stack_of
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    norms = {f"grad_2.0_norm/{name}": global_gradient_norm([p], stack_of, mesh.world) for name, p in named.items()}
-    return norms | {"grad_2.0_norm_total": global_gradient_norm(named.values(), stack_of, mesh.world, mesh.pipe)}
+    norms = {f"grad_2.0_norm/{name}": global_gradient_norm([p], stack_of, world.stage) for name, p in named.items()}
+    return norms | {"grad_2.0_norm_total": global_gradient_norm(named.values(), stack_of, world.stage, world.pipe)}
 
 
 def explained_norm(error: Exception) -> Exception:
@@ -485,7 +485,7 @@ class SequenceParts:
     @property
     def parts(self) -> int:
         """Number of ranks that share a sample."""
-        return self._worlds.mesh.shape.cp
+        return self._worlds.present.shape.cp
 
     def attach(self, module: pl.LightningModule) -> None:
         """Attach the context of parallel sequences to a module's attention.
@@ -680,9 +680,8 @@ class Steps:
         """Set the positions of keyed noise: this rank's part of each sequence in the present world, and where layers
         are cut, its share of that.
         """
-        mesh = self._worlds.mesh
-        axes: set[Axis] = {"cp", "tp"} if self._state.parts.layers_are_cut else {"cp"}
-        self.stream.part, self.stream.parts = mesh.shape.place(mesh.whole.rank, axes)
+        world, axes = self._worlds.present, {"cp", "tp"} if self._state.parts.layers_are_cut else {"cp"}
+        self.stream.part, self.stream.parts = world.shape.place(world.rank, axes)
 
     # ------------------------------------------------------------------ batches
 
@@ -691,7 +690,7 @@ class Steps:
         """Prepare and end the forward pass of a micro-batch with these arguments."""
         trainer, module = self._state.trainer, self._state.module
         self._compare_replicas(trainer.global_step)
-        self._state.parts.broadcast_buffers(self._worlds.mesh.world)
+        self._state.parts.broadcast_buffers(self._worlds.present.stage)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
         self._weights.begin(self.batch)
@@ -730,7 +729,7 @@ class Steps:
 
     def enter(self, batch: StepSlice | None) -> None:
         """Set the samples of the running batch, and the position of keyed randomness."""
-        self.batch = batch = batch and replace(batch, parts=self._worlds.mesh.sharers)
+        self.batch = batch = batch and replace(batch, parts=self._worlds.present.shape.sharers)
         self.is_dummy_batch = batch is not None and batch.count == 0
         self.sequences.enter()
         if batch is not None:
@@ -773,12 +772,13 @@ class Steps:
 
     def weigh(self, loss: Tensor, weight: Tensor | float) -> Tensor:
         """See `moe_lightning.moe.losses.global_mean`; collective."""
-        return self._weights.weigh(loss, weight, self.batch, self._worlds.mesh.world)
+        return self._weights.weigh(loss, weight, self.batch, self._worlds.present.stage)
 
     def scale_sum(self, loss: Tensor) -> Tensor:
         """See `moe_lightning.moe.losses.global_sum`."""
-        copies = 1 if self.batch is None else self._worlds.mesh.shape.tp  # ranks that have summed the same
-        return self._weights.scale_sum(loss, self.batch, self._worlds.mesh.world) / copies
+        shape = self._worlds.present.shape
+        copies = 1 if self.batch is None else shape.sharers // shape.cp  # ranks that have summed the same
+        return self._weights.scale_sum(loss, self.batch, self._worlds.present.stage) / copies
 
     def share(self) -> float | Tensor:
         """Return the weight of the running micro-batch's loss in the step."""
@@ -802,7 +802,7 @@ class Steps:
         """
         if not value.is_floating_point():
             value = value.double()  # DDP would cut the fraction, and with it Lightning's counts of samples
-        if not over_all_ranks or self.batch is None or self._worlds.mesh.world.size == 1:
+        if not over_all_ranks or self.batch is None or self._worlds.present.stage.size == 1:
             return value, "mean"
         return value * self.batch.micro_share, "sum"
 
@@ -849,7 +849,7 @@ class Steps:
             self._leave()
         if not self.is_blocked:
             experts.sum_replica_gradients()
-            self._state.parts.sum_rest(self._worlds.mesh.world)
+            self._state.parts.sum_rest(self._worlds.present.stage)
             if module.automatic_optimization:
                 self._weights.finish(module)
         _add_gradients(earlier)
@@ -863,8 +863,8 @@ class Steps:
     def clip(self, optimizer: Optimizer, most: float) -> None:
         """Clip an optimizer's gradients by the norm of the whole model; collective."""
         parameters = self._state.parameters_of(optimizer)
-        mesh = self._worlds.mesh
-        norm = global_gradient_norm(parameters, self._state.experts.stack_of, mesh.world, mesh.pipe)
+        world = self._worlds.present
+        norm = global_gradient_norm(parameters, self._state.experts.stack_of, world.stage, world.pipe)
         self.last_gradient_norm = norm
         scale_gradients(parameters, norm, float(most))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -41,7 +40,6 @@ from moe_lightning.strategies.dense_parameters import (
     DenseParts,
     DenseSharding,
     Rows,
-    cut_groups,
     holders_of_units,
     is_unit_name,
     name_of,
@@ -64,7 +62,6 @@ class TrainState:
     Args:
         worlds: the present world.
         dense: sharding of dense parameters and their optimizer states, a name of DENSE_SHARDINGS.
-        shard_size: least ranks that share one copy of sharded parameters; None: as the sharding says.
         max_slots: experts that a rank can hold in a layer; None: no limit.
         on_host: True if optimizer states of dense parameters stay in host memory.
 
@@ -80,12 +77,9 @@ class TrainState:
         window_replay: the steps that are repeated until the state is whole; None if it is.
     """
 
-    def __init__(
-        self, worlds: Worlds, *, dense: str, shard_size: int | None = None, max_slots: int | None, on_host: bool = False
-    ) -> None:
+    def __init__(self, worlds: Worlds, *, dense: str, max_slots: int | None, on_host: bool = False) -> None:
         self._worlds, self._dense, self.max_slots, tensors = worlds, dense, max_slots, worlds.axes.tp
-        in_rows, worlds.least_sharers = hasattr(DENSE_SHARDINGS.find(dense), "cut_size"), shard_size or 1
-        worlds.shards_of = partial(cut_groups, dense, wanted=shard_size, tensors=tensors)
+        in_rows = hasattr(DENSE_SHARDINGS.find(dense), "cut_size")
         self._module: pl.LightningModule | None = None
         self._experts: PlacedExperts | None = None
         self._recorded: list[list[list[nn.Parameter]]] = []
@@ -128,7 +122,7 @@ class TrainState:
         they were placed.
         """
         known = self._experts
-        if known is None or known.module is not module or known.world is not self._worlds.mesh.world:
+        if known is None or known.module is not module or known.world is not self._worlds.present.stage:
             return False
         return self.stages is not None or known.is_up_to_date()
 
@@ -155,7 +149,7 @@ class TrainState:
 
     def training_state(self) -> TrainingState:
         """Return the live tensors of the run under their checkpoint keys."""
-        ranks, numbers = self._worlds.mesh.whole, self._numbers
+        ranks, numbers = self._worlds.present, self._numbers
         owners = {} if self._shards is None else self._shards.owners
         return TrainingState(
             self.module,
@@ -396,7 +390,8 @@ class TrainState:
         """
         units = list(self._state_holders(world, range(world.size)).items())
         if self.parts.gather(world, most_bytes):
-            world, numbers = replace(world, shards=(), copy_group=None), self._numbers
+            groups = {name: group for name, group in world.groups.items() if name != "copy"}
+            world, numbers = replace(world, shards=(), groups=groups), self._numbers
             self._share_states(units, world, world, range(world.size))
             self._numbers = numbers
 
@@ -490,7 +485,7 @@ class StageTransfer:
             return world, range(world.size)
         ranks = self.ranks_in(range(world.size))
         peers = next((own for own in ranks if world.rank in own), [world.rank])
-        return world.stage or World.offline(peers.index(world.rank), len(peers), world.device), peers
+        return world.own_stage or World.offline(peers.index(world.rank), len(peers), world.device), peers
 
     def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
         """Return which of these ranks will hold each stage, once they are a world."""
@@ -603,7 +598,7 @@ class StageTransfer:
         """
         ranks = self.ranks_in(range(world.size))
         everyone = world if all(len(own) == world.size for own in ranks) else None
-        self._move_experts(world, placements, held, nodes, ranks, world.stage or everyone)
+        self._move_experts(world, placements, held, nodes, ranks, world.own_stage or everyone)
 
     def _move_experts(
         self,
@@ -659,7 +654,7 @@ class StageTransfer:
         rows = self._fetch(sources, ranks, world, Part())
         agree(world)
         self._move_experts(world, repair.placements, held, nodes, ranks, None)
-        alone = World.offline(world.rank, world.size, world.device)
+        alone = replace(World.offline(world.rank, world.size, world.device), nodes=world.nodes)
         self.install(rows, alone)
         self._worlds.take_place(alone)  # where nothing is cut
 

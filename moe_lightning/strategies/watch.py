@@ -278,10 +278,10 @@ class _Watched:
 
     def __init__(self, world: World, store: Store) -> None:
         self.size, self._rank, self._store = world.size, world.rank, store
-        between_stages = world.axis_groups.get("pp")  # which sends and receives: its ends count apart
+        between_stages = world.group("pp")  # which sends and receives: its ends count apart
         self.has_stages = between_stages is not None
         self._groups: dict[str, ProcessGroup] = {}
-        for group in world.groups:
+        for group in world.all_groups:
             if group is not between_stages:
                 ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
                 self._groups[f"{len(self._groups)} of {ranks}"] = group

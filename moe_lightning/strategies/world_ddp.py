@@ -240,7 +240,7 @@ class WorldDDPStrategy(DDPStrategy):
     @property
     def node_of(self) -> tuple[int, ...]:
         """The number of each rank's node."""
-        return self.worlds.node_of
+        return self.world.nodes
 
     @property
     @override
@@ -274,7 +274,7 @@ class WorldDDPStrategy(DDPStrategy):
         """Arguments for a sampler of Lightning's: this rank and the number of ranks in the present world."""
         if not self.worlds.is_joined:
             return super().distributed_sampler_kwargs
-        return {"num_replicas": self.worlds.mesh.data_size, "rank": self.worlds.mesh.data_rank}
+        return {"num_replicas": self.world.shape.dp, "rank": self.world.data_rank}
 
     @property
     @override
@@ -339,10 +339,9 @@ class WorldDDPStrategy(DDPStrategy):
         if engine is not None:
             carry_objects_without_pickle()
             self.elastic = self.elastic_worlds(engine)
-            self.take_place(self.elastic.enter())
+            self.take_place(self.elastic.enter(self.num_processes))
         if self.elastic is None:
             self._join()
-        self.worlds.ranks_per_node = self.num_processes
         self._build_groups()
         self._has_met = True
 
@@ -427,7 +426,7 @@ class WorldDDPStrategy(DDPStrategy):
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
         """As in DDP; without a group over the ranks of a pipeline stage, because other stages log the same values."""
-        stage = self.worlds.mesh.world if self.worlds.is_joined else None
+        stage = self.world.stage if self.worlds.is_joined else None
         if group is None and stage is not None and stage is not self.world:
             if stage.size == 1:
                 return tensor
@@ -456,7 +455,7 @@ class WorldDDPStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         if self._has_comm_hook:
             raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
-        has_alike = self.world.is_connected and self.world.stage is None
+        has_alike = self.world.is_connected and self.world.shape.pp == 1
         if has_alike or trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return

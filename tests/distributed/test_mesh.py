@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import FrozenInstanceError, dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,31 +19,34 @@ from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.router import RouterConfig
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.parallel.context import Mesh, World, all_reduce_, broadcast_
-from moe_lightning.parallel.mesh import MeshShape
-from tests.distributed.harness import connect, run_ranks
+from moe_lightning.parallel.context import World, all_reduce_, broadcast_
+from moe_lightning.parallel.mesh import Layout, MeshShape
+from moe_lightning.strategies import expert_parallel
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import train
 
 TIMEOUT = timedelta(seconds=60)
 
 
 def places(rank: int, world_size: int, shape: MeshShape) -> dict[str, object]:
-    mesh = Mesh.build(connect(), shape, tuple(n // 2 for n in range(world_size)), TIMEOUT)
+    layout = Layout(shape=shape, nodes=tuple(n // 2 for n in range(world_size)))
+    world = World.connect(torch.device("cpu"), TIMEOUT, layout)
     total, first = torch.tensor(float(rank)), torch.tensor(float(rank))
-    all_reduce_(total, mesh.world)
-    broadcast_(first, 0, mesh.world)
+    all_reduce_(total, world.stage)
+    broadcast_(first, 0, world.stage)
     found = {
-        "writer": mesh.whole.rank,
-        "dispatch": (mesh.world.rank, mesh.world.size),
-        "data": (mesh.data_rank, mesh.data_size),
-        "stage": mesh.stage,
-        "node": mesh.node_peers,
+        "writer": world.rank,
+        "dispatch": (world.stage.rank, world.stage.size),
+        "data": (world.data_rank, world.shape.dp),
+        "stage": world.pipe.rank,
+        "node": world.node_peers,
         "sum": float(total),
         "first": float(first),
-        "told": all_gather_json(rank, mesh.world),
-        "all": all_gather_json(rank, mesh.whole),
-        "clocks": mesh.world.exchanges is mesh.whole.exchanges and mesh.pipe.bubbles is mesh.whole.bubbles,
+        "told": all_gather_json(rank, world.stage),
+        "all": all_gather_json(rank, world),
+        "clocks": world.stage.exchanges is world.exchanges and world.pipe.bubbles is world.bubbles,
     }
-    mesh.close()
+    world.close()
     return found
 
 
@@ -66,19 +73,19 @@ def test_places(sizes: tuple[int, int, int, int]) -> None:
 
 def compute_in_stages(rank: int, world_size: int) -> tuple[float, int, float]:
     """How far a layer spread over the ranks of a stage is from the same layer on this rank alone, the rows that left
-    this rank, and a sum over torch's view of the same mesh."""
-    mesh = Mesh.build(connect(), MeshShape(pp=2, dp=2), tuple(range(world_size)), TIMEOUT)
-    torch.manual_seed(mesh.stage)
+    this rank, and a sum over the stages."""
+    world = World.connect(torch.device("cpu"), TIMEOUT, Layout(shape=MeshShape(pp=2, dp=2)))
+    torch.manual_seed(world.pipe.rank)
     layer = MoELayer(8, 16, 4, RouterConfig(top_k=2))
-    alone, placement = copy.deepcopy(layer), uniform_placement(4, mesh.world.size)
-    layer.place(Dispatcher(placement, mesh.world, [range(mesh.world.size)]), mesh.world.device)
+    alone, placement = copy.deepcopy(layer), uniform_placement(4, world.stage.size)
+    layer.place(Dispatcher(placement, world.stage, [range(world.stage.size)]), world.stage.device)
     torch.manual_seed(rank)
     x_TD = torch.randn(12, 8)
     apart = (layer(x_TD) - alone(x_TD)).abs().max()
     ranks = torch.tensor(float(rank))
-    dist.all_reduce(ranks, group=mesh.devices["pp"].get_group())
+    dist.all_reduce(ranks, group=world.group("pp"))
     sent_rows = layer.dispatcher.last_sent_rows
-    mesh.close()
+    world.close()
     return float(apart), sent_rows, float(ranks)
 
 
@@ -90,8 +97,39 @@ def test_experts_are_dispatched_inside_a_stage() -> None:
 
 
 def test_data_parallelism_alone_builds_nothing() -> None:
-    world = World.offline(1, 3, torch.device("cpu"))
-    mesh = Mesh.of(world, (0, 0, 1))
-    assert mesh.world is mesh.whole is world
-    assert (mesh.data_rank, mesh.data_size, mesh.stage, mesh.node_peers) == (1, 3, 0, (0, 1))
-    assert np.prod(mesh.shape.sizes) == 3
+    world = World.offline(1, 3, torch.device("cpu"), Layout(shape=MeshShape(dp=3), nodes=(0, 0, 1)))
+    assert world.stage is world
+    assert (world.data_rank, world.shape, world.pipe.size, world.node_peers) == (1, MeshShape(dp=3), 1, (0, 1))
+    with pytest.raises(FrozenInstanceError):
+        world.rank = 0  # type: ignore[misc]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicated(MeshShape):
+    """A mesh with one more axis, whose ranks repeat each other's samples."""
+
+    rep: int = 1
+
+
+def train_replicated(rank: int, world_size: int, shape: MeshShape) -> dict[str, Any]:
+    with mock.patch.object(expert_parallel, "chosen_axes", return_value=shape):
+        return train(rank, world_size, steps=4)
+
+
+def test_another_axis_is_one_more_field_of_the_mesh() -> None:
+    """Its ranks have a group and equal shares of the same samples; nothing else in the package knows of it."""
+    plain = run_ranks(1, partial(train_replicated, shape=MeshShape()))[0]["losses"]
+    for ranks in (2, 4):
+        for found in run_ranks(ranks, partial(train_replicated, shape=Replicated(rep=2))):
+            np.testing.assert_allclose(found["losses"], plain, rtol=1e-4)
+
+
+def groups_of_axes(rank: int, world_size: int) -> tuple[int, tuple[int, ...], int]:
+    world = World.connect(torch.device("cpu"), TIMEOUT, Layout(shape=Replicated(rep=2).over(world_size)))
+    group = world.group("rep")
+    assert group is not None
+    return group.size(), world.shape.peers(rank, {"rep"}), world.data_rank
+
+
+def test_another_axis_has_a_group() -> None:
+    assert run_ranks(4, groups_of_axes) == [(2, (0, 1), 0), (2, (0, 1), 0), (2, (2, 3), 1), (2, (2, 3), 1)]

@@ -20,6 +20,7 @@ from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.speeds import SpeedFollower, SpeedPolicy
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.context import World
 from tests.distributed.balanced_training import NUM_EXPERTS, random_placement
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import SKEWED, assert_same_training
@@ -222,8 +223,9 @@ def test_slices_follow_measured_speeds(strategy: dict[str, Any]) -> None:
 
 
 def test_no_rank_is_expelled_from_a_stage() -> None:
-    mesh, state = SimpleNamespace(data_size=2), SimpleNamespace(stages=object())
-    strategy: Any = SimpleNamespace(worlds=SimpleNamespace(mesh=mesh), state=state, elastic=object())
+    state = SimpleNamespace(stages=object())
+    world = World.offline(0, 2, torch.device("cpu"))
+    strategy: Any = SimpleNamespace(world=world, state=state, elastic=object())
     with pytest.raises(ConfigurationError, match="takes a rank away from one stage"):
         SpeedFollower(SpeedPolicy(stragglers="expel"), strategy)
 

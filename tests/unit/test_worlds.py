@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -37,30 +35,27 @@ def test_listeners_hear_in_the_order_of_their_coming() -> None:
     assert heard == ["a leaves", "b leaves", "a enters 3", "b enters 3"]
 
 
-def test_nodes_are_blocks_of_ranks_where_nobody_names_them() -> None:
+def test_a_world_that_nobody_joined_has_no_place() -> None:
     worlds = Worlds()
     assert not worlds.is_joined
     worlds.take_place(world_of(2, 4))
-    worlds.ranks_per_node = 2
     assert worlds.is_joined
-    assert (worlds.node_of, worlds.mesh.node_peers, worlds.number) == ((0, 0, 1, 1), (2, 3), 0)
+    assert (worlds.present.nodes, worlds.present.node_peers, worlds.present.generation) == ((0, 1, 2, 3), (2,), 0)
 
 
-def test_nodes_are_those_of_the_members() -> None:
-    worlds = Worlds()
-    worlds.take_place(world_of(2, 3))
-    worlds.members = SimpleNamespace(nodes=("x", "y", "x"), number=7)  # type: ignore[assignment]
-    assert (worlds.node_of, worlds.mesh.node_peers, worlds.number) == ((0, 1, 0), (0, 2), 7)
+def test_nodes_are_numbered_by_their_names() -> None:
+    layout = Worlds().layout("xyx")
+    assert layout.nodes == (0, 1, 0)
+    assert World.offline(2, 3, torch.device("cpu"), layout).node_peers == (0, 2)
 
 
 def test_ranks_that_shall_share_a_copy_must_be_there() -> None:
-    worlds = Worlds()
-    worlds.axes, worlds.least_sharers = MeshShape(pp=2), 3
+    worlds = Worlds(MeshShape(pp=2), shard_size=3)
     sentence = "shard_size=3 is more than the 2 ranks of a stage"
     with pytest.raises(ConfigurationError, match=f"{sentence}: use at most 2, or more ranks"):
         worlds.layout("abcd")
     worlds.layout("abcdef")
-    worlds.is_elastic = True
+    worlds.allow_changes()
     for _ in range(2):  # told in every world that is too small after one that was not
         with pytest.warns(UserWarning, match=sentence):
             worlds.layout("abcd")
@@ -69,12 +64,11 @@ def test_ranks_that_shall_share_a_copy_must_be_there() -> None:
 
 
 def test_axes_of_the_mesh_stay_from_world_to_world() -> None:
-    worlds = Worlds()
-    worlds.axes, worlds.shards_of = MeshShape(cp=2), lambda nodes: ((0, 1), (2, 3))
+    worlds = Worlds(MeshShape(cp=2), lambda nodes: ((0, 1), (2, 3)))
     assert worlds.layout("abcd").shape == MeshShape(dp=2, cp=2)
     with pytest.raises(ConfigurationError, match="needs a multiple of 2 ranks, not 3"):
         worlds.layout("abc")
-    worlds.is_elastic = True
+    worlds.allow_changes()
     passing = worlds.layout("abc")
     assert (passing.shape, passing.shards) == (MeshShape(dp=3), ()), "every rank has all, so that one may leave"
     for size, spares in ((1, 0), (2, 0), (3, 1), (4, 0)):
