@@ -67,8 +67,8 @@ def options() -> Iterator[str]:
     yield "# Options"
     yield ""
     yield "Every key of `moe-train`, with its type, its default and its meaning. A key is given on the command line"
-    yield "(`moe-train strategy.slots=6`) or in a recipe. Defaults are those of the classes; `moe-train --cfg job` prints"
-    yield "a composed configuration."
+    yield "(`moe-train strategy.slots=6`) or in a recipe. Defaults are those of the classes; `moe-train --cfg job`"
+    yield "prints a composed configuration."
     seen: set[type] = set()
     waiting = [
         (prefix, find(target)) for prefix, target in (*FIRST.items(), *configured()) if "moe_lightning." in target
