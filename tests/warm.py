@@ -1,6 +1,6 @@
 """First uses, made once in the server that tests fork from: its forks share what they have loaded and filled.
 
-A training step of one process halves the processor time of a rank's first one: caches of validators, lazy imports
+One training step of one process halves the processor time of a rank's first step, for caches of validators, lazy imports
 and pages of memory are there already. It leaves no thread, file or variable, and no random state.
 """
 
