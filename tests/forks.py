@@ -1,6 +1,6 @@
 """The server process that tests fork ranks, workers, agents and commands from, in a tenth of a second each.
 
-It has imported what they need, which costs every fresh interpreter seconds, and has trained a step (tests/warm.py).
+It has imported what they need, which costs every fresh interpreter seconds, but has run nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ FORKS.set_forkserver_preload(
         "s3fs",  # Lightning looks for it when it saves
         "tests.chaos.elastic_worker",
         "transformers.modeling_utils",
-        "tests.warm",
     ]
 )
 PATIENCE_S = 240.0
