@@ -13,16 +13,15 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import yaml
 from annotated_types import Interval
 
 from moe_lightning.arguments import OutputFolder, Parser, add_options, option, read_options, shortened
-from moe_lightning.config import NonNegativeInt, PositiveInt, build_config
+from moe_lightning.config import NonNegativeInt, PositiveInt
 from moe_lightning.elastic.launcher import ElasticLauncher
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticSettings
 from moe_lightning.elastic.worker import LAUNCHER_PID_VARIABLE, Interrupted, leave, work
@@ -63,11 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not os.path.isfile(options.script):
             raise ConfigurationError(f"{shortened(options.script)} is not there: give the path of a Python script")
-        settings = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.set)}
         ElasticLauncher(
             num_ranks=options.ranks,
             log_dir=options.log_dir,
-            settings=build_config(ElasticSettings, settings),
+            settings=ElasticSettings(**_settings(options.set)),
             module=_MODULE,
             max_restarts=options.max_restarts,
             rdzv_endpoint=options.rdzv_endpoint,
@@ -87,6 +85,32 @@ def _run_script(script: str, *arguments: str) -> None:
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
+
+
+def _settings(texts: Sequence[str]) -> dict[str, Any]:
+    """Parse the settings given as NAME=VALUE.
+
+    Raises:
+        ConfigurationError: a name or value is invalid.
+    """
+    types = {f.name: type(f.default) for f in fields(ElasticSettings)}
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in types:
+            raise ConfigurationError(f"--set {text}: {name!r} is not a setting: use one of {', '.join(types)}")
+        try:
+            if types[name] is float:
+                values[name] = float(value)
+            elif types[name] is int:
+                values[name] = int(value)
+            elif types[name] is bool:
+                values[name] = {"true": True, "false": False}[value.lower()]
+            else:
+                values[name] = value
+        except (ValueError, KeyError):
+            raise ConfigurationError(f"--set {text}: {value!r} is not a {types[name].__name__}") from None
+    return values
 
 
 if __name__ == "__main__":
