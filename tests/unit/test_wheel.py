@@ -80,12 +80,20 @@ def test_the_wheel_is_whole_and_holds_only_the_package(wheel: Path, tmp_path: Pa
     assert names == ["moe_lightning", "moe_lightning"], "the package and its metadata"
 
 
-def test_no_lightning_that_runs_code_of_a_checkpoint_is_installed() -> None:
+@pytest.mark.parametrize(
+    ("package", "refused", "first"),
+    [
+        ("lightning", ["2.6.0", "2.6.2", "2.6.3", "2.6.5"], "2.6.6"),
+        ("hydra-core", ["1.3.2", "1.3.7", "1.4.0"], "1.3.8"),
+        ("wandb", ["0.25.0", "0.28.1"], "0.28.2"),
+    ],
+)
+def test_no_release_with_a_known_vulnerability_is_installed(package: str, refused: list[str], first: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (lightning,) = (r for r in map(Requirement, project["dependencies"]) if r.name == "lightning")
-    assert not any(version in lightning.specifier for version in ("2.6.0", "2.6.2", "2.6.3", "2.6.5"))
-    assert "2.6.6" in lightning.specifier
-    assert "`lightning>=2.6.6`" in (ROOT / "SECURITY.md").read_text()
+    (required,) = (r for r in map(Requirement, project["dependencies"]) if r.name == package)
+    assert not any(version in required.specifier for version in refused)
+    assert first in required.specifier
+    assert f"`{package}>={first}`" in (ROOT / "SECURITY.md").read_text()
 
 
 @pytest.mark.slow
