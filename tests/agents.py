@@ -10,8 +10,9 @@ import uuid
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from moe_lightning.checkpoint.agent import STOP, Agent
+from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.agent import main as agent_main
+from moe_lightning.checkpoint.agent_handle import STOP
 from moe_lightning.checkpoint.arena import arenas_name
 from moe_lightning.checkpoint.directory import claim, run_of
 from tests.forks import fork

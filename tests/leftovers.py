@@ -15,7 +15,7 @@ import time
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-from moe_lightning.checkpoint.agent import LOCK
+from moe_lightning.checkpoint.agent_handle import LOCK
 from moe_lightning.checkpoint.arena import MEMORY, NAMED
 
 _OWNER = "MOE_LIGHTNING_TESTS_OF"

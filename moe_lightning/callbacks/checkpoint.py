@@ -34,7 +34,7 @@ from typing_extensions import override
 from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.loggers import QuietWandbLogger
-from moe_lightning.checkpoint.agent import warnings_of
+from moe_lightning.checkpoint.agent_handle import warnings_of
 from moe_lightning.checkpoint.arena import fallback_directory
 from moe_lightning.checkpoint.directory import checkpoints, enter_world, next_world, run_of
 from moe_lightning.checkpoint.loader import CheckpointSource

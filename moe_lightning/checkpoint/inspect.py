@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from moe_lightning.checkpoint.agent import LOCK, LOG, STATUS, STOP
+from moe_lightning.checkpoint.agent_handle import LOCK, LOG, STATUS, STOP
 from moe_lightning.checkpoint.arena import ARENAS, MEMORY, NAMED, Arena
 from moe_lightning.checkpoint.directory import (
     RECORD,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.agent import AgentHandle, AgentStatus, read_status
+from moe_lightning.checkpoint.agent_handle import AgentHandle, AgentStatus, read_status
 from moe_lightning.checkpoint.arena import (
     ARENAS,
     arena_bytes,

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from moe_lightning.checkpoint.agent import main as agent_main
-from moe_lightning.checkpoint.agent import request_stop
+from moe_lightning.checkpoint.agent_handle import request_stop
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from tests.chaos.checkpoint_worker import main as worker_main

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.checkpoint.agent import STOP, AgentHandle, agent_alive, served_root
+from moe_lightning.checkpoint.agent_handle import STOP, AgentHandle, agent_alive, served_root
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import find_newest
 from tests.agents import ForkedAgent
@@ -27,7 +27,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ForkedAgent]]:
         started.append(ForkedAgent(arenas, root))
         return started[-1]
 
-    monkeypatch.setattr("moe_lightning.checkpoint.agent.start_agent", start)
+    monkeypatch.setattr("moe_lightning.checkpoint.agent_handle.start_agent", start)
     yield started
     for agent in started:
         agent._process.kill()

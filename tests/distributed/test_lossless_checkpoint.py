@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
-from moe_lightning.checkpoint.agent import agent_alive, request_stop
+from moe_lightning.checkpoint.agent_handle import agent_alive, request_stop
 from moe_lightning.checkpoint.arena import arenas_name, digest_of
 from moe_lightning.checkpoint.directory import run_of
 from moe_lightning.checkpoint.loader import Checkpoint, find_usable

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from moe_lightning.callbacks.checkpoint import DynamicK, PartialExpertsCheckpoint
-from moe_lightning.checkpoint.agent import agent_alive, request_stop
+from moe_lightning.checkpoint.agent_handle import agent_alive, request_stop
 from moe_lightning.checkpoint.arena import arenas_name
 from moe_lightning.checkpoint.directory import checkpoints, run_of
 from moe_lightning.checkpoint.loader import find_newest

@@ -80,7 +80,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    monkeypatch.setattr("moe_lightning.checkpoint.agent.start_agent", ForkedAgent)
+    monkeypatch.setattr("moe_lightning.checkpoint.agent_handle.start_agent", ForkedAgent)
 
 
 def require_extras(recipe: str) -> None:

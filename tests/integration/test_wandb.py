@@ -108,7 +108,7 @@ def test_every_start_goes_on_in_the_same_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="partial checkpoints need Linux's shared memory")
 def test_partial_checkpoints_are_artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_lightning.checkpoint.agent.start_agent", ForkedAgent)
+    monkeypatch.setattr("moe_lightning.checkpoint.agent_handle.start_agent", ForkedAgent)
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
     saving = ("callbacks=partial_experts", "callbacks.partial_experts_checkpoint.every_n_steps=1")

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from moe_lightning.checkpoint import agent as agents
-from moe_lightning.checkpoint import agent as persist_job
-from moe_lightning.checkpoint.agent import Agent, Agreement, propose
+from moe_lightning.checkpoint import agreement
+from moe_lightning.checkpoint.agent import Agent
+from moe_lightning.checkpoint.agreement import Agreement, propose
 from moe_lightning.checkpoint.arena import arena_path
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.snapshotter import Snapshotter
@@ -71,7 +72,7 @@ class Nodes:
 @pytest.fixture(autouse=True)
 def _look_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "_HOPE_S", 0.0)
-    monkeypatch.setattr(persist_job, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(agreement, "_PAUSE_S", 0.0)
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 50))])
@@ -179,7 +180,7 @@ def test_an_agent_that_waits_looks_for_parts_alone(tmp_path: Path, monkeypatch: 
     calls: list[tuple[str, str]] = []
     for name in ("names", "size", "read_range", "write", "put_if_absent"):
         monkeypatch.setattr(FsspecStorage, name, noted(getattr(FsspecStorage, name), calls))
-    monkeypatch.setattr(persist_job, "_PAUSE_S", math.inf)  # between two questions for what others do
+    monkeypatch.setattr(agreement, "_PAUSE_S", math.inf)  # between two questions for what others do
     nodes.serve(0, 20)
     assert calls == [("names", storage_of(root).staging(root, "2", 2, 0).name)] * 20
     nodes.serve(1, 3)

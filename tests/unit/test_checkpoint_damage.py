@@ -20,7 +20,9 @@ import pytest
 import xxhash
 
 from moe_lightning.checkpoint import directory as store
-from moe_lightning.checkpoint.agent import Agent, agent_alive, main, next_job, read_status, request_stop, start_agent
+from moe_lightning.checkpoint.agent import Agent, main
+from moe_lightning.checkpoint.agent_handle import agent_alive, read_status, request_stop, start_agent
+from moe_lightning.checkpoint.agreement import next_job
 from moe_lightning.checkpoint.arena import arena_path
 from moe_lightning.checkpoint.inspect import scope_bytes
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest

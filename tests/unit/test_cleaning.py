@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from moe_lightning.checkpoint import inspect
-from moe_lightning.checkpoint.agent import LOCK, Agent, agent_alive
+from moe_lightning.checkpoint.agent import Agent
+from moe_lightning.checkpoint.agent_handle import LOCK, agent_alive
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.inspect import orphans, remove
 from moe_lightning.checkpoint.loader import find_newest

@@ -13,7 +13,7 @@ import pytest
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.checkpoint import commit, directory
-from moe_lightning.checkpoint.agent import AgentStatus, read_status, warnings_of
+from moe_lightning.checkpoint.agent_handle import AgentStatus, read_status, warnings_of
 from moe_lightning.checkpoint.commit import PRUNED, prune
 from moe_lightning.checkpoint.directory import Superseded, checkpoints, enter_world, headings
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest

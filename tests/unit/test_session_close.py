@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_lightning.checkpoint import session
-from moe_lightning.checkpoint.agent import AgentStatus
+from moe_lightning.checkpoint.agent_handle import AgentStatus
 from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.errors import CheckpointError
 

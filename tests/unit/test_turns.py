@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from moe_lightning.checkpoint import agent as agents
-from moe_lightning.checkpoint.agent import Agent, next_job
+from moe_lightning.checkpoint.agent import Agent
+from moe_lightning.checkpoint.agreement import next_job
 from moe_lightning.checkpoint.arena import arena_path
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.policy import CheckpointLedger, Order
