@@ -139,7 +139,7 @@ def test_checkpoints_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.slow
 def test_experts_are_edited_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = ROOT / "docs" / "checkpoints.md"
+    page = ROOT / "docs" / "editing-experts.md"
     assert moe_train(tmp_path, *SMALL, "run_name=text").returncode == 0
     shown = [arguments for arguments in commands(page, "moe-ckpt") if arguments[:1] == ["edit"] and arguments[1:]]
     assert len(shown) == 3
@@ -275,7 +275,7 @@ def test_routing_can_be_replayed() -> None:
 
 def test_a_stream_of_ones_own() -> None:
     names = {"DataLoader": DataLoader, "IterableDataset": IterableDataset, "lines": range(20), "__name__": "example"}
-    loader = run(snippet("docs/lightning.md", "class Lines"), names)["loader"]
+    loader = run(snippet("docs/streams.md", "class Lines"), names)["loader"]
     assert seen_in_steps(loader, 3) == [*range(20), *range(4)]
 
 
@@ -283,7 +283,7 @@ def test_a_stream_of_hugging_face(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"i": {i}}}\n' for i in range(20)))
     names = {"DataLoader": DataLoader, "files": str(tmp_path / "rows.jsonl")}
-    loader = run(snippet("docs/lightning.md", "import load_dataset"), names)["loader"]
+    loader = run(snippet("docs/streams.md", "import load_dataset"), names)["loader"]
     assert sorted(seen_in_steps(loader, 5)[:20]) == list(range(20))
 
 
@@ -301,7 +301,7 @@ def test_sharded_files_by_index(package: str, containing: str, tmp_path: Path) -
         writer.done()
         writer.merge()
     names = {"DataLoader": DataLoader, "folder": str(tmp_path)}
-    loader = run(snippet("docs/lightning.md", f"import {containing}"), names)["loader"]
+    loader = run(snippet("docs/streams.md", f"import {containing}"), names)["loader"]
     assert sorted(seen_in_steps(loader, 3)) == list(range(20))
 
 

@@ -84,7 +84,7 @@ def test_no_former_name_is_left(page: Path) -> None:
     assert [word for word in former if re.search(word, page.read_text())] == []
 
 
-SITE = [page for page in PAGES if page.parent.name == "docs"]
+SITE = [page for page in PAGES if page.parent == ROOT / "docs"]
 
 
 def test_every_page_is_in_the_index() -> None:
