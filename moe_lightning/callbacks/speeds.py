@@ -1,204 +1,32 @@
-"""Measured speeds of ranks, and the division of tokens and samples by them.
+"""Shares of tokens and samples that follow the measured speed of the ranks.
 
-Times what a rank does alone in a step: the rows of its experts, and its samples between the MoE layers.
-
-Hooks of the running model stamp the times; waits for other ranks lie inside the MoE layers but outside their experts,
-and so in neither. On a GPU the stamps are events in the stream, read when the device has passed them: nothing ever
-waits for it.
-
-Lets tokens and samples follow the speed of the ranks: measures, agrees, cuts, and tells who stays behind.
-
-Every rank tells what it has measured with the counts of the first MoE layer. What all have heard in a step decides,
-after that step and in integers, so that all ranks change alike. In a pipeline the ranks of a stage share its rows, and
-slices of the batch, which pass through all stages, follow the slowest. Which samples a step has does not change, and so
-neither does the loss.
+Every rank sends its own measurements with the counts of the first MoE layer. After the step all ranks decide alike, in
+integers, from what all of them received. In a pipeline the ranks of a stage share its rows, and slices of the batch,
+which pass through all stages, follow the slowest. A step has the same samples whatever the slices, and so the same
+loss.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading, decode_readings, encode_readings
+from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.callbacks.telemetry import Metric
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
 from moe_lightning.data.loader import StepLoader
 from moe_lightning.dispatch.quota import ONE_SPEED, given_speeds, shares
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.parallel.context import ExchangeClock, stamp
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.stages import StageState
-
-
-@dataclass(kw_only=True)
-class _Step:
-    """Intervals (began, ended) of one step, and how much was done in them."""
-
-    experts: list[tuple[Any, Any]] = field(default_factory=list)
-    between: list[tuple[Any, Any]] = field(default_factory=list)
-    rows: int = 0
-    samples: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Seconds of a unit in one step; 0 where there was none.
-
-    Attributes:
-        row_s: of a row in forward and backward of the experts.
-        sample_s: of a sample between the MoE layers, forward and backward, and in the head's backward.
-    """
-
-    row_s: float
-    sample_s: float
-
-
-class RankClock:
-    """Stamps the layers of a model from its construction to `close`.
-
-    Where a forward pass is computed again in the backward pass, only what can still be told apart is counted, on all
-    ranks alike.
-
-    Args:
-        layers: the MoE layers in the order of the forward pass.
-        device: where they compute.
-        bubbles: of a pipeline, whose passes of several micro-batches alternate: what lies in them is in no interval.
-    """
-
-    def __init__(self, layers: Sequence[MoELayer], device: torch.device, bubbles: ExchangeClock | None = None) -> None:
-        self._device, self._bubbles = device, bubbles
-        self._step = _Step()
-        self._done: deque[_Step] = deque()
-        self._left_at: Any = None  # when the pass left a layer
-        self._is_backward = False
-        self._handles: list[RemovableHandle] = []
-        for layer in layers:
-            self._watch(layer, self._before_layer, self._after_layer)
-            self._watch(layer.experts, self._before_experts, self._after_experts)
-        if bubbles is not None:
-            bubbles.listener = self._in_bubble
-
-    def _watch(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        began: list[Any] = []
-
-        # Functions and not methods: a copy of the model shares them, and is not listened to.
-        def enter(entered: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if entered is module and module.training and torch.is_grad_enabled():
-                began[:] = [before(inputs[0])]
-
-        def leave(left: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> None:
-            if began:
-                after(began.pop(), inputs[0], out)
-
-        self._handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        if self._bubbles is not None:
-            self._bubbles.listener = None
-
-    # ------------------------------------------------------------------ the passes
-
-    def turn(self) -> None:
-        """The forward pass has ended and the backward pass begins."""
-        self._is_backward, self._left_at = True, stamp(self._device)
-
-    def end_micro_batch(self, samples: int) -> None:
-        """Both passes have ended, over so many samples."""
-        self._is_backward, self._left_at = False, None
-        self._step.samples += samples
-
-    def end_step(self) -> None:
-        """All micro-batches of the step have ended."""
-        self._done.append(self._step)
-        self._step = _Step()
-
-    def rates(self) -> Iterator[Rates]:
-        """Yield the rates of ended steps not yet reported, as far as the device has come."""
-        while self._done and all(_is_past(ended) for _, ended in (*self._done[0].experts, *self._done[0].between)):
-            step = self._done.popleft()
-            yield Rates(
-                row_s=sum(map(_seconds, step.experts)) / step.rows if step.rows else 0.0,
-                sample_s=sum(map(_seconds, step.between)) / step.samples if step.samples else 0.0,
-            )
-
-    # ------------------------------------------------------------------ stamps
-
-    def _before_layer(self, x: Tensor) -> None:
-        if self._is_backward:
-            self._left_at = None  # a forward pass that is computed again, with its exchanges
-            return
-        self._arrive()
-        if x.requires_grad:
-            x.register_hook(lambda _: self._leave())  # type: ignore[no-untyped-call]
-
-    def _after_layer(self, _: None, x: Tensor, out: Tensor) -> None:
-        if self._is_backward:
-            return
-        self._leave()
-        if out.requires_grad:
-            out.register_hook(lambda _: self._arrive())  # type: ignore[no-untyped-call]
-
-    def _in_bubble(self, begins: bool) -> None:
-        """A pass through a stage has ended, or begins."""
-        if not torch.is_grad_enabled():
-            return
-        if begins:
-            self._arrive()
-        else:
-            self._leave()
-
-    def _arrive(self) -> None:
-        """A pass has come to a layer."""
-        if self._left_at is not None:
-            self._step.between.append((self._left_at, stamp(self._device)))
-        self._left_at = None
-
-    def _leave(self) -> None:
-        """A pass has gone through a layer."""
-        self._left_at = stamp(self._device)
-
-    def _before_experts(self, x: Tensor) -> Any:
-        return stamp(self._device)
-
-    def _after_experts(self, began: Any, x: Tensor, out: Tensor) -> None:
-        self._step.experts.append((began, stamp(self._device)))
-        if not self._is_backward:
-            self._step.rows += len(x)
-        if not (x.requires_grad and out.requires_grad):
-            return
-        backward: list[Any] = []
-        out.register_hook(lambda _: backward.append(stamp(self._device)))  # type: ignore[no-untyped-call]
-
-        def end(_: Tensor) -> None:
-            if backward:
-                self._step.experts.append((backward.pop(), stamp(self._device)))
-
-        x.register_hook(end)  # type: ignore[no-untyped-call]
-
-
-def _is_past(stamp: Any) -> bool:
-    return isinstance(stamp, float) or bool(stamp.query())
-
-
-def _seconds(interval: tuple[Any, Any]) -> float:
-    began, ended = interval
-    return ended - began if isinstance(began, float) else float(began.elapsed_time(ended)) / 1e3
-
 
 _SLOW, _SLOW_STEPS = 0.8, 20
 """Of the median's speed, and how long a rank must stay below it to be told of."""

@@ -20,7 +20,7 @@ import pytest
 from benchmarks.uneven_worker import Burner
 from moe_lightning.callbacks import speeds as speed_follower
 from moe_lightning.callbacks.load_balancer import LoadBalancer
-from moe_lightning.callbacks.speeds import RankClock, Rates
+from moe_lightning.callbacks.rank_clock import RankClock, Rates
 from moe_lightning.errors import ConfigurationError
 from tests.distributed import training
 from tests.distributed.harness import run_ranks

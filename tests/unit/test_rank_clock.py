@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_lightning.callbacks.speeds import RankClock
+from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.context import ExchangeClock
 
