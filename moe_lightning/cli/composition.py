@@ -85,35 +85,6 @@ _FILLED_LATER = {"vocab_size": "auto", "num_classes": "auto"}  # decided by the 
 _TYPED = {"module.config": "model", "module.optimizer": "optimizer", "trainer.devices": "ranks"}
 """Keys of the composed configuration that take what users type elsewhere."""
 
-_MOVED = {
-    "moe_lightning.callbacks.compile_dense": "moe_lightning.callbacks.dense_blocks",
-    "moe_lightning.callbacks.csv_logger": "moe_lightning.callbacks.loggers",
-    "moe_lightning.callbacks.dynamic_k": "moe_lightning.callbacks.checkpoint",
-    "moe_lightning.callbacks.full_checkpoint": "moe_lightning.callbacks.checkpoint",
-    "moe_lightning.callbacks.mlflow_logger.MLflow": "lightning.pytorch.loggers.MLFlowLogger",
-    "moe_lightning.callbacks.partial_experts_checkpoint": "moe_lightning.callbacks.checkpoint",
-    "moe_lightning.callbacks.recompute_dense": "moe_lightning.callbacks.dense_blocks",
-    "moe_lightning.callbacks.routing_recorder": "moe_lightning.callbacks.routing",
-    "moe_lightning.callbacks.routing_replay": "moe_lightning.callbacks.routing",
-    "moe_lightning.callbacks.parity_doctor": "moe_lightning.doctor.parity_doctor",
-    "moe_lightning.callbacks.tensorboard_logger": "moe_lightning.callbacks.loggers",
-    "moe_lightning.callbacks.wandb_logger": "moe_lightning.callbacks.loggers",
-    "moe_lightning.models.gpt_config": "moe_lightning.models.gpt",
-    "moe_lightning.modules.forced_routing": "moe_lightning.moe.forced_routing",
-    "moe_lightning.modules.router": "moe_lightning.moe.router",
-}
-"""Former modules, and classes, that recipes and recorded configurations name."""
-
-
-def present_target(target: Any) -> Any:
-    """Return the present dotted name of a class that recipes named by a former module."""
-    if not isinstance(target, str):
-        return target
-    module, _, name = target.rpartition(".")
-    if target in _MOVED:
-        return _MOVED[target]
-    return f"{_MOVED[module]}.{name}" if module in _MOVED else target
-
 
 def build_object(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
     """Instantiate a node of the configuration, the nested ones before it.
@@ -127,7 +98,6 @@ def build_object(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
         ConfigurationError: the constructor refuses its arguments.
     """
     built = {str(name): _built(child, _child(key, name)) for name, child in node.items()}
-    built[TARGET] = present_target(built[TARGET])
     try:
         return instantiate(built, **arguments, _convert_="all")
     except InstantiationException as error:
@@ -213,7 +183,6 @@ def located(target: Any, key: str) -> Callable[..., Any]:
     """
     if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
         raise ConfigurationError(f"{key}.{TARGET}={shown(target)} must be the dotted name of a class or function")
-    target = present_target(target)
     module, attributes = target, list[str]()
     while True:
         try:

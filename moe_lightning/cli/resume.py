@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from moe_lightning.cli.composition import located, present_target
+from moe_lightning.cli.composition import located
 from moe_lightning.cli.overrides import rename_former_keys
 from moe_lightning.config import TARGET, is_resumable, shown
 from moe_lightning.errors import ConfigurationError
@@ -147,7 +147,7 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         for name, child in node.items():
             yield from _leaves(child, f"{prefix}.{name}" if prefix else str(name))
     else:
-        yield prefix, present_target(node) if prefix.endswith(TARGET) else node
+        yield prefix, node
 
 
 def _moved(value: Any, former: str, given: str) -> Any:

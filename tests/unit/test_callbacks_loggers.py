@@ -1,4 +1,4 @@
-"""Loggers: missing packages, former names, and no files before the first metrics."""
+"""Loggers: missing packages, and no files before the first metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from moe_lightning.callbacks import loggers
 from moe_lightning.callbacks.loggers import CSV, TensorBoard
-from moe_lightning.cli.composition import located, present_target
 from moe_lightning.errors import ConfigurationError
 
 
@@ -16,20 +15,6 @@ def test_a_missing_package_names_its_extra(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"pip install 'moe-lightning\[tensorboard\]'"):
         TensorBoard(save_dir=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("former", "present"),
-    [
-        ("csv_logger.CSV", "moe_lightning.callbacks.loggers.CSV"),
-        ("tensorboard_logger.TensorBoard", "moe_lightning.callbacks.loggers.TensorBoard"),
-        ("wandb_logger.QuietWandbLogger", "moe_lightning.callbacks.loggers.QuietWandbLogger"),
-        ("mlflow_logger.MLflow", "lightning.pytorch.loggers.MLFlowLogger"),
-    ],
-)
-def test_former_targets_of_recipes_are_loaded(former: str, present: str) -> None:
-    assert present_target(f"moe_lightning.callbacks.{former}") == present
-    assert callable(located(present, "logger"))
 
 
 @pytest.mark.parametrize("kind", [CSV, TensorBoard])
