@@ -214,7 +214,7 @@ class Workload:
 def gpt_workload(
     config: object, *, rank_batch: int | None = None, global_batch: int | None = None, activation_bytes: int = 2
 ) -> Workload:
-    """The workload of a GPT (`models.gpt_config.GPTConfig`), counted on its own modules without allocating them.
+    """The workload of a GPT (`models.gpt.GPTConfig`), counted on its own modules without allocating them.
 
     Attention is counted as causal: half of the score matrix.
 

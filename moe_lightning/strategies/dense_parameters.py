@@ -96,19 +96,16 @@ class DenseFactory(Protocol):
         """Build the sharding of dense parameters, given in an order that all ranks share."""
 
 
-def dense_sharding_name(dense: str, *, zero1: bool, shard_size: int | None) -> str:
-    """Return the name of the chosen sharding: `zero1` is short for dense="zero1".
+def dense_sharding_name(dense: str, shard_size: int | None) -> str:
+    """Return the name of the chosen sharding.
 
     Raises:
-        ConfigurationError: two choices, an unknown one, or a `shard_size` that it does not use.
+        ConfigurationError: an unknown one, or a `shard_size` that it does not use.
     """
-    if zero1 and dense not in ("ddp", "zero1"):
-        raise ConfigurationError(f"zero1=true is short for dense=zero1, but dense={dense!r}: give one of them")
-    chosen = "zero1" if zero1 else dense
-    factory = DENSE_SHARDINGS.find(chosen)
+    factory = DENSE_SHARDINGS.find(dense)
     if shard_size is not None and not hasattr(factory, "cut_size"):
-        raise ConfigurationError(f"shard_size={shard_size} is for dense=hsdp, not dense={chosen}: drop one of them")
-    return chosen
+        raise ConfigurationError(f"shard_size={shard_size} is for dense=hsdp, not dense={dense}: drop one of them")
+    return dense
 
 
 class ReplicatedDense:

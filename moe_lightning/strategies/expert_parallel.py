@@ -288,7 +288,6 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             rank), "fsdp" (all in rows over the ranks), "hsdp" (the same in several copies), or a name of
             `strategies.dense_parameters.DENSE_SHARDINGS`.
         shard_size: under hsdp, at least so many ranks share a copy. None: those of a node, or half of all.
-        zero1: short for dense="zero1".
         offload_optimizer: True: optimizer states of dense parameters stay in host memory, and updates are made there.
         mesh: ranks along pp (pipeline stages), cp (parts of sequences) and tp (parts of layers). None: one each.
         schedule: of a pipeline: "1f1b", or "interleaved" with two stages on every rank, whose bubbles are half as long.
@@ -331,7 +330,6 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         kernels: BackendName | None = None,
         dense: str = "ddp",
         shard_size: PositiveInt | None = None,
-        zero1: bool = False,
         offload_optimizer: bool = False,
         mesh: Mapping[str, int] | None = None,
         schedule: ScheduleName = "1f1b",
@@ -351,7 +349,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._axes = chosen_axes(mesh)
         self._micro_batches = chosen_micro_batches(micro_batches, schedule, self._axes.pp)
         self._schedule: ScheduleName = schedule
-        dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
+        dense = dense_sharding_name(dense, shard_size)
         check_parts(self._axes, dense)
         self._shards_of = partial(cut_groups, dense, wanted=shard_size, tensors=self._axes.tp)
         self._shard_size = shard_size
@@ -774,9 +772,6 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def is_dummy_batch(self) -> bool:
         """True if this rank has no sample in the running or the last batch: callbacks that count samples skip it."""
         return self.steps.is_dummy_batch
-
-    is_stand_in = is_dummy_batch
-    """Former name of `is_dummy_batch`, for one more release."""
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

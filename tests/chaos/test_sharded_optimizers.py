@@ -16,7 +16,7 @@ STEPS = 10
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    with elastic_run(folder, workers=3, steps=STEPS, strategy={"zero1": True}) as run:
+    with elastic_run(folder, workers=3, steps=STEPS, strategy={"dense": "zero1"}) as run:
         finish(run, range(3))
         return run.losses()
 
@@ -27,7 +27,7 @@ def test_repeated_updates_replace_a_lost_shard(tmp_path: Path, undisturbed: dict
         tmp_path,
         workers=3,
         steps=STEPS,
-        strategy={"zero1": True},
+        strategy={"dense": "zero1"},
         recovery={"optimizer_replay": True, "verify_replay_every": 3},
         kills=[Kill(worker=1, step=5, place=place)],
     ) as run:
@@ -42,7 +42,7 @@ def test_copied_snapshots_replace_a_lost_shard(tmp_path: Path, undisturbed: dict
         tmp_path,
         workers=3,
         steps=STEPS,
-        strategy={"zero1": True},
+        strategy={"dense": "zero1"},
         saving={"every_n_steps": 1},
         stores_late=True,
         recovery={"protection": "arc"},
@@ -61,7 +61,7 @@ def test_one_rank_keeps_all_states_until_another_takes_some(tmp_path: Path, undi
         tmp_path,
         workers=2,
         steps=STEPS,
-        strategy={"zero1": True},
+        strategy={"dense": "zero1"},
         saving={"every_n_steps": 1},
         kills=[Kill(worker=1, step=4, place="backward")],
         holds=[Hold(step=7, ranks=2)],
@@ -81,7 +81,7 @@ def test_one_rank_keeps_all_states_until_another_takes_some(tmp_path: Path, undi
     ],
 )
 def test_states_of_other_optimizers_survive_a_lost_rank(tmp_path: Path, optimizer: dict[str, Any]) -> None:
-    options: dict[str, Any] = {"steps": STEPS, "strategy": {"zero1": True, "copies": 2}, "optimizer": optimizer}
+    options: dict[str, Any] = {"steps": STEPS, "strategy": {"dense": "zero1", "copies": 2}, "optimizer": optimizer}
     losses = []
     for name, kills in (("calm", []), ("killed", [Kill(worker=1, step=5, place="backward")])):
         folder = tmp_path / name

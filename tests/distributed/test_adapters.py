@@ -24,7 +24,7 @@ from tests.distributed.training import TINY, RandomTokens, make_trainer, train
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-6, "warmup_steps": 1, "decay": "constant"}
 STEPS = 5
 SOME_TWICE = {"placement": [[1, 0], [1, 1], [0, 1], [1, 1], [0, 1], [1, 0]], "slots": 5}
-ALL_TWICE = {"copies": 2, "slots": 5, "zero1": True}
+ALL_TWICE = {"copies": 2, "slots": 5, "dense": "zero1"}
 
 
 class Adapted(GPTModule):

@@ -71,7 +71,7 @@ def run(world_size: int, balancer: dict[str, Any], **options: Any) -> list[dict[
         (
             4,
             [
-                ("skewed", {"slots": 3, "zero1": True}, {"rebalance_every": 3}),
+                ("skewed", {"slots": 3, "dense": "zero1"}, {"rebalance_every": 3}),
                 ("skewed", {"slots": 3, "mesh": {"cp": 2}}, {"rebalance_every": 3}),
                 ("skewed_top_1", {"slots": 2}, {"shadows": "top2", "placement_rule": "plain"}),
                 ("skewed_accumulate", {"slots": 2}, {"shadows": "fastermoe", "forecast": "last"}),

@@ -362,7 +362,6 @@ def test_an_optimizer_over_whole_parameters_is_refused() -> None:
     [
         ({"dense": "ddp", "shard_size": 2}, "shard_size=2 is for dense=hsdp"),
         ({"dense": "fspd"}, "did you mean 'fsdp'"),
-        ({"dense": "fsdp", "zero1": True}, "give one of them"),
         ({"dense": "hsdp", "shard_size": 0}, "shard_size"),
     ],
 )

@@ -194,7 +194,7 @@ def test_one_rank(root: Path, reference: dict[str, Any]) -> None:
         check(name, root, reference, [reference], "1")
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [slow(2, {}), (4, {"copies": 2, "zero1": True, "slots": 4})])
+@pytest.mark.parametrize(("world_size", "strategy"), [slow(2, {}), (4, {"copies": 2, "dense": "zero1", "slots": 4})])
 def test_ranks(world_size: int, strategy: dict[str, Any], root: Path, reference: dict[str, Any]) -> None:
     ranks = run_ranks(world_size, train, root, NAMES, strategy)
     for name in NAMES:

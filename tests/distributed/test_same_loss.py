@@ -41,7 +41,9 @@ def random_placement(seed: int, ranks: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        slow(2, [("plain", {}), ("plain", {"zero1": True}), ("accumulate", {"copies": 2}), ("llama", {"copies": 2})]),
+        slow(
+            2, [("plain", {}), ("plain", {"dense": "zero1"}), ("accumulate", {"copies": 2}), ("llama", {"copies": 2})]
+        ),
         slow(2, [("top_1", {"copies": 2})]),
         (3, [("plain", {}), ("noisy", {})]),
         # Each way to place experts once, then each training once; equal placements of both are slow rows.
@@ -56,9 +58,9 @@ def random_placement(seed: int, ranks: int) -> list[Any]:
         (
             4,
             [
-                ("plain", {"zero1": True, "placement": random_placement(3, 4)}),
+                ("plain", {"dense": "zero1", "placement": random_placement(3, 4)}),
                 ("uneven", {"copies": 2}),
-                ("accumulate", {"zero1": True}),
+                ("accumulate", {"dense": "zero1"}),
                 ("own", {"copies": 2}),
                 ("llama", {}),
                 ("two_experts", {}),
@@ -107,10 +109,10 @@ def test_bf16_mixed_keeps_replicas_identical_and_the_loss_close() -> None:
 @pytest.mark.parametrize("writers", [slow(1), slow(2), 4])
 def test_resume_on_another_number_of_ranks(writers: int, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
-    strategy = {"zero1": writers == 4, "copies": 2 if writers > 1 else 1}
+    strategy = {"dense": "zero1" if writers == 4 else "ddp", "copies": 2 if writers > 1 else 1}
     run(writers, steps=6, strategy=strategy, save_to=path)
     expected = reference("plain")["losses"][6:]
-    for readers, options in ((1, {}), (2, {"zero1": True}), (4, {"copies": 2})):
+    for readers, options in ((1, {}), (2, {"dense": "zero1"}), (4, {"copies": 2})):
         for result in run(readers, strategy=options, ckpt_path=path):
             np.testing.assert_allclose(result["losses"], expected, rtol=0, atol=TOLERANCE)
 

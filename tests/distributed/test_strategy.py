@@ -124,7 +124,7 @@ def fit_validate_fit(rank: int, world_size: int, strategy: dict[str, Any]) -> di
 
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
-    [slow(2, {"placement": LOPSIDED}), slow(2, {"copies": 2, "zero1": True}), (3, {"placement": HOLLOW})],
+    [slow(2, {"placement": LOPSIDED}), slow(2, {"copies": 2, "dense": "zero1"}), (3, {"placement": HOLLOW})],
 )
 def test_fit_then_validate_then_fit(world_size: int, strategy: dict[str, Any]) -> None:
     alone = run_ranks(1, fit_validate_fit, {})[0]
@@ -191,7 +191,7 @@ def manual_reference(algorithm: str) -> dict[str, Any]:
         slow(2, {}, "norm"),
         slow(3, {"copies": 3}, "norm"),
         slow(2, {"copies": 2}, "value"),
-        (2, {"copies": 2, "zero1": True}, "norm"),
+        (2, {"copies": 2, "dense": "zero1"}, "norm"),
         slow(2, {"copies": 2, "gradient_as_bucket_view": True}, "norm"),
     ],
 )

@@ -111,7 +111,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         2,
         train_all,
         {
-            "scratch": {"strategy": {"zero1": True}},
+            "scratch": {"strategy": {"dense": "zero1"}},
             "moving": {"strategy": {"slots": 4}, "moving": {"move_at": (2, 4), "slots": 4, "shadows": True}},
             "stopped": {"steps": 3, "checkpoints": kept},
             "resumed": {"checkpoints": kept, "resume": True},

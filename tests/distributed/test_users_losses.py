@@ -141,7 +141,7 @@ def reference(kind: str, micros: int = 1) -> dict[str, Any]:
     [
         slow("mean", 2, {}, 1),
         slow("mean", 3, {"copies": 2}, 1),
-        ("mean", 4, {"zero1": True}, 1),  # cut optimizer states
+        ("mean", 4, {"dense": "zero1"}, 1),  # cut optimizer states
         ("mean", 2, {"copies": 2}, 3),  # replicas, micro-batches
         slow("mean", 4, {}, 2),
         ("manual", 3, {}, 1),

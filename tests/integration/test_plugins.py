@@ -164,5 +164,3 @@ def test_mistakes_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ExpertParallelStrategy(dense="in_turn")
     with pytest.raises(ConfigurationError, match=r"the storage 'empty' makes a object, which lacks .* Storage names"):
         PartialExpertsCheckpoint("empty://x/y")
-    with pytest.raises(ConfigurationError, match="zero1=true is short for dense=zero1, but dense='in_turn'"):
-        ExpertParallelStrategy(dense="in_turn", zero1=True)

@@ -69,9 +69,9 @@ def test_what_must_be_asked_for(key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "option"),
     [
-        ("models.gpt_config.GPTConfig", "router.top_k"),
-        ("models.gpt_config.GPTConfig", "router.jitter"),
-        ("models.gpt_config.GPTConfig", "router.forced.kind"),
+        ("models.gpt.GPTConfig", "router.top_k"),
+        ("models.gpt.GPTConfig", "router.jitter"),
+        ("models.gpt.GPTConfig", "router.forced.kind"),
         ("models.swin.SwinConfig", "drop_path_rate"),
         ("models.huggingface.module.HuggingFaceConfig", "router.z_loss_coef"),
     ],
