@@ -44,8 +44,6 @@ from moe_lightning.config import (
 )
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text
-from moe_lightning.models.gpt import GPTConfig
-from moe_lightning.moe.router import RouterConfig
 from moe_lightning.user_errors import one_line, suggestion
 
 _Limit = Annotated[int, Interval(ge=-1)]  # -1: none
@@ -395,12 +393,16 @@ def node_of(config: Any) -> dict[str, Any]:
     return node
 
 
-def _register_model_bases() -> None:
+def register_model_bases() -> None:
     """Add the bases of conf/model to Hydra's ConfigStore: every option of the dataclasses with its default.
 
     A model file begins with `defaults: [_gpt, _self_]` and states what differs. Values are plain, so that `auto` and
-    interpolations fit everywhere, and constructors check them.
+    interpolations fit everywhere, and constructors check them. Their modules import torch, so this waits for the first
+    composition.
     """
+    from moe_lightning.models.gpt import GPTConfig
+    from moe_lightning.moe.router import RouterConfig
+
     bases = {
         "_gpt": node_of(GPTConfig()),
         "_router": node_of(RouterConfig()),
@@ -410,7 +412,12 @@ def _register_model_bases() -> None:
         ConfigStore.instance().store(group="model", name=name, node=node)
 
 
-_register_model_bases()
+def config_folder() -> initialize_config_dir:
+    """Return the context in which Hydra composes from our conf folder."""
+    register_model_bases()
+    return initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3")
+
+
 OmegaConf.register_new_resolver("as_folder_name", as_folder_name, replace=True)
 
 
@@ -622,7 +629,7 @@ def known_keys(
     config: Any = {}
     for tried in ([*own, *chosen], []):
         try:
-            with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+            with config_folder():
                 config = OmegaConf.to_container(compose(config_name, tried), resolve=False)
             break
         except (HydraException, OmegaConfBaseException, ValueError):

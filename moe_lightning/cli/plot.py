@@ -18,7 +18,6 @@ from moe_lightning.arguments import OutputFolder, option
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import read_loads
 from moe_lightning.plots import bar_chart, heat_map, line_chart, phase_lines, svg
-from moe_lightning.strategies.recovery import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -168,6 +167,8 @@ def _bars(metrics: Metrics, names: Mapping[str, str], unit: float) -> dict[str, 
 
 def recovery_lanes(metrics: Metrics) -> dict[str, dict[str, float]]:
     """Seconds of the phases of the last recoveries, each named by its step and the ranks that went on."""
+    from moe_lightning.strategies.recovery import PHASES  # imports torch
+
     lanes = {}
     for step, total_ms in list(metrics.get("recovery/total_ms", {}).items())[-_MAX_RECOVERIES:]:
         phases = {phase: metrics.get(f"recovery/{phase}_ms", {}).get(step, 0.0) / 1e3 for phase in PHASES}

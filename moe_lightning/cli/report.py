@@ -22,7 +22,6 @@ import yaml
 from numpy.typing import NDArray
 
 from moe_lightning.arguments import OutputFile, option
-from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.cli.plot import (
     Metrics,
     balance_pictures,
@@ -286,6 +285,8 @@ def checkpoints(directory: Path, metrics: Metrics) -> Section:
     parts = _pictures(checkpoint_pictures(metrics))
     if not parts:
         parts.append(missing("No costs of checkpoints were logged: callbacks=partial_experts measures every one."))
+    from moe_lightning.checkpoint.loader import Checkpoint  # imports torch
+
     folder = directory / "checkpoints"
     rows: list[list[object]] = []
     ages: list[str] = []

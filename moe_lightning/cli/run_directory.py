@@ -21,7 +21,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from moe_lightning.checkpoint.files import check_file
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import open_regular
 
@@ -48,13 +47,13 @@ class Checkpoint:
         Raises:
             CheckpointError: it is damaged.
         """
-        if self.path.is_dir():
-            from moe_lightning.checkpoint import loader  # imports torch
+        from moe_lightning.checkpoint import files, loader  # import torch
 
+        if self.path.is_dir():
             checkpoint = loader.Checkpoint(self.path)
             checkpoint.verify()
             return checkpoint.first_step
-        check_file(self.path)
+        files.check_file(self.path)
         return self.step
 
 

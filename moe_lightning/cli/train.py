@@ -44,13 +44,13 @@ from moe_lightning.cli.composition import (
     composition_errors,
     fixed_keys,
     known_keys,
+    register_model_bases,
     with_quotes,
 )
 from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option, rename_former_keys
 from moe_lightning.cli.resume import changes, check_changes, config_of, effect
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
 from moe_lightning.config import TARGET, fits, shown
-from moe_lightning.elastic.launcher import ElasticLauncher
 from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import ConfigurationError
@@ -194,6 +194,8 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
     Raises:
         ConfigurationError: a key or value that it cannot have, nothing that recovers, or ranks that end together.
     """
+    from moe_lightning.elastic.launcher import ElasticLauncher  # imports torch
+
     options = dict(config["elastic"])
     enabled, settings = options.pop("enabled", "auto"), options.pop("settings", {})
     if not isinstance(settings, Mapping):
@@ -372,6 +374,7 @@ def _run(arguments: Sequence[str]) -> None:
             os.environ.setdefault("WANDB_RUN_GROUP", f"sweep-{zlib.crc32(' '.join(options.overrides).encode()):08x}")
             unnamed = ",".join(f"'{key}'" for key in fixed_keys(options.overrides))
             options.overrides.append(f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]")
+        register_model_bases()
         run_hydra(
             args=options,
             args_parser=parser,

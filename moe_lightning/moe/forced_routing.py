@@ -14,18 +14,19 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-import torch
 from annotated_types import Interval
 from numpy.typing import NDArray
-from torch import Tensor
 
 from moe_lightning.arrays import FloatArray
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import MOST_BYTES, open_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _DAMAGE = (ValueError, KeyError, TypeError, OSError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
 
@@ -185,6 +186,8 @@ def sample_experts(shares_E: FloatArray, uniform_T: Tensor, top_k: int) -> Tenso
     Returns:
         int64 [T, K].
     """
+    import torch  # the readers of files need none of it, and are used by commands that start at once
+
     inclusion = _inclusion(shares_E, top_k)
     ends = torch.from_numpy(np.cumsum(inclusion)).to(uniform_T.device)
     points = uniform_T.double()[:, None] + torch.arange(top_k, device=uniform_T.device)

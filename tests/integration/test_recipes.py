@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from omegaconf import DictConfig
 
-from moe_lightning.cli.composition import CONFIG_DIR
+from moe_lightning.cli.composition import CONFIG_DIR, config_folder
 from moe_lightning.cli.train import main
 from tests.agents import ForkedAgent
 from tests.commands import SMALL_MODEL, WORDS, write_words
@@ -106,7 +106,7 @@ def reduced(recipe: str, samples: int) -> list[str]:
 
 
 def _composed(recipe: str) -> DictConfig:
-    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+    with config_folder():
         return compose("train", [f"recipes={recipe}"])
 
 

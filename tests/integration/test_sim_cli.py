@@ -8,10 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from omegaconf import OmegaConf
 
-from moe_lightning.cli.composition import CONFIG_DIR, check_arguments
+from moe_lightning.cli.composition import CONFIG_DIR, check_arguments, config_folder
 from moe_lightning.cli.sim import main
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware
@@ -65,7 +65,7 @@ def test_moe_train_accepts_what_is_recommended(
     printed = capsys.readouterr().out
     assert "choice" in printed
     assert "goodput" in printed
-    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+    with config_folder():
         overrides = [f"hydra.searchpath=[file://{tmp_path}]", "recipes=advised", "run_name=x", f"run_dir={tmp_path}"]
         composed = compose("train", overrides, return_hydra_config=True)
     del composed.hydra

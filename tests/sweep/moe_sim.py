@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_lightning.cli import sim
+from moe_lightning.cli import sim, simulation
 from tests.sweep.cases import Case
 from tests.sweep.files import damaged_csv, damaged_json, damaged_traces, unwritable, write_trace
 from tests.sweep.values import VALUES, keys_of
@@ -28,7 +28,7 @@ def simulating(folder: Path) -> Iterator[Case]:
     with contextlib.redirect_stdout(io.StringIO()):  # what every case would import
         sim.main(FAST)
         sim.main(["recommend", *FAST])
-    keys = dict(keys_of(sim.compose_simulation(FAST)))
+    keys = dict(keys_of(simulation.compose_simulation(FAST)))
     for key, current in keys.items():
         for name in VALUES:
             text = f"{key}={_TEXTS.get(name, name)}"

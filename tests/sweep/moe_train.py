@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from omegaconf import ListConfig, OmegaConf
 
 from moe_lightning import user_errors
 from moe_lightning.callbacks.fault_injection import Kind
 from moe_lightning.cli import train
-from moe_lightning.cli.composition import CONFIG_DIR
+from moe_lightning.cli.composition import config_folder
 from moe_lightning.cli.train import elastic_options, with_ranks
 from moe_lightning.cli.training import check
 from tests.commands import WORDS, write_words
@@ -99,7 +99,7 @@ def _cases(bases: list[str], job: Callable[[Any], None]) -> Iterator[Case]:
 
 
 def composed(base: str) -> Any:
-    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+    with config_folder():
         config = compose("train", BASES[base])
     OmegaConf.set_struct(config, False)
     return config

@@ -49,6 +49,41 @@ def test_help_is_a_word_too(program: str, capsys: pytest.CaptureFixture[str], mo
     assert program in capsys.readouterr().out
 
 
+_WITHOUT_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "lightning", "transformers"):
+            raise AssertionError(f"{name} is imported, which takes seconds")
+sys.meta_path.insert(0, NoTorch())
+from moe_lightning.cli.commands import *
+sys.argv = sys.argv[1:]
+{"moe-train": moe_train, "moe-sim": moe_sim, "moe-bench": moe_bench, "moe-ckpt": moe_ckpt}[sys.argv[0]]()
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(f"{program} {flag}" for program in COMMANDS for flag in ("--help", "--version")),
+        "moe-ckpt export --help",
+        "moe-bench report --help",
+        "moe-bench plot --help",
+    ],
+)
+def test_what_answers_at_once_imports_no_torch(command: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TORCH, *command.split()],
+        capture_output=True,
+        text=True,
+        env=users_environment(),
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0
+
+
 def test_ctrl_c_during_imports_is_quiet(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _INTERRUPTED_IMPORT]
     done = subprocess.run(command, capture_output=True, text=True, env=users_environment(), cwd=tmp_path, timeout=60)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from omegaconf import OmegaConf
 
-from moe_lightning.cli.composition import CONFIG_DIR, build_object, check_arguments
+from moe_lightning.cli.composition import build_object, check_arguments, config_folder
 from moe_lightning.cli.training import with_one_checkpoint
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.user_errors import nearest, one_line
@@ -95,7 +95,7 @@ def test_one_line_takes_the_first_paragraph() -> None:
 
 def test_partial_checkpoints_replace_full_ones_whatever_stands_beside_them(tmp_path: Path) -> None:
     for choices in ("[partial_experts,routing_recorder]", "[routing_recorder,partial_experts]", "fault_recovery"):
-        with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+        with config_folder():
             composed = compose("train", [f"callbacks={choices}", "run_name=x", f"run_dir={tmp_path}"])
         callbacks = OmegaConf.to_container(composed.callbacks, resolve=True)
         kept = with_one_checkpoint(callbacks)  # type: ignore[arg-type]

@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from omegaconf import OmegaConf
 
-from moe_lightning.cli.composition import CONFIG_DIR, KEYS, check_config, check_run_name, composition_errors
+from moe_lightning.cli.composition import (
+    CONFIG_DIR,
+    KEYS,
+    check_config,
+    check_run_name,
+    composition_errors,
+    config_folder,
+)
 from moe_lightning.cli.train import elastic_options, resolved
 from moe_lightning.errors import ConfigurationError
 
@@ -23,7 +30,7 @@ def composed(*overrides: str, recipe: tuple[Path, str] | None = None) -> dict[st
         (folder / "recipes").mkdir()
         (folder / "recipes" / "mine.yaml").write_text(text)
         more = (f"hydra.searchpath=[file://{folder}]", "recipes=mine", *more)
-    with composition_errors(more), initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+    with composition_errors(more), config_folder():
         config = compose("train", list(more))
     return resolved(config)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from omegaconf import OmegaConf
 
-from moe_lightning.cli.composition import CONFIG_DIR, check_arguments, located, node_of
+from moe_lightning.cli.composition import CONFIG_DIR, check_arguments, config_folder, located, node_of
 from moe_lightning.config import pretrained_options
 from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.moe.router import RouterConfig
@@ -64,7 +64,7 @@ def _nodes(node: Any) -> Iterator[dict[str, Any]]:
 
 def needed_keys(recipe: str) -> list[str]:
     """What the user must give."""
-    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+    with config_folder():
         composed = OmegaConf.to_container(compose("train", [f"recipes={recipe}"]), resolve=False)
     return [key for key, value in _leaves(composed) if value in ("???", "${needed:}")]
 
@@ -79,7 +79,7 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def composed_node(name: str) -> dict[str, Any]:
     """The node of a model's configuration."""
-    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+    with config_folder():
         node = OmegaConf.to_container(compose("train", [f"model={name}"]).model)
     assert isinstance(node, dict)
     return {str(key): value for key, value in node.items()}
@@ -135,7 +135,7 @@ def test_recipes_compose_and_fit_their_constructors(recipe: str, tmp_path: Path)
     if recipe in PLUGINS:
         pytest.importorskip(PLUGINS[recipe])
     filled = [f"{key}=given" for key in needed_keys(recipe)]
-    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+    with config_folder():
         composed = compose("train", [f"recipes={recipe}", "run_name=x", f"run_dir={tmp_path}", *filled])
     config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(config, dict)

@@ -8,11 +8,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from benchmarks import BENCHMARKS
 from moe_lightning.cli.bench import COMMANDS
-from moe_lightning.cli.composition import CONFIG_DIR, with_quotes
+from moe_lightning.cli.composition import config_folder, with_quotes
 from tests.documented import PAGES, PLUGINS, RECIPES, ROOT, commands
 
 TRAINING = [
@@ -41,7 +41,7 @@ def test_commands_are_found() -> None:
 
 @pytest.fixture(scope="module")
 def _configuration() -> Iterator[None]:
-    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+    with config_folder():
         yield
 
 

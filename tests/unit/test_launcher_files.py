@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
-from moe_lightning.cli.composition import CONFIG_DIR, check_config
+from moe_lightning.cli.composition import check_config, config_folder
 from moe_lightning.cli.train import elastic_options, resolved
 from moe_lightning.elastic.launcher import ElasticLauncher
 from moe_lightning.elastic.protocol import Address, read_secret
@@ -121,7 +121,7 @@ def read(name: str) -> Any:
 
 def elastic(arguments: list[str]) -> dict[str, Any]:
     """What moe-train would start its ranks with."""
-    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+    with config_folder():
         config = resolved(compose("train", ["run_dir=outputs/x", *arguments]))
     check_config({**config, "trainer": {**config["trainer"], "devices": 1}})
     options = elastic_options(config, external=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.cli import bench, ckpt, sim, train, training
+from moe_lightning.cli import bench, ckpt, sim, simulation, train, training
 from moe_lightning.cli.composition import KEYS
 from moe_lightning.cli.overrides import TRAIN, read_settings
 from tests.commands import write_words
@@ -63,7 +63,8 @@ def _no_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         training.check(config)
 
     monkeypatch.setattr(train, "_launch", launch)
-    monkeypatch.setattr(sim, "_simulate", lambda config: int(not sim.scenario_of(config, config["policy"]["name"])))
+    composes = lambda config: int(not simulation.scenario_of(config, config["policy"]["name"]))  # noqa: E731
+    monkeypatch.setattr(simulation, "_simulate", composes)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.chdir(tmp_path)
     write_words(tmp_path, 3000)

@@ -1,0 +1,241 @@
+"""Commands of `moe-ckpt`: each takes the parsed command line and a console, and returns the exit code."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_lightning.arrays import IntArray
+from moe_lightning.checkpoint import inspect as checkpoints
+from moe_lightning.checkpoint.commit import prune as prune_all_but
+from moe_lightning.checkpoint.directory import has_manifest
+from moe_lightning.checkpoint.inspect import FileSummary, newest_file, summarise_file
+from moe_lightning.checkpoint.manifest import Manifest
+from moe_lightning.checkpoint.storage import place_of, storage_of
+from moe_lightning.checkpoint.storage.interface import Place, exists
+from moe_lightning.cli.expert_edits import edit_file, least_loaded, parse_edits
+from moe_lightning.cli.serving import form_of, measured_counts, plan_serving, write_form
+from moe_lightning.errors import CheckpointError, ConfigurationError
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Run the command that was parsed; returns the exit code."""
+    if isinstance(getattr(arguments, "path", None), str):
+        arguments.path = _of_run(place_of(arguments.path))
+    return _COMMANDS[arguments.command](arguments, console)
+
+
+def _of_run(path: Place) -> Place:
+    """The checkpoints of a run directory; any other path as it is."""
+    inside = path / "checkpoints" if isinstance(path, Path) else path
+    return inside if isinstance(inside, Path) and inside.is_dir() and not has_manifest(path) else path
+
+
+def _inspect(arguments: argparse.Namespace, console: Console) -> int:
+    file = newest_file(arguments.path)
+    if file is not None:
+        console.print(_facts_of_file(summarise_file(file)))
+        return 0
+    checkpoint = checkpoints.resolve(arguments.path)
+    manifest, versions_LE = checkpoint.manifest, checkpoint.expert_versions()
+    committed = datetime.fromtimestamp(manifest.created_s, UTC)
+    facts = _facts(
+        ("checkpoint", checkpoint.path.name),
+        ("run", f"{manifest.run}, session {manifest.session}, commit {manifest.sequence}"),
+        ("taken after step", _taken(manifest)),
+        ("committed", f"{committed:%Y-%m-%d %H:%M:%S} UTC by {manifest.world_size} ranks"),
+        ("carries on", _carries_on(manifest)),
+        ("state", f"{_size(manifest.payload_bytes)}, {_size(manifest.new_bytes)} of it new"),
+        ("on disk", f"{_size(manifest.disk_bytes)} in {len(manifest.files)} files"),
+        ("lost tokens (PLT)", "not recorded" if manifest.plt is None else f"{100 * manifest.plt:.4f} %"),
+        *((f"  {scope}", _size(size)) for scope, size in checkpoints.scope_bytes(manifest).items()),
+    )
+    console.print(facts)
+    if versions_LE.size:
+        console.print(_versions(versions_LE))
+    return 0
+
+
+def _taken(manifest: Manifest) -> str:
+    if manifest.first_step == manifest.step:
+        return str(manifest.step)
+    return (
+        f"{manifest.step}, lossless: a restore goes back to step {manifest.first_step} and runs "
+        f"{manifest.step - manifest.first_step} steps again, then nothing is lost"
+    )
+
+
+def _carries_on(manifest: Manifest) -> str:
+    if manifest.first_step < manifest.step:
+        return "nothing: every expert was written anew"
+    return manifest.previous or "nothing: every expert is of this session's first checkpoint"
+
+
+def _facts(*rows: tuple[str, str]) -> Table:
+    facts = Table(show_header=False, box=None)
+    facts.add_column(style="bold")
+    facts.add_column()
+    for row in rows:
+        facts.add_row(*row)
+    return facts
+
+
+def _facts_of_file(summary: FileSummary) -> Table:
+    return _facts(
+        ("checkpoint", summary.name),
+        ("taken after step", str(summary.step)),
+        ("model", f"{_size(summary.model_bytes)} in {summary.tensors} tensors"),
+        ("optimizers", _size(summary.optimizer_bytes)),
+        ("on disk", _size(summary.disk_bytes)),
+    )
+
+
+def _versions(versions_LE: IntArray) -> Table:
+    table = Table(title="version of each expert (step), by layer")
+    table.add_column("layer", justify="right")
+    for expert in range(versions_LE.shape[1]):
+        table.add_column(str(expert), justify="right")
+    for layer, versions in enumerate(versions_LE):
+        table.add_row(str(layer), *("-" if v < 0 else str(v) for v in versions))
+    return table
+
+
+def _verify(arguments: argparse.Namespace, console: Console) -> int:
+    verdicts = checkpoints.verify_all(arguments.path)
+    for verdict in verdicts:
+        found = "pruned meanwhile" if verdict.is_pruned else verdict.problem or "whole"
+        console.print(f"{verdict.name}: {found}", soft_wrap=True)
+    return 1 if any(verdict.problem for verdict in verdicts) else 0
+
+
+def _export(arguments: argparse.Namespace, console: Console) -> int:
+    file = newest_file(arguments.path)
+    if file is not None:
+        written = checkpoints.export_file(file, arguments.target, prefix=arguments.prefix)
+        console.print(f"{arguments.target}: {_size(written)} of {file.name}{_tokenizer(arguments)}", soft_wrap=True)
+        return 0
+    checkpoint = checkpoints.resolve(arguments.path)
+    written = checkpoints.export(checkpoint, arguments.target, prefix=arguments.prefix)
+    is_window = checkpoint.first_step < checkpoint.step
+    what = f", the model after step {checkpoint.first_step}" if is_window else ""
+    where = f"{checkpoint.path.name}{what}{_tokenizer(arguments)}"
+    console.print(f"{arguments.target}: {_size(written)} of {where}", soft_wrap=True)
+    return 0
+
+
+def _tokenizer(arguments: argparse.Namespace) -> str:
+    """Return the path of the copied tokenizer; "" if the run has trained none."""
+    place = checkpoints.tokenizer_beside(arguments.target)
+    return f", its tokenizer in {place}" if not arguments.prefix and exists(storage_of(place), place) else ""
+
+
+def _export_hf(arguments: argparse.Namespace, console: Console) -> int:
+    from moe_lightning.cli.huggingface import export_checkpoint
+
+    alone = arguments.adapter
+    written = export_checkpoint(arguments.path, arguments.target, dtype=arguments.dtype, adapter_alone=alone)
+    console.print(f"{arguments.target}: {_size(written)} for {'peft' if alone else 'transformers'}", soft_wrap=True)
+    return 0
+
+
+def _export_loads(arguments: argparse.Namespace, console: Console) -> int:
+    counts_LE = measured_counts(arguments.source, arguments.last)
+    plan = plan_serving(counts_LE, arguments.ranks, arguments.slots)
+    write_form(form_of(plan, arguments.engine, arguments.ranks, arguments.dense_layers), arguments.target)
+    layers, experts = counts_LE.shape
+    console.print(
+        f"{arguments.target}: {layers} layers of {experts} experts on {arguments.ranks} ranks of {arguments.slots}, "
+        f"busiest rank over mean {plan.imbalance_before:.2f} without replicas, {plan.imbalance_after:.2f} so",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _edit(arguments: argparse.Namespace, console: Console) -> int:
+    loads_LE = None if arguments.loads is None else measured_counts(arguments.loads)
+    words = {kind: getattr(arguments, kind) for kind in ("prune", "merge", "duplicate")}
+    if arguments.prune_least and loads_LE is None:
+        raise ConfigurationError("--prune-least needs to know the loads: give --loads")
+    if arguments.prune_least and loads_LE is not None:
+        least = [least_loaded(loads_E, arguments.prune_least) for loads_E in loads_LE]
+        words["prune"] += [f"{layer}:{','.join(map(str, experts))}" for layer, experts in enumerate(least)]
+    report = edit_file(
+        arguments.source,
+        arguments.target,
+        lambda num_layers: parse_edits(num_layers, **words),
+        loads_LE=loads_LE,
+        fold=arguments.fold,
+        noise=arguments.noise,
+        batches=arguments.batches,
+    )
+    loss = "not measured: it needs the run's config.yaml and --batches above 0"
+    if report.losses is not None:
+        before, after = report.losses
+        loss = f"{before:.6f} -> {after:.6f}, {report.batches} batches at most"
+    keys = f"model.num_experts={report.experts[1]} model.router.top_k={report.top_k[1]}"
+    facts = _facts(
+        ("experts of a layer", f"{report.experts[0]} -> {report.experts[1]}"),
+        ("experts of a token", f"{report.top_k[0]} -> {report.top_k[1]}"),
+        ("validation loss", loss),
+        ("go on with", f"moe-train run_name=NAME resume={arguments.target} {keys}"),
+    )
+    console.print(facts, soft_wrap=True)
+    return 0
+
+
+def _prune(arguments: argparse.Namespace, console: Console) -> int:
+    if arguments.keep < 1:
+        raise ConfigurationError(f"--keep {arguments.keep} would delete every checkpoint: give at least 1")
+    if newest_file(arguments.path) is not None:
+        raise ConfigurationError(f"{arguments.path} holds no checkpoint directories: give a folder of them")
+    if not any(verdict.is_whole for verdict in checkpoints.verify_all(arguments.path)[: arguments.keep]):
+        raise CheckpointError(
+            f"none of the newest {arguments.keep} checkpoints in {arguments.path} is whole, so nothing is "
+            f"deleted: raise --keep, and see moe-ckpt verify {arguments.path}"
+        )
+    removed = prune_all_but(arguments.path, arguments.keep)
+    console.print(f"deleted {len(removed)}: {', '.join(removed)}" if removed else "nothing to delete", soft_wrap=True)
+    return 0
+
+
+def _clean(arguments: argparse.Namespace, console: Console) -> int:
+    missing = next((path for path in arguments.path if not path.is_dir()), None)
+    if missing is not None:
+        raise ConfigurationError(f"{missing} is no directory: name the one that a run's fallback_dir is")
+    found = checkpoints.orphans(arguments.path)
+    for orphan in found:
+        facts = [_size(orphan.nbytes), f"checkpoints in {orphan.root or 'a place that is not recorded'}"]
+        if orphan.unwritten is not None:
+            facts.append(f"its snapshot of step {orphan.unwritten} was never written: the same run would write it")
+        console.print(f"{orphan.path}: {', '.join([*facts, *orphan.problems])}", soft_wrap=True)
+    if not found:
+        console.print("no snapshots of dead runs")
+    elif not arguments.yes:
+        console.print(f"nothing is deleted without --yes: {_size(sum(o.nbytes for o in found))} in {len(found)} places")
+    else:
+        deleted = [orphan for orphan in found if checkpoints.remove(orphan)]
+        console.print(f"deleted {len(deleted)}: {_size(sum(orphan.nbytes for orphan in deleted))}")
+    return 0
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
+_COMMANDS = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "export": _export,
+    "export-hf": _export_hf,
+    "export-loads": _export_loads,
+    "edit": _edit,
+    "prune": _prune,
+    "clean": _clean,
+}

@@ -1,0 +1,432 @@
+"""Simulations of `moe-sim`: from overrides to reports, and to recommended recipes."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Interval
+from hydra import compose
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from moe_lightning import plots
+from moe_lightning.arguments import output_file
+from moe_lightning.cli.composition import CONFIG_DIR, composition_errors, config_folder, dotted, known_keys, unknown_key
+from moe_lightning.cli.overrides import SIM, read_settings, refuse_option
+from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, build_config, fits, require, shown
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.event_loop import simulate
+from moe_lightning.simulate.failures import Failures
+from moe_lightning.simulate.hardware import Hardware, load_hardware, preset
+from moe_lightning.simulate.mesh import MeshSpec
+from moe_lightning.simulate.mesh_search import MeshReport, mesh_report, search_mesh
+from moe_lightning.simulate.policy import policy
+from moe_lightning.simulate.recommend import Advice, recommend
+from moe_lightning.simulate.scenario import Report, Scenario
+from moe_lightning.simulate.workload import Exponent, RoutingKind, Workload, gpt_workload, make_routing
+from moe_lightning.text_table import table
+from moe_lightning.user_errors import suggestion
+
+_MOST_MODEL_BYTES = 10**18
+"""Limit for its training, beyond the largest clusters."""
+_BYTES_VOCABULARY = 256
+
+
+def _workload(config: Mapping[str, Any]) -> Workload:
+    from moe_lightning.cli.capacity import check_model
+    from moe_lightning.models.gpt import GPTConfig, least_gpt_parameters
+    from moe_lightning.moe.router import RouterConfig
+
+    model = _arguments(config["model"], GPTConfig, "model")
+    if model["vocab_size"] == "auto":
+        model["vocab_size"] = _BYTES_VOCABULARY
+    if not isinstance(model["router"], Mapping):
+        raise ConfigurationError(
+            f"model.router={shown(model['router'])} must be a mapping: set model.router.NAME=value"
+        )
+    router = _arguments(model["router"], RouterConfig, "model.router")
+    if not fits(router.get("forced"), dict[str, Any] | None):
+        raise ConfigurationError(f"model.router.forced={shown(router['forced'])} must be null or a mapping")
+    model["router"] = build_config(RouterConfig, router | {"forced": None}, key="model.router")
+    described_model = build_config(GPTConfig, model, key="model")
+    sizes = {f"model.{key}": value for key, value in model.items() if type(value) is int}
+    check_model(sizes, least_gpt_parameters(described_model), _MOST_MODEL_BYTES)
+    return gpt_workload(described_model, rank_batch=config["rank_batch"], global_batch=config["global_batch"])
+
+
+def _arguments(node: Mapping[str, Any], kind: type, key: str) -> dict[str, Any]:
+    """Those of the one kind of object that the simulator knows here."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if node.get(TARGET, name) != name:
+        raise ConfigurationError(f"{key}.{TARGET}={shown(node[TARGET])} must be {name}: choose a model of text")
+    return {argument: value for argument, value in node.items() if argument != TARGET}
+
+
+def _hardware(config: Mapping[str, Any]) -> Hardware:
+    changes = {key: value for key, value in config["hardware"].items() if key != "preset"}
+    name = str(config["hardware"]["preset"])
+    if name.endswith(".json"):
+        given = {key: value for key, value in changes.items() if value is not None and key != "ranks_per_node"}
+        return build_config(
+            Hardware, vars(load_hardware(Path(name), changes["ranks_per_node"])) | given, key="hardware"
+        )
+    return preset(name, **changes)
+
+
+def given(config: Mapping[str, Any], group: str, but: str) -> dict[str, Any]:
+    """Those of a group's keys that are set."""
+    return {key: value for key, value in config[group].items() if key != but and value is not None}
+
+
+def scenario_of(config: Mapping[str, Any], name: str) -> Scenario:
+    """The scenario of a policy: that of the configuration, or another one on the same failures.
+
+    Raises:
+        ConfigurationError: a part that cannot be.
+    """
+    workload = _workload(config)
+    failures = build_config(Failures, config["failures"], key="failures")
+    routing = config["routing"]
+    duration_s = 3600.0 * config["hours"]
+    changes = {key: value for key, value in config["policy"].items() if key != "name"}
+    shared = {"slots": changes["slots"]}  # the memory of a rank is the same whatever the policy
+    return Scenario(
+        workload=workload,
+        hardware=_hardware(config),
+        policy=policy(name, **changes) if name == config["policy"]["name"] else policy(name, key="compare", **shared),
+        routing=make_routing(
+            routing["kind"],
+            num_experts=workload.num_experts,
+            num_layers=workload.num_layers,
+            exponent=routing["exponent"],
+            path=routing["path"],
+        ),
+        events=failures.events(config["nodes"], duration_s, config["seed"]),
+        num_nodes=config["nodes"],
+        duration_s=duration_s,
+        mesh=build_config(MeshSpec, given(config, "mesh", "search"), key="mesh"),
+    )
+
+
+_HEAD = "# @package _global_\n# Recommended by moe-sim for "
+
+
+def is_recommended(path: Path) -> bool:
+    """True if a file is a recipe that moe-sim wrote, which it may overwrite."""
+    return path.is_file() and path.read_text(errors="replace").startswith(_HEAD)
+
+
+def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: MeshSpec) -> str:
+    """The YAML of a recipe that trains as advised; the callbacks start from the files of conf/callbacks.
+
+    Args:
+        advice: what to choose.
+        config: moe-sim's configuration.
+        path: where the recipe will lie, for its launch command.
+        mesh: over which the model was simulated.
+    """
+    policy, report = advice.policy, advice.report
+    balancer: dict[str, Any] = _load_balancer() | {
+        "rebalance_every": policy.rebalance_every,
+        "min_replicas": policy.min_replicas,
+        "ranks_per_node": config["hardware"]["ranks_per_node"] or 1,
+    }
+    if policy.placement is not None:
+        balancer["placement_rule"] = policy.placement
+    recovery: dict[str, Any] = {
+        "_target_": "moe_lightning.callbacks.fault_recovery.FaultRecovery",
+        "min_replicas": policy.min_replicas,
+        "protection": policy.protection,
+        "failures": config["failures"]["simultaneous"],
+    }
+    body: dict[str, Any] = {
+        "model": dict(config["model"]),  # as it was simulated, whatever file or overrides it came from
+        "strategy": {"slots": policy.slots, **_mesh_of_recipe(mesh)},
+        "callbacks": {
+            "partial_experts_checkpoint": {
+                "every_n_steps": policy.interval_steps,
+                "k_snapshot": policy.k_snapshot,
+                "k_persist": policy.k_persist,
+                "lossless": policy.lossless,
+            },
+            "dynamic_k": {"threshold": policy.plt_threshold},
+            "load_balancer": balancer,
+            "fault_recovery": recovery,
+        },
+    }
+    if config["global_batch"]:
+        body["data"] = {"global_batch_size": config["global_batch"]}
+    head = (
+        f"{_HEAD}{config['nodes']} nodes: {report.goodput:.4g} samples/s, "
+        f"PLT {report.plt:.5f} predicted.\n#\n{_about(mesh)}"
+        f"#   moe-train --config-dir {path.parent.parent} recipes={path.stem}\n"
+        "defaults:\n  - override /callbacks: partial_experts\n\n"
+    )
+    return head + OmegaConf.to_yaml(OmegaConf.create(body))
+
+
+def _about(mesh: MeshSpec) -> str:
+    """A comment on what of the mesh a recipe of moe-train does not say."""
+    axes = f"pp={mesh.pp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
+    schedule = (
+        f"micro_batches={mesh.micro_batches or 'null'} chunks={mesh.chunks} recompute={str(mesh.recompute).lower()}"
+    )
+    return "" if mesh.is_plain else f"# Simulated with {axes} {schedule}.\n#\n"
+
+
+def _mesh_of_recipe(mesh: MeshSpec) -> dict[str, Any]:
+    """The arguments of the strategy that lay the model over the ranks; none where data parallelism alone does."""
+    axes = {"pp": mesh.pp, "cp": mesh.cp, "tp": mesh.tp}
+    chosen = {"dense": mesh.dense, "shard_size": mesh.shard_size, "mesh": axes if mesh.unit > 1 else None}
+    return {} if mesh.is_plain else {key: value for key, value in chosen.items() if value}
+
+
+def _load_balancer() -> dict[str, Any]:
+    """Its node as conf/callbacks has it."""
+    node = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "callbacks" / "load_balancer.yaml"), resolve=False)
+    assert isinstance(node, dict)
+    return dict(node["load_balancer"])
+
+
+CONFIG_NAME = "simulate"
+
+_TYPES: dict[str, Any] = {
+    "nodes": Annotated[int, Interval(ge=1, le=1e5)],
+    "hours": Annotated[float, Interval(gt=0, le=1e6)],
+    "seed": NonNegativeInt,
+    "compare": list[str] | None,
+    "rank_batch": PositiveInt | None,
+    "global_batch": PositiveInt | None,
+    "picture": str | None,
+    "csv": str | None,
+    "report": str | None,
+    "recipe": str,
+    "hardware.preset": str,
+    "policy.name": str,
+    "mesh.search": bool,
+    "routing.kind": RoutingKind,
+    "routing.exponent": Exponent,
+    "routing.path": str | None,
+}
+"""Of the keys that no constructor takes as they are."""
+
+_OUTPUTS = ("picture", "csv", "report")
+_GROUPS = ("hardware", "mesh", "policy", "routing", "failures", "model")
+
+_MOST_NODE_HOURS = 1e9
+_MOST_RANKS = 1e5
+_MOST_FAILURES = 1e6
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line without help and version; returns the exit code."""
+    advise = arguments[:1] == ["recommend"]
+    if arguments and not advise and "=" not in arguments[0] and suggestion(arguments[0], ["recommend"]):
+        raise ConfigurationError(
+            f"{shown(arguments[0])} is no command (did you mean 'recommend'?): moe-sim has only that"
+        )
+    top = {*_TYPES, *_GROUPS, "recipes"}
+    words = read_settings(arguments[advise:], SIM, top, lambda: known_keys(arguments, config_name=CONFIG_NAME))
+    overrides = [word for word in words if word != "--cfg"]
+    for word in overrides:
+        if word.startswith("-"):
+            raise refuse_option("moe-sim", word, ["--cfg", "--help", "--version"])
+    config = compose_simulation(overrides)
+    if "--cfg" in arguments:
+        print(OmegaConf.to_yaml(OmegaConf.create(dict(config))), end="")
+        return 0
+    return _recommend(config) if advise else _simulate(config)
+
+
+def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
+    """The configuration under some overrides.
+
+    Raises:
+        ConfigurationError: an override that cannot be read, or a key or choice that there is not.
+    """
+    _check_recipe(overrides)
+    with (
+        composition_errors(overrides, sweeps=False),
+        config_folder(),
+    ):
+        try:
+            composed = OmegaConf.to_container(
+                compose(CONFIG_NAME, list(overrides)), resolve=True, throw_on_missing=True
+            )
+        except (HydraException, OmegaConfBaseException):
+            _check_keys(overrides)
+            raise
+    assert isinstance(composed, dict)
+    config = {str(key): value for key, value in composed.items()}
+    for key in config:
+        if key not in _GROUPS and key not in _TYPES:
+            raise ConfigurationError(f"{key} is no key of moe-sim{suggestion(key, _TYPES)}: see moe-sim --cfg")
+    for key in _GROUPS:
+        if not isinstance(config.get(key), dict):
+            raise ConfigurationError(f"{key}={shown(config.get(key))} must be a mapping: set {key}.NAME=value")
+    for key, hint in _TYPES.items():
+        *groups, name = key.split(".")
+        value = config[groups[0]][name] if groups else config[name]
+        require(value, hint, key)
+    if config["nodes"] * config["hours"] > _MOST_NODE_HOURS:
+        raise ConfigurationError(
+            f"nodes={config['nodes']} for hours={config['hours']} are more than {_MOST_NODE_HOURS:g} hours of nodes, "
+            "which would take days to simulate: lower one of them"
+        )
+    _check_extent(config)
+    return config
+
+
+def _check_extent(config: Mapping[str, Any]) -> None:
+    """Refuse what would take days to simulate, or more memory than there is.
+
+    Raises:
+        ConfigurationError: too many ranks, or too many failures.
+    """
+    ranks_per_node = config["hardware"]["ranks_per_node"]
+    if fits(ranks_per_node, PositiveInt) and config["nodes"] * ranks_per_node > _MOST_RANKS:
+        raise ConfigurationError(
+            f"nodes={config['nodes']} with hardware.ranks_per_node={ranks_per_node} are more than {_MOST_RANKS:g} "
+            "ranks: lower one of them"
+        )
+    failures = config["failures"]
+    key, amount = {
+        "periodic": ("period_s", 3600.0 * config["hours"]),
+        "exponential": ("node_mtbf_hours", config["nodes"] * config["hours"]),
+        "weibull": ("node_mtbf_hours", config["nodes"] * config["hours"]),
+    }.get(str(failures["kind"]), ("", 0.0))
+    value = failures.get(key)
+    if fits(value, Annotated[float, Interval(gt=0)]) and amount / value > _MOST_FAILURES:
+        raise ConfigurationError(
+            f"failures.{key}={shown(value)} makes about {amount / value:.3g} failures, more than {_MOST_FAILURES:g}, "
+            f"which would take days to simulate: raise it, or lower nodes={config['nodes']} or hours={config['hours']}"
+        )
+
+
+def _check_recipe(overrides: Sequence[str]) -> None:
+    """Name the recipes that are for simulations where another one was chosen."""
+    folder = CONFIG_DIR / "recipes"
+    simulated = sorted(path.stem for path in folder.glob("*_sim.yaml"))
+    for override in overrides:
+        group, _, name = override.partition("=")
+        if group == "recipes" and name not in simulated and (folder / f"{name}.yaml").is_file():
+            raise ConfigurationError(
+                f"recipes={name} is for moe-train: use one of {', '.join(simulated)}, or give model, nodes and hardware"
+            )
+
+
+def _check_keys(overrides: Sequence[str]) -> None:
+    """Name a key that there is not, the reason why most command lines cannot be composed."""
+    known = {*dotted(OmegaConf.to_container(compose(CONFIG_NAME))), "model", "recipes"}
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key = override.key_or_group
+        if key not in known and not (override.input_line or "").startswith("+"):
+            raise ConfigurationError(unknown_key(key, known, "moe-sim --cfg"))
+
+
+def _simulate(config: Mapping[str, Any]) -> int:
+    for key in _OUTPUTS:
+        if config[key]:
+            _output(config, key)  # before anything is simulated
+    if config["picture"]:
+        plots.require()
+    names = [str(config["policy"]["name"]), *(str(name) for name in config["compare"] or [])]
+    if config["mesh"]["search"]:
+        raise ConfigurationError("mesh.search=true is for moe-sim recommend: say that, or give the axes of the mesh")
+    scenarios = {name: scenario_of(config, name) for name in dict.fromkeys(names)}
+    reports = {name: simulate(scenario) for name, scenario in scenarios.items()}
+    first, mesh = reports[names[0]], mesh_report(scenarios[names[0]])
+    print(f"{names[0]} on {config['nodes']} nodes for {config['hours']} h, {len(first.recoveries)} recoveries")
+    print(first.table())
+    if mesh is not None:
+        print(mesh.table())
+    if len(reports) > 1:
+        print(comparison(reports))
+    _leave(config, reports, mesh)
+    return 0
+
+
+def comparison(reports: Mapping[str, Report]) -> str:
+    """One line for each policy; the ratio is of goodput, to the first."""
+    first = next(iter(reports.values()))
+    accounts = ("useful", "lost", "overhead", "idle")
+    rows = [
+        (
+            name,
+            f"{report.goodput:.4g}",
+            f"{report.goodput / first.goodput:.3f}" if first.goodput else "-",
+            *(f"{100 * report.share(account):.2f}" for account in accounts),
+            f"{report.plt:.5f}",
+            len(report.recoveries),
+        )
+        for name, report in reports.items()
+    ]
+    headers = ("policy", "samples/s", "ratio", *(f"{account} %" for account in accounts), "PLT", "recoveries")
+    return table(headers, rows)
+
+
+def _leave(config: Mapping[str, Any], reports: Mapping[str, Report], mesh: MeshReport | None) -> None:
+    """The files that were asked for."""
+    if config["picture"]:
+        lines = {
+            name: [
+                *((span.start_s / 3600, span.samples_per_s) for span in report.spans),
+                (report.duration_s / 3600, 0.0),
+            ]
+            for name, report in reports.items()
+        }
+        chart = plots.line_chart(lines, "throughput", "hours", "samples/s", steps=True)
+        _output(config, "picture").write_text(plots.svg(chart))
+    if config["csv"]:
+        with _output(config, "csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["policy", "start_s", "end_s", "state", "used_nodes", "live_nodes", "samples_per_s"])
+            for name, report in reports.items():
+                writer.writerows([name, *asdict(span).values()] for span in report.spans)
+    if config["report"]:
+        everything = {name: asdict(report) for name, report in reports.items()}
+        everything |= {} if mesh is None else {"mesh": asdict(mesh)}
+        _output(config, "report").write_text(json.dumps(everything, indent=1))
+
+
+def _output(config: Mapping[str, Any], key: str) -> Path:
+    try:
+        return output_file(config[key])
+    except argparse.ArgumentTypeError as error:
+        raise ConfigurationError(f"{key}={error}") from None
+
+
+def _recommend(config: Mapping[str, Any]) -> int:
+    target = Path(str(config["recipe"]))
+    if target.parent.name != "recipes" or target.suffix != ".yaml":
+        raise ConfigurationError(
+            f"recipe={target} must be recipes/NAME.yaml, where moe-train --config-dir looks for it"
+        )
+
+    if target.exists() and not is_recommended(target):
+        raise ConfigurationError(f"recipe={target} exists and is not moe-sim's own: name another file")
+    if not target.parent.parent.is_dir():
+        raise ConfigurationError(f"{target.parent.parent} is not a folder: create it, or write elsewhere")
+    target.parent.mkdir(exist_ok=True)
+    scenario = scenario_of(config, "ours")
+    if config["mesh"]["search"]:
+        found = search_mesh(scenario, given(config, "mesh", "search"))
+        print(found.table())
+        scenario = replace(scenario, mesh=found.mesh)
+    advice = recommend(
+        scenario,
+        config["failures"]["simultaneous"],
+        fixed=given(config, "policy", "name"),
+    )
+    print(advice.table())
+    target.write_text(recipe_text(advice, config, target, scenario.mesh))
+    print(f"recipe       {target}")
+    return 0
