@@ -2,12 +2,13 @@
 
 `LossWatch` warns once with rank, step and samples, ends the run, or skips the update.
 
-`StallWatch` names the rank that the others wait for when no step ends for a while, and shows its stack. Every
-process group counts its collectives: a rank with a lower count than others is one that they wait for. A thread of each
-rank reads the counts several times a second. Where nothing has changed for `limit_s`, it publishes its counts and its
-main thread's stack in the common store, and prints what follows from those of all ranks. Ranks that are all slow at the
-same place (they fetch data, compile, validate) have equal counts: nothing is printed. Stages of a pipeline send and
-receive without counts: after `_LATE_FACTOR` times the limit the stack of each is printed.
+`StallWatch` names the rank that the others wait for when no step ends for a while, and shows the place of each: the
+line of the user's own code, and what it calls. Every process group counts its collectives: a rank with a lower count
+than others is one that they wait for. A thread of each rank reads the counts several times a second. Where nothing has
+changed for `limit_s`, it publishes its counts and its main thread's place in the common store, and prints what follows
+from those of all ranks. Ranks that are all slow at the same place (they fetch data, compile, validate) have equal
+counts: nothing is printed. Ranks with equal counts may wait in different collectives, and stages of a pipeline send and
+receive without counts: after `_LATE_FACTOR` times the limit the place of each is printed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
+import sysconfig
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -137,8 +141,16 @@ _ASK_S, _ASK_PER_RANK_S = 1.0, 0.01  # between two reads of the other ranks' key
 _LATE_FACTOR = 5
 """Times the limit: before the first whole batch, and where the rank that is waited for compiles."""
 
-_FRAMES = 8
+_CALLS = 6  # innermost ones, of those that are shown below the user's line
 _COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")
+_COLLECTIVES = "/torch/distributed/"
+_PACKAGES = Path(__file__).parents[2]
+_LIBRARIES = (
+    *(os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "purelib", "platlib")),
+    *(os.path.join(_PACKAGES, name, "") for name in ("moe_lightning", "kernels")),
+)
+"""Folders of code that is not the user's."""
+
 _THREAD_END_S = 1.0
 
 
@@ -148,13 +160,32 @@ class Standstill:
 
     Attributes:
         counts: collectives that it has begun, by group.
-        stack: the innermost frames of its main thread, as in a traceback.
+        place: of its main thread, see `place_of`.
         is_compiling: the main thread is in a compiler of torch or Triton.
+        in_collective: the main thread is in a function of torch.distributed.
     """
 
     counts: Mapping[str, int]
-    stack: str
+    place: str
     is_compiling: bool = False
+    in_collective: bool = False
+
+
+def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the place in a stack as text: the innermost line of the user's own code, and the functions that it has
+    called, without those of torch.
+    """
+    own = max((n for n, f in enumerate(frames) if not f.filename.startswith(("<frozen ", *_LIBRARIES))), default=-1)
+    calls = [f"{Path(f.filename).stem}.{f.name}" for f in frames[own + 1 :] if "/torch/" not in f.filename]
+    parts = [f"  in {' > '.join(calls[-_CALLS:])}"] if calls else []
+    if own >= 0:
+        frame = frames[own]
+        parts.insert(0, f"  {_relative(frame.filename)}:{frame.lineno}, in {frame.name}: {frame.line}")
+    return "\n".join(parts)
+
+
+def _relative(path: str) -> str:
+    return path.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def awaited(ranks: Mapping[int, Standstill]) -> list[int]:
@@ -166,36 +197,51 @@ def awaited(ranks: Mapping[int, Standstill]) -> list[int]:
     return sorted(r for r, rank in ranks.items() if any(count < most[g] for g, count in rank.counts.items()))
 
 
-def stall_message(
-    seconds: float, ranks: Mapping[int, Standstill], size: int, *, has_stages: bool = False
-) -> str | None:
+def are_apart(ranks: Mapping[int, Standstill]) -> bool:
+    """Return True if ranks wait in collectives at different places."""
+    return len({rank.place for rank in ranks.values() if rank.in_collective}) > 1
+
+
+_APART = (
+    "a call that every rank must make (save_checkpoint, should_stop, log with sync_dist=True, a collective) was "
+    "probably made on some of them only"
+)
+
+
+def stall_message(seconds: float, ranks: Mapping[int, Standstill], size: int, *, is_late: bool = False) -> str | None:
     """Return the message about a standstill; None if no rank is waited for.
 
     Args:
         seconds: without a step.
         ranks: those that have published their place.
         size: of the world.
-        has_stages: ranks may wait for others without a collective.
+        is_late: there is something to say even if no rank has begun fewer collectives.
     """
     began, stalled, late = f"no step for {seconds:.0f} s", sorted(ranks), awaited(ranks)
     silent = sorted(set(range(size)) - ranks.keys())
-    if late:
-        waiting = _named([rank for rank in stalled if rank not in late])
-        return f"{began}: {waiting} {'wait' if waiting.startswith('ranks') else 'waits'} for {_named(late)}" + "".join(
-            _place(rank, ranks[rank]) for rank in late
-        )
-    if silent:
+    waiting = [rank for rank in stalled if rank not in late]
+    if late and waiting:
+        words = f": {_named(waiting, 'waits', 'wait')} for {_named(late)}"
+    elif late or (is_late and not silent and are_apart(ranks)):
+        words = f": {_named(stalled, '', 'wait')} for each other; {_APART}"
+    elif silent:
         who = f"{_named(silent)}, of which there is no sign: stopped, or still at work"
         return f"{began}: {_named(stalled)} may wait for {who}"
-    return began + "".join(_place(rank, ranks[rank]) for rank in stalled) if has_stages else None
+    elif is_late:
+        words = ""
+    else:
+        return None
+    by_place: dict[str, list[int]] = {}
+    for rank in [*late, *waiting]:
+        by_place.setdefault(ranks[rank].place, []).append(rank)
+    return began + words + "".join(f"\n{_named(r, 'is', 'are')} at\n{place}" for place, r in by_place.items())
 
 
-def _place(rank: int, standstill: Standstill) -> str:
-    return f"\nrank {rank} is at\n{standstill.stack.rstrip()}"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+def _named(ranks: Sequence[int], one: str = "", several: str = "") -> str:
+    """Return the ranks in words, with a verb for one or several."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} {one}".rstrip()
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} {several}".rstrip()
 
 
 class StallWatch:
@@ -262,7 +308,8 @@ class StallWatch:
             asked_at, ranks = now, watched.read_all()
             if not is_late and (len(ranks) < watched.size or any(ranks[r].is_compiling for r in awaited(ranks))):
                 continue
-            message = stall_message(waited_s, ranks, watched.size, has_stages=watched.has_stages and is_late)
+            is_apart = watched.has_stages or are_apart(ranks)
+            message = stall_message(waited_s, ranks, watched.size, is_late=is_late and is_apart)
             is_done = is_late or message is not None
             if message is not None:
                 logger.warning("%s", message)
@@ -315,6 +362,9 @@ class _Watched:
 def _standstill(counts: Mapping[str, int]) -> Standstill:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
-    is_compiling = any(part in f.filename for f in frames for part in _COMPILERS)
-    stack = "".join(traceback.format_list(frames[-_FRAMES:]))
-    return Standstill(counts=counts, stack=stack, is_compiling=is_compiling)
+    return Standstill(
+        counts=counts,
+        place=place_of(frames),
+        is_compiling=any(part in f.filename for f in frames for part in _COMPILERS),
+        in_collective=bool(frames) and _COLLECTIVES in frames[-1].filename,
+    )
