@@ -17,6 +17,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +61,11 @@ class TextSpan:
                     raise OSError(errno.EIO, "it has become shorter", str(self.path))
                 if not chunk.endswith(b"\n"):
                     chunk += file.read(min(left - len(chunk), bytes_to_character(file)))
-                chunk.decode()
+                try:
+                    chunk.decode()
+                except UnicodeDecodeError as error:
+                    error.start += file.tell() - len(chunk)
+                    raise
                 yield chunk
 
 
@@ -82,8 +87,8 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise ConfigurationError(
-            f"{path} is not UTF-8 text ({error.reason}); convert it, leave it out with a glob such as "
-            "'folder/**/*.txt', or give tokens as one .bin or .npy file."
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start:,}); convert it, leave it out with a "
+            "glob such as 'folder/**/*.txt', or give tokens as one .bin or .npy file."
         ) from error
     except OSError as error:
         cure = "change its permissions" if isinstance(error, PermissionError) else "replace it, or leave it out"
@@ -281,12 +286,21 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """Interface of tokenizers that a corpus uses."""
+    """Interface of tokenizers that corpora and conversations use."""
 
     vocab_size: int
 
-    def encode(self, text: bytes) -> npt.NDArray[np.integer]:
-        """The tokens of UTF-8 text, [count], in the smallest unsigned type that holds the vocabulary."""
+    def encode(self, text: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
+        """The tokens of a whole text, [count], and the first character of each and the one behind it, [count, 2].
+
+        Raises:
+            ValueError: it cannot be encoded.
+        """
+
+    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[npt.NDArray[np.integer]]:
+        """The tokens of one UTF-8 text that comes in chunks of whole characters, in the smallest unsigned type that
+        holds the vocabulary: those of the whole text, wherever the chunks end.
+        """
 
     def save(self, folder: Path) -> None:
         """Leave what decodes the tokens in `folder`."""
@@ -302,33 +316,121 @@ class ByteTokenizer:
 
     vocab_size = _BYTES
 
-    def encode(self, text: bytes) -> npt.NDArray[np.integer]:
-        return np.frombuffer(text, dtype=np.uint8)
+    def encode(self, text: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
+        tokens = np.frombuffer(text.encode(), dtype=np.uint8)
+        character = np.cumsum((tokens & 0xC0) != 0x80) - 1
+        return tokens, np.stack([character, character + 1], axis=1)
+
+    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[npt.NDArray[np.integer]]:
+        return (np.frombuffer(chunk, dtype=np.uint8) for chunk in chunks)
 
     def save(self, folder: Path) -> None:
         """Bytes need nothing to be decoded."""
 
 
 class BpeTokenizer:
-    """A tokenizer of the package `tokenizers`."""
+    """A tokenizer of the package `tokenizers`, whatever its file says of special, cut or padding tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._processor = tokenizer.post_processor
+        tokenizer.post_processor = None  # all that is left of it without special tokens is that it trims offsets
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self.vocab_size = int(tokenizer.get_vocab_size())
         self._dtype = np.dtype(token_dtype(self.vocab_size))
 
-    def encode(self, text: bytes) -> npt.NDArray[np.integer]:
-        lines = text.decode().splitlines(keepends=True)
-        parts = self._tokenizer.encode_batch(_grouped(lines), add_special_tokens=False)
-        return np.concatenate([np.empty(0, self._dtype), *(np.asarray(part.ids, self._dtype) for part in parts)])
+    def encode(self, text: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
+        text.encode()  # the package's error for a lone surrogate names no character
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(f"the tokenizer refuses it: {error}") from error
+        places = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.asarray(encoding.ids, self._dtype), places
+
+    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[npt.NDArray[np.integer]]:
+        """Windows of the text are encoded side by side, and joined where two that overlap have the same border between
+        tokens: a tokenizer may begin every text in a way of its own, such as with a space, and no merge is cut.
+        """
+        waiting, first = list[_Window](), 0  # windows not yielded yet, and the first token of theirs that is to be
+        for texts in _windows(chunks):
+            encodings = self._tokenizer.encode_batch([text for _, text in texts], add_special_tokens=False)
+            for (start, text), encoding in zip(texts, encodings, strict=True):
+                window = _Window(start, text, encoding)
+                if waiting and waiting[-1].border(window) is not None:
+                    joined = self._joined(waiting)
+                    border = joined.border(window)
+                    if border is not None:
+                        yield np.asarray(joined.encoding.ids[first : border[0]], self._dtype)
+                        waiting, first = [], border[1]
+                waiting.append(window)
+        if waiting:
+            yield np.asarray(self._joined(waiting).encoding.ids[first:], self._dtype)
+
+    def _joined(self, windows: list[_Window]) -> _Window:
+        """Neighbours without a common border as one: a run of one character, or of digits in groups."""
+        if len(windows) == 1:
+            return windows[0]
+        text = "".join(window.text[:_WINDOW] for window in windows[:-1]) + windows[-1].text
+        return _Window(windows[0].start, text, self._tokenizer.encode(text, add_special_tokens=False))
 
     def save(self, folder: Path) -> None:
+        self._tokenizer.post_processor = self._processor
         self._tokenizer.save(str(folder / TOKENIZER_FILE))
+        self._tokenizer.post_processor = None
 
 
-def _grouped(lines: list[str], lines_per_text: int = 256) -> list[str]:
-    """Texts of many lines, so that the package encodes them side by side and few merges are cut at their borders."""
-    return ["".join(lines[i : i + lines_per_text]) for i in range(0, len(lines), lines_per_text)]
+_WINDOW, _OVERLAP = 1 << 13, 1 << 8  # characters
+
+
+def _windows(chunks: Iterable[bytes]) -> Iterator[list[tuple[int, str]]]:
+    """The windows that a chunk completes, as (first character, text); each overlaps the next one."""
+    start, text = 0, ""
+    for chunk in chunks:
+        text += chunk.decode()
+        complete = max(0, len(text) - _OVERLAP) // _WINDOW
+        yield [(start + at, text[at : at + _WINDOW + _OVERLAP]) for at in range(0, complete * _WINDOW, _WINDOW)]
+        start, text = start + complete * _WINDOW, text[complete * _WINDOW :]
+    if text:
+        yield [(start, text)]
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Part of a text from the character `start` on, and its tokens."""
+
+    start: int
+    text: str
+    encoding: Any
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.text)
+
+    def border(self, following: _Window) -> tuple[int, int] | None:
+        """The tokens of both windows that begin at the same character in the middle of what they share; None if they do
+        not have the same tokens there.
+        """
+        edge = _OVERLAP // 4  # what lies nearer may depend on where a window ends
+        inside = following.start + edge, self.end - edge
+        ours, theirs = self._borders(*inside), following._borders(*inside)
+        if not ours or [border[:2] for border in ours] != [border[:2] for border in theirs]:
+            return None
+        return ours[len(ours) // 2][2], theirs[len(ours) // 2][2]
+
+    def _borders(self, begin: int, end: int) -> list[tuple[int, int, int]]:
+        """The characters of [begin, end) at which a token begins and the one before has ended, with the vocabulary's
+        number of that token and its place among those of the window.
+        """
+        places, ids = self.encoding.token_to_chars, self.encoding.ids
+        first = bisect_left(range(len(ids)), begin - self.start, key=lambda token: places(token)[0])
+        last = bisect_left(range(len(ids)), end - self.start, key=lambda token: places(token)[0])
+        return [
+            (places(token)[0] + self.start, ids[token], token)
+            for token in range(max(1, first), last)
+            if places(token - 1)[1] <= places(token)[0]
+        ]
 
 
 def tokenizer_key(spec: str) -> str:
@@ -410,7 +512,7 @@ def _trained(package: Any, vocab_size: int, training_text: Iterable[bytes]) -> A
     return tokenizer
 
 
-_LAYOUT = 3  # raised when an entry's files change their meaning
+_LAYOUT = 4  # raised when an entry's files change their meaning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -658,8 +760,7 @@ def _write_tokens(path: Path, spans: Iterable[TextSpan], tokenizer: Tokenizer) -
     with path.open("xb") as file:
         for span in spans:
             starts.append(count)
-            for chunk in span.chunks():
-                tokens = tokenizer.encode(chunk)
+            for tokens in tokenizer.encode_chunks(span.chunks()):
                 file.write(tokens.tobytes())
                 count += len(tokens)
     np.save(_documents_path(path), np.unique(np.array(starts, dtype=np.int64)))

@@ -2,17 +2,23 @@
 
 The file holds one JSON object a line, or one JSON array of objects. An object is {"messages": [{"role", "content"},
 ...]}, {"conversations": [{"from", "value"}, ...]} as ShareGPT has it, {"prompt", "response"}, or {"instruction",
-"output"} with an optional "input". The chat template of the model's tokenizer formats it, or plain marked turns if
-there is none, as a list of texts that are predicted or not: only answers are, with their end token. No expert computes
-the padding of a window.
+"output"} with an optional "input"; a key whose value is null is absent. The chat template of the model's tokenizer
+formats it, or plain marked turns if there is none, as a list of texts that are predicted or not: only answers are, with
+their end token, and without those of "weight": 0. The text is encoded as a whole, so that its tokens are those that a
+model sees later, and a token is predicted if it covers any character of an answer. No expert computes the padding of a
+window.
 """
 
 from __future__ import annotations
 
 import codecs
+import copy
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Protocol
@@ -25,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from moe_lightning.config import NonNegativeInt, PositiveInt, validated
+from moe_lightning.config import NonNegativeInt, PositiveInt, shown, validated
 from moe_lightning.data.corpus import Tokenizer, load_tokenizer, tokenizer_key
 from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.packing import Packed
@@ -33,8 +39,123 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_written, decoded, open_regular, read_bytes, read_text
 from moe_lightning.moe.losses import IGNORED_TARGET
 
-Turn = tuple[str, str]
-"""Role and content."""
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a conversation.
+
+    Attributes:
+        role, content: who says what; None is an answer that only calls tools.
+        is_learned: True for an answer that is predicted.
+        rest: other keys of the message, for a chat template.
+    """
+
+    role: str
+    content: str | None
+    is_learned: bool = False
+    rest: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, message: Any) -> Turn:
+        """Read {"role", "content"} or {"from", "value"}.
+
+        Raises:
+            KeyError: it lacks one of them.
+            ValueError: it is no turn.
+        """
+        message = _present(message, "a turn")
+        is_shared = "from" in message and "role" not in message
+        names = ("from", "value") if is_shared else ("role", "content")
+        rest = {name: value for name, value in message.items() if name not in ("role", "content", "from", "value")}
+        weight = rest.pop("weight", 1)
+        role = message[names[0]]
+        if is_shared and isinstance(role, str):
+            role = _ROLE_OF.get(role, role)
+        calls_only = role == "assistant" and rest.get("tool_calls") and names[1] not in message
+        content = None if calls_only else _text(message[names[1]])
+        if role not in _ROLES:
+            raise ValueError(f"a turn has the role {shown(role)}, which is none of {', '.join(_ROLES)}")
+        if type(weight) not in (int, float) or weight not in (0, 1):
+            raise ValueError(f"a turn has the weight {shown(weight)}: give 0 for an answer that is not learned, or 1")
+        return cls(role, content, role == "assistant" and weight == 1, rest)
+
+    def message(self) -> dict[str, Any]:
+        """The turn as chat templates want it, calls of tools with their arguments as objects."""
+        return {"role": self.role, "content": self.content, **self.rest, **_calls(self.rest)}
+
+
+def _calls(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Calls of tools with arguments that are JSON text, as OpenAI has them, read."""
+    calls = copy.deepcopy(rest.get("tool_calls"))
+    if not isinstance(calls, list):
+        return {}
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with suppress(ValueError):
+                function["arguments"] = json.loads(function["arguments"])
+    return {"tool_calls": calls}
+
+
+def _present(thing: Any, what: str) -> dict[str, Any]:
+    """An object without its keys of null, which stand for what a row of joined data sets lacks."""
+    if not isinstance(thing, Mapping):
+        raise ValueError(f"{what} is not an object")
+    return {name: value for name, value in thing.items() if value is not None}
+
+
+def _text(content: Any) -> str:
+    """The text of a turn, which may come in parts."""
+    if isinstance(content, list):
+        parts = [_present(part, "a part of a turn") for part in content]
+        other = next((part for part in parts if part.get("type") != "text"), None)
+        if other is not None:
+            raise ValueError(f"a turn has a part of the type {shown(other.get('type'))}: only text is trained on")
+        return "".join(_text(part["text"]) for part in parts)
+    if not isinstance(content, str):
+        raise ValueError(f"a turn has the content {shown(content)}, which is no text")
+    return content
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns in order, and the tools that are offered in them."""
+
+    turns: tuple[Turn, ...]
+    tools: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, line: Any) -> Conversation:
+        """Read one parsed object.
+
+        Raises:
+            KeyError: a turn lacks a key.
+            ValueError: it has none of the known forms, or no answer to learn.
+        """
+        line = _present(line, "it")
+        tools = line.get("tools") or ()
+        if turns := line.get("messages") or line.get("conversations"):
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+            if not isinstance(turns, list) or not isinstance(tools, list | tuple):
+                raise ValueError("its messages, or its tools, are not a list")
+            found = cls(tuple(map(Turn.of, turns)), tools)
+        elif "prompt" in line and "response" in line:
+            found = cls(_exchange(line["prompt"], line["response"]))
+        elif "instruction" in line and "output" in line:
+            question = [_text(line[name]) for name in ("instruction", "input") if name in line]
+            found = cls(_exchange("\n\n".join(filter(None, question)), line["output"]))
+        else:
+            raise ValueError("it has neither messages, conversations, prompt and response nor instruction and output")
+        if not any(turn.role == "assistant" for turn in found.turns):
+            raise ValueError("it has no answer of the assistant")
+        if not any(turn.is_learned for turn in found.turns):
+            raise ValueError("every answer has the weight 0, so that there is nothing to learn: leave it out")
+        return found
+
+
+def _exchange(question: Any, answer: Any) -> tuple[Turn, ...]:
+    return Turn("user", _text(question)), Turn("assistant", _text(answer), True)
+
 
 Piece = tuple[str, bool]
 """Text, and whether it is predicted."""
@@ -48,7 +169,13 @@ class ChatFormat(Protocol):
     padding: str
     """Text of the token that fills a window up."""
 
-    def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
+    def check(self, said: Conversation) -> None:
+        """
+        Raises:
+            ValueError: something of it would be left out.
+        """
+
+    def pieces(self, said: Conversation) -> list[Piece]:
         """The conversation in order.
 
         Raises:
@@ -66,12 +193,21 @@ class MarkedTurns:
     def __init__(self, end: str) -> None:
         self.padding = end
 
-    def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
+    def check(self, said: Conversation) -> None:
+        other = next((f"the role {turn.role}" for turn in said.turns if turn.role not in _MARKED_ROLES), None)
+        if said.tools or any("tool_calls" in turn.rest for turn in said.turns):
+            other = "calls of tools"
+        if other is not None:
+            raise ValueError(
+                f"it has {other}, and without a chat template there are only {', '.join(_MARKED_ROLES)}: give the "
+                "tokenizer.json of a folder whose template has more"
+            )
+
+    def pieces(self, said: Conversation) -> list[Piece]:
         written: list[Piece] = []
-        for role, content in turns:
-            is_answer = role == "assistant"
-            written += [(f"<|{role}|>\n", False), (content, is_answer)]
-            written.append((self.padding, True) if is_answer else ("\n", False))
+        for turn in said.turns:
+            written += [(f"<|{turn.role}|>\n", False), (turn.content or "", turn.is_learned)]
+            written.append((self.padding, turn.is_learned) if turn.role == "assistant" else ("\n", False))
         return written
 
 
@@ -93,11 +229,27 @@ class TemplatedTurns:
                 f"the tokenizer in {tokenizer.name_or_path} has neither a padding nor an end token: give data.end_token"
             )
 
-    def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
-        whole = self._written(turns)
-        answers = [index for index, (role, _) in enumerate(turns) if role == "assistant"]
-        for chosen in (answers, answers[-1:]):
-            spans = [(self._written(turns[:i], asks=True), self._written(turns[: i + 1])) for i in chosen]
+    def check(self, said: Conversation) -> None:
+        """Change what not every template knows: the text has to change with it."""
+        turns, whole = said.turns, self._written(said)
+        if said.tools and whole == self._written(replace(said, tools=())):
+            raise ValueError("the chat template of the tokenizer leaves out the tools that are offered")
+        for index, turn in enumerate(turns):
+            others = []
+            if turn.content is not None and turn.role not in ("user", "assistant"):
+                others.append((f"turns of the role {turn.role}", replace(turn, content=f"{turn.content} and more")))
+            if "tool_calls" in turn.rest:
+                rest = {name: value for name, value in turn.rest.items() if name != "tool_calls"}
+                others.append(("calls of tools", replace(turn, content=turn.content or "", rest=rest)))
+            for what, other in others:
+                if whole == self._written(replace(said, turns=(*turns[:index], other, *turns[index + 1 :]))):
+                    raise ValueError(f"the chat template of the tokenizer leaves out {what}")
+
+    def pieces(self, said: Conversation) -> list[Piece]:
+        whole = self._written(said)
+        learned = [index for index, turn in enumerate(said.turns) if turn.is_learned]
+        for chosen in (learned, learned[-1:]):
+            spans = [(self._written(said, i, asks=True), self._written(said, i + 1)) for i in chosen]
             if all(whole.startswith(end) and end.startswith(start) for start, end in spans):
                 break
         else:
@@ -108,12 +260,20 @@ class TemplatedTurns:
             at = len(end)
         return [piece for piece in (*written, (whole[at:], False)) if piece[0]]
 
-    def _written(self, turns: Sequence[Turn], *, asks: bool = False) -> str:
+    def _written(self, said: Conversation, count: int | None = None, *, asks: bool = False) -> str:
+        """The first `count` turns, or all."""
+        turns = said.turns[:count]
         if not turns and not asks:
             return ""
-        messages = [{"role": role, "content": content} for role, content in turns]
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [turn.message() for turn in turns],
+                    tools=list(said.tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=asks,
+                )
+            )
         except Exception as error:  # a template is a program of its own, and raises what it likes
             raise ValueError(f"the chat template of the tokenizer refuses it: {error}") from error
 
@@ -179,7 +339,8 @@ def _hugging_face_tokenizer(folder: Path) -> Any:
 _SAMPLE = 256
 """Conversations whose windows are looked at before training."""
 
-_ROLES = ("system", "user", "assistant")
+_MARKED_ROLES = ("system", "user", "assistant")
+_ROLES = (*_MARKED_ROLES, "developer", "tool")
 _ROLE_OF = {"human": "user", "gpt": "assistant"}  # ShareGPT's words
 _LONGEST_LINE = 1 << 26  # bytes
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -207,7 +368,7 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         self._spans = spans
         self._tokenizer = tokenizer
         self._written = written
-        self._padding = self._encoded(written.padding)[-1]
+        self._padding = int(tokenizer.encode(written.padding)[0][-1])
         self._length = context_length
 
     def __len__(self) -> int:
@@ -218,34 +379,55 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
     def _tokens(self, index: int) -> tuple[list[int], list[bool]]:
         """Return the tokens of a conversation, and for each whether it is predicted."""
+        encoded = self.encoded(index)
+        return encoded.tokens.tolist(), encoded.is_predicted.tolist()
+
+    def encoded(self, index: int) -> Encoded:
+        """Read and tokenize a conversation.
+
+        Raises:
+            ConfigurationError: the file has changed.
+        """
         offset, nbytes = self._spans[index].tolist()
-        with self._path.open("rb") as file:
-            file.seek(offset)
-            turns = conversation(json.loads(file.read(nbytes)))
-        tokens: list[int] = []
-        predicted: list[bool] = []
-        for text, is_predicted in self._written.pieces(turns):
-            piece = self._encoded(text)
-            tokens += piece
-            predicted += [is_predicted] * len(piece)
-        return tokens, predicted
+        try:
+            with self._path.open("rb") as file:
+                file.seek(offset)
+                return encode(read(file.read(nbytes)), self._written, self._tokenizer)
+        except (ValueError, OSError) as error:
+            raise ConfigurationError(
+                f"{self._path} has changed since the run began: at byte {offset:,} there is no conversation ({error}); "
+                "put it back, and give changed data to a new run"
+            ) from error
+
+    def example(self, index: int) -> str:
+        """A conversation as it is trained on, in a line."""
+        encoded = self.encoded(index)
+        size = min(len(encoded.tokens), self._length + 1)
+        is_learned = encoded.is_predicted[:size] & (np.arange(size) > 0)  # nothing predicts the first one
+        borders = [0, *(np.flatnonzero(np.diff(is_learned)) + 1).tolist(), size]
+        runs = list[str]()
+        for begin, end in itertools.pairwise(borders[: _MOST_RUNS + 1]):
+            run = _shortened(encoded.text[encoded.places[begin, 0] : encoded.places[end - 1, 1]])
+            runs.append(f"«{run}»" if is_learned[begin] else run)
+        rest = " ..." if len(borders) > _MOST_RUNS + 1 else ""
+        return (
+            f"{is_learned.sum()} of the {size} tokens of a conversation are learned, those in «»: {''.join(runs)}{rest}"
+        )
 
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each conversation, whether the context holds them or not; reads and tokenizes all."""
         return np.array([len(self._tokens(index)[0]) for index in range(len(self))], dtype=np.int64)
 
-    def learnable(self, most: int) -> tuple[int, int]:
-        """Count, of the first `most` conversations, and of more until one is found, those looked at and those in which
-        anything is predicted.
+    def learnable(self, most: int) -> tuple[int, list[int]]:
+        """Return, of the first `most` conversations, and of more until one is found, how many were looked at, and those
+        in which anything is predicted.
         """
-        looked_at = found = 0
+        looked_at, found = 0, list[int]()
         while looked_at < len(self) and (looked_at < most or not found):
-            found += bool(torch.ne(self[looked_at][1], IGNORED_TARGET).any())
+            if torch.ne(self[looked_at][1], IGNORED_TARGET).any():
+                found.append(looked_at)
             looked_at += 1
         return looked_at, found
-
-    def _encoded(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer.encode(text.encode())]
 
     def _window(self, tokens: list[int], predicted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         size = self._length + 1
@@ -256,37 +438,67 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return ids[:-1], ids[1:].masked_fill(~wanted[1:], IGNORED_TARGET), is_token
 
 
-def conversation(line: Any) -> list[tuple[str, str]]:
-    """(role, content) of each turn of one parsed object.
+@dataclass(frozen=True)
+class Encoded:
+    """A conversation in tokens.
+
+    Attributes:
+        text: as it is written.
+        tokens, places: see `Tokenizer.encode`.
+        is_predicted: bool [count], True for tokens that cover any character of an answer.
+    """
+
+    text: str
+    tokens: NDArray[np.integer]
+    places: NDArray[np.int64]
+    is_predicted: NDArray[np.bool_]
+
+
+_MOST_RUNS = 6
+_HEAD, _TAIL = 100, 40  # characters
+
+
+def _shortened(text: str) -> str:
+    """A text of one line, without its middle where it is long."""
+    if len(text) > _HEAD + _TAIL:
+        text = f"{text[:_HEAD]} ... {text[-_TAIL:]}"
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def read(record: bytes) -> Conversation:
+    """Read one conversation of a file.
 
     Raises:
-        ValueError: it has none of the known forms, or no answer.
+        ValueError: it is none.
     """
-    if not isinstance(line, Mapping):
-        raise ValueError("it is not an object")
-    if "messages" in line:
-        turns = [_turn(message) for message in line["messages"]]
-    elif "conversations" in line:
-        turns = [_turn(message) for message in line["conversations"]]
-    elif "prompt" in line and "response" in line:
-        turns = [("user", line["prompt"]), ("assistant", line["response"])]
-    elif "instruction" in line and "output" in line:
-        question = "\n\n".join(part for part in (line["instruction"], line.get("input")) if part)
-        turns = [("user", question), ("assistant", line["output"])]
-    else:
-        raise ValueError("it has neither messages, conversations, prompt and response nor instruction and output")
-    if any(role not in _ROLES or not isinstance(content, str) for role, content in turns):
-        raise ValueError(f"a turn needs one of the roles {', '.join(_ROLES)} and a text")
-    if not any(role == "assistant" for role, _ in turns):
-        raise ValueError("it has no answer of the assistant")
-    return turns
+    try:
+        return Conversation.of(json.loads(decoded(record.removeprefix(codecs.BOM_UTF8))))
+    except KeyError as error:
+        raise ValueError(f"it lacks {error}") from error
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
 
 
-def _turn(message: Any) -> tuple[str, Any]:
-    """(role, content) of {"role", "content"} or of {"from", "value"}."""
-    if "from" in message:
-        return _ROLE_OF.get(message["from"], message["from"]), message["value"]
-    return message["role"], message["content"]
+def encode(said: Conversation, written: ChatFormat, tokenizer: Tokenizer) -> Encoded:
+    """Write out and tokenize one conversation.
+
+    Raises:
+        ValueError: it cannot be written or tokenized.
+    """
+    pieces = written.pieces(said)
+    text = "".join(piece for piece, _ in pieces)
+    try:
+        tokens, places = tokenizer.encode(text)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"it holds half of a surrogate pair, {text[error.start]!r}, behind {text[: error.start][-20:]!r}: no UTF-8 "
+            "text can; replace it"
+        ) from error
+    of_answers = np.repeat([is_predicted for _, is_predicted in pieces], [len(piece) for piece, _ in pieces])
+    before = np.append(0, np.cumsum(of_answers))
+    starts, ends = places.T
+    ends = np.minimum(np.maximum(ends, starts + 1), len(text))  # a token may cover no character
+    return Encoded(text, tokens, places, before[ends] > before[starts])
 
 
 @validated
@@ -338,7 +550,7 @@ class InstructionData(StepDataModule):
         self._val_samples = val_samples
         self._packing = packing
         self._tokenizer: Tokenizer | None = None
-        self._packs = ""  # what is said of them
+        self._packs = self._example = ""  # what is said of them
 
     @cached_property
     def written(self) -> ChatFormat:
@@ -362,17 +574,18 @@ class InstructionData(StepDataModule):
         return self.tokenizer.vocab_size
 
     def summary(self) -> str:
-        """One line about the file, and under `packing` another, once it is set up."""
-        return "\n".join([f"{self._path}", *self._packs.splitlines()])
+        """Lines about the file, and once it is set up, about its packs and one conversation."""
+        return "\n".join([f"{self._path}", *self._packs.splitlines(), *self._example.splitlines()])
 
     def prepare_data(self) -> None:
         """Check every conversation, once on every node."""
-        for name, _, text in _records(self._path):
+        for name, _, record in _records(self._path):
             try:
-                self.written.pieces(conversation(json.loads(decoded(text.removeprefix(codecs.BOM_UTF8)))))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-                raise ConfigurationError(f"{self._path}, {name}, is not a conversation: {reason}") from error
+                said = read(record)
+                self.written.check(said)
+                encode(said, self.written, self.tokenizer)
+            except ValueError as error:
+                raise ConfigurationError(f"{self._path}, {name}, is not a conversation: {error}") from error
 
     def setup(self, stage: str | None = None) -> None:
         """Find the conversations and split them."""
@@ -388,7 +601,10 @@ class InstructionData(StepDataModule):
         spread = np.arange(measured) * held_out // measured
         val = self._conversations(spans[np.sort(order[:held_out])[spread]])
         train = self._conversations(spans[np.sort(order[held_out:])])
-        self._check_learnable(train)
+        example = train.example(self._first_learnable(train))
+        if example != self._example:
+            self._example = example
+            rank_zero_info(example)
         self._val = self._packed(val, training=False) if self._packing else val
         self._train = self._packed(train, training=True) if self._packing else train
 
@@ -402,14 +618,17 @@ class InstructionData(StepDataModule):
             rank_zero_info(self._packs)
         return packed
 
-    def _check_learnable(self, train: Conversations) -> None:
-        """Refuse, or where it concerns only some say, that windows end before the answers begin."""
+    def _first_learnable(self, train: Conversations) -> int:
+        """The first conversation of which anything is learned: refuse, or where it concerns only some say, that windows
+        end before the answers begin.
+        """
         looked_at, found = train.learnable(_SAMPLE)
         cause = f"context_length={self.context_length} ends before an answer of {self._path} begins"
         if not found:
             raise ConfigurationError(f"{cause}, in all {looked_at} conversations: there is nothing to learn, raise it")
-        if found < looked_at:
-            rank_zero_warn(f"{cause}, in {looked_at - found} of {looked_at} conversations that were looked at")
+        if len(found) < looked_at:
+            rank_zero_warn(f"{cause}, in {looked_at - len(found)} of {looked_at} conversations that were looked at")
+        return found[0]
 
     def _conversations(self, spans: NDArray[np.int64]) -> Conversations:
         return Conversations(self._path, spans, self.tokenizer, self.written, self.context_length)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from moe_lightning import ConfigurationError
-from moe_lightning.data.instructions import InstructionData, MarkedTurns, chat_format
+from moe_lightning.data.instructions import Conversation, InstructionData, MarkedTurns, chat_format
 from moe_lightning.moe.losses import IGNORED_TARGET
 
 CHATML = (
@@ -27,6 +27,10 @@ FORGETFUL = (
 )
 STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + CHATML
 TURNS = [("user", "a b"), ("assistant", "c"), ("user", "d"), ("assistant", "e f")]
+
+
+def said(*turns: tuple[str, str]) -> Conversation:
+    return Conversation.of({"messages": [{"role": role, "content": content} for role, content in turns]})
 
 
 def tokenizer_folder(folder: Path, template: str | None, **settings: Any) -> str:
@@ -48,13 +52,13 @@ def tokenizer_folder(folder: Path, template: str | None, **settings: Any) -> str
 def test_without_a_template_turns_are_marked_and_end_with_the_tokenizers_end(tmp_path: Path) -> None:
     written = chat_format(tokenizer_folder(tmp_path, None), None)
     asked = [("<|user|>\n", False), ("a b", False), ("\n", False)]
-    assert written.pieces(TURNS[:2]) == [*asked, ("<|assistant|>\n", False), ("c", True), ("<|end|>", True)]
+    assert written.pieces(said(*TURNS[:2])) == [*asked, ("<|assistant|>\n", False), ("c", True), ("<|end|>", True)]
     assert chat_format("bytes", None).padding == "<|endoftext|>"
     assert chat_format("bytes", "\0").padding == "\0"
 
 
 def test_a_template_writes_all_and_only_answers_are_predicted(tmp_path: Path) -> None:
-    pieces = chat_format(tokenizer_folder(tmp_path, CHATML), None).pieces([("system", "s"), *TURNS])
+    pieces = chat_format(tokenizer_folder(tmp_path, CHATML), None).pieces(said(("system", "s"), *TURNS))
     whole = "".join(text for text, _ in pieces)
     assert whole.startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na b<|im_end|>\n")
     assert [text for text, is_predicted in pieces if is_predicted] == ["c<|im_end|>\n", "e f<|im_end|>\n"]
@@ -62,7 +66,7 @@ def test_a_template_writes_all_and_only_answers_are_predicted(tmp_path: Path) ->
 
 def test_a_template_that_rewrites_earlier_answers_has_its_last_one_predicted(tmp_path: Path) -> None:
     turns = [("user", "q"), ("assistant", "<think>x</think>one"), ("user", "r"), ("assistant", "<think>y</think>two")]
-    pieces = chat_format(tokenizer_folder(tmp_path, FORGETFUL), None).pieces(turns)
+    pieces = chat_format(tokenizer_folder(tmp_path, FORGETFUL), None).pieces(said(*turns))
     assert [text for text, is_predicted in pieces if is_predicted] == ["<think>y</think>two<|im_end|>\n"]
     assert "<think>x" not in "".join(text for text, _ in pieces)
 
@@ -91,6 +95,123 @@ def test_what_a_template_refuses_is_told_with_its_line(tmp_path: Path) -> None:
         ConfigurationError, match=r"line 1, is not a conversation: the chat template .* no system turns"
     ):
         InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path).prepare_data()
+
+
+MIXTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ ' [INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+def sentencepiece_folder(folder: Path, kind: str, template: str | None) -> str:
+    """A tokenizer that begins a text with a space, as those of Llama 2, Mistral and Mixtral do."""
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(set("abcdefghijklmnopqrstuvwxyz[]/INST<>|.?!▁\n"))
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *letters, "▁a", "▁c", "▁▁"])}
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a"), ("▁", "c"), ("▁", "▁")], unk_token="<unk>"))
+    if kind == "prepend":
+        raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    raw.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ("<s>", "</s>")])
+    raw.enable_truncation(4)  # what the file says of lengths is not for training
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return str(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("template", [MIXTRAL, ZEPHYR, None], ids=["mixtral", "zephyr", "marked"])
+@pytest.mark.parametrize("kind", ["prepend", "first", "always"])
+def test_the_tokens_of_a_conversation_are_those_of_its_whole_text(
+    tmp_path: Path, kind: str, template: str | None
+) -> None:
+    path = sentencepiece_folder(tmp_path / "model", kind, template)
+    messages = [{"role": role, "content": content} for role, content in TURNS]
+    (tmp_path / "chat.jsonl").write_text("\n".join([json.dumps({"messages": messages})] * 2))
+    data = InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path, context_length=128, global_batch_size=1)
+    data.prepare_data()
+    data.setup()
+    inputs, targets, is_token = data.train_dataloader().dataset[0]
+    raw = Tokenizer.from_file(path)
+    raw.no_truncation()
+    whole = raw.encode("".join(text for text, _ in data.written.pieces(said(*TURNS))), add_special_tokens=False).ids
+    assert inputs[is_token].tolist() == whole
+    learned = [raw.id_to_token(token) for token in targets.tolist() if token != IGNORED_TARGET]
+    answers = "".join(learned).replace("▁", " ").replace("\n", "").split("</s>")
+    assert [answer.strip() for answer in answers] == ["c", "e f", ""]
+    assert (learned[0] == "▁c") == (template == MIXTRAL), "a space only where the template writes one"
+
+
+def test_an_example_shows_what_is_learned(tmp_path: Path) -> None:
+    lines = [{"prompt": "p" * 500 + "\x1b", "response": "r\n"}] * 2
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = InstructionData(path=tmp_path / "chat.jsonl", context_length=1024, global_batch_size=1, end_token="\0")
+    data.setup()
+    line = data.summary().splitlines()[1]
+    assert line.startswith("3 of the 528 tokens of a conversation are learned, those in «»: <|user|>\\npppp")
+    assert line.endswith("pp\\x1b\\n<|assistant|>\\n«r\\n\\x00»")
+    assert len(line) < 300
+
+
+CALLING = (
+    "{% if tools %}{% for t in tools %}<|im_start|>tool {{ t['name'] }}<|im_end|>{% endfor %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
+    "{% for c in m['tool_calls'] or [] %}{{ c['function'] | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_SYSTEM = "{% for m in messages if m['role'] in ('user', 'assistant') %}" + CHATML.partition("%}")[2]
+CALL = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+USES_TOOLS: list[dict[str, Any]] = [
+    {"role": "developer", "content": "d"},
+    {"role": "user", "content": "u"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "t", "tool_call_id": "1"},
+    {"role": "assistant", "content": "a"},
+]
+
+
+def test_tools_are_written_as_the_template_has_them(tmp_path: Path) -> None:
+    written = chat_format(tokenizer_folder(tmp_path, CALLING), None)
+    uses = Conversation.of({"messages": USES_TOOLS, "tools": [{"name": "f"}]})
+    written.check(uses)
+    pieces = written.pieces(uses)
+    assert pieces[0][0].startswith("<|im_start|>tool f<|im_end|><|im_start|>developer\nd<|im_end|>")
+    calls = '{"name": "f", "arguments": {"x": 1}}<|im_end|>\n'
+    assert [text for text, is_predicted in pieces if is_predicted] == [calls, "a<|im_end|>\n"]
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "sentence"),
+    [
+        (CHATML, {"messages": [USES_TOOLS[1], {**USES_TOOLS[2], "content": ""}]}, "leaves out calls of tools"),
+        (CHATML, {"messages": USES_TOOLS[:2] + USES_TOOLS[4:], "tools": [{"name": "f"}]}, "leaves out the tools"),
+        (NO_SYSTEM, {"messages": USES_TOOLS[:2] + USES_TOOLS[4:]}, "leaves out turns of the role developer"),
+        (NO_SYSTEM, {"messages": USES_TOOLS[1:2] + USES_TOOLS[3:]}, "leaves out turns of the role tool"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(
+    tmp_path: Path, template: str, line: dict[str, Any], sentence: str
+) -> None:
+    path = tokenizer_folder(tmp_path / "model", template)
+    (tmp_path / "chat.jsonl").write_text(json.dumps(line))
+    with pytest.raises(ConfigurationError, match=f"line 1, is not a conversation: the chat template .* {sentence}"):
+        InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path).prepare_data()
+
+
+def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join([json.dumps({"prompt": "p", "response": "r"})] * 2))
+    data = InstructionData(path=path, context_length=64, global_batch_size=1)
+    data.setup()
+    path.write_text("x" * path.stat().st_size)
+    with pytest.raises(ConfigurationError, match=r"chat.jsonl has changed since the run began: at byte \d+ "):
+        data.train_dataloader().dataset[0]
 
 
 def test_folders_that_say_too_little(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from moe_lightning import ConfigurationError
-from moe_lightning.data.instructions import InstructionData, conversation
+from moe_lightning.data.instructions import Conversation, InstructionData
 from moe_lightning.moe.losses import IGNORED_TARGET
 
 CHAT = {
@@ -71,18 +71,49 @@ def test_padding_is_marked_and_what_ends_an_answer_is_not(tmp_path: Path) -> Non
     assert full.all()
 
 
+def turns_of(line: Any) -> list[tuple[str, str | None]]:
+    return [(turn.role, turn.content) for turn in Conversation.of(line).turns]
+
+
 def test_forms_of_a_line() -> None:
     turns = [("user", "a"), ("assistant", "b")]
-    assert conversation({"prompt": "a", "response": "b"}) == turns
-    assert conversation({"instruction": "a", "output": "b"}) == turns
-    assert conversation({"instruction": "a", "input": "", "output": "b"}) == turns
-    assert conversation({"instruction": "a", "input": "c", "output": "b"})[0] == ("user", "a\n\nc")
-    assert conversation(CHAT)[0] == ("system", "be brief")
+    assert turns_of({"prompt": "a", "response": "b"}) == turns
+    assert turns_of({"instruction": "a", "output": "b"}) == turns
+    assert turns_of({"instruction": "a", "input": "", "output": "b"}) == turns
+    assert turns_of({"instruction": "a", "input": "c", "output": "b"})[0] == ("user", "a\n\nc")
+    assert turns_of(CHAT)[0] == ("system", "be brief")
     shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    assert conversation({"id": "x", "conversations": shared}) == turns
-    assert conversation({"conversations": [{"from": "system", "value": "s"}, *shared]}) == [("system", "s"), *turns]
-    assert conversation({"conversations": [{"role": "user", "content": "a"}, *shared[1:]]}) == turns
-    assert conversation({"messages": shared}) == turns
+    assert turns_of({"id": "x", "conversations": shared}) == turns
+    assert turns_of({"conversations": [{"from": "system", "value": "s"}, *shared]}) == [("system", "s"), *turns]
+    assert turns_of({"conversations": [{"role": "user", "content": "a"}, *shared[1:]]}) == turns
+    assert turns_of({"messages": shared}) == turns
+
+
+NULL = dict.fromkeys(("messages", "conversations", "prompt", "response", "instruction", "input", "output", "tools"))
+UNUSED = {"from": None, "value": None, "weight": None, "tool_calls": None}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"messages": [{"role": "user", "content": "a", **UNUSED}, {"role": "assistant", "content": "b", **UNUSED}]},
+        {"conversations": [{"from": "human", "value": "a", "role": None}, {"from": "gpt", "value": "b"}]},
+        {"prompt": "a", "response": "b"},
+        {"messages": [], "prompt": "a", "response": "b"},
+        {"instruction": "a", "output": "b"},
+        {"prompt": [{"type": "text", "text": "a", "image_url": None}], "response": "b"},
+    ],
+)
+def test_a_key_of_null_is_absent(line: dict[str, Any]) -> None:
+    assert turns_of(NULL | line) == [("user", "a"), ("assistant", "b")]
+
+
+def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path) -> None:
+    wrong = [CHAT["messages"][1], {"role": "assistant", "content": "5", "weight": 0}]
+    line = {"messages": [*wrong, *CHAT["messages"][1:3]]}
+    for inputs, targets in samples(data(write(tmp_path / "chat.jsonl", line, line), context_length=96)):
+        assert b"5\0<|user|>" in inputs
+        assert targets.replace(b".", b"") == b"4\0"
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -103,7 +134,18 @@ def test_an_array_is_read_like_lines(tmp_path: Path, indent: int | None) -> None
         (b'[{"prompt": "\xff", "response": "b"}]', "element 1, is not a conversation: it is not UTF-8 text"),
         (b'{"prompt": "\xff", "response": "b"}', "line 1, is not a conversation: it is not UTF-8 text: invalid start"),
         (b"[" * 100_000, "element 1: maximum recursion depth"),
-        (b'{"conversations": [{"from": "bing", "value": "c"}]}', "one of the roles system, user, assistant"),
+        (
+            b'{"conversations": [{"from": "bing", "value": "c"}]}',
+            "role 'bing', which is none of system, user, assistant",
+        ),
+        (
+            b'{"prompt": "a", "response": "so \\ud83d"}',
+            "line 1, is not a conversation: it holds half of a surrogate pair",
+        ),
+        (
+            b'[{"messages": [{"role": "user", "content": "\\udc00"}, {"role": "assistant", "content": "b"}]}]',
+            "'\\udc00'",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, text: bytes, sentence: str) -> None:
@@ -191,8 +233,25 @@ def test_a_tokenizer_file(tmp_path: Path) -> None:
         ('{"text": "x"}', "it has neither messages, conversations, prompt and response"),
         ('{"messages": [{"role": "user"}]}', "it lacks 'content'"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "it has no answer"),
-        ('{"messages": [{"role": "tool", "content": "x"}]}', "a turn needs one of the roles"),
-        ('{"prompt": 1, "response": "x"}', "a turn needs one of the roles"),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', "a turn has the role .*, which is none of system"),
+        ('{"messages": ["x"]}', "a turn is not an object"),
+        ('{"messages": {"role": "user"}}', "its messages, or its tools, are not a list"),
+        ('{"prompt": 1, "response": "x"}', "a turn has the content 1, which is no text"),
+        ('{"prompt": null, "response": "x"}', "it has neither messages, conversations, prompt and response"),
+        (
+            '{"prompt": [{"type": "image_url"}], "response": "x"}',
+            "a part of the type 'image_url': only text is trained",
+        ),
+        ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "every answer has the weight 0"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}',
+            "the weight 0.5: give 0 for an answer",
+        ),
+        (
+            '{"messages": [{"role": "developer", "content": "x"}, {"role": "assistant", "content": "x"}]}',
+            "role developer",
+        ),
+        ('{"prompt": "x", "response": "x", "messages": [{"role": "assistant", "tool_calls": [{}]}]}', "calls of tools"),
     ],
 )
 def test_wrong_lines_are_named(line: str, message: str, tmp_path: Path) -> None:

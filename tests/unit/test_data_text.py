@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
 import os
 import pickle
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning.data import corpus as corpus_module
 from moe_lightning.data import corpus as sources
-from moe_lightning.data.corpus import Corpus, default_cache_dir, prepare_corpus, text_files
+from moe_lightning.data.corpus import BpeTokenizer, Corpus, default_cache_dir, prepare_corpus, text_files
 from moe_lightning.data.text import TextData, TokenWindows
 from moe_lightning.errors import ConfigurationError
 
@@ -118,7 +119,7 @@ def test_names_of_files_need_not_be_utf8(folder: Path, cache: Path) -> None:
     corpus = prepare_corpus(folder, cache_dir=cache, val_fraction=0.25)
     assert corpus.num_files == 41
     (folder / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"\xff" * 100)
-    with pytest.raises(ConfigurationError, match=r"caf.*\.txt is not UTF-8 text \(invalid start byte\)"):
+    with pytest.raises(ConfigurationError, match=r"caf.*\.txt is not UTF-8 text \(invalid start byte at byte \d+\)"):
         prepare_corpus(folder, cache_dir=cache, val_fraction=0.25)
 
 
@@ -315,6 +316,40 @@ def test_bpe_is_trained_on_the_training_part_and_decodes(folder: Path, cache: Pa
     again.train.open().astype(np.uint16).tofile(folder / "tokens.bin")
     given = prepare_corpus(folder / "tokens.bin", cache_dir=cache, tokenizer=str(saved), dtype="uint16")
     assert given.vocab_size == corpus.vocab_size
+
+
+@pytest.mark.parametrize("chunk_bytes", [1000, 1 << 20])
+@pytest.mark.parametrize("kind", ["bytes", "prepend", "first", "digits"])
+def test_the_tokens_of_a_file_are_those_of_its_whole_text(kind: str, chunk_bytes: int) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra `bpe` is not installed")
+    pre, package = tokenizers.pre_tokenizers, tokenizers.Tokenizer(tokenizers.models.BPE())
+    source = Path(corpus_module.__file__).read_text()
+    byte_level = pre.ByteLevel(add_prefix_space=False)
+    package.pre_tokenizer = byte_level if kind in ("bytes", "digits") else pre.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=[*pre.ByteLevel.alphabet(), "▁", "\n"], show_progress=False
+    )
+    package.train_from_iterator([source, "=" * 50], trainer)
+    if kind == "digits":  # in groups of three from the left, as Llama 3 has them
+        package.pre_tokenizer = pre.Sequence([pre.Split(tokenizers.Regex(r"\d{1,3}"), "isolated"), byte_level])
+    elif kind == "first":
+        package.pre_tokenizer = pre.Metaspace(prepend_scheme="first", split=False)
+    elif kind == "prepend":
+        package.pre_tokenizer = None
+        package.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+        )
+    runs = ["=" * 20_001, "1234567890" * 2000, "é" * 9000, " \n" * 5000, "".join(source.split())[:12_000]]
+    text = source[:20_000] + source[:9_000].join(runs)
+    package.enable_truncation(10)  # of other uses of the file
+    encoder = BpeTokenizer(package)
+    whole = package.encode(text, add_special_tokens=False).ids
+    raw = text.encode()
+    ends = [next(at for at in range(end, -1, -1) if at == len(raw) or raw[at] & 0xC0 != 0x80) for end in
+            [*range(chunk_bytes, len(raw), chunk_bytes), len(raw)]]  # fmt: skip
+    chunks = [raw[start:end] for start, end in itertools.pairwise([0, *ends])]
+    assert np.concatenate(list(encoder.encode_chunks(chunks))).tolist() == whole
+    assert encoder.encode(text)[0].tolist() == whole
 
 
 def test_bpe_without_the_package_says_how_to_get_it(book: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
