@@ -121,16 +121,16 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
     names = {parameter: name for name, parameter in state.module.named_parameters()}
     for number, parameter in enumerate(state.numbered(index)):
         stack, cut = state.stack_of.get(parameter), cut_of(parameter)
-        keeper = state.keepers.get(parameter, state.holders(names.get(parameter, ""))[0])
+        state_rank = state.state_ranks.get(parameter, state.holders(names.get(parameter, ""))[0])
         for name, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 continue
             if stack is not None and value.shape[:1] == parameter.shape[:1]:
                 mine |= {f"{number}/{name}/{e}": value[slot] for slot, e in stack.owned()}
             elif cut is not None and value.ndim:
-                if state.keepers.get(parameter, state.cut.holders_of(cut)[0]) == world.rank:
+                if state.state_ranks.get(parameter, state.cut.holders_of(cut)[0]) == world.rank:
                     mine[f"{number}/{name}/rows/{state.cut.index}"] = value
-            elif keeper == world.rank and (cut is None or state.cut.part.tensor == 0):
+            elif state_rank == world.rank and (cut is None or state.cut.part.tensor == 0):
                 mine[f"{number}/{name}"] = value
     collected = collect_on_root(mine, world)
     if world.rank:
@@ -248,7 +248,7 @@ def broadcast_dense(state: State, world: World, source: int, *, but: Collection[
     Args:
         but: names of parameters that are cut over ranks, or will be.
     """
-    everyone, kept = state.world_size, {name for name, p in state.dense.items() if p in state.keepers}
+    everyone, kept = state.world_size, {name for name, p in state.dense.items() if p in state.state_ranks}
     tensors = [
         piece.tensor
         for piece in state.pieces(transient=True)

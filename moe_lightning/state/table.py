@@ -32,7 +32,7 @@ class State:
         module: the model.
         stacks: the experts of its MoE layers in order.
         optimizers: with their groups.
-        keepers: rank that keeps the optimizer state of a dense parameter (ZeRO-1); that of others is on every rank.
+        state_ranks: rank that keeps the optimizer state of a dense parameter (ZeRO-1); that of others is on every rank.
         cut: which parts of the dense parameters that are cut a rank holds, with their optimizer states; None: no
             parameter is cut.
         rank, world_size: of this process.
@@ -51,14 +51,14 @@ class State:
         stacks: Sequence[ExpertStack],
         optimizers: Sequence[tuple[Optimizer, Groups]],
         *,
-        keepers: Mapping[nn.Parameter, int],
+        state_ranks: Mapping[nn.Parameter, int],
         rank: int,
         world_size: int,
         cut: RowCut | None = None,
         holders: Callable[[str], tuple[int, ...]] | None = None,
         on_host: bool = False,
     ) -> None:
-        self.module, self.stacks, self.optimizers, self.keepers = module, stacks, optimizers, keepers
+        self.module, self.stacks, self.optimizers, self.state_ranks = module, stacks, optimizers, state_ranks
         self.rank, self.world_size, self.on_host = rank, world_size, on_host
         self.cut = cut or RowCut.whole(world_size)
         self.holders = holders or (lambda _: tuple(range(world_size)))
@@ -92,7 +92,7 @@ class State:
                 continue
             everyone = self.holders(name)
             yield StatePiece.of(f"dense/{name}/weight", parameter.detach(), everyone)
-            holders = (self.keepers[parameter],) if parameter in self.keepers else everyone
+            holders = (self.state_ranks[parameter],) if parameter in self.state_ranks else everyone
             for scope, tensor in self.moments(parameter).items():
                 yield StatePiece.of(f"dense/{name}/{scope}", tensor, holders)
         saved = set() if transient else set(self.module.state_dict(keep_vars=True))
@@ -103,14 +103,14 @@ class State:
     def _blocks(self, name: str, parameter: nn.Parameter, cut: TensorCut) -> Iterator[StatePiece]:
         """The pieces of a parameter that is cut; none where this rank has nothing of it."""
         own, everyone = local(parameter.detach()), self.cut.holders_of(cut)
-        keepers = (self.keepers[parameter],) if parameter in self.keepers else everyone
+        state_ranks = (self.state_ranks[parameter],) if parameter in self.state_ranks else everyone
         for scope, tensor in ({"weight": own} | self.moments(parameter)).items():
             if tensor.shape != own.shape:
                 raise ConfigurationError(
                     f"the optimizer's {scope!r} of {name} has shape {list(tensor.shape)}, which cannot be cut by rows: "
                     "use an optimizer whose states have the shape of the parameter, such as AdamW, or dense=zero1"
                 )
-            holders = everyone if tensor is own else keepers
+            holders = everyone if tensor is own else state_ranks
             for here, block in blocks_of(cut, self.cut.part):
                 yield StatePiece(key=f"dense/{name}/{scope}", tensor=tensor[here], block=block, holders=holders)
 

@@ -155,7 +155,7 @@ class TrainState:
             self.module,
             self.experts.stacks if self.stages is None else self.stages.stacks(self.experts),
             list(zip(self.optimizers, self._groups, strict=True)),
-            keepers={parameter: numbers[rank] for parameter, rank in owners.items()},
+            state_ranks={parameter: numbers[rank] for parameter, rank in owners.items()},
             rank=ranks.rank,
             world_size=ranks.size,
             cut=ranks.row_cut,

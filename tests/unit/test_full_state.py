@@ -120,7 +120,7 @@ OPTIMIZERS = [
 def state_of(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], rows: ExpertStack) -> State:
     stack = replace(rows, parameters={"w": parameters[0]})
     module = nn.ParameterList(parameters)
-    return State(module, [stack], [(optimizer, [parameters])], keepers={}, rank=rows.rank, world_size=1)
+    return State(module, [stack], [(optimizer, [parameters])], state_ranks={}, rank=rows.rank, world_size=1)
 
 
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)

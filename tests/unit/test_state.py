@@ -30,7 +30,7 @@ class Model(nn.Module):
         self.register_buffer("cache", torch.ones(2), persistent=False)
 
 
-def state_of(module: Model, *, steps: int = 1, keepers: dict[nn.Parameter, int] | None = None) -> State:
+def state_of(module: Model, *, steps: int = 1, state_ranks: dict[nn.Parameter, int] | None = None) -> State:
     """Of rank 0 of two, with experts 1 and 0 in three slots."""
     stack = ExpertStack(parameters={"w": module.experts}, slot_experts=(1, -1, 0), placement=PLACEMENT, rank=0)
     groups = [list(module.parameters())]
@@ -39,12 +39,12 @@ def state_of(module: Model, *, steps: int = 1, keepers: dict[nn.Parameter, int] 
         for parameter in (module.experts, *module.dense.parameters()):
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    return State(module, [stack], [(optimizer, groups)], keepers=keepers or {}, rank=0, world_size=2)
+    return State(module, [stack], [(optimizer, groups)], state_ranks=state_ranks or {}, rank=0, world_size=2)
 
 
 def test_every_piece_has_its_key_and_holders() -> None:
     module = Model()
-    pieces = {p.key: p for p in state_of(module, keepers={module.dense.bias: 1}).pieces()}
+    pieces = {p.key: p for p in state_of(module, state_ranks={module.dense.bias: 1}).pieces()}
     scopes = ("master", "exp_avg", "exp_avg_sq")
     experts: dict[str, tuple[int, ...]] = {}
     for expert, held in ((1, (0, 1)), (0, (0,))):

@@ -1,5 +1,6 @@
-"""Who reaches the ports of a run without its secret: noise, half greetings, idle connections, forged and repeated
-words. Nothing of it ends or slows a run, nobody joins, and descriptors are bounded.
+"""Clients without the secret: noise, incomplete handshakes, idle connections, forged and replayed messages.
+
+None of them ends or slows a run or joins it, and descriptors are bounded.
 """
 
 from __future__ import annotations

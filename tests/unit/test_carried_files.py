@@ -1,5 +1,4 @@
-"""Damage to files that checkpoints carry over from each other is found and mended while training goes on, and commits
-never stop for it."""
+"""Damaged files that checkpoints share are found and rewritten during training; commits never wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Once groups are built nobody connects to gloo any more; what is connected goes on, other listeners too."""
+"""Once groups are built gloo accepts no new connections; existing ones and other listeners stay."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Damaged checkpoints are put together again: every value that is read is one that some step had, and what that costs
-is told."""
+"""Repair of damaged checkpoints: every value that is read comes from some step, and the cost is reported."""
 
 from __future__ import annotations
 

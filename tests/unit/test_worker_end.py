@@ -1,4 +1,4 @@
-"""How a worker ends: what was registered runs, and nothing is taken down that could report or abort."""
+"""End of a worker: registered functions run, and nothing that could report or abort is taken down first."""
 
 from __future__ import annotations
 
