@@ -30,6 +30,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _worker_check
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
@@ -132,7 +133,7 @@ def before_update(precision: Precision, act: Callable[[], object]) -> Generator[
 def clip_with(
     precision: Precision, by_norm: Callable[[Optimizer, float], None], by_value: Callable[[Optimizer, float], None]
 ) -> None:
-    """Clip in other ways until `unclip`: stock clipping knows this rank's gradients only, and not those of blocks.
+    """Clip in other ways until `use_own_methods`: stock clipping knows this rank's gradients only, and not those of blocks.
 
     Overriding the plugin's method would do where Lightning let a strategy choose the class of the plugin.
     """
@@ -140,9 +141,14 @@ def clip_with(
     precision.clip_grad_by_value = by_value  # type: ignore[method-assign, assignment]
 
 
-def unclip(precision: Precision) -> None:
-    """The plugin clips as stock Lightning again."""
-    for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+def convert_with(precision: Precision, convert: Callable[[nn.Module], nn.Module]) -> None:
+    """Convert modules in another way until `use_own_methods`; see `clip_with`."""
+    precision.convert_module = convert  # type: ignore[method-assign]
+
+
+def use_own_methods(precision: Precision) -> None:
+    """The plugin clips and converts as stock Lightning again."""
+    for name in ("clip_grad_by_norm", "clip_grad_by_value", "convert_module"):
         precision.__dict__.pop(name, None)
 
 

@@ -5,10 +5,10 @@ Each function says why it is needed. `tests/unit/test_compat.py` has a canary fo
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ign
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
+from typing_extensions import Self, override
 
 __all__ = ["AnyDropout"]
 # AnyDropout: base class of all dropout modules; no public class is common to them.
@@ -131,6 +132,27 @@ def replace_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | N
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the module's own buffers, to be changed in place. Public names give copies of the dictionary."""
     return module._buffers
+
+
+class Float32Module(nn.Module):
+    """Module some of whose tensors stay in float32, bit by bit, when it is converted as by `half()`, `to(dtype)` or a
+    precision plugin. torch has no public hook for conversions.
+
+    Attributes:
+        in_float32: names of these tensors, which may be missing.
+    """
+
+    in_float32: ClassVar[tuple[str, ...]] = ()
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = {name: t.data for t_of in (self._parameters, self._buffers) for name, t in t_of.items() if t is not None}
+        super()._apply(fn, recurse)
+        for name in before.keys() & set(self.in_float32):
+            tensor: Tensor = getattr(self, name)
+            if tensor.dtype != before[name].dtype:
+                tensor.data = before[name].to(tensor.device)
+        return self
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from annotated_types import Interval
 from torch import Tensor, nn
 
+from moe_lightning.compat import private_torch
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, Probability, build_config, option, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import Activation, Experts, FeedForward
@@ -272,9 +273,10 @@ class Attention(nn.Module):
         return self.dropout(self.out(mixed_BHLC.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
 
-class Rotary(nn.Module):
+class Rotary(private_torch.Float32Module):
     """Rotates pairs (c, c + C/2) of each head by an angle proportional to the position (RoPE, in LLaMA's layout)."""
 
+    in_float32 = ("cos_LC", "sin_LC")
     cos_LC: Tensor
     sin_LC: Tensor
 

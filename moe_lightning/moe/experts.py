@@ -176,7 +176,7 @@ def experts_are_deferred() -> bool:
 
 
 @validated
-class Experts(nn.Module):
+class Experts(private_torch.Float32Module):
     """S experts of two (GELU) or three (SwiGLU) matrices each.
 
     Args:
@@ -196,6 +196,8 @@ class Experts(nn.Module):
     Raises:
         ConfigurationError: a size below one or an unknown activation.
     """
+
+    in_float32 = tuple(f"{name}_scales" for name in _MATRICES)
 
     def __init__(
         self,

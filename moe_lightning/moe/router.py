@@ -16,6 +16,7 @@ from annotated_types import Interval
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
+from moe_lightning.compat import private_torch
 from moe_lightning.config import Coefficient, PositiveInt, Probability, build_config, effects, option, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import ForcedRouting, Popularity, sample_experts
@@ -206,7 +207,7 @@ class RouterFactory(Protocol):
         """
 
 
-class Router(nn.Module):
+class Router(private_torch.Float32Module):
     """A linear router in float32, whatever the precision around it.
 
     Args:
@@ -222,6 +223,7 @@ class Router(nn.Module):
         adapter: what is added to the logits, float32 [T, D] -> [T, E], see `moe.adapters`; None: nothing.
     """
 
+    in_float32 = ("expert_bias_E",)  # in bfloat16 small steps of the bias would be lost
     expert_bias_E: Tensor
     unbalanced_tokens_E: Tensor
 
@@ -245,7 +247,7 @@ class Router(nn.Module):
         self.noise_weight = nn.Parameter(torch.zeros(num_experts, d_model)) if config.noisy_top_k else None
         self.has_selection_bias = selection_bias or config.bias_update_rate > 0
         if self.has_selection_bias:
-            self.register_buffer("expert_bias_E", torch.zeros(num_experts))
+            self.register_buffer("expert_bias_E", torch.zeros(num_experts, dtype=torch.float32))
         if config.bias_update_rate:
             self.register_buffer("unbalanced_tokens_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.stream = SampleStream()

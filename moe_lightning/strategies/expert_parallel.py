@@ -61,6 +61,7 @@ from moe_lightning.strategies.dense_parameters import check_parts, cut_groups, d
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
+from moe_lightning.strategies.precision import convert_by_rule
 from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps
@@ -449,6 +450,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             return
         module = self.lightning_module
         assert module is not None
+        convert_by_rule(self.precision_plugin)
         fixed = FIXED_GROUPS if self.state.fixes_groups else None
         check_module(trainer, module, cuts_dense=self.state.parts.is_wished, fixed_groups=fixed)
         self.steps.stream.seed = self._run_seed()
@@ -516,7 +518,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if self._gathered is not None:
             self._gathered.attach()
             self.state.parts.abort_step(self.world)
-        private_lightning.unclip(self.precision_plugin)
+        private_lightning.use_own_methods(self.precision_plugin)
         if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
             private_lightning.end_epochs_as_usual(trainer)
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
