@@ -143,7 +143,7 @@ def clip_with(
 
 def convert_with(precision: Precision, convert: Callable[[nn.Module], nn.Module]) -> None:
     """Convert modules in another way until `use_own_methods`; see `clip_with`."""
-    precision.convert_module = convert  # type: ignore[method-assign]
+    precision.convert_module = convert  # type: ignore[method-assign, assignment]
 
 
 def use_own_methods(precision: Precision) -> None:

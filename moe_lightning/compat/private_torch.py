@@ -147,7 +147,7 @@ class Float32Module(nn.Module):
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = {name: t.data for t_of in (self._parameters, self._buffers) for name, t in t_of.items() if t is not None}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name in before.keys() & set(self.in_float32):
             tensor: Tensor = getattr(self, name)
             if tensor.dtype != before[name].dtype:
