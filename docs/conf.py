@@ -15,9 +15,12 @@ sys.path.insert(0, str(HERE))
 project = "moe-lightning"
 author = "The moe-lightning authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 html_theme = "furo"
 html_title = "moe-lightning"
+html_static_path = ["_static"]
+html_css_files = ["wrap.css"]
 default_role = "code"
 copybutton_prompt_text = "$ "
 autodoc_typehints = "none"

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +42,46 @@ PACKAGES = {
 
 
 FIRST = {
-    "strategy": "moe_lightning.strategies.expert_parallel.ExpertParallelStrategy",
-    "model.model": "moe_lightning.models.gpt.GPTConfig",
+    "data": "moe_lightning.data.text.TextData",
     "optimizer": "moe_lightning.models.gpt_module.OptimizerConfig",
+    "model": "moe_lightning.models.gpt.GPTConfig",
+    "strategy": "moe_lightning.strategies.expert_parallel.ExpertParallelStrategy",
 }
 """Options that come first on their page."""
 
+API_GROUPS = {
+    "Strategy and layer": ("ExpertParallelStrategy", "MoELayer", "RouterConfig", "ForcedRouting", "ContextParallel"),
+    "Losses and gradients": ("auxiliary_loss", "global_mean", "global_sum", "gradient_norms"),
+    "Models": (
+        *("GPT", "GPTConfig", "GPTModule", "OptimizerConfig", "HuggingFaceConfig", "HuggingFaceModule"),
+        *("UpcyclingConfig", "SwinConfig", "SwinModule"),
+    ),
+    "Data": ("StepLoader", "StepSampler"),
+    "Errors": ("CheckpointError", "ConfigurationError", "ParityError"),
+}
+"""Public names by subject; those that are in no group are callbacks and tools."""
+
 
 def write(folder: Path) -> None:
-    """Write all generated pages."""
-    folder.mkdir(exist_ok=True)
-    for name, lines in {"options": options(), "metrics": metrics(), "errors": errors(), "api": api()}.items():
+    """Write all generated pages, and delete those that are no longer generated."""
+    pages = {"options": options(), "metrics": metrics(), "errors": errors(), "api": api()}
+    pages |= {f"api/{name}": api_page(name) for name in moe_lightning.__all__}
+    (folder / "api").mkdir(parents=True, exist_ok=True)
+    for name, lines in pages.items():
         text = "\n".join(lines) + "\n"
         path = folder / f"{name}.md"
-        if not path.exists() or path.read_text() != text:  # an unchanged page is not read again
+        if not path.exists() or path.read_text() != text:  # Sphinx reads only changed pages again
             path.write_text(text)
+    for path in folder.rglob("*.md"):
+        if str(path.relative_to(folder).with_suffix("")) not in pages:
+            path.unlink()
+
+
+def definition(term: str, meaning: str) -> Iterator[str]:
+    """Yield the lines of an entry of a definition list, which is readable on narrow screens, unlike a wide table."""
+    yield ""
+    yield term
+    yield f": {meaning}"
 
 
 # ---------------------------------------------------------------- options
@@ -66,13 +91,20 @@ def options() -> Iterator[str]:
     """Yield the lines of the page of all keys of the configuration."""
     yield "# Options"
     yield ""
-    yield "Every key of `moe-train`, with its type, its default and its meaning. A key is given on the command line"
-    yield "(`moe-train strategy.slots=6`) or in a recipe. Defaults are those of the classes; `moe-train --cfg job`"
-    yield "prints a composed configuration."
+    yield "All keys of `moe-train`, with type, default and meaning. Set a key on the command line"
+    yield "(`moe-train strategy.slots=6`) or in a recipe. Defaults are those of the classes; a configuration group or a"
+    yield "recipe may set other values. `moe-train --cfg job` prints the composed configuration."
     seen: set[type] = set()
-    waiting = [
-        (prefix, find(target)) for prefix, target in (*FIRST.items(), *configured()) if "moe_lightning." in target
-    ]
+    yield from sections(FIRST.items(), seen)
+    yield from commented("The run", "", ROOT / "conf" / "train.yaml", ("defaults", "module", "hydra"))
+    yield from sections([("elastic.settings", "moe_lightning.elastic.membership.ElasticSettings")], seen)
+    yield from commented("trainer: Trainer", "trainer.", ROOT / "conf" / "trainer" / "default.yaml", ())
+    yield from sections(configured(), seen)
+
+
+def sections(named: Iterable[tuple[str, str]], seen: set[type]) -> Iterator[str]:
+    """Yield the sections of classes and of the classes of their options, each once."""
+    waiting = [(prefix, find(target)) for prefix, target in named if "moe_lightning." in target]
     while waiting:
         prefix, cls = waiting.pop(0)
         if cls in seen:
@@ -80,6 +112,26 @@ def options() -> Iterator[str]:
         seen.add(cls)
         yield from class_options(prefix, cls)
         waiting[:0] = [(f"{prefix}.{name}", nested) for name, nested in nested_options(cls)]
+
+
+def commented(title: str, prefix: str, path: Path, left_out: Container[str]) -> Iterator[str]:
+    """Yield the section of a configuration file whose comments explain its keys."""
+    yield ""
+    yield f"## {title}"
+    if prefix == "trainer.":
+        yield ""
+        yield "Arguments of Lightning's Trainer. Others are added in the same way: `moe-train trainer.max_time=01:00:00:00`."
+    parents: list[str] = []
+    for line in path.read_text().splitlines():
+        match = re.fullmatch(r"( *)(\w+):(?: +([^#]*?))?(?: +# (.*))?", line)
+        if match is None:
+            continue
+        indent, key, value, comment = match.groups()
+        parents[len(indent) // 2 :] = [key]
+        if parents[0] in left_out or "settings" in parents or not value:
+            continue
+        meaning = f"default `{value}`"
+        yield from definition(f"`{prefix}{'.'.join(parents)}`", f"{meaning} · {comment}" if comment else meaning)
 
 
 def nested_options(cls: type) -> Iterator[tuple[str, type]]:
@@ -99,7 +151,9 @@ def configured() -> Iterator[tuple[str, str]]:
     """Yield the key and the class of every object that a configuration group builds."""
     for path in sorted((ROOT / "conf").glob("*/*.yaml")):
         if path.parent.name != "recipes":
-            yield from targets(path.parent.name, yaml.safe_load(path.read_text()))
+            text = path.read_text()
+            prefix = "" if "# @package _global_" in text else path.parent.name
+            yield from targets(prefix, yaml.safe_load(text))
 
 
 def targets(prefix: str, node: Any) -> Iterator[tuple[str, str]]:
@@ -109,7 +163,7 @@ def targets(prefix: str, node: Any) -> Iterator[tuple[str, str]]:
     if "_target_" in node:
         yield prefix, node["_target_"]
     for key, value in node.items():
-        yield from targets(f"{prefix}.{key}", value)
+        yield from targets(f"{prefix}.{key}".lstrip("."), value)
 
 
 def find(target: str) -> type:
@@ -120,25 +174,23 @@ def find(target: str) -> type:
 
 
 def class_options(prefix: str, cls: type) -> Iterator[str]:
-    """Yield the section of a class: a table with a row for each option."""
+    """Yield the section of a class: its options with type, default and meaning."""
     meanings = documented(cls)
     hints = hints_of(cls)
-    rows = []
+    rows: list[str] = []
     for parameter in inspect.signature(cls).parameters.values():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
-        kind = cell(described(hints[parameter.name])) if parameter.name in hints else ""
-        rows.append((f"`{parameter.name}`", kind, default(parameter), cell(meanings.get(parameter.name, ""))))
+        kind = plain(described(hints[parameter.name])) if parameter.name in hints else ""
+        facts = [*([kind] if kind else []), default(parameter), *filter(None, [plain(meanings.get(parameter.name, ""))])]
+        rows += definition(f"`{prefix}.{parameter.name}`", " · ".join(facts))
     if not rows:
         return
     yield ""
     yield f"## {prefix}: {cls.__name__}"
     yield ""
-    yield cell(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0])
-    yield ""
-    yield "| option | type | default | meaning |"
-    yield "|---|---|---|---|"
-    yield from (f"| {' | '.join(row)} |" for row in rows)
+    yield plain(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0])
+    yield from rows
 
 
 def default(parameter: inspect.Parameter) -> str:
@@ -148,7 +200,7 @@ def default(parameter: inspect.Parameter) -> str:
         return "required"
     if not isinstance(value, str | int | float | bool | list | tuple | dict | type(None)):
         return "see its own options"
-    return f"`{shown(value)}`"
+    return f"default `{shown(value)}`"
 
 
 def documented(cls: type) -> dict[str, str]:
@@ -164,9 +216,9 @@ def documented(cls: type) -> dict[str, str]:
     return found
 
 
-def cell(text: str) -> str:
-    """Return text for a cell of a table."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+def plain(text: str) -> str:
+    """Return text on one line, without what Markdown would take for HTML."""
+    return " ".join(text.split()).replace("<", "&lt;")
 
 
 # ---------------------------------------------------------------- metrics
@@ -176,8 +228,8 @@ def metrics() -> Iterator[str]:
     """Yield the lines of the page of logged metrics: what the docstring of each callback says besides its options."""
     yield "# Metrics"
     yield ""
-    yield "`NN` stands for the number of an MoE layer or a rank. Metrics of a step are logged every"
-    yield "`trainer.log_every_n_steps` steps to every logger; `loss` and the metrics of a module are its own."
+    yield "`NN` stands for the index of an MoE layer or a rank. Metrics of a step are logged to every logger every"
+    yield "`trainer.log_every_n_steps` steps. `loss` and other metrics of your module are logged by the module itself."
     for name in ("telemetry.Telemetry", "load_balancer.LoadBalancer", "checkpoint.PartialExpertsCheckpoint",
                  "fault_recovery.FaultRecovery"):  # fmt: skip
         cls = find(f"moe_lightning.callbacks.{name}")
@@ -200,8 +252,13 @@ def errors() -> Iterator[str]:
     """Yield the lines of the page of all error messages that a user can meet."""
     yield "# Error messages"
     yield ""
-    yield "Each message says what is wrong, the limit and the cure. In this list words in *CAPITALS* stand for values."
-    yield "Search for a few words of the message; the module says where it comes from."
+    yield "Most messages have two parts: the cause, with the value and its limit, and the cure. Each entry below shows the"
+    yield "cause first and the cure beneath it, with the module that raises the error. Words in *CAPITALS* stand for values,"
+    yield "so search for a few other words of your message."
+    yield ""
+    yield "A command prints a user error as one line without a traceback and ends with exit code 2. In a script, catch"
+    yield "[ConfigurationError](api/ConfigurationError.md), [CheckpointError](api/CheckpointError.md) or"
+    yield "[ParityError](api/ParityError.md)."
     for package, title in PACKAGES.items():
         messages = sorted(
             {(message, path.stem) for path in sources(package) for message in raised(ast.parse(path.read_text()))}
@@ -210,10 +267,18 @@ def errors() -> Iterator[str]:
             continue
         yield ""
         yield f"## {title}"
-        yield ""
-        yield "| message | module |"
-        yield "|---|---|"
-        yield from (f"| {cell(message)} | `{package}/{module}` |" for message, module in messages)
+        for text, module in messages:
+            cause, cure = cause_and_cure(plain(text))
+            place = f"`{package}/{module}`"
+            yield from definition(cause, f"{cure} · {place}" if cure else place)
+
+
+def cause_and_cure(text: str) -> tuple[str, str]:
+    """Return the two parts of a message; the second is empty where it names no cure."""
+    match = re.fullmatch(r"(.+?): ([a-z`](?:(?!: [a-z]).)+)", text)
+    if match is None or re.match(r"(its?|the|they|that|both|such|\*)\b", match[2]):
+        return text, ""
+    return match[1], match[2][0].upper() + match[2][1:]
 
 
 def sources(package: str) -> list[Path]:
@@ -252,18 +317,37 @@ def message(node: ast.expr) -> str:
 
 
 def api() -> Iterator[str]:
-    """Yield the lines of the reference of all public names."""
+    """Yield the lines of the overview of all public names."""
     yield "# Python API"
     yield ""
-    yield "The names that `moe_lightning` exports. Everything else is internal and may change between releases."
-    for name in moe_lightning.__all__:
-        value = getattr(moe_lightning, name)
+    yield "The names that `moe_lightning` exports, with one page each. Everything else is internal and may change between"
+    yield "releases."
+    grouped = {name for names in API_GROUPS.values() for name in names}
+    others = tuple(name for name in moe_lightning.__all__ if name not in grouped)
+    for title, names in ({"Callbacks and tools": others} | API_GROUPS).items():
         yield ""
-        yield f"## {name}"
-        yield ""
-        kind = "autoclass" if inspect.isclass(value) else "autofunction"
-        yield "```{eval-rst}"
-        yield f".. {kind}:: {value.__module__}.{value.__qualname__}"
-        if kind == "autoclass":
-            yield "   :members:"
-        yield "```"
+        yield f"## {title}"
+        for name in names:
+            doc = inspect.cleandoc(getattr(moe_lightning, name).__doc__ or "").split("\n\n")[0]
+            yield from definition(f"[{name}](api/{name}.md)", plain(doc))
+    yield ""
+    yield "```{toctree}"
+    yield ":hidden:"
+    yield ""
+    yield from (f"api/{name}" for name in moe_lightning.__all__)
+    yield "```"
+
+
+def api_page(name: str) -> Iterator[str]:
+    """Yield the lines of the page of a public name."""
+    value = getattr(moe_lightning, name)
+    kind = "autoclass" if inspect.isclass(value) else "autofunction"
+    yield f"# {name}"
+    yield ""
+    yield f"`from moe_lightning import {name}`"
+    yield ""
+    yield "```{eval-rst}"
+    yield f".. {kind}:: {value.__module__}.{value.__qualname__}"
+    if kind == "autoclass":
+        yield "   :members:"
+    yield "```"

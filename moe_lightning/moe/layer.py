@@ -100,7 +100,7 @@ class MoELayer(nn.Module):
     Args:
         d_model: width D of the tokens.
         d_expert: hidden width of an expert.
-        num_experts: E.
+        num_experts: number E of experts.
         router: how tokens choose; a RouterConfig, or keyword arguments of one.
         activation: of the experts, see Experts.
         bias: biases in the experts.
