@@ -34,7 +34,7 @@ import torch, importlib.util
 n = torch.cuda.device_count() if torch.cuda.is_available() else 0
 triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else "none"
 names = ", ".join(torch.cuda.get_device_name(i) for i in range(n))
-print(n, f"torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton}: {names}", sep="|")
+print(n, f"torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton}{': ' if n else ''}{names}", sep="|")
 """
 
 

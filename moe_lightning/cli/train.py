@@ -47,6 +47,7 @@ from moe_lightning.cli.composition import (
     register_model_bases,
     with_quotes,
 )
+from moe_lightning.cli.next_steps import next_steps
 from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option, rename_former_keys
 from moe_lightning.cli.resume import changes, check_changes, config_of, effect
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
@@ -408,6 +409,7 @@ def run_job(composed: DictConfig) -> float | None:
 
         check(config)  # wrong values are named all the same
         print(finished)
+        _print_next_steps(directory, config)
         return _objective(directory, config)
     with ExitStack() as locks, _undone_unless_trained(directory) as attempt:
         made = {path for path in (directory.logs, directory.lock) if not path.exists()}
@@ -426,6 +428,7 @@ def run_job(composed: DictConfig) -> float | None:
         except KeyboardInterrupt as stop:
             stop.add_note(_outlook(directory))
             raise
+        _print_next_steps(directory, config)
         return _objective(directory, config)
 
 
@@ -549,6 +552,12 @@ def _launch(
         LocalLauncher(num_ranks=num_ranks, log_dir=directory.logs).run(arguments)
 
 
+def _print_next_steps(directory: RunDirectory, config: Mapping[str, Any]) -> None:
+    steps = next_steps(directory, config) if config["task"] == "train" and not config["doctor"] else ""
+    if steps:
+        print(f"\n{steps}", flush=True)
+
+
 def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
     """Return the message of a run that has nothing left to do; "" for any other."""
     max_steps = config["trainer"].get("max_steps")
@@ -558,8 +567,8 @@ def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
     if last is None:
         return ""
     return (
-        f"{directory} has finished its {last.step} steps: train on with trainer.max_steps={2 * last.step}, "
-        "start anew with resume=false, or measure it with task=validate"
+        f"{directory} has finished its {last.step} steps: give this run another run_name, start anew with "
+        "resume=false, or measure it with task=validate"
     )
 
 

@@ -1,16 +1,19 @@
-"""What the README shows works: its example runs as a user would run it, its test command is the one that CI reads."""
+"""What the README shows works: its commands in order, its example as a user would run it, the test command of CI."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, run_program, users_environment
+from tests.programs import ROOT, Program, children_of, run_program, users_environment
 
 README = (ROOT / "README.md").read_text()
 
@@ -19,6 +22,89 @@ def block_after(marker: str) -> str:
     match = re.search(rf"<!-- {re.escape(marker)} -->\n```\w*\n(.*?)```", README, re.DOTALL)
     assert match is not None, f"README.md has no block after <!-- {marker} -->"
     return match.group(1)
+
+
+SHORT = (
+    "trainer.max_steps=40", "trainer.log_every_n_steps=5", "trainer.val_check_interval=40",
+    "trainer.limit_val_batches=2", "data.global_batch_size=8",
+)  # fmt: skip
+"""Settings that make the trainings of README and Start take seconds."""
+_ELSEWHERE = ("HOST", ".[test]", ".[docs]")
+"""Words of blocks that are not run here: for several machines, for the tests, for the site."""
+_PAIR = re.compile(r"```bash\n(.*?)```\n+(?:```text\n(.*?)```)?", re.DOTALL)
+_NUMBER = re.compile(r"\d[\d,.]*(?:e[-+]?\d+)?[kMGB]?")
+
+
+def shown() -> Iterator[tuple[str, str]]:
+    """Blocks of commands in README and Start that run on one machine, in order, each with the output shown below it."""
+    for page in (README, (ROOT / "docs" / "start.md").read_text()):
+        for commands, transcript in _PAIR.findall(page):
+            if not any(word in commands for word in _ELSEWHERE):
+                yield commands, transcript
+
+
+def form(text: str) -> list[str]:
+    """Lines of an output without what differs between two runs: numbers and the width of columns."""
+    return [_NUMBER.sub("N", " ".join(line.split())) for line in text.splitlines() if line.strip() not in ("", "...")]
+
+
+def run_block(commands: str, folder: Path, tools: Path, *, kills: bool) -> str:
+    """Run a block as a user pastes it, and return all output.
+
+    Args:
+        tools: programs that replace those of the environment.
+        kills: kill a worker as soon as training has begun.
+    """
+    variables = {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    bash = "import os, sys; os.execvp('bash', ['bash', '-ec', sys.argv[1]])"
+    with Program("-c", bash, commands, folder=folder, variables=variables) as program:
+        if kills:
+            program.wait_for(lambda: "\nstep" in program.out)
+            os.kill(workers_of(program.process.pid)[-1], signal.SIGKILL)
+        done = program.end(timeout_s=600)
+    assert done.returncode == 0, f"{commands}{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def workers_of(pid: int) -> list[int]:
+    """The ranks that a command has started."""
+    found = [pid] if b"moe_lightning.cli.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+    return found + [worker for child in children_of(pid) for worker in workers_of(child)]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(sys.platform != "linux", reason="elastic workers need Linux")
+@pytest.mark.parametrize("overrides", [SHORT, pytest.param((), marks=pytest.mark.slow)], ids=["short", "full"])
+def test_commands_run_in_order_in_one_folder(overrides: Sequence[str], tmp_path: Path) -> None:
+    tools, folder = tmp_path / "tools", tmp_path / "fresh"
+    tools.mkdir()
+    folder.mkdir()
+    for name, line in {
+        "pip": "exit 0",
+        "moe-train": f'exec {sys.executable} -m moe_lightning.cli.train "$@" {" ".join(overrides)}',
+        "moe-bench": f'exec {sys.executable} -m moe_lightning.cli.bench "$@"',
+        "moe-ckpt": f'exec {sys.executable} -m moe_lightning.cli.ckpt "$@"',
+    }.items():
+        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tools / name).chmod(0o755)
+
+    outputs = []
+    for commands, transcript in shown():
+        output = run_block(commands, folder, tools, kills="SIGKILL" in transcript)
+        outputs.append(output)
+        seen = iter(form(output))
+        for line in form(transcript):
+            assert line in seen, (
+                f"README or Start shows {line!r}, but {commands}prints, in another order or form:\n{output}"
+            )
+    assert len(outputs) >= 3
+    assert not any("has finished its" in output for output in outputs[:2]), "README's second command must train"
+
+    steps = [line[7:].split("  #")[0].strip() for line in outputs[0].partition("\nnext ")[2].splitlines()[1:]]
+    assert len(steps) == 3
+    for step in steps:
+        if not step.startswith("wandb"):  # needs a login
+            run_block(step, folder, tools, kills=False)
 
 
 @pytest.mark.slow

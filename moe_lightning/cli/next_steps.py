@@ -1,0 +1,49 @@
+"""Next steps after a training: only those that work with the files in its directory."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.config import TARGET
+
+_LONGEST = 64  # columns of a step with which the purposes of others are aligned
+
+
+def next_steps(directory: RunDirectory, config: Mapping[str, Any]) -> str:
+    """Return a line for each step, indented like the headline of a run; "" for a run that has left nothing.
+
+    Args:
+        directory: of the run.
+        config: as composed.
+    """
+    steps = list(_steps(directory, config))
+    width = max((len(step) for step, _ in steps if len(step) <= _LONGEST), default=0)
+    lines = [f"{step:<{width}}  # {purpose}" for step, purpose in steps]
+    return "\n".join(f"{'' if index else 'next':<7}{line}" for index, line in enumerate(lines))
+
+
+def _steps(directory: RunDirectory, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Steps with their purpose."""
+    place, newest = shlex.quote(str(directory)), directory.newest_checkpoint()
+    max_steps = config["trainer"].get("max_steps", -1)
+    if newest is not None and newest.step >= max_steps > 0:
+        yield f"the same command with trainer.max_steps={2 * newest.step}", "train on"
+    if directory.config.is_file():
+        yield f"moe-bench report {place}", "charts and facts of the run as one HTML page"
+    export = config["callbacks"].get("huggingface_export") or {}
+    folder = Path(export.get("dirpath", ""))
+    if export and folder.is_dir():
+        library = "peft" if export.get("form") == "adapter" else "transformers"
+        yield str(RunDirectory(folder)), f"the model, for from_pretrained of {library}"
+    elif newest is not None:
+        model = config["module"].get("config") or {}
+        if str(model.get(TARGET)).endswith(".HuggingFaceConfig") and not model.get("upcycling"):
+            yield f"moe-ckpt export-hf {place} huggingface", "the model, for from_pretrained of transformers"
+        else:
+            yield f"moe-ckpt export {place} model.safetensors", "the weights in one file"
+    if any(directory.path.glob("wandb/offline-run-*")):
+        yield f"wandb sync {place}/wandb/offline-run-*", "upload the curves, after wandb login"

@@ -1,0 +1,77 @@
+"""Next steps after a training: each is one that works with what the run has left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lightning.cli.next_steps import next_steps
+from moe_lightning.cli.run_directory import RunDirectory
+
+CONFIG: dict[str, Any] = {
+    "task": "train",
+    "trainer": {"max_steps": 4},
+    "callbacks": {},
+    "module": {"config": {"_target_": "moe_lightning.models.gpt.GPTConfig"}},
+}
+PRETRAINED = {
+    "config": {"_target_": "moe_lightning.models.huggingface.module.HuggingFaceConfig", "pretrained": "olmoe"},
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run that has trained four steps, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs/my run/checkpoints").mkdir(parents=True)
+    (tmp_path / "outputs/my run/checkpoints/step-0000004.ckpt").touch()
+    (tmp_path / "outputs/my run/config.yaml").touch()
+    return RunDirectory(Path("outputs/my run"))
+
+
+def steps(directory: RunDirectory, **changes: Any) -> list[str]:
+    """Steps without their purposes."""
+    lines = next_steps(directory, CONFIG | changes).splitlines()
+    assert all(line.startswith(f"{'' if index else 'next':<7}") for index, line in enumerate(lines))
+    return [line[7:].split("#")[0].strip() for line in lines]
+
+
+def test_a_finished_run_leads_on(directory: RunDirectory) -> None:
+    assert steps(directory) == [
+        "the same command with trainer.max_steps=8",
+        "moe-bench report 'outputs/my run'",
+        "moe-ckpt export 'outputs/my run' model.safetensors",
+    ]
+
+
+def test_curves_are_uploaded_only_where_they_are(directory: RunDirectory) -> None:
+    (directory.path / "wandb/offline-run-1-a").mkdir(parents=True)
+    assert steps(directory)[-1] == "wandb sync 'outputs/my run'/wandb/offline-run-*"
+
+
+def test_a_run_without_an_end_in_steps_is_not_trained_on(directory: RunDirectory) -> None:
+    assert steps(directory, trainer={"max_steps": -1, "max_epochs": 1})[0].startswith("moe-bench report")
+    assert steps(directory, trainer={"max_steps": 100})[0].startswith("moe-bench report")
+
+
+@pytest.mark.parametrize(("form", "library"), [("merged", "transformers"), ("adapter", "peft")])
+def test_an_export_that_is_there_is_named(form: str, library: str, directory: RunDirectory) -> None:
+    export = {"dirpath": str(directory.path.absolute() / "huggingface"), "form": form}
+    callbacks = {"huggingface_export": export}
+    assert "moe-ckpt export-hf 'outputs/my run' huggingface" in steps(directory, callbacks=callbacks, module=PRETRAINED)
+    (directory.path / "huggingface").mkdir()
+    text = next_steps(directory, CONFIG | {"callbacks": callbacks, "module": PRETRAINED})
+    assert "outputs/my run/huggingface" in text
+    assert f"from_pretrained of {library}" in text
+    assert "moe-ckpt" not in text
+
+
+def test_upcycled_models_have_no_class_in_transformers(directory: RunDirectory) -> None:
+    upcycled = {"config": PRETRAINED["config"] | {"upcycling": {"num_experts": 8}}}
+    assert "moe-ckpt export 'outputs/my run' model.safetensors" in steps(directory, module=upcycled)
+
+
+def test_a_run_that_left_nothing_leads_nowhere(tmp_path: Path) -> None:
+    assert next_steps(RunDirectory(tmp_path), CONFIG) == ""
