@@ -120,7 +120,8 @@ def commented(title: str, prefix: str, path: Path, left_out: Container[str]) -> 
     yield f"## {title}"
     if prefix == "trainer.":
         yield ""
-        yield "Arguments of Lightning's Trainer. Others are added in the same way: `moe-train trainer.max_time=01:00:00:00`."
+        yield "Arguments of Lightning's Trainer. Others are added in the same way:"
+        yield "`moe-train trainer.max_time=01:00:00:00`."
     parents: list[str] = []
     for line in path.read_text().splitlines():
         match = re.fullmatch(r"( *)(\w+):(?: +([^#]*?))?(?: +# (.*))?", line)
@@ -182,7 +183,11 @@ def class_options(prefix: str, cls: type) -> Iterator[str]:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         kind = plain(described(hints[parameter.name])) if parameter.name in hints else ""
-        facts = [*([kind] if kind else []), default(parameter), *filter(None, [plain(meanings.get(parameter.name, ""))])]
+        facts = [
+            *([kind] if kind else []),
+            default(parameter),
+            *filter(None, [plain(meanings.get(parameter.name, ""))]),
+        ]
         rows += definition(f"`{prefix}.{parameter.name}`", " · ".join(facts))
     if not rows:
         return
@@ -252,9 +257,9 @@ def errors() -> Iterator[str]:
     """Yield the lines of the page of all error messages that a user can meet."""
     yield "# Error messages"
     yield ""
-    yield "Most messages have two parts: the cause, with the value and its limit, and the cure. Each entry below shows the"
-    yield "cause first and the cure beneath it, with the module that raises the error. Words in *CAPITALS* stand for values,"
-    yield "so search for a few other words of your message."
+    yield "Most messages have two parts: the cause, with the value and its limit, and the cure. Each entry below shows"
+    yield "the cause first and the cure beneath it, with the module that raises it. Words in *CAPITALS* stand for"
+    yield "values, so search for a few other words of your message."
     yield ""
     yield "A command prints a user error as one line without a traceback and ends with exit code 2. In a script, catch"
     yield "[ConfigurationError](api/ConfigurationError.md), [CheckpointError](api/CheckpointError.md) or"
@@ -320,8 +325,8 @@ def api() -> Iterator[str]:
     """Yield the lines of the overview of all public names."""
     yield "# Python API"
     yield ""
-    yield "The names that `moe_lightning` exports, with one page each. Everything else is internal and may change between"
-    yield "releases."
+    yield "The names that `moe_lightning` exports, with one page each. Everything else is internal and may change"
+    yield "between releases."
     grouped = {name for names in API_GROUPS.values() for name in names}
     others = tuple(name for name in moe_lightning.__all__ if name not in grouped)
     for title, names in ({"Callbacks and tools": others} | API_GROUPS).items():

@@ -133,9 +133,10 @@ def before_update(precision: Precision, act: Callable[[], object]) -> Generator[
 def clip_with(
     precision: Precision, by_norm: Callable[[Optimizer, float], None], by_value: Callable[[Optimizer, float], None]
 ) -> None:
-    """Clip in other ways until `use_own_methods`: stock clipping knows this rank's gradients only, and not those of blocks.
+    """Clip in other ways until `use_own_methods`.
 
-    Overriding the plugin's method would do where Lightning let a strategy choose the class of the plugin.
+    Stock clipping knows this rank's gradients only, and not those of blocks. Overriding the plugin's method would do
+    where Lightning let a strategy choose the class of the plugin.
     """
     precision.clip_grad_by_norm = by_norm  # type: ignore[method-assign, assignment]
     precision.clip_grad_by_value = by_value  # type: ignore[method-assign, assignment]

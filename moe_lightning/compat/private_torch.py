@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ign
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from typing_extensions import Self, override
+from typing_extensions import override
 
 __all__ = ["AnyDropout"]
 # AnyDropout: base class of all dropout modules; no public class is common to them.
@@ -146,7 +146,9 @@ class Float32Module(nn.Module):
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = {name: t.data for t_of in (self._parameters, self._buffers) for name, t in t_of.items() if t is not None}
+        before = {
+            name: t.data for t_of in (self._parameters, self._buffers) for name, t in t_of.items() if t is not None
+        }
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name in before.keys() & set(self.in_float32):
             tensor: Tensor = getattr(self, name)

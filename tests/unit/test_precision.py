@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from moe_lightning import ExpertParallelStrategy, MoELayer
-from moe_lightning.models.gpt import GPTConfig, Rotary
 from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
+from moe_lightning.models.gpt import GPTConfig, Rotary
 from moe_lightning.moe.router import Router, RouterConfig
 from tests.huggingface_models import make_checkpoint, reloaded
 
