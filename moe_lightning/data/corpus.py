@@ -33,6 +33,7 @@ from moe_lightning.files import check_regular, check_written, open_regular, read
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32")
 _TOKEN_SUFFIXES = (".bin", ".npy")
+_RECORD_KEYS = ("text", "content", "messages", "conversations", "prompt", "instruction")
 _CHUNK_BYTES = 1 << 24
 _STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 _STDLIB_SKIPPED_TREE = ("lib2to3", "tests", "data")  # deliberately broken and foreign sources
@@ -193,9 +194,7 @@ def _users_files(source: str) -> tuple[Path, list[Path]]:
     if path.is_file():
         return path.parent, [path]
     if path.is_dir():
-        visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        paths = [p for p in visible if p.is_file()]
-        root = path
+        paths, root = list(_visible_files(path)), path
     elif glob.has_magic(source):
         paths = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
         root = Path(os.path.commonpath([found.parent for found in paths])) if paths else path
@@ -214,7 +213,37 @@ def _users_files(source: str) -> tuple[Path, list[Path]]:
                 f"source={source!r} holds the token file {found.name} among {len(paths)} files; name one token file, "
                 "or a glob that matches text only."
             )
+        if found.suffix == ".jsonl" and (key := _text_key(found)) is not None:
+            raise ConfigurationError(
+                f"{found} holds JSON objects with {key!r}, not text; write their texts into .txt files, or use "
+                "data=instructions for conversations."
+            )
     return root, paths
+
+
+def _visible_files(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """The files below a folder that are not hidden, behind links to folders too; a link to a folder above is left."""
+    real = folder.resolve()
+    if real in above:
+        return
+    with reading(folder):
+        found = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    for path in found:
+        if path.is_dir():
+            yield from _visible_files(path, above | {real})
+        elif path.is_file():
+            yield path
+
+
+def _text_key(path: Path) -> str | None:
+    """The key of the text in the first record of a JSONL file; None if it is not one of texts or conversations."""
+    with reading(path), open_regular(path) as file:
+        line = file.readline(_CHUNK_BYTES)
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return next((key for key in _RECORD_KEYS if key in record), None) if isinstance(record, dict) else None
 
 
 # ---------------------------------------------------------------------- tokens
@@ -337,7 +366,8 @@ class BpeTokenizer:
         tokenizer.post_processor = None  # all that is left of it without special tokens is that it trims offsets
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self.vocab_size = int(tokenizer.get_vocab_size())
+        # The largest number and not the count of entries: vocabularies may have holes, as before added tokens.
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._dtype = np.dtype(token_dtype(self.vocab_size))
 
     def encode(self, text: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:

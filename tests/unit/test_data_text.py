@@ -146,6 +146,26 @@ def test_globs_and_hidden_files(folder: Path) -> None:
     }
 
 
+def test_linked_folders_are_entered_but_not_in_circles(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "more.txt").write_text(PANGRAM)
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "a" / "circle").symlink_to(folder)
+    (folder / "itself").symlink_to("itself")
+    names = [file.name for file in text_files(str(folder))]
+    assert len(names) == 41
+    assert "linked/more.txt" in names
+
+
+@pytest.mark.parametrize("key", ["text", "messages", "conversations"])
+def test_records_are_not_taken_for_text(folder: Path, key: str) -> None:
+    (folder / "log.jsonl").write_text(f"{PANGRAM}{json.dumps({key: 'a'})}\n")  # prose, whatever its name
+    assert len(text_files(str(folder))) == 41
+    (folder / "records.jsonl").write_text(f"{json.dumps({'id': 1, key: 'a'})}\n")
+    with pytest.raises(ConfigurationError, match=rf"records.jsonl holds JSON objects with '{key}', not text; write"):
+        text_files(str(folder))
+
+
 def test_the_standard_library_is_real_python(cache: Path) -> None:
     corpus = prepare_corpus("stdlib", cache_dir=cache)
     assert corpus.num_files > 300
@@ -449,6 +469,21 @@ def test_sources_that_are_not_there_are_one_sentence(tmp_path: Path, cache: Path
         (tmp_path / "mixed" / name).write_text("text")
     with pytest.raises(ConfigurationError, match=sentence):
         prepare_corpus(tmp_path / source, cache_dir=cache)
+
+
+@pytest.mark.parametrize("number", [256, 300, 70_000])
+def test_a_vocabulary_with_holes_counts_up_to_its_largest_number(tmp_path: Path, cache: Path, number: int) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra `bpe` is not installed")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(alphabet)} | {"<end>": number}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("hello<end>\n" * 100)
+    corpus = prepare_corpus(tmp_path / "a.txt", tokenizer=str(tmp_path / "tokenizer.json"), cache_dir=cache)
+    assert corpus.vocab_size == number + 1
+    assert corpus.train.open().max() == number
 
 
 def test_a_token_beyond_the_tokenizer_is_named(tmp_path: Path, cache: Path, book: Path) -> None:
