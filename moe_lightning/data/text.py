@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
-from moe_lightning.data.corpus import Corpus, TokenSpan, document_starts, prepare_corpus
+from moe_lightning.data.corpus import Corpus, TokenSpan, document_starts, is_token_file, prepare_corpus
 from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.packing import IntArray, Packed
 from moe_lightning.errors import ConfigurationError
@@ -170,6 +170,11 @@ class TextData(StepDataModule):
         if self._corpus is None:
             self._corpus = prepare_corpus(**self._source)
         return self._corpus
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The tokenizer of the text, as given; None where the source is a file of tokens."""
+        return None if is_token_file(str(self._source["source"])) else str(self._source["tokenizer"])
 
     @property
     def trained_tokenizer(self) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lightning import CheckpointError, ConfigurationError
+from moe_lightning.data.text import TextData
 from moe_lightning.moe.losses import mean_over_targets
 from tests.huggingface_models import (
     SPARSE,
@@ -249,6 +250,20 @@ def test_training_moves_every_weight_and_export_takes_them(name: str, tmp_path: 
     inputs = inputs_for(name)
     assert_same_logits(module.eval(), logits_of(reloaded(tmp_path / "ours"), inputs), inputs)
     assert (tmp_path / "ours" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, tokenizer: str) -> None:
+    make_checkpoint("mixtral", tmp_path / "theirs", vocab_size=300)
+    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    (tmp_path / "book.txt").write_text("The quick brown fox. " * 300)
+    book, cache = str(tmp_path / "book.txt"), tmp_path / "cache"
+    data = TextData(source=book, tokenizer=tokenizer, context_length=8, global_batch_size=2, cache_dir=cache)
+    trainer = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(
+        ConfigurationError, match=rf"data.tokenizer={tokenizer} gives other tokens .* use data.tokenizer="
+    ):
+        trainer.fit(load(tmp_path / "theirs"), data)
 
 
 def test_an_export_takes_over_only_what_belongs_to_tokenizer_and_configuration(tmp_path: Path) -> None:

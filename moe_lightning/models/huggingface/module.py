@@ -225,12 +225,23 @@ class HuggingFaceModule(SupervisedModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Refuse data with tokens that the model does not know."""
-        needed = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", 0)
+        """Refuse data with tokens that the model does not know.
+
+        Raises:
+            ConfigurationError: more tokens than the model has, or those of another tokenizer than the checkpoint's.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        needed = getattr(data, "vocab_size", 0)
         known = getattr(self.architecture.config, "vocab_size", needed)
         if needed > known:
             raise ConfigurationError(
                 f"the data have {needed} tokens, the model knows {known}: use the tokenizer.json of the checkpoint"
+            )
+        given, own = getattr(data, "tokenizer", None), self.config.folder / "tokenizer.json"
+        if isinstance(given, str) and (given == "bytes" or given.startswith("bpe:")) and own.is_file():
+            raise ConfigurationError(
+                f"data.tokenizer={given} gives other tokens than the model was trained on: use data.tokenizer={own}, "
+                "or remove that file to train on new ones"
             )
 
     def tensor_parallel_plan(self) -> Plan:
