@@ -283,14 +283,14 @@ def planned_steps(trainer: pl.Trainer) -> int:
     """Optimizer steps of the whole training.
 
     Raises:
-        ConfigurationError: it has no end.
+        ConfigurationError: nobody knows.
     """
-    steps = trainer.estimated_stepping_batches
-    if steps == float("inf"):
+    steps = private_lightning.steps_of_training(trainer)
+    if steps is None:
         raise ConfigurationError(
-            "the proportion of lost tokens needs the length of the training: give the Trainer max_steps or max_epochs"
+            "the proportion of lost tokens needs the length of the training: give the Trainer max_steps"
         )
-    return int(steps)
+    return steps
 
 
 def _dynamic_k(trainer: pl.Trainer) -> DynamicK | None:

@@ -79,7 +79,9 @@ class Console(ProgressBar):
             print(in_columns(describe(trainer, pl_module)), flush=True)
         if self._style == "bar" or (self._style == "auto" and sys.stdout.isatty()):
             self._bar = _progress_bar(RichConsole())
-            self._task = self._bar.add_task("", total=_total_steps(trainer), completed=trainer.global_step, status="")
+            self._task = self._bar.add_task(
+                "", total=private_lightning.steps_of_training(trainer), completed=trainer.global_step, status=""
+            )
             self._bar.start()
 
     @override
@@ -92,7 +94,7 @@ class Console(ProgressBar):
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=trainer.global_step)
             if logs:
-                total = len(str(_total_steps(trainer) or trainer.global_step))
+                total = len(str(private_lightning.steps_of_training(trainer) or trainer.global_step))
                 room = self._bar.console.width - (2 * total + _BESIDE_STATUS)
                 self._bar.update(self._task, status=_fitting(_status(trainer), room))
         elif logs:
@@ -190,13 +192,8 @@ def _short(count: float) -> str:
     return f"{count:.0f}"
 
 
-def _total_steps(trainer: pl.Trainer) -> int | None:
-    total = trainer.estimated_stepping_batches
-    return int(total) if total != float("inf") else None
-
-
 def _position(trainer: pl.Trainer) -> str:
-    total = _total_steps(trainer)
+    total = private_lightning.steps_of_training(trainer)
     return f"step {trainer.global_step:>{len(str(total))}}/{total}" if total else f"step {trainer.global_step}"
 
 

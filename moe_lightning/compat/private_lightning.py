@@ -184,6 +184,14 @@ def leave_open_step_out(loops: dict[str, Any], micros: int) -> None:
     loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # the loop counts that batch again as it restarts
 
 
+def steps_of_training(trainer: pl.Trainer) -> int | None:
+    """Optimizer steps of the whole training; None if nobody knows: Lightning's own number then is infinite where epochs
+    have no limit, and -1 where they have no length.
+    """
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if 0 <= steps < float("inf") else None
+
+
 def logs_now(trainer: pl.Trainer) -> bool:
     """Return True if the values of this step reach the loggers. No public property says it."""
     return trainer._logger_connector.should_update_logs

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import Coefficient, Fraction, NonNegativeInt, Probability, build_config, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig, ModelSize, model_size
@@ -38,7 +39,8 @@ class OptimizerConfig:
         momentum: of Muon.
         fused: of AdamW, one kernel for all tensors.
         warmup_steps: optimizer steps of linear warm-up.
-        decay: "cosine" or "linear" down to min_lr_ratio * lr at the end of training, or "constant".
+        decay: "cosine" or "linear" down to min_lr_ratio * lr at the end of training, whose length then has to be known,
+            or "constant".
         min_lr_ratio: final share of the peak.
 
     Raises:
@@ -198,7 +200,8 @@ def optimizer_with_schedule(module: pl.LightningModule, config: OptimizerConfig)
     """Return the value of a module's `configure_optimizers` for this configuration; the module must have a trainer.
 
     Raises:
-        ConfigurationError: clipping that Lightning does not do for fused optimizers.
+        ConfigurationError: clipping that Lightning does not do for fused optimizers, or a decay down to an end that
+            nobody knows.
     """
     optimizer, trainer = optimizer_of(module, config), module.trainer
     if config.fused and str(trainer.precision) == "bf16-mixed" and trainer.gradient_clip_val:
@@ -206,8 +209,13 @@ def optimizer_with_schedule(module: pl.LightningModule, config: OptimizerConfig)
             f"Lightning does not clip (gradient_clip_val={trainer.gradient_clip_val}) under precision='bf16-mixed' for "
             "optimizer.fused=true: drop one of them"
         )
-    total_steps = int(trainer.estimated_stepping_batches)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step, total_steps))
+    total_steps = private_lightning.steps_of_training(trainer)
+    if total_steps is None and config.decay != "constant":
+        raise ConfigurationError(
+            f"optimizer.decay={config.decay} ends with the training, and nobody knows how many steps that has: give "
+            "the Trainer max_steps, or use optimizer.decay=constant"
+        )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step, total_steps or 0))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

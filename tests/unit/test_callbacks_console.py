@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, OptimizerConfig
-from moe_lightning.callbacks.checkpoint import LatestCheckpoint
+from moe_lightning.callbacks.checkpoint import LatestCheckpoint, planned_steps
 from moe_lightning.callbacks.console import Console
 from moe_lightning.callbacks.summary import Summary, ngram_cross_entropy, ngram_losses, render
 from moe_lightning.callbacks.telemetry import Telemetry, perplexity
@@ -45,6 +46,32 @@ def _fit(callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:
     module = GPTModule(TINY, OptimizerConfig(warmup_steps=0))
     trainer.fit(module, DataLoader(RandomTokens(96), batch_size=12), DataLoader(RandomTokens(12), batch_size=12))
     return trainer
+
+
+class UnsizedStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        samples = RandomTokens(24)
+        return iter([tuple(part[None] for part in samples[i]) for i in range(24)])
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 1}, {"max_epochs": -1, "max_time": {"seconds": 60}}])
+def test_a_training_of_unknown_length(capsys: pytest.CaptureFixture[str], limits: dict[str, Any]) -> None:
+    stop = pl.callbacks.LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", trainer.global_step >= 4)
+    )
+    limits = {"max_steps": -1, "min_epochs": 0, **limits}
+    with pytest.raises(ConfigurationError, match=r"optimizer.decay=cosine ends with the training, and nobody knows"):
+        _trainer([], **limits).fit(GPTModule(TINY), DataLoader(UnsizedStream(), batch_size=None))
+    capsys.readouterr()
+    trainer = _trainer([Console("plain"), stop], **limits)
+    module = GPTModule(TINY, OptimizerConfig(warmup_steps=2, decay="constant"))
+    trainer.fit(module, DataLoader(UnsizedStream(), batch_size=None))
+    assert "\nstep 2  loss " in capsys.readouterr().out
+    assert trainer.optimizers[0].param_groups[0]["lr"] == module.optimizer_config.lr
+    with pytest.raises(
+        ConfigurationError, match="lost tokens needs the length of the training: give the Trainer max_s"
+    ):
+        planned_steps(trainer)
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
