@@ -31,6 +31,7 @@ _UNLISTED = (
     "resume_overrides",
     "task",
     "objective",
+    "strategy.resume_overrides",
     "module.config",
     "module.optimizer",
 )

@@ -20,7 +20,7 @@ import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -108,12 +108,17 @@ class TextFile:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSpan:
-    """`count` tokens of a file, starting at a byte offset; cheap to send to another process."""
+    """`count` tokens of a file, starting at a byte offset; cheap to send to another process.
+
+    Attributes:
+        digest: of the tokens, as they were when the cache read or wrote them; None: unknown.
+    """
 
     path: Path
     dtype: str
     offset_bytes: int
     count: int
+    digest: str | None = None
 
     def open(self) -> npt.NDArray[np.integer]:
         """The tokens as a read-only memory map, [count]."""
@@ -121,10 +126,11 @@ class TokenSpan:
 
     def split(self, index: int) -> tuple[TokenSpan, TokenSpan]:
         """The tokens before `index` and from it on."""
-        offset_bytes = self.offset_bytes + index * np.dtype(self.dtype).itemsize
+        behind = self.offset_bytes + index * np.dtype(self.dtype).itemsize
+        first, second = (None if self.digest is None else fingerprint((self.digest, index, part)) for part in range(2))
         return (
-            TokenSpan(path=self.path, dtype=self.dtype, offset_bytes=self.offset_bytes, count=index),
-            TokenSpan(path=self.path, dtype=self.dtype, offset_bytes=offset_bytes, count=self.count - index),
+            replace(self, count=index, digest=first),
+            replace(self, offset_bytes=behind, count=self.count - index, digest=second),
         )
 
 
@@ -296,13 +302,14 @@ def _npy_tokens(path: Path, dtype: str | None) -> TokenSpan:
     return TokenSpan(path=path, dtype=array.dtype.str, offset_bytes=int(array.offset), count=len(array))
 
 
-def token_range(span: TokenSpan) -> tuple[int, int]:
-    """The smallest and largest token, read in pieces."""
-    tokens, low, high = span.open(), 0, 0
+def read_tokens(span: TokenSpan) -> dict[str, Any]:
+    """The smallest and largest token, and the digest of all, read in pieces."""
+    tokens, low, high, digest = span.open(), 0, 0, xxhash.xxh3_128()
     for start in range(0, span.count, _CHUNK_BYTES):
         piece = tokens[start : start + _CHUNK_BYTES]
         low, high = min(low, int(piece.min())), max(high, int(piece.max()))
-    return low, high
+        digest.update(piece.data)
+    return {"low": low, "high": high, "digest": digest.hexdigest()}
 
 
 def fingerprint(parts: object) -> str:
@@ -542,7 +549,7 @@ def _trained(package: Any, vocab_size: int, training_text: Iterable[bytes]) -> A
     return tokenizer
 
 
-_LAYOUT = 4  # raised when an entry's files change their meaning
+_LAYOUT = 5  # raised when an entry's files change their meaning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -668,16 +675,13 @@ def _token_corpus(source: str, cache: Path, tokenizer: str, val_fraction: float,
     status = span.path.stat()
     key = fingerprint((_LAYOUT, str(span.path.resolve()), status.st_size, status.st_mtime_ns, span.dtype))
 
-    def build(folder: Path) -> dict[str, Any]:
-        return dict(zip(("low", "high"), token_range(span), strict=True))
-
-    _, extremes = _cached(cache / key, build)
-    train, val = span.split(span.count - held_out)
+    _, known = _cached(cache / key, lambda folder: read_tokens(span))
+    train, val = replace(span, digest=known["digest"]).split(span.count - held_out)
     return Corpus(
         name=source,
         train=train,
         val=val,
-        vocab_size=_checked_vocab_size(source, span, tokenizer, extremes["low"], extremes["high"]),
+        vocab_size=_checked_vocab_size(source, span, tokenizer, known["low"], known["high"]),
         tokenizer=tokenizer,
         num_files=1,
         size_bytes=status.st_size,
@@ -723,8 +727,8 @@ def _text_corpus(
         encoder.save(folder)
         return {
             "vocab_size": encoder.vocab_size,
-            "train_tokens": _write_tokens(folder / "train.bin", train, encoder),
-            "val_tokens": _write_tokens(folder / "val.bin", val, encoder),
+            "train": _write_tokens(folder / "train.bin", train, encoder),
+            "val": _write_tokens(folder / "val.bin", val, encoder),
             "num_files": len(kept),
             "size_bytes": sum(file.size_bytes for file in kept),
         }
@@ -732,8 +736,7 @@ def _text_corpus(
     folder, meta = _cached(cache / key, build)
     dtype = token_dtype(meta["vocab_size"])
     train, val = (
-        TokenSpan(path=folder / f"{part}.bin", dtype=dtype, offset_bytes=0, count=meta[f"{part}_tokens"])
-        for part in ("train", "val")
+        TokenSpan(path=folder / f"{part}.bin", dtype=dtype, offset_bytes=0, **meta[part]) for part in ("train", "val")
     )
     for span in (train, val):
         if not span.path.is_file() or span.path.stat().st_size != span.count * np.dtype(dtype).itemsize:
@@ -784,17 +787,18 @@ def _start_of_character(file: TextFile, at: int) -> int:
         return text.seek(at) + bytes_to_character(text)
 
 
-def _write_tokens(path: Path, spans: Iterable[TextSpan], tokenizer: Tokenizer) -> int:
-    """Write the tokens of all spans, one after the other, and where each begins; returns how many."""
-    count, starts = 0, list[int]()
+def _write_tokens(path: Path, spans: Iterable[TextSpan], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Write the tokens of all spans, one after the other, and where each begins; returns {"count", "digest"}."""
+    count, starts, digest = 0, list[int](), xxhash.xxh3_128()
     with path.open("xb") as file:
         for span in spans:
             starts.append(count)
             for tokens in tokenizer.encode_chunks(span.chunks()):
-                file.write(tokens.tobytes())
+                file.write(tokens.data)
+                digest.update(tokens.data)
                 count += len(tokens)
     np.save(_documents_path(path), np.unique(np.array(starts, dtype=np.int64)))
-    return count
+    return {"count": count, "digest": digest.hexdigest()}
 
 
 # ---------------------------------------------------------------------- cache

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from annotated_types import Interval
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -51,6 +52,10 @@ class ImageSource(Protocol):
     def open(self, index: int) -> tuple[Any, int]:
         """A Pillow image in RGB, and the number of its class."""
 
+    @property
+    def data_key(self) -> str:
+        """Text that other images change."""
+
 
 # ---------------------------------------------------------------------- a folder
 
@@ -71,6 +76,11 @@ class ImageFiles:
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    @property
+    def data_key(self) -> str:
+        """Digest of the names and classes; nothing of the images is read."""
+        return str(xxhash.xxh3_128_hexdigest(b"".join([self.paths.tobytes(), self.classes.tobytes()])))
 
     def open(self, index: int) -> tuple[Any, int]:
         """Decode one image.
@@ -217,6 +227,11 @@ class Shapes:
     def __len__(self) -> int:
         return self.count
 
+    @property
+    def data_key(self) -> str:
+        """Which images are drawn."""
+        return f"shapes {self.seed} {self.part}"
+
     def open(self, index: int) -> tuple[Any, int]:
         """Draw one image."""
         number = index % len(self.CLASSES)
@@ -302,6 +317,7 @@ class ImageViews(Dataset[tuple[Tensor, int]]):
     ) -> None:
         self._length = len(source) if max_images is None else min(max_images, len(source))
         self.source = source
+        self.data_key = source.data_key
         self.image_size = image_size
         self.training = training
         self.crop_scale = crop_scale

@@ -25,6 +25,7 @@ from typing import Annotated, Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
+import xxhash
 from annotated_types import Interval
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
@@ -359,12 +360,21 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         tokenizer: of the model.
         written: how a conversation becomes text.
         context_length: L.
+        data_key: digest of the file.
     """
 
     def __init__(
-        self, path: Path, spans: NDArray[np.int64], tokenizer: Tokenizer, written: ChatFormat, context_length: int
+        self,
+        path: Path,
+        spans: NDArray[np.int64],
+        tokenizer: Tokenizer,
+        written: ChatFormat,
+        context_length: int,
+        *,
+        data_key: str,
     ) -> None:
         self._path = path
+        self.data_key = data_key
         self._spans = spans
         self._tokenizer = tokenizer
         self._written = written
@@ -589,7 +599,11 @@ class InstructionData(StepDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Find the conversations and split them."""
-        spans = np.array([(offset, len(text)) for _, offset, text in _records(self._path)], dtype=np.int64)
+        digest, places = xxhash.xxh3_128(), list[tuple[int, int]]()
+        for _, offset, text in _records(self._path):
+            digest.update(text)
+            places.append((offset, len(text)))
+        spans = np.array(places, dtype=np.int64)
         held_out = max(1, round(len(spans) * self._val_fraction))
         if len(spans) - held_out < self.global_batch_size:
             raise ConfigurationError(
@@ -599,8 +613,12 @@ class InstructionData(StepDataModule):
         order = np.random.default_rng(self.seed).permutation(len(spans))
         measured = min(held_out, self._val_samples or held_out)
         spread = np.arange(measured) * held_out // measured
-        val = self._conversations(spans[np.sort(order[:held_out])[spread]])
-        train = self._conversations(spans[np.sort(order[held_out:])])
+        val, train = (
+            Conversations(
+                self._path, chosen, self.tokenizer, self.written, self.context_length, data_key=digest.hexdigest()
+            )
+            for chosen in (spans[np.sort(order[:held_out])[spread]], spans[np.sort(order[held_out:])])
+        )
         example = train.example(self._first_learnable(train))
         if example != self._example:
             self._example = example
@@ -629,9 +647,6 @@ class InstructionData(StepDataModule):
         if len(found) < looked_at:
             rank_zero_warn(f"{cause}, in {looked_at - len(found)} of {looked_at} conversations that were looked at")
         return found[0]
-
-    def _conversations(self, spans: NDArray[np.int64]) -> Conversations:
-        return Conversations(self._path, spans, self.tokenizer, self.written, self.context_length)
 
 
 def _records(path: Path) -> Iterator[tuple[str, int, bytes]]:

@@ -85,7 +85,8 @@ class StepLoader:
     in use at a time.
 
     Args:
-        dataset: map-style data set of `sampler.num_samples` samples.
+        dataset: map-style data set of `sampler.num_samples` samples. Where it has an attribute `data_key`, a text that
+            its content decides, a run that is resumed with other content is refused.
         sampler: which of them, and when.
         options: passed to torch's DataLoader (num_workers, collate_fn, ...). Without a `generator`, workers are seeded
             by (sampler.seed, rank, position where the iterator begins), and the global random stream is left alone.
@@ -105,6 +106,7 @@ class StepLoader:
     def __init__(self, dataset: Dataset[Any], sampler: StepSampler, **options: Any) -> None:
         self.dataset = dataset
         self.step_sampler = sampler
+        sampler.data_key = getattr(dataset, "data_key", None)
         self.current: StepSlice | None = None
         self.has_begun = False
         self._before_step: dict[str, Any] | None = None
@@ -262,7 +264,7 @@ class StepLoader:
     # ------------------------------------------------------------------ state and world
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch yielded last: {"consumed": samples of the global stream}."""
+        """The position after the batch yielded last, see StepSampler.state_dict."""
         return self.step_sampler.state_dict()
 
     def state_before_step(self) -> dict[str, Any]:
@@ -301,6 +303,7 @@ class StepLoader:
                 "use one factor, or a torch DataLoader, whose batch_size is a micro-batch"
             )
         self._trainer = trainer
+        self.step_sampler.accepts_other_data = getattr(trainer.strategy, "resume_overrides", False)
         if getattr(trainer, "overfit_batches", 0):
             self.step_sampler.shuffle = False
         if not getattr(trainer, "fast_dev_run", False):

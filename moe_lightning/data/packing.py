@@ -79,6 +79,7 @@ class Packed(Dataset[tuple[Tensor, Tensor, Tensor, Tensor]]):
                 "them, or leave them out"
             )
         self.documents = documents
+        self.data_key = getattr(documents, "data_key", None)
         self.lengths = lengths
         self.context_length = context_length
         order = np.arange(len(lengths)) if seed is None else np.random.default_rng(seed).permutation(len(lengths))

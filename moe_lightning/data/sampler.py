@@ -137,6 +137,11 @@ class StepSampler(Sampler[list[int]]):
         order: the indices of an epoch, int64 [num_samples], by its number and the same on every rank; without
             `shuffle` those of the first one. None: those of the data set.
 
+    Attributes:
+        data_size, data_key: the number of the data set's samples and a text that other content changes, as far as they
+            are known: a position is that in these data.
+        accepts_other_data: True goes on in other data than those of the position that is restored.
+
     Iterating yields this rank's index lists from `consumed` to the end of its epoch and moves nothing, because the
     workers of a DataLoader draw ahead of the training: whoever consumes a batch adds its `micro_total` to `consumed`
     (StepLoader does).
@@ -171,13 +176,16 @@ class StepSampler(Sampler[list[int]]):
                 f"(global_batch_size); lower it to at most {num_samples}, set drop_last=False, or bring more data."
             )
         self.num_samples = num_samples
+        self.data_size: int | None = num_samples
+        self.data_key: str | None = None
+        self.accepts_other_data = False
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.shuffle = shuffle
         self.evaluation = evaluation
         self._given_order = order
-        self._usable = num_samples - num_samples % unit if drop_last else num_samples
-        self.epoch_size = self._usable
+        self._unit = unit if drop_last else 1
+        self._usable = self.epoch_size = num_samples - num_samples % self._unit
         self.consumed = 0
         self._epoch_offset = 0  # our epoch minus the announced one
         self._restored_at: int | None = None  # the position last restored
@@ -345,14 +353,17 @@ class StepSampler(Sampler[list[int]]):
     # ------------------------------------------------------------------ state and world
 
     def state_dict(self) -> dict[str, Any]:
-        """{"consumed": samples of the global stream consumed so far}; the same on every rank."""
-        return {"consumed": self.consumed}
+        """{"consumed": samples of the global stream consumed so far, "data_size", "data_key": of which data, as far as
+        that is known}; the same on every rank."""
+        data = {"data_size": self.data_size, "data_key": self.data_key}
+        return {"consumed": self.consumed, **{name: value for name, value in data.items() if value is not None}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a saved position.
 
         Raises:
-            ConfigurationError: not a position, or one inside a step that the current `num_micros` cannot express.
+            ConfigurationError: not a position, one inside a step that the current `num_micros` cannot express, or one
+                in other data.
         """
         consumed = state_dict.get("consumed")
         if not isinstance(consumed, int) or isinstance(consumed, bool) or consumed < 0:
@@ -360,10 +371,35 @@ class StepSampler(Sampler[list[int]]):
                 f"The saved data position {state_dict!r} has no non-negative integer 'consumed'; "
                 "resume from a checkpoint that a StepSampler wrote."
             )
+        if (change := self._change_of_data(state_dict)) and not self.accepts_other_data:
+            raise ConfigurationError(
+                f"The training data are not those of the checkpoint: {change}, so samples would be trained on twice or "
+                "left out; bring back the former data, or give resume_overrides=true (in a script to the strategy) to "
+                "go on in the new ones."
+            )
+        if change:
+            consumed = self._position_from(consumed, state_dict.get("data_size", self.num_samples))
         self.slice_at(consumed)
         self.consumed = consumed
         self._restored_at = consumed
         self.moves += 1
+
+    def _change_of_data(self, saved: dict[str, Any]) -> str:
+        """What differs between the data of a position and these; "" for nothing."""
+        size, key = saved.get("data_size"), saved.get("data_key")
+        if size is not None and self.data_size is not None and size != self.data_size:
+            return f"they had {size:,} samples and have {self.data_size:,}"
+        if key is not None and self.data_key is not None and key != self.data_key:
+            return "they have other content"
+        return ""
+
+    def _position_from(self, consumed: int, num_samples: int) -> int:
+        """The step of the same number in the same epoch, or the end of that, as the Trainer counts them."""
+        former = max(1, num_samples - num_samples % self._unit)
+        if self.epoch_size < self._usable:
+            former = min(former, self.epoch_size)
+        epoch, inside = divmod(consumed, former)
+        return epoch * self.epoch_size + min(inside - inside % self.global_batch_size, self.epoch_size)
 
     def bind(
         self,

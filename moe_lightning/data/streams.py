@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,7 +235,7 @@ class StreamSampler(StepSampler):
 
 class StreamLoader(StepLoader):
     """This rank's batches of a stream, as StepLoader. Its state has, beside the position, a mark of the stream's to go
-    on from: {"consumed": int, "stream": see `stream_reader.Mark`}.
+    on from: {"stream": see `Mark`}.
 
     Args:
         stream: the same samples in the same order on every rank.
@@ -259,6 +259,9 @@ class StreamLoader(StepLoader):
         options |= {"collate_fn": _Collated(collate_fn), "persistent_workers": workers > 0}
         super().__init__(self._reader, sampler, **options)
         self.dataset = stream
+        # Without a length an epoch is what the Trainer's limits say, which a resumed run may change.
+        sampler.data_size = len(stream) if isinstance(stream, Sized) else None
+        sampler.data_key = getattr(stream, "data_key", None)
 
     @classmethod
     def of_stream(

@@ -24,6 +24,7 @@ class _MappedTokens(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, span: TokenSpan) -> None:
         self.span = span
+        self.data_key = span.digest
         self._tokens = span.open()
 
     def _pair(self, start: int, length: int) -> tuple[Tensor, Tensor]:

@@ -301,6 +301,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             with rank, step and samples.
         stall_warning_s: seconds without a step, after which every rank prints the rank that the others wait for, with
             its stack; five times as long before the first batch and for a rank that compiles. None: never.
+        resume_overrides: go on in other training data than those of the checkpoint, which are refused else.
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
     Attributes:
@@ -340,9 +341,11 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         check_replicas_every: NonNegativeInt = 100,
         stop_on_nan: StopOnNan | None = None,
         stall_warning_s: Seconds | None = 60.0,
+        resume_overrides: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout_s=timeout_s, **kwargs)
+        self.resume_overrides = resume_overrides
         self.placing = PlacementOptions(
             ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, plan=plan, slots=slots,
             kernels=kernels)  # fmt: skip

@@ -1,0 +1,191 @@
+"""Data that changed between two starts of a run: told, and used on request only."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule
+from moe_lightning.data.images import ImageData
+from moe_lightning.data.instructions import InstructionData
+from moe_lightning.data.loader import StepDataModule
+from moe_lightning.data.sampler import StepSampler
+from moe_lightning.data.text import TextData
+from tests.distributed.training import TINY, RandomTokens
+
+TEXT = "".join(f"line {i} of a text that is long enough\n" for i in range(200))
+CHAT = "".join(json.dumps({"prompt": f"p{i:02d}", "response": "r"}) + "\n" for i in range(20))
+
+
+def text(folder: Path, **options: Any) -> StepDataModule:
+    (folder / "texts").mkdir(exist_ok=True)
+    file = folder / "texts" / "a.txt"
+    if not file.exists():
+        file.write_text(TEXT)
+    return TextData(
+        source=str(folder / "texts"), cache_dir=folder / "c", context_length=16, global_batch_size=4, **options
+    )
+
+
+def packed(folder: Path) -> StepDataModule:
+    return text(folder, packing=True, end_of_document=10)
+
+
+def tokens(folder: Path) -> StepDataModule:
+    file = folder / "texts.npy"
+    if not file.exists():
+        np.save(file, np.frombuffer(TEXT.encode(), dtype=np.uint8))
+    return TextData(source=str(file), cache_dir=folder / "c", context_length=16, global_batch_size=4)
+
+
+def instructions(folder: Path) -> StepDataModule:
+    file = folder / "chat.jsonl"
+    if not file.exists():
+        file.write_text(CHAT)
+    return InstructionData(path=file, context_length=64, global_batch_size=4)
+
+
+def images(folder: Path) -> StepDataModule:
+    for number in range(0 if (folder / "images").is_dir() else 12):
+        path = folder / "images" / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return ImageData(path=folder / "images", image_size=8, global_batch_size=4)
+
+
+def replace_in(path: Path, old: bytes, new: bytes) -> None:
+    assert old in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(old, new))
+
+
+def loader(data: StepDataModule) -> Any:
+    data.prepare_data()
+    data.setup("fit")
+    return data.train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "what"),
+    [
+        (text, lambda f: replace_in(f / "texts/a.txt", b"line 7 ", b"line 9 "), "other content"),
+        (text, lambda f: (f / "texts/b.txt").write_text(TEXT), r"they had \d+ samples and have \d+"),
+        (packed, lambda f: replace_in(f / "texts/a.txt", b"line 7 ", b"line 9 "), "other content"),
+        (tokens, lambda f: replace_in(f / "texts.npy", b"line 7 ", b"line 9 "), "other content"),
+        (instructions, lambda f: replace_in(f / "chat.jsonl", b"p07", b"p77"), "other content"),
+        (instructions, lambda f: (f / "chat.jsonl").write_text(CHAT * 2), "they had 19 samples and have 38"),
+        (images, lambda f: (f / "images/class0/0.png").rename(f / "images/class0/zero.png"), "other content"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_other_data_than_those_of_a_position_are_refused(
+    tmp_path: Path, kind: Callable[[Path], StepDataModule], change: Callable[[Path], object], what: str
+) -> None:
+    first = loader(kind(tmp_path))
+    next(iter(first)) if kind is not images else None
+    state = json.loads(json.dumps(first.state_dict()))
+    for path in tmp_path.rglob("*.*"):  # a copy of the same data, as on another machine
+        os.utime(path, (1, 1))
+    loader(kind(tmp_path)).load_state_dict(state)
+    change(tmp_path)
+    other = loader(kind(tmp_path))
+    with pytest.raises(ConfigurationError, match=rf"not those of the checkpoint: .*{what}.*resume_overrides=true"):
+        other.load_state_dict(state)
+    assert other.step_sampler.consumed == 0
+    other.step_sampler.accepts_other_data = True
+    other.load_state_dict(state)
+    assert other.step_sampler.consumed == first.step_sampler.consumed
+
+
+@pytest.mark.parametrize(
+    ("consumed", "size", "position"),
+    [
+        (40 + 8, 20, 20 + 8),  # the third step of the second epoch
+        (40 + 32, 20, 20 + 20),  # there are only five: the end of that epoch
+        (40, 100, 100),
+        (8, 41, 8),
+    ],
+)
+def test_a_position_goes_to_the_same_step_of_other_data(consumed: int, size: int, position: int) -> None:
+    sampler = StepSampler(num_samples=size, global_batch_size=4)
+    sampler.accepts_other_data = True
+    sampler.load_state_dict({"consumed": consumed, "data_size": 42})
+    assert sampler.consumed == position
+
+
+class Own(Dataset[Any]):
+    def __init__(self, size: int, data_key: str | None = None) -> None:
+        self.samples = RandomTokens(size)
+        if data_key is not None:
+            self.data_key = data_key
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+class OwnStream(IterableDataset[Any]):
+    def __init__(self, size: int, *, is_sized: bool = True) -> None:
+        self.samples = RandomTokens(size)
+        if is_sized:
+            self.__class__ = SizedStream
+
+    def __iter__(self) -> Any:
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
+class SizedStream(OwnStream):
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def fit(folder: Path, samples: Any, steps: int, **options: Any) -> int:
+    torch.manual_seed(0)
+    trainer = pl.Trainer(
+        strategy=ExpertParallelStrategy(**options),
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    saved = folder / "one.ckpt"
+    trainer.fit(GPTModule(TINY), DataLoader(samples, batch_size=4), ckpt_path=saved if saved.exists() else None)
+    trainer.save_checkpoint(saved)
+    return trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        (Own(24), Own(20), "they had 24 samples and have 20"),
+        (Own(24, "a"), Own(24, "b"), "other content"),
+        (OwnStream(24), OwnStream(20), "they had 24 samples and have 20"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_data_sets_of_the_users(tmp_path: Path, before: Any, after: Any, what: str) -> None:
+    assert fit(tmp_path, before, 2) == 2
+    with pytest.raises(ConfigurationError, match=what):
+        fit(tmp_path, after, 4)
+    assert fit(tmp_path, before, 3) == 3
+    assert fit(tmp_path, after, 4, resume_overrides=True) == 4
+    assert fit(tmp_path, after, 5) == 5
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_limits_of_a_stream_without_a_length_are_no_other_data(tmp_path: Path) -> None:
+    fit(tmp_path, OwnStream(24, is_sized=False), 2)
+    assert fit(tmp_path, OwnStream(24, is_sized=False), 4) == 4
