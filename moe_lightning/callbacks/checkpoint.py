@@ -54,6 +54,7 @@ from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.recovery import RecoveryListener
+from moe_lightning.strategies.train_state import TrainState
 
 
 @validated
@@ -195,6 +196,40 @@ class TokenCounts:
         if self.total is not None and checkpoint_ledger is not None:
             checkpoint_ledger.ledger.record(self.total.cpu().numpy())
             self.total = None
+
+
+class StateGrowth:
+    """Detector of optimizer states that the session has no room for, such as those of a backbone that is trained from
+    some epoch on.
+
+    Optimizers of torch and of this library make the states of a parameter in its first update. So ranks ask each other
+    only while a trained parameter lacks states, and once after a change that all ranks see alike: of parameter groups,
+    of the parameters that are trained, of the experts' ranks. Another optimizer may make states in any update: ranks
+    ask at every checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._known: Collection[str] = ()
+        self._seen: object = None
+        self._may_grow = True
+
+    def begin(self, state: TrainState) -> None:
+        """Take the present states as those of a new session."""
+        self._known, self._seen = state.training_state().moment_shapes().keys(), None
+
+    def look_again(self) -> None:
+        """Ask at the next checkpoint: experts have moved."""
+        self._seen = None
+
+    def found(self, state: TrainState, world: World) -> bool:
+        """Return True on every rank if one of them has further states; collective where something can have grown."""
+        seen = state.trained()
+        if seen == self._seen and not self._may_grow:
+            return False
+        has_grown = state.training_state().moment_shapes().keys() != self._known
+        has_grown, self._may_grow = any_says([has_grown, state.may_make_states()], world)
+        self._seen = seen
+        return has_grown
 
 
 def computed_in(strategy: ExpertParallelStrategy) -> torch.dtype | None:
@@ -361,7 +396,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
         self.checkpoint_ledger: CheckpointLedger | None = None
         self._strategy: ExpertParallelStrategy | None = None
         self._layout: Callable[[ExpertParallelStrategy], ProtectionLayout] | None = None
-        self._moments: Collection[str] = ()  # that the session has room for
+        self._growth = StateGrowth()
         self._received_ledger: dict[str, Any] | None = None
         self._is_interrupted = self._is_saving = self._experts_moved = False
         self._counts = TokenCounts()
@@ -539,7 +574,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
         if self._experts_moved:
             self._experts_moved = False
             self._reassign(strategy)
-        self._end_outgrown(strategy)
+        if self.session is not None and self._growth.found(strategy.state, strategy.world):
+            self._close(wait=True)
         if self.session is None:
             self._open(trainer, strategy)
         self._counts.record(self.checkpoint_ledger)
@@ -552,19 +588,9 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
         self._saved_at = trainer.global_step
         log_checkpoint(trainer, self.session, self.plt)
 
-    def _end_outgrown(self, strategy: ExpertParallelStrategy) -> None:
-        """End a session that has no room for states which optimizers have made since, as of a backbone that is trained
-        from some epoch on; collective.
-        """
-        session, known = self.session, strategy.state.training_state().moment_shapes().keys()
-        (has_grown,) = any_says([session is not None and known != self._moments], strategy.world)
-        if has_grown and session is not None:
-            if session.in_window:
-                session.give_window_up()
-            self._close(wait=True)
-
     def _reassign(self, strategy: ExpertParallelStrategy) -> None:
         """Experts have moved: the session goes on with other writers, or ends where their snapshots lack room."""
+        self._growth.look_again()
         if self.session is not None:
             if self.session.in_window:
                 self.session.give_window_up()
@@ -616,7 +642,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
             choose_k(trainer, self.session, self.settings, interval=self._interval(), lost=self._lost_plt)
             self._lost_plt = 0.0
         strategy.checkpoints.release()
-        self._moments = state.moment_shapes().keys()
+        self._growth.begin(strategy.state)
 
     def _adapt(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy) -> None:
         session = self.session

@@ -211,6 +211,22 @@ class TrainState:
                 )
         return self._recorded
 
+    def trained(self) -> tuple[list[int], list[bool]]:
+        """Return the sizes of the parameter groups and which parameters are trained; alike on all ranks."""
+        sizes = [len(group) for groups in self._groups for group in groups]
+        return sizes, [parameter.requires_grad for parameter in self.module.parameters()]
+
+    def may_make_states(self) -> bool:
+        """Return True if an update may add optimizer states on this rank without a change of `trained`."""
+        for optimizer in self.optimizers:
+            if type(optimizer).__module__.partition(".")[0] not in ("torch", "moe_lightning"):
+                return True
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            trained = (p for p in parameters if p.requires_grad and p.numel() and not p.is_meta)
+            if not all(optimizer.state.get(p) for p in trained):
+                return True
+        return False
+
     def fill_groups(self) -> None:
         """Set the parameters of the optimizers' groups to those on this rank."""
         for optimizer, groups in zip(self.optimizers, self._groups, strict=True):

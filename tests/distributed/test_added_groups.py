@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moe_lightning import ConfigurationError, PartialExpertsCheckpoint
 from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.compat import private_torch
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_hook_order import fitted, trainer_of
 from tests.distributed.test_users_modules import Base, Options, Seen
@@ -140,3 +141,73 @@ def test_a_directory_holds_the_states_of_what_is_unfrozen(tmp_path: Path) -> Non
     saved, name = Checkpoint(tmp_path / "step-00000008"), "dense/backbone.embed.weight/exp_avg"
     assert name in saved.shapes()
     np.testing.assert_array_equal(saved.read(name).numpy(), moments)
+
+
+class LateStates(torch.optim.SGD):
+    """Makes a further state in its third update."""
+
+    updates = 0
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.updates += 1
+        if self.updates == 3:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["late"] = torch.full_like(parameter, 3.0)
+        return result
+
+
+class LateModule(Tuned):
+    """Everything is in the optimizer from the beginning; the backbone is frozen up to the third step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.kind == "frozen":
+            self.backbone.requires_grad_(self.trainer.global_step >= 2)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        make = LateStates if self.kind == "late" else torch.optim.AdamW
+        return make(self.parameters(), lr=3e-3)
+
+
+class CountedSaves(PartialExpertsCheckpoint):
+    """Notes how many collectives each checkpoint begins."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.counts: list[int] = []
+
+    def save(self, trainer: pl.Trainer, *args: Any, **options: Any) -> None:
+        groups = trainer.strategy.world.all_groups  # type: ignore[attr-defined]
+        before = sum(map(private_torch.num_collectives, groups))
+        super().save(trainer, *args, **options)
+        self.counts.append(sum(map(private_torch.num_collectives, groups)) - before)
+
+
+def saved_often(rank: int, world_size: int, folder: str, kind: str, dense: str) -> list[int]:
+    callback = CountedSaves(folder, every_n_steps=1, k_snapshot=6, keep_last=9, save_on_train_end=False)
+    options = {"max_steps": 6, "enable_checkpointing": True, "callbacks": [callback]}
+    strategy = {"dense": dense, "find_unused_parameters": kind == "frozen"}
+    fitted(make_trainer(rank, world_size, strategy, **options), LateModule(kind))
+    return callback.counts
+
+
+@pytest.mark.parametrize(
+    ("kind", "dense"), [("plain", "ddp"), ("plain", "zero1"), ("frozen", "ddp"), ("frozen", "zero1"), ("late", "ddp")]
+)
+def test_states_that_are_made_later_are_saved_and_ranks_ask_only_where_some_may_be(
+    kind: str, dense: str, tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, saved_often, str(tmp_path), kind, dense)
+    assert first == second
+    saved, scope = Checkpoint(tmp_path / "step-00000006").shapes(), "late" if kind == "late" else "exp_avg"
+    assert {name for name in saved if name.endswith(f"backbone.embed.weight/{scope}")}
+    assert {name for name in saved if f"/{scope}/" in name}
+    if kind == "late":
+        assert all(first)
+    else:
+        assert first[-2:] == [0, 0]
