@@ -20,13 +20,16 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Self, TextIO
+from typing import TYPE_CHECKING, BinaryIO, Self, TextIO
 
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_BYTES = 1 << 30
 """Limit of what is read as a whole: manifests, configurations, tables, traces."""
@@ -129,6 +132,22 @@ def decoded(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
+
+
+def follow_umask(path: Path) -> None:
+    """Give a file the mode that the umask gives to new ones, where a library has made it private."""
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        example = Path(folder, "example")
+        example.touch()
+        path.chmod(stat.S_IMODE(example.stat().st_mode))
+
+
+def save_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write tensors to a new safetensors file with the mode of the umask."""
+    from safetensors.torch import save_file  # imports torch
+
+    save_file(dict(tensors), path, dict(metadata))
+    follow_umask(path)
 
 
 def too_large(path: object, nbytes: int, most_bytes: int) -> OSError:

@@ -533,5 +533,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.umask(0o077)
     sys.exit(main())

@@ -128,6 +128,9 @@ def saver(root: Path, **options: Any) -> PartialExpertsCheckpoint:
 def test_full_checkpoints_resume_bit_for_bit_and_by_the_name_last(root: Path) -> None:
     whole = run(2, [], steps=12)[0]
     run(2, [saver(root)], steps=7, ranks_start_agents=True)
+    os.umask(umask := os.umask(0o022))
+    modes = {path.stat().st_mode & 0o777 for path in root.glob("step-*/*")}
+    assert modes == {0o666 & ~umask}, "files of the agent's process follow the umask of the run"
     resumed = run(2, [saver(root)], steps=12, ckpt_path="last", ranks_start_agents=True)[0]
     assert resumed["losses"] == whole["losses"][7:]
     for name, values in whole["state"].items():

@@ -7,11 +7,15 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
+import moe_lightning
 from moe_lightning.checkpoint.files import write_file
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import save_safetensors
+from moe_lightning.models.huggingface.weights import write_weights
 
 
 def _with_checkpoints(folder: Path, *names: str) -> RunDirectory:
@@ -135,3 +139,22 @@ def test_files_of_a_run_follow_the_umask(tmp_path: Path, umask: int) -> None:
     assert modes.pop("checkpoints") == 0o777 & ~umask
     assert len(modes) == 5
     assert set(modes.values()) == {0o666 & ~umask}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_exported_weights_follow_the_umask(tmp_path: Path, umask: int) -> None:
+    former = os.umask(umask)
+    try:
+        save_safetensors({"a": torch.ones(1)}, tmp_path / "one.safetensors", {})
+        write_weights(tmp_path, [{"b": torch.ones(1)}])
+    finally:
+        os.umask(former)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()]
+    assert modes == 3 * [0o666 & ~umask]
+
+
+def test_safetensors_own_writer_makes_private_files_only() -> None:
+    """It ignores the umask: who writes for others to read uses `save_safetensors`."""
+    package = Path(moe_lightning.__file__).parent
+    users = {path.name for path in package.rglob("*.py") if "import save_file" in path.read_text()}
+    assert users == {"files.py", "replayed_routing.py"}

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import save_safetensors
 from moe_lightning.models.huggingface.architecture import MODEL_BLOCK, OUR_ROUTER, SELECTION_BIAS, Architecture, Family
 from moe_lightning.models.huggingface.loading import dense_tensors, transformers
 from moe_lightning.models.huggingface.weights import dtype_named, write_weights
@@ -288,7 +288,7 @@ def write_adapter(
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with _new_folder(path) as staged:
         (staged / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
-        save_file(plain, staged / "adapter_model.safetensors", {"format": "pt"})
+        save_safetensors(plain, staged / "adapter_model.safetensors", {"format": "pt"})
     return sum(tensor.nbytes for tensor in plain.values())
 
 

@@ -20,11 +20,10 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.files import read_text
+from moe_lightning.files import read_text, save_safetensors
 
 FP8_SCALE = "_scale_inv"
 """What the name of an FP8 matrix's scales ends with, after its own name."""
@@ -181,7 +180,8 @@ def write_weights(path: Path, files: Iterable[Mapping[str, Tensor]]) -> int:
     staged, where, total = [], dict[str, int](), 0
     for number, tensors in enumerate(files):
         staged.append(path / f"{number}{_NEW}")
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, staged[-1], {"format": "pt"})
+        dense = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        save_safetensors(dense, staged[-1], {"format": "pt"})
         where |= dict.fromkeys(tensors, number)
         total += sum(t.numel() * t.element_size() for t in tensors.values())
     names = [f"model-{number + 1:05d}-of-{len(staged):05d}.safetensors" for number in range(len(staged))]
