@@ -1,4 +1,4 @@
-"""Single-file checkpoints (`.ckpt`) of Lightning, and archives of torch: durable writes with a checksum, safe reads.
+"""Single-file checkpoints (`.ckpt`) of Lightning, and archives of torch: plain values, durable writes, safe reads.
 
 torch writes a checkpoint as a zip archive, whose last record may have a comment that all readers skip. With the
 checksum there, torch and stock Lightning read the file as before:
@@ -15,19 +15,23 @@ import io
 import os
 import pickle
 import secrets
+import sys
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
-from pathlib import Path
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from functools import lru_cache, partial
+from pathlib import Path, PurePath
 from typing import IO, Any, cast
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from moe_lightning.checkpoint.storage.interface import sync_directory
-from moe_lightning.errors import CheckpointError, MissingCheckpointError
+from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.files import open_regular
 
 SUFFIX = ".ckpt"
@@ -154,6 +158,8 @@ def check_archive(file: IO[bytes], size: int, origin: str) -> None:
         raise CheckpointError(f"{origin} is no checkpoint of torch: its {size} bytes hold records of {total} bytes")
 
 
+TRUST_ADVICE = ", unless you trust who wrote it and say fit(..., weights_only=False)"
+
 _EXPANDED_BYTES = 1 << 30
 """Limit for all expanded tensors of an archive that is smaller itself."""
 
@@ -193,7 +199,7 @@ def load_plain(source: Path | bytes, origin: str, advice: str = "") -> Any:
     return value
 
 
-def load_trusted(path: Path, origin: str) -> Any:
+def load_trusted(source: Path | bytes, origin: str) -> Any:
     """Load an archive with any objects in it, which may run code of whoever wrote it.
 
     Args:
@@ -204,7 +210,9 @@ def load_trusted(path: Path, origin: str) -> Any:
         OSError: a file that is missing.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+        if isinstance(source, bytes):
+            return torch.load(io.BytesIO(source), weights_only=False)
+        return torch.load(source, map_location="cpu", weights_only=False, mmap=True)
     except (AttributeError, ImportError) as error:
         raise CheckpointError(
             f"{origin} holds an object of a class that cannot be imported here ({error}): import what defines it, or "
@@ -249,10 +257,9 @@ def read_checkpoint(path: Path, *, is_trusted: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, damaged, or holds objects that are not read.
     """
-    advice = ", unless you trust who wrote it and say fit(..., weights_only=False)"
     try:
         origin = f"the checkpoint {path}"
-        checkpoint = load_trusted(path, origin) if is_trusted else load_plain(path, origin, advice)
+        checkpoint = load_trusted(path, origin) if is_trusted else load_plain(path, origin, TRUST_ADVICE)
     except FileNotFoundError as error:
         raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file") from error
     except OSError as error:
@@ -266,28 +273,145 @@ def read_checkpoint(path: Path, *, is_trusted: bool = False) -> dict[str, Any]:
     return loaded
 
 
-def hyper_parameters_with_objects(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return the names of hyper-parameters that a resume reads only with weights_only=False."""
-    found = []
-    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
-        values = checkpoint.get(key, {})
-        named = values if type(values) is dict else {key: values}
-        found += [str(name) for name, value in named.items() if not _is_plain(value)]
-    return found
+_LEAVES = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray),
+    *(torch.dtype, torch.device, torch.layout, torch.Size),
+)
 
 
-def _is_plain(value: object) -> bool:
-    """True if torch.load reads a value without unpickling code."""
+class PlainValues:
+    """Conversion of a run's saved values, which remembers the objects that it has found.
+
+    NumPy scalars become numbers, arrays tensors (of text: lists), paths text, members of enumerations their values,
+    OmegaConf containers dictionaries and lists. The values of the run itself are not changed.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def convert(self, value: Any, name: str = "") -> tuple[Any, dict[str, str]]:
+        """Return the value as it is saved, and the objects in it that were not found before.
+
+        Args:
+            name: where it stands, for messages.
+
+        Returns:
+            The converted value, and by name the class of each object that only unsafe unpickling reads.
+
+        Raises:
+            ConfigurationError: an object in it cannot be saved at all.
+        """
+        found: dict[str, str] = {}
+        converted = self._plain(value, name, found, ())
+        self._known |= found.keys()
+        return converted, found
+
+    def _plain(self, value: Any, name: str, found: dict[str, str], around: tuple[int, ...]) -> Any:
+        kind = type(value)
+        if kind in _LEAVES or isinstance(value, Tensor) or id(value) in around:
+            return value
+        walk = partial(self._plain, found=found, around=(*around, id(value)))
+        if (simpler := _simplified(value, name)) is not value:
+            return walk(simpler, name)
+        if kind in (dict, OrderedDict, Counter):
+            return _mapped(value, name, walk)
+        if kind in (list, tuple, set):
+            items = [walk(item, f"{name}[{number}]") for number, item in enumerate(value)]
+            return value if all(map(_is_same, items, value)) else kind(items)
+        if name not in self._known and not _is_readable(value, name):
+            found[name] = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+        return value
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other
+
+
+def _mapped(value: Any, name: str, walk: Callable[..., Any]) -> Any:
+    """Convert keys and values of a mapping; return the mapping itself, with its attributes, where all are plain."""
+    pairs = [(walk(key, name), walk(item, f"{name}[{key!r}]" if name else str(key))) for key, item in value.items()]
+    if all(one is key and other is item for (one, other), (key, item) in zip(pairs, value.items(), strict=True)):
+        return value
+    return type(value)(dict(pairs))
+
+
+def _simplified(value: Any, name: str) -> Any:
+    """Return what replaces a value of a known kind; the value itself if it is of none."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, np.generic):
+        return _number(value)
+    if type(value) is np.ndarray:
+        return _array(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    return _container(value, name)
+
+
+def _number(value: np.generic) -> Any:
+    plain = value.item()
+    return float(plain) if isinstance(plain, np.floating) else value if isinstance(plain, np.generic) else plain
+
+
+def _array(value: np.ndarray[Any, Any]) -> Any:
+    if value.dtype.kind in "OSU":
+        return value.tolist()
+    try:
+        return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
+    except TypeError:  # a dtype that torch does not have
+        return value
+
+
+def _container(value: Any, name: str) -> Any:
+    omegaconf = sys.modules.get("omegaconf")  # whoever has a container has imported it
+    if omegaconf is None:
+        return value
+    if value in (omegaconf.DictConfig, omegaconf.ListConfig) if isinstance(value, type) else False:
+        return value.__name__  # Lightning's note of the class of hyper-parameters
+    if not isinstance(value, omegaconf.Container):
+        return value
+    try:
+        return omegaconf.OmegaConf.to_container(value, resolve=True)
+    except omegaconf.errors.OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigurationError(f"{name} cannot be saved ({reason}): resolve it before training") from None
+
+
+def _is_readable(value: object, name: str) -> bool:
+    """True if torch.load reads an object without unpickling code, as it does of classes that are declared safe.
+
+    Raises:
+        ConfigurationError: it cannot be saved.
+    """
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-    except Exception:  # saving it raises the reason
-        return True
+    except Exception as error:  # its own methods raise what they like
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigurationError(
+            f"{name} is of class {type(value).__qualname__}, which cannot be saved ({reason}): keep plain values there"
+        ) from error
     try:
-        load_plain(buffer.getvalue(), "a hyper-parameter")
+        load_plain(buffer.getvalue(), name)
     except CheckpointError:
         return False
     return True
+
+
+def advice_for(found: dict[str, str]) -> str:
+    """Return the sentence that names objects in a checkpoint, and how to read or avoid them."""
+    begin = "hyper_parameters["
+    names = [name.removeprefix(begin).rstrip("]").strip("'") for name in found if name.startswith(begin)]
+    if names and len(names) == len(found):
+        return (
+            f"the hyper-parameters {names} hold objects, so the checkpoint is loaded with "
+            f"fit(..., weights_only=False) only: leave them out with save_hyperparameters(ignore={names})"
+        )
+    named = ", ".join(f"{name} of class {kind}" for name, kind in found.items())
+    return (
+        f"the checkpoint holds objects ({named}), so it is loaded with fit(..., weights_only=False) only: keep "
+        "numbers, text, tensors, and lists and dictionaries of them there"
+    )
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:

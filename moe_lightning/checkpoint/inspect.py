@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from moe_lightning.checkpoint.agent_handle import LOCK, LOG, STATUS, STOP
@@ -36,6 +36,7 @@ from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, exists
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.files import save_safetensors
 from moe_lightning.state.pieces import OBJECT, is_moment, is_replayed
 
 _MOST_LOOKS = 10
@@ -120,7 +121,9 @@ def _directories(path: Place) -> list[Place]:
 
 def _verdict(path: Place) -> Verdict:
     try:
-        Checkpoint(path).verify()
+        checkpoint = Checkpoint(path)
+        checkpoint.verify()
+        checkpoint.check_objects()
     except CheckpointError as error:
         # Pruning removes the manifest before anything else.
         is_pruned = not has_manifest(path)
@@ -181,7 +184,7 @@ def _write(tensors: dict[str, torch.Tensor], target: Place, metadata: dict[str, 
     if isinstance(target, Path):
         staged = target.with_name(f".{target.name}.{os.getpid()}.new")
         try:
-            save_file(tensors, str(staged), metadata=metadata)
+            save_safetensors(tensors, staged, metadata)
             os.rename(staged, target)
         finally:
             staged.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.directory import checkpoints, directories, has_manifest, read_manifest, run_record_problem
-from moe_lightning.checkpoint.files import load_plain
+from moe_lightning.checkpoint.files import TRUST_ADVICE, load_plain, load_trusted
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest, check_coverage
 from moe_lightning.checkpoint.policy import unseen_tokens
 from moe_lightning.checkpoint.storage import storage_of
@@ -56,9 +56,12 @@ class CheckpointSource(ABC):
 
     Attributes:
         path: where it lies; its name stands in messages.
+        is_trusted: objects are unpickled, which may run code of whoever wrote them; else only tensors and plain values
+            are read.
     """
 
     path: Place
+    is_trusted = False
 
     @property
     @abstractmethod
@@ -137,7 +140,8 @@ class CheckpointSource(ABC):
         """The object under a key.
 
         Raises:
-            CheckpointError: no such key, it is a tensor, or its bytes do not match their checksum.
+            CheckpointError: no such key, it is a tensor, its bytes do not match their checksum, or it holds what is not
+                read.
         """
         piece = self._pieces_of(key)[0]
         if piece.dtype != OBJECT:
@@ -145,7 +149,18 @@ class CheckpointSource(ABC):
         data = self._raw(piece).numpy().tobytes()
         if xxhash.xxh3_64_hexdigest(data) != piece.xxh3:
             raise CheckpointError(f"{self.path} is damaged: the checksum of {key} does not match")
-        return load_plain(data, f"{key} in {self.path}")
+        origin = f"{key} in {self.path}"
+        return load_trusted(data, origin) if self.is_trusted else load_plain(data, origin, TRUST_ADVICE)
+
+    def check_objects(self) -> None:
+        """Read every object.
+
+        Raises:
+            CheckpointError: one is damaged, or holds more than tensors and plain values.
+        """
+        for key, pieces in self._pieces.items():
+            if pieces[0].dtype == OBJECT:
+                self.read_object(key)
 
     def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of every tensor."""

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from moe_lightning.checkpoint.directory import has_manifest
-from moe_lightning.checkpoint.files import check_file, read_checkpoint
+from moe_lightning.checkpoint.files import PlainValues, advice_for, check_file, read_checkpoint
 from moe_lightning.checkpoint.full_state import (
     full_model_state,
     full_optimizer_state,
@@ -50,6 +50,7 @@ class Checkpoints:
         self._worlds, self._state = worlds, state
         self._leases = ExitStack()
         self._without_state = False
+        self._plain_values = PlainValues()
 
     # ------------------------------------------------------------------ saving
 
@@ -115,7 +116,18 @@ class Checkpoints:
             kept |= {"state_dict": {}, "optimizer_states": [{} for _ in self._state.optimizers]}
             self._add_positions(kept)
             objects |= {"trainer": kept} | self._state.training_state().objects()
-        return objects
+        return {key: self.plain(value, "" if key == "trainer" else key) for key, value in objects.items()}
+
+    def plain(self, value: Any, name: str = "") -> Any:
+        """Return a value as it is saved; warns of each object that is found in it for the first time.
+
+        Raises:
+            ConfigurationError: an object in it cannot be saved.
+        """
+        converted, found = self._plain_values.convert(value, name)
+        if found:
+            rank_zero_warn(advice_for(found))
+        return converted
 
     @contextmanager
     def _leave_state_out(self) -> Generator[None, None, None]:
@@ -133,7 +145,7 @@ class Checkpoints:
 
         Args:
             world: the ranks that are connected by now.
-            is_trusted: see `read_checkpoint`; directories hold no objects.
+            is_trusted: see `read_checkpoint`.
 
         Raises:
             CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
@@ -141,6 +153,7 @@ class Checkpoints:
         if isinstance(path, Path) and not decided(path.is_dir, world):
             return self._read_file(path, world, is_trusted=is_trusted)
         restored = self._newest_for_all(path, world)
+        restored.is_trusted = is_trusted
         self._state.restored = restored
         checkpoint: dict[str, Any] = restored.read_object("trainer")
         return checkpoint

@@ -21,13 +21,12 @@ import torch
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.files import SUFFIX, hyper_parameters_with_objects
+from moe_lightning.checkpoint.files import SUFFIX
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
@@ -317,7 +316,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     strategy_name = "expert_parallel"
     of_process = WorldDDPStrategy.of_process | {
         "state", "steps", "weigh", "scale_sum", "checkpoints", "_gathered", "_pipeline", "_data",
-        "_is_placed", "_num_groups", "_before_hooks", "_has_warned_of_objects", "_losses", "_stalls"}  # fmt: skip
+        "_is_placed", "_num_groups", "_before_hooks", "_losses", "_stalls"}  # fmt: skip
 
     def __init__(
         self,
@@ -379,7 +378,6 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._is_placed = False
         self._num_groups = 0
         self._before_hooks: Sequence[nn.Parameter] = ()
-        self._has_warned_of_objects = False
 
     # ------------------------------------------------------------------ world
 
@@ -628,15 +626,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.lightning_module is not None and self.state.holds(self.lightning_module):
             self.checkpoints.add_positions(checkpoint)
-        if not self._has_warned_of_objects:
-            found = hyper_parameters_with_objects(checkpoint)
-            self._has_warned_of_objects = bool(found)
-            if found:
-                rank_zero_warn(
-                    f"the hyper-parameters {found} hold objects, so the checkpoint is loaded with "
-                    f"fit(..., weights_only=False) only: leave them out with save_hyperparameters(ignore={found})"
-                )
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        super().save_checkpoint(self.checkpoints.plain(checkpoint), filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -644,13 +634,13 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         or can be repaired is used, and damage is named. Collective.
 
         Args:
-            weights_only: False: unpickle any object in a file, which may run code of its author; else only
-                tensors and plain values are read.
+            weights_only: False: unpickle any object, which may run code of its author; else only tensors and plain
+                values are read.
 
         Raises:
             CheckpointError: it is missing, damaged, or holds objects that are not read.
         """
-        is_trusted = weights_only is False
+        is_trusted = self.state.reads_objects = weights_only is False
         if "://" in str(checkpoint_path) and str(checkpoint_path).endswith(SUFFIX):  # a file of stock Lightning's
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=not is_trusted)
         elif reads_its_own_way(self.checkpoint_io):

@@ -19,6 +19,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.balancing.repair import Repair, repair_placements, repair_stages
+from moe_lightning.checkpoint.files import PlainValues
 from moe_lightning.checkpoint.full_state import broadcast_dense, broadcast_optimizers
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.memory import MemoryCheckpoint, RecoverySources, fetch, storage_inventory
@@ -232,7 +233,7 @@ class FitProgress:
 
     def dump(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return the progress for another rank, with the live state of the callbacks; tensors and plain values."""
-        return {
+        progress = {
             "step": self.step,
             _LOOPS: self.loops,
             _LOADERS: self.loaders,
@@ -240,6 +241,8 @@ class FitProgress:
             _NEXT_SCHEDULERS: self.lr_schedulers_next_epoch,
             _CALLBACKS: private_lightning.callback_states(trainer),
         }
+        plain, _ = PlainValues().convert(progress)
+        return dict(plain)
 
     @classmethod
     def adopt(cls, dump: dict[str, Any], trainer: pl.Trainer, *, with_callbacks: bool) -> FitProgress:
@@ -485,6 +488,7 @@ def restore_missing(state: TrainState, plan: RecoveryPlan, saved: MemoryCheckpoi
     """
     if saved is None:
         return
+    saved.is_trusted = state.reads_objects
     own = state.training_state()
     if plan.level == "live":
         if plan.lacks_dense:

@@ -74,6 +74,7 @@ class TrainState:
         updates: parameters as the optimizers update them.
         replay: copy of another rank's optimizer shard; None without one.
         restored: the directory checkpoint, or the snapshots, restored last; None without any.
+        reads_objects: True if the user lets restores unpickle objects.
         window_replay: the steps that are repeated until the state is whole; None if it is.
     """
 
@@ -94,6 +95,7 @@ class TrainState:
         self.updates = Updates(on_host=on_host)
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
+        self.reads_objects = False
         self.window_replay: WindowReplay | None = None
 
     @property

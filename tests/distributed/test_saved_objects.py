@@ -1,0 +1,134 @@
+"""Values of all kinds that users keep in hyper-parameters and states: what is saved can be resumed, or is named."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import OmegaConf
+
+from moe_lightning import PartialExpertsCheckpoint
+from moe_lightning.checkpoint.inspect import verify_all
+from moe_lightning.errors import CheckpointError
+from tests.agents import agent_ahead
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_hook_order import trainer_of
+from tests.distributed.test_users_modules import Base, tokens
+
+
+class Color(Enum):
+    RED = "red"
+
+
+class Own:
+    """An object of a user's."""
+
+
+class Keeps(pl.Callback):
+    def __init__(self, value: Any) -> None:
+        self.value, self.loaded = value, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["value"]
+
+
+class Saved(Base):
+    """Values that are not plain at every place of a checkpoint that a user can reach."""
+
+    def __init__(self, lr: Any = 0.01, folder: Any = None, color: Any = None, config: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        optimizer.param_groups[0]["folder"] = Path("/tmp/x")
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.float64(0.9) ** step)]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = {np.int64(1): np.arange(2)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.own = checkpoint["own"]
+
+
+def saver(root: Path, kind: str) -> pl.Callback:
+    if kind == "directory":
+        return PartialExpertsCheckpoint(str(root), every_n_steps=1, k_snapshot=6)
+    return ModelCheckpoint(root, every_n_train_steps=1, save_last=True)
+
+
+def run(
+    rank: int,
+    world_size: int,
+    root: Path,
+    kind: str,
+    module: Callable[[], Base],
+    value: Any,
+    steps: int,
+    **options: Any,
+) -> Any:
+    keeps = Keeps(value)
+    trainer = trainer_of(
+        rank, world_size, {}, max_steps=steps, enable_checkpointing=True, callbacks=[keeps, saver(root, kind)]
+    )
+    own = module()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(own, tokens(24, 6)(), **options)
+        except CheckpointError as error:
+            return str(error)
+    told = [str(warning.message) for warning in caught if "hold" in str(warning.message)]
+    loaded, others = keeps.loaded, getattr(own, "own", {})
+    if isinstance(loaded, dict):
+        loaded = loaded["array"].tolist(), np.random.RandomState(1).set_state(loaded["state"])
+    return trainer.global_step, told, loaded, {name: value.tolist() for name, value in others.items()}
+
+
+def plain_module() -> Base:
+    return Saved(np.float64(0.01), Path("/tmp/x"), Color.RED, OmegaConf.create({"a": [1]}))
+
+
+def ranks(size: int, root: Path, kind: str, *arguments: Any, **options: Any) -> list[Any]:
+    agent = agent_ahead(root) if kind == "directory" else None
+    found = run_ranks(size, partial(run, **options), root, kind, *arguments)
+    if agent is not None and not isinstance(found[0], str):
+        agent.join(60.0)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_what_becomes_plain_is_resumed(kind: str, tmp_path: Path) -> None:
+    root, value = tmp_path / "checkpoints", {"array": np.arange(3.0), "state": np.random.RandomState(0).get_state()}
+    for step, told, *_ in ranks(2, root, kind, plain_module, value, 2):
+        assert (step, told) == (2, [])
+    assert all(verdict.is_whole for verdict in verify_all(root))
+    for step, told, loaded, own in ranks(2, root, kind, plain_module, value, 3, ckpt_path="last"):
+        assert (step, told, loaded, own) == (3, [], ([0.0, 1.0, 2.0], None), {1: [0, 1]})
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_objects_are_named_at_the_first_save_and_read_where_the_user_says_so(kind: str, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    ((step, told, *_),) = ranks(1, root, kind, Base, Own(), 2)
+    assert step == 2
+    assert len(told) == 1
+    assert "callbacks['Keeps']['value'] of class tests.distributed.test_saved_objects.Own" in told[0]
+    if kind == "directory":
+        assert all("holds more than tensors and plain values" in str(one.problem) for one in verify_all(root))
+    (refused,) = ranks(1, root, kind, Base, Own(), 3, ckpt_path="last")
+    assert "is not loaded, unless you trust who wrote it and say fit(..., weights_only=False)" in refused
+    ((step, _, loaded, _),) = ranks(1, root, kind, Base, Own(), 3, ckpt_path="last", weights_only=False)
+    assert (step, type(loaded)) == (3, Own)
