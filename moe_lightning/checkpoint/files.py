@@ -15,7 +15,6 @@ import io
 import os
 import pickle
 import secrets
-import sys
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from moe_lightning.checkpoint.storage.interface import sync_directory
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
-from moe_lightning.files import open_regular
+from moe_lightning.files import check_written, open_regular
 
 SUFFIX = ".ckpt"
 
@@ -89,31 +88,57 @@ def check_file(path: Path) -> None:
     """
     try:
         about = path.stat()
+        check_written(path)
         _check_once(path, about.st_ino, about.st_mtime_ns, about.st_size)
-    except FileNotFoundError as error:
-        raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file") from error
     except OSError as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})") from error
+        raise _unreadable(path, error) from error
+
+
+def check_end(path: Path) -> None:
+    """Verify the last bytes of a checkpoint file, which says at once what is none.
+
+    Raises:
+        CheckpointError: it is missing, or no checkpoint.
+    """
+    try:
+        check_written(path)
+        with open_regular(path, buffering=0) as file:
+            _read_end(path, file, path.stat().st_size)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file")
+    return CheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})")
+
+
+def _read_end(path: Path, file: IO[bytes], size: int) -> tuple[int, bytes]:
+    """Return the size of the part that the checksum covers, and the checksum; it is empty where there is none."""
+    file.seek(max(0, size - _COMMENT_BYTES - len(_LENGTH)))
+    tail = file.read()
+    file.seek(0)
+    if (tail[:2], tail[2 : 2 + len(_MARKER)]) == (_LENGTH, _MARKER):
+        return size - len(tail), tail[2 + len(_MARKER) :]
+    if tail[-_END_BYTES:].startswith(_END_OF_ARCHIVE) and tail.endswith(_NO_LENGTH):
+        return size, b""
+    raise CheckpointError(
+        f"{path} is damaged or no checkpoint: it ends with neither an archive of torch nor a checksum"
+    )
 
 
 @lru_cache(maxsize=64)
 def _check_once(path: Path, inode: int, changed_ns: int, size: int) -> None:
     with open_regular(path, buffering=0) as file:
-        file.seek(max(0, size - _COMMENT_BYTES - len(_LENGTH)))
-        tail = file.read()
-        file.seek(0)
-        length, marker, expected = tail[:2], tail[2 : 2 + len(_MARKER)], tail[2 + len(_MARKER) :]
-        if (length, marker) == (_LENGTH, _MARKER):
-            found = _digest_of(file, size - len(tail))
-            found.update(_NO_LENGTH)
-            if found.hexdigest().encode() != expected:
-                raise CheckpointError(f"{path} is damaged: its checksum does not match")
-        elif tail[-_END_BYTES:].startswith(_END_OF_ARCHIVE) and tail.endswith(_NO_LENGTH):
+        covered, expected = _read_end(path, file, size)
+        if not expected:
             _check_contents(path, file, size)
-        else:
-            raise CheckpointError(
-                f"{path} is damaged or no checkpoint: it ends with neither an archive of torch nor a checksum"
-            )
+            return
+        found = _digest_of(file, covered)
+        found.update(_NO_LENGTH)
+        if found.hexdigest().encode() != expected:
+            raise CheckpointError(f"{path} is damaged: its checksum does not match")
 
 
 def _digest_of(file: IO[bytes], length: int) -> xxhash.xxh3_64:
@@ -260,10 +285,8 @@ def read_checkpoint(path: Path, *, is_trusted: bool = False) -> dict[str, Any]:
     try:
         origin = f"the checkpoint {path}"
         checkpoint = load_trusted(path, origin) if is_trusted else load_plain(path, origin, TRUST_ADVICE)
-    except FileNotFoundError as error:
-        raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file") from error
     except OSError as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})") from error
+        raise _unreadable(path, error) from error
     for key in ("state_dict", "pytorch-lightning_version"):
         if not isinstance(checkpoint, dict) or key not in checkpoint:
             raise CheckpointError(f"{path} has no {key!r}: Lightning did not write it, give the path of a .ckpt file")
@@ -283,10 +306,15 @@ class PlainValues:
     """Conversion of a run's saved values, which remembers the objects that it has found.
 
     NumPy scalars become numbers, arrays tensors (of text: lists), paths text, members of enumerations their values,
-    OmegaConf containers dictionaries and lists. The values of the run itself are not changed.
+    containers that the converter knows their plain values. The values of the run itself are not changed.
+
+    Args:
+        converter: returns the plain value of another library's container, and any other value as it is; raises
+            ValueError where it has none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, converter: Callable[[Any], Any] = lambda value: value) -> None:
+        self._converter = converter
         self._known: set[str] = set()
 
     def convert(self, value: Any, name: str = "") -> tuple[Any, dict[str, str]]:
@@ -311,7 +339,11 @@ class PlainValues:
         if kind in _LEAVES or isinstance(value, Tensor) or id(value) in around:
             return value
         walk = partial(self._plain, found=found, around=(*around, id(value)))
-        if (simpler := _simplified(value, name)) is not value:
+        try:
+            simpler = self._converter(_simplified(value))
+        except ValueError as error:
+            raise ConfigurationError(f"{name} cannot be saved ({error}): resolve it before training") from None
+        if simpler is not value:
             return walk(simpler, name)
         if kind in (dict, OrderedDict, Counter):
             return _mapped(value, name, walk)
@@ -335,7 +367,7 @@ def _mapped(value: Any, name: str, walk: Callable[..., Any]) -> Any:
     return type(value)(dict(pairs))
 
 
-def _simplified(value: Any, name: str) -> Any:
+def _simplified(value: Any) -> Any:
     """Return what replaces a value of a known kind; the value itself if it is of none."""
     if isinstance(value, Enum):
         return value.value
@@ -345,7 +377,7 @@ def _simplified(value: Any, name: str) -> Any:
         return _array(value)
     if isinstance(value, PurePath):
         return str(value)
-    return _container(value, name)
+    return value
 
 
 def _number(value: np.generic) -> Any:
@@ -360,21 +392,6 @@ def _array(value: np.ndarray[Any, Any]) -> Any:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
     except TypeError:  # a dtype that torch does not have
         return value
-
-
-def _container(value: Any, name: str) -> Any:
-    omegaconf = sys.modules.get("omegaconf")  # whoever has a container has imported it
-    if omegaconf is None:
-        return value
-    if value in (omegaconf.DictConfig, omegaconf.ListConfig) if isinstance(value, type) else False:
-        return value.__name__  # Lightning's note of the class of hyper-parameters
-    if not isinstance(value, omegaconf.Container):
-        return value
-    try:
-        return omegaconf.OmegaConf.to_container(value, resolve=True)
-    except omegaconf.errors.OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigurationError(f"{name} cannot be saved ({reason}): resolve it before training") from None
 
 
 def _is_readable(value: object, name: str) -> bool:

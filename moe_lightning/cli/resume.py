@@ -108,6 +108,34 @@ def check_changes(found: list[SettingChange], *, overrides: bool) -> None:
         )
 
 
+def check_start(resume: str) -> None:
+    """Refuse a `resume` that is no checkpoint, without reading what may be large.
+
+    Raises:
+        ConfigurationError, CheckpointError: one sentence about it.
+    """
+    from moe_lightning.checkpoint.directory import directories, has_manifest  # imports torch
+    from moe_lightning.checkpoint.files import check_end
+    from moe_lightning.checkpoint.storage import place_of, storage_of
+
+    place = place_of(resume)
+    is_directory = storage_of(place).is_dir(place)
+    if not is_directory and not (isinstance(place, Path) and place.exists()):
+        raise ConfigurationError(f"resume={resume} does not exist: give a checkpoint's path, true or false")
+    if is_directory and not has_manifest(place) and not directories(place):
+        raise ConfigurationError(
+            f"resume={resume} holds no checkpoint: give a .ckpt file, or a directory of step-... directories"
+        )
+    if not is_directory:
+        check_end(Path(place))
+
+
+def unused(found: list[SettingChange]) -> str:
+    """Return the changes that a run which has finished does not use; "" for none."""
+    shown = [change for change in found if change.key != "trainer.max_steps"]
+    return f", with other settings than this command has: {_listed(shown)}" if shown else ""
+
+
 def effect(found: list[SettingChange]) -> str:
     """Return the changes that take effect, for the headline; "" for none."""
     return f"; changed: {_listed(found)}" if found else ""

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -49,7 +49,7 @@ from moe_lightning.cli.composition import (
 )
 from moe_lightning.cli.next_steps import next_steps
 from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option, rename_former_keys
-from moe_lightning.cli.resume import changes, check_changes, config_of, effect
+from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, unused
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
 from moe_lightning.config import TARGET, fits, shown
 from moe_lightning.elastic.membership import ElasticSettings
@@ -57,6 +57,9 @@ from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import in_columns
 from moe_lightning.user_errors import suggestion
+
+if TYPE_CHECKING:
+    from moe_lightning.elastic.launcher import ElasticLauncher
 
 _WIDTH = 110  # of the recipes' lines
 _INDENT = 32  # of what stands beside a key
@@ -411,6 +414,9 @@ def run_job(composed: DictConfig) -> float | None:
         print(finished)
         _print_next_steps(directory, config)
         return _objective(directory, config)
+    if elastic is not None:
+        _elastic_launcher(directory, config, elastic).check()
+    _prepare(directory, config, is_first=False)  # what can be refused is refused before anything is written
     with ExitStack() as locks, _undone_unless_trained(directory) as attempt:
         made = {path for path in (directory.logs, directory.lock) if not path.exists()}
         directory.create()
@@ -422,6 +428,7 @@ def run_job(composed: DictConfig) -> float | None:
             directory.create()
             locks.enter_context(locked(directory, party))
         print(in_columns(f"run    {directory}{state}"), flush=True)  # at once: the ranks take seconds to start
+        attempt.earlier_command = directory.command.read_bytes() if directory.command.exists() else None
         OmegaConf.save(OmegaConf.create(config), directory.command)
         try:
             _launch(directory, config, elastic, external=external)
@@ -438,10 +445,12 @@ class _Attempt:
 
     Attributes:
         earlier_logs: logs that were there before it; None where another command may be at work there.
+        earlier_command: configuration of the command before it.
         earlier: where the run is that it moved aside.
     """
 
     earlier_logs: set[Path] | None = None
+    earlier_command: bytes | None = None
     earlier: Path | None = None
 
 
@@ -463,6 +472,8 @@ def _undone_unless_trained(directory: RunDirectory) -> Iterator[_Attempt]:
                 print(f"run    {directory} is the earlier run again: this one has not trained", flush=True)
         elif is_refusal and attempt.earlier_logs is not None:  # after a crash the logs of the ranks may be wanted
             directory.clear_scaffold(attempt.earlier_logs)
+            if attempt.earlier_command is not None:
+                directory.command.write_bytes(attempt.earlier_command)
         raise
 
 
@@ -535,13 +546,10 @@ def _launch(
     directory: RunDirectory, config: Mapping[str, Any], elastic: Mapping[str, Any] | None, *, external: bool
 ) -> None:
     """Train, in this process or on ranks of its own."""
-    ranks = config["trainer"]["devices"]
-    num_ranks = len(ranks) if isinstance(ranks, list) else ranks
+    num_ranks = _num_ranks(config)
     arguments = [str(directory.command.absolute())]
     if elastic is not None:
-        from moe_lightning.elastic.launcher import ElasticLauncher
-
-        ElasticLauncher(num_ranks=num_ranks, log_dir=directory.logs, **elastic).run(arguments)
+        _elastic_launcher(directory, config, elastic).run(arguments)
     elif external or num_ranks == 1:
         from moe_lightning.cli.training import train
 
@@ -558,6 +566,19 @@ def _print_next_steps(directory: RunDirectory, config: Mapping[str, Any]) -> Non
         print(f"\n{steps}", flush=True)
 
 
+def _num_ranks(config: Mapping[str, Any]) -> int:
+    ranks = config["trainer"]["devices"]
+    return len(ranks) if isinstance(ranks, list) else int(ranks)
+
+
+def _elastic_launcher(
+    directory: RunDirectory, config: Mapping[str, Any], elastic: Mapping[str, Any]
+) -> ElasticLauncher:
+    from moe_lightning.elastic.launcher import ElasticLauncher  # imports torch
+
+    return ElasticLauncher(num_ranks=_num_ranks(config), log_dir=directory.logs, **elastic)
+
+
 def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
     """Return the message of a run that has nothing left to do; "" for any other."""
     max_steps = config["trainer"].get("max_steps")
@@ -566,8 +587,10 @@ def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
     last = directory.has_reached(max_steps)
     if last is None:
         return ""
+    former = config_of(last.path)
+    others = unused(changes(former, config)) if former else ""
     return (
-        f"{directory} has finished its {last.step} steps: give this run another run_name, start anew with "
+        f"{directory} has finished its {last.step} steps{others}: give this run another run_name, start anew with "
         "resume=false, or measure it with task=validate"
     )
 
@@ -583,6 +606,8 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
     Raises:
         ConfigurationError: settings that the run cannot go on with, or a folder that must not be moved.
     """
+    if isinstance(config["resume"], str):
+        check_start(config["resume"])
     if config["task"] != "train":
         return None, ""
     if config["resume"] is False:

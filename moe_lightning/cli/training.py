@@ -39,10 +39,11 @@ from moe_lightning.callbacks.loggers import QuietWandbLogger
 from moe_lightning.callbacks.summary import Summary
 from moe_lightning.checkpoint.directory import headings
 from moe_lightning.checkpoint.inspect import checkpoint_values
-from moe_lightning.checkpoint.storage import place_of, storage_of
+from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.capacity import check_model, check_processes, check_sample, machine_memory, whole_memory
 from moe_lightning.cli.composition import build_object, check_config
+from moe_lightning.cli.resume import check_start
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.compat import private_lightning
 from moe_lightning.data.text import TextData
@@ -467,9 +468,7 @@ def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:
     """
     resume = config["resume"]
     if isinstance(resume, str):
-        place = place_of(resume)
-        if not (place.exists() if isinstance(place, Path) else storage_of(place).is_dir(place)):
-            raise ConfigurationError(f"resume={resume} does not exist: give a checkpoint's path, true or false")
+        check_start(resume)
         return resume
     directory = RunDirectory(Path(config["run_dir"]))
     wanted = resume or config["task"] == "validate"

@@ -36,7 +36,7 @@ from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, vali
 from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, new_token
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
-from moe_lightning.elastic.protocol import Address, ProcessClock, interface_towards
+from moe_lightning.elastic.protocol import Address, ProcessClock, interface_towards, read_secret
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import (
     FAILURE_FILE_VARIABLE,
@@ -390,6 +390,16 @@ class ElasticLauncher:
                 f"rdzv_endpoint={self.rdzv_endpoint} needs secret_file=FILE: copy the file that the rendezvous host "
                 "has made to every machine"
             )
+
+    def check(self) -> None:
+        """Refuse an address or a secret that nothing can be reached with.
+
+        Raises:
+            ConfigurationError: one sentence about it.
+        """
+        if self.rdzv_endpoint is not None and self.secret_file is not None:
+            Address.parse(self.rdzv_endpoint)
+            read_secret(Path(self.secret_file))
 
     def run(self, arguments: Sequence[str]) -> None:
         """Start the workers and return when all that live have ended well.

@@ -50,7 +50,7 @@ class Checkpoints:
         self._worlds, self._state = worlds, state
         self._leases = ExitStack()
         self._without_state = False
-        self._plain_values = PlainValues()
+        self._plain_values = PlainValues(private_lightning.plain_container)
 
     # ------------------------------------------------------------------ saving
 
@@ -109,14 +109,15 @@ class Checkpoints:
         trainer, rank = self._state.trainer, self._worlds.present.rank
         with self._leave_state_out():
             dump = private_lightning.dump_trainer(trainer)
-        objects: dict[str, Any] = {f"rng/{rank}": random_state(self._worlds.present.device)}
+        objects: dict[str, Any] = {}
         if rank == 0:
             kept = {key: value for key, value in dump.items() if key not in ("state_dict", "optimizer_states")}
             # Lightning looks for both keys before it asks the strategy, which reads them from the directory.
             kept |= {"state_dict": {}, "optimizer_states": [{} for _ in self._state.optimizers]}
             self._add_positions(kept)
             objects |= {"trainer": kept} | self._state.training_state().objects()
-        return {key: self.plain(value, "" if key == "trainer" else key) for key, value in objects.items()}
+        plain = {key: self.plain(value, "" if key == "trainer" else key) for key, value in objects.items()}
+        return {f"rng/{rank}": random_state(self._worlds.present.device)} | plain
 
     def plain(self, value: Any, name: str = "") -> Any:
         """Return a value as it is saved; warns of each object that is found in it for the first time.

@@ -241,7 +241,7 @@ class FitProgress:
             _NEXT_SCHEDULERS: self.lr_schedulers_next_epoch,
             _CALLBACKS: private_lightning.callback_states(trainer),
         }
-        plain, _ = PlainValues().convert(progress)
+        plain, _ = PlainValues(private_lightning.plain_container).convert(progress)
         return dict(plain)
 
     @classmethod

@@ -104,6 +104,11 @@ def test_a_finished_run_says_so(trained: tuple[Path, subprocess.CompletedProcess
     assert (result.returncode, result.stderr) == (0, "")
     assert "has finished its 4 steps" in result.stdout
     assert "trainer.max_steps=8" in result.stdout
+    assert "other settings" not in result.stdout
+    result = _fork(trained[0], "trainer.max_steps=3", "ranks=2", "optimizer.lr=1.0e-5")
+    assert "has finished its 4 steps, with other settings than this command has: optimizer.lr 0.006 -> 1e-05:" in (
+        result.stdout
+    )
     result = _fork(trained[0], "trainer.max_steps=4", "ranks=2", "model.router.top_k=-1")
     assert result.returncode == 2
     assert "top_k=-1" in result.stderr
@@ -197,15 +202,44 @@ def test_a_refusal_of_the_ranks_leaves_the_earlier_run_where_it_was(folder: Path
     outputs = folder / "outputs"
     before = {path.relative_to(outputs) for path in outputs.rglob("*")}
     checkpoint = outputs / "tiny" / "checkpoints" / "step-0000004.ckpt"
-    saved = checkpoint.stat()
+    saved, command = checkpoint.stat(), outputs / "tiny" / "ranks" / "command.yaml"
+    content = command.read_text()
     for resume in ("resume=false", "resume=true"):
         result = _fork(folder, "trainer.max_steps=6", "ranks=2", "resume_overrides=true", resume, mistake)
         assert result.returncode == 2, result.stderr
         assert len(result.stderr.splitlines()) == 1
         assert {path.relative_to(outputs) for path in outputs.rglob("*")} == before
         assert os.path.samestat(checkpoint.stat(), saved)
+        assert command.read_text() == content
     anew = _fork(folder, "trainer.max_steps=2", "ranks=1", "resume=false")
     assert "the earlier run is kept in tiny.1" in anew.stdout, anew.stderr
+
+
+NO_SECRET = "callbacks=fault_recovery elastic.rdzv_endpoint=127.0.0.1:1 elastic.secret_file=none"
+NO_CHECKPOINTS = {
+    "resume=nowhere.ckpt": "does not exist",
+    "resume=/dev/zero": "it is a device, and only regular files are read",
+    "resume=pipe": "it is a named pipe, and only regular files are read",
+    "resume=sparse": "bytes were ever written",
+    "resume=words.txt": "is damaged or no checkpoint",
+    "resume=cache": "holds no checkpoint",
+    "resume=nowhere.ckpt task=validate": "does not exist",
+    NO_SECRET: "secret_file",
+}
+
+
+@pytest.mark.parametrize(("mistake", "told"), NO_CHECKPOINTS.items())
+def test_what_can_be_refused_at_once_changes_no_file(folder: Path, mistake: str, told: str) -> None:
+    os.mkfifo(folder / "pipe")
+    with (folder / "sparse").open("wb") as file:
+        file.truncate(1 << 41)
+    for outputs in (folder / "outputs", folder / "none"):
+        before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in outputs.rglob("*")}
+        result = _fork(folder, "trainer.max_steps=6", "ranks=2", f"hydra.run.dir={outputs / 'tiny'}", *mistake.split())
+        assert result.returncode == 2, result.stdout
+        assert told in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+        assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in outputs.rglob("*")} == before
 
 
 @pytest.mark.parametrize("mistake", [*REFUSED_BY_RANKS[:1], *(slow(mistake) for mistake in REFUSED_BY_RANKS[1:])])

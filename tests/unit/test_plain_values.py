@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.files import PlainValues, load_plain
+from moe_lightning.compat.private_lightning import plain_container
 from moe_lightning.errors import ConfigurationError
 
 
@@ -53,7 +54,7 @@ class Own:
     ],
 )
 def test_values_become_plain(value: Any, expected: Any) -> None:
-    plain, found = PlainValues().convert(value, "it")
+    plain, found = PlainValues(plain_container).convert(value, "it")
     assert (plain, type(plain), found) == (expected, type(expected), {})
     assert load_plain(dump_object(plain), "it") == expected
 
@@ -61,7 +62,7 @@ def test_values_become_plain(value: Any, expected: Any) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "int8", "uint32", ">f4", "complex64", "bool"])
 def test_arrays_become_tensors(dtype: str) -> None:
     value = np.arange(6).reshape(2, 3).astype(dtype)
-    plain, found = PlainValues().convert({"a": value}, "it")
+    plain, found = PlainValues(plain_container).convert({"a": value}, "it")
     read = load_plain(dump_object(plain), "it")["a"]
     assert not found
     np.testing.assert_array_equal(read.numpy(), value)
@@ -69,7 +70,7 @@ def test_arrays_become_tensors(dtype: str) -> None:
 
 def test_the_random_state_of_numpy_can_be_set_again() -> None:
     generator = np.random.RandomState(0)
-    plain, found = PlainValues().convert(generator.get_state(), "it")
+    plain, found = PlainValues(plain_container).convert(generator.get_state(), "it")
     other = np.random.RandomState(1)
     other.set_state(load_plain(dump_object(plain), "it"))
     assert not found
@@ -82,7 +83,7 @@ def test_the_runs_own_values_stay_as_they_are() -> None:
     itself: list[Any] = [1]
     itself.append(itself)
     value = {"state_dict": weights, "paths": [Path("x")], "itself": itself}
-    plain, _ = PlainValues().convert(value)
+    plain, _ = PlainValues(plain_container).convert(value)
     assert plain["state_dict"] is weights
     assert plain["itself"] is itself
     assert value["paths"] == [Path("x")]
@@ -90,7 +91,7 @@ def test_the_runs_own_values_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("value", [Own(), len, defaultdict(int), frozenset(), np.array(["2020"], "datetime64[D]")])
 def test_objects_are_named_once(value: Any) -> None:
-    values = PlainValues()
+    values = PlainValues(plain_container)
     plain, found = values.convert({"callbacks": {"Keeps": [0, value]}})
     assert list(found) == ["callbacks['Keeps'][1]"]
     assert type(value).__qualname__ in found["callbacks['Keeps'][1]"]
@@ -101,11 +102,11 @@ def test_objects_are_named_once(value: Any) -> None:
 
 def test_classes_that_are_declared_safe_are_no_objects() -> None:
     with torch.serialization.safe_globals([Own]):
-        assert PlainValues().convert([Own()], "it")[1] == {}
+        assert PlainValues(plain_container).convert([Own()], "it")[1] == {}
 
 
 def test_what_cannot_be_saved_at_all_is_one_sentence() -> None:
     with pytest.raises(ConfigurationError, match=r"^loops\['x'\] is of class lock, which cannot be saved \(.*\): keep"):
-        PlainValues().convert({"loops": {"x": threading.Lock()}})
+        PlainValues(plain_container).convert({"loops": {"x": threading.Lock()}})
     with pytest.raises(ConfigurationError, match=r"^hyper_parameters\['c'\] cannot be saved \(.*\): resolve it"):
-        PlainValues().convert({"hyper_parameters": {"c": OmegaConf.create({"a": "${b}"})}})
+        PlainValues(plain_container).convert({"hyper_parameters": {"c": OmegaConf.create({"a": "${b}"})}})
