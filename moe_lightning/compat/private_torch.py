@@ -111,6 +111,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_in_backward() -> bool:
+    """Return True inside of a backward pass, where activation checkpointing runs forward passes again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_view(tensor: Tensor) -> bool:
     """Return True if a tensor is a view. No public name says so."""
     return tensor._base is not None

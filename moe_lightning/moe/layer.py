@@ -325,7 +325,8 @@ class MoELayer(nn.Module):
             return
         config = self.router.config
         tokens_E = tokens_NE.sum(dim=0) if len(tokens_NE) > 1 else tokens_NE[0]
-        self.router.count_for_bias(tokens_E)
+        if not private_torch.is_in_backward():  # else activation checkpointing computes again what was counted
+            self.router.count_for_bias(tokens_E)
         real = None if is_token_T is None else self._real_tokens(is_token_T, tokens_NE)
         losses = []
         if config.aux_loss_coef:

@@ -5,7 +5,9 @@ The mean of an auxiliary loss is per token, so that weighting ranks by samples g
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from moe_lightning import kernels as ops
 from moe_lightning.kernels.buffers import upload
 from moe_lightning.parallel.tensor import TensorRanks
+
+logger = logging.getLogger(__name__)
 
 
 class AbsentBlock(nn.Module):
@@ -103,7 +107,7 @@ def _mean_over_tokens(values: Tensor, real: RealTokens | None) -> Tensor:
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
     """Sum of the weighted auxiliary losses that the model's MoE layers left in their last forward pass; add it to
-    your loss.
+    your loss. Warns once of layers that ran without a graph, as in reentrant activation checkpointing.
 
     Returns:
         A scalar; zero where no layer has such a loss.
@@ -114,7 +118,28 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     losses = [layer.auxiliary_loss for layer in layers if layer.auxiliary_loss is not None]
     if not losses:
         return torch.zeros((), device=next(model.parameters()).device)
+    if torch.is_grad_enabled() and any(map(_has_lost_gradient, layers)):
+        _warn_of_lost_gradient()
     return torch.stack(losses).sum()
+
+
+def _has_lost_gradient(layer: Any) -> bool:
+    """True on rank 0 if a layer trains its router and has run without a graph, as in the first pass of a reentrant
+    checkpoint.
+    """
+    loss, router = layer.auxiliary_loss, getattr(layer, "router", None)
+    if loss is None or loss.requires_grad or router is None:
+        return False
+    return layer.dispatcher.world.rank == 0 and any(parameter.requires_grad for parameter in router.parameters())
+
+
+@cache
+def _warn_of_lost_gradient() -> None:
+    logger.warning(
+        "the auxiliary loss of an MoE layer has no gradient, because the layer ran under torch.no_grad(), as in "
+        "reentrant activation checkpointing: give torch.utils.checkpoint.checkpoint, or the option of your model "
+        "(gradient_checkpointing_kwargs), use_reentrant=False"
+    )
 
 
 def global_mean(module: nn.Module, loss: Tensor, weight: Tensor | float) -> Tensor:

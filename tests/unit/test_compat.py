@@ -133,6 +133,7 @@ PROPERTIES = {
 }
 
 OTHERS = {
+    "_C",
     "_IS_INTERACTIVE",
     "_base",
     "_buffers",
@@ -151,6 +152,7 @@ OTHERS = {
     "_world",
     "_compiled_call_impl",
     "_composable",
+    "_current_graph_task_id",
     "_module_state_mapping",
     "_orig_cls_mro_index",
     "_val_check_time_interval",
@@ -253,6 +255,14 @@ def test_tensors_count_changes_and_know_their_base() -> None:
     torch._foreach_mul_([tensor], torch.tensor(2.0))
     assert tensor.tolist() == [2.0, 2.0], gone("torch._foreach_mul_")
     assert tensor._version == before + 1, gone("torch.Tensor._version")
+
+
+def test_a_backward_pass_has_a_number() -> None:
+    tensor, numbers = torch.ones(1, requires_grad=True), []
+    tensor.register_hook(lambda gradient: numbers.append(torch._C._current_graph_task_id()))
+    tensor.sum().backward()
+    assert torch._C._current_graph_task_id() == -1, gone("torch._C._current_graph_task_id")
+    assert numbers[0] != -1, gone("torch._C._current_graph_task_id")
 
 
 def test_groups_keep_their_private_names(tmp_path: Path) -> None:

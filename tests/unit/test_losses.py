@@ -8,9 +8,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import (
+    _warn_of_lost_gradient,
     auxiliary_loss,
     balance_in_few_launches,
     global_mean,
@@ -76,6 +78,32 @@ def test_a_model_sums_the_losses_of_its_layers() -> None:
     routing = model[0].router(x)
     expected = 0.5 * load_balancing_loss(routing.scores_TE, routing.tokens_per_expert_E)
     torch.testing.assert_close(first, expected + 0.25 * router_z_loss(routing.logits_TE))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("loss", ["aux_loss_coef", "z_loss_coef"])
+def test_reentrant_recomputation_loses_the_gradient_with_a_warning(
+    loss: str, use_reentrant: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_of_lost_gradient.cache_clear()
+    layer = MoELayer(8, 8, 4, router={"aux_loss_coef": 0.0, "bias_update_rate": 0.1, loss: 1.0})
+    for _ in range(2):
+        y = checkpoint(layer, torch.randn(6, 8, requires_grad=True), use_reentrant=use_reentrant)
+        auxiliary = auxiliary_loss(layer)
+        (y.square().mean() + auxiliary).backward()
+    assert auxiliary.requires_grad is not use_reentrant
+    assert layer.router.unbalanced_tokens_E.sum() == 2 * 6 * 2  # type: ignore[attr-defined]  # once for each choice
+    told = [text for text in caplog.messages if "use_reentrant=False" in text]
+    assert len(told) == use_reentrant
+
+
+def test_a_frozen_router_loses_no_gradient(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_lost_gradient.cache_clear()
+    layer = MoELayer(8, 8, 4)
+    layer.router.requires_grad_(False)  # type: ignore[attr-defined]
+    layer(torch.randn(6, 8))
+    assert not auxiliary_loss(layer).requires_grad
+    assert not caplog.messages
 
 
 def test_evaluation_has_no_auxiliary_loss() -> None:
