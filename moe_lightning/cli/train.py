@@ -307,13 +307,22 @@ def _devices(wanted: Any, accelerator: str, gpus: int) -> int | list[int]:
 
 
 def _ranks_from_environment() -> dict[str, int]:
-    """Ranks per node and nodes, as torchrun or SLURM state them."""
+    """Ranks per node and nodes, as torchrun or SLURM state them.
+
+    Raises:
+        ConfigurationError: tasks of SLURM whose number on a node is not stated, which Lightning refuses.
+    """
     if "WORLD_SIZE" in os.environ:
         world = int(os.environ["WORLD_SIZE"])
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         return {"devices": local, "num_nodes": max(1, world // local)}
-    nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
-    return {"devices": int(os.environ["SLURM_STEP_NUM_TASKS"]) // nodes, "num_nodes": nodes}
+    nodes, tasks = int(os.environ.get("SLURM_STEP_NUM_NODES", "1")), int(os.environ["SLURM_STEP_NUM_TASKS"])
+    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_NTASKS_PER_NODE" not in os.environ:
+        raise ConfigurationError(
+            f"SLURM has started {tasks} tasks and does not say how many on each node: give srun or sbatch "
+            f"--ntasks-per-node={tasks // nodes} in place of --ntasks"
+        )
+    return {"devices": tasks // nodes, "num_nodes": nodes}
 
 
 def _visible_gpus() -> int:

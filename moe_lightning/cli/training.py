@@ -523,6 +523,8 @@ def with_sizes_of_data(config: Mapping[str, Any], data: Any) -> dict[str, Any]:
 
 def _environment_plugins() -> list[Any]:
     """Ranks started by our launcher are described by plain variables; torchrun and SLURM are found by Lightning
-    itself.
+    itself. It takes a process in an allocation of several tasks for one of them, although only srun starts those.
     """
-    return [LightningEnvironment()] if {STORE_VARIABLE, ELASTIC_VARIABLE} & os.environ.keys() else []
+    is_ours = bool({STORE_VARIABLE, ELASTIC_VARIABLE} & os.environ.keys())
+    is_no_task = int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_NUM_TASKS" not in os.environ
+    return [LightningEnvironment()] if is_ours or is_no_task else []

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from moe_lightning import __version__
 from moe_lightning.cli import train
 from moe_lightning.cli.composition import CONFIG_DIR, as_folder_name, fixed_keys, known_keys
 from moe_lightning.cli.train import is_externally_launched, main, with_ranks
+from moe_lightning.cli.training import _environment_plugins
 from moe_lightning.errors import ConfigurationError
 
 
@@ -109,8 +112,25 @@ def test_gpus_beyond_those_there_are(devices: Any, monkeypatch: pytest.MonkeyPat
         _devices(monkeypatch, gpus=4, devices=devices)
 
 
+def test_an_allocation_is_not_a_task_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the shell of salloc -n 4, or a batch script without srun: Lightning would take it for one of 4 ranks."""
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    assert _environment_plugins() == []
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert not is_externally_launched()
+    assert [type(plugin) for plugin in _environment_plugins()] == [LightningEnvironment]
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert _environment_plugins() == []
+    config = {"trainer": {"accelerator": "cpu", "devices": "auto", "num_nodes": 1}}
+    with pytest.raises(ConfigurationError, match=r"has started 4 tasks .* give srun or sbatch --ntasks-per-node=4"):
+        with_ranks(config, external=is_externally_launched())
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
+    assert with_ranks(config, external=True)["trainer"]["devices"] == 4
+
+
 def test_ranks_of_torchrun_and_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     assert not is_externally_launched()
     monkeypatch.setattr(train, "_visible_gpus", lambda: 8)
