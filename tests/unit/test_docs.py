@@ -84,6 +84,12 @@ def test_no_former_name_is_left(page: Path) -> None:
     assert [word for word in former if re.search(word, page.read_text())] == []
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.*")), ids=lambda path: path.name)
+def test_installs_from_the_checkout(path: Path) -> None:
+    """No package of this name is published."""
+    assert re.findall(r"pip install .{0,3}moe-lightning", path.read_text()) == []
+
+
 SITE = [page for page in PAGES if page.parent == ROOT / "docs"]
 
 

@@ -101,6 +101,7 @@ SKYPILOT = things(
     "run resources",
     name=NAME,
     num_nodes={**COUNT, "minimum": 1},
+    workdir=TEXT,
     resources=things(
         infra=TEXT,
         accelerators={"type": "string", "pattern": r"^[A-Z0-9-]+:\d+$"},
