@@ -1,12 +1,12 @@
 #!/bin/bash
 #SBATCH --nodes=4 --ntasks-per-node=1 --cpus-per-task=64 --gpus-per-node=8 --mem=0 --exclusive --no-kill
 #
-# An elastic run under SLURM: one step for each node, so that a lost node ends its own step only.
+# An elastic run under SLURM: one job step per node, so that a lost node ends only its own step.
 #
 #   sbatch docs/slurm.sh data.source=corpus/ run_name=mine       # from a folder that the nodes share
 #
-# --mem=0 is all memory of a node. srun does not take --cpus-per-task over from sbatch. The rendezvous host lives until a
-# signal: the job ends it when the last node's step has ended, and has succeeded if any step has.
+# --mem=0 requests all memory of a node. srun does not inherit --cpus-per-task from sbatch. The rendezvous host runs until a
+# signal: the job stops it after the last step, and succeeds if any step has succeeded.
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 secret="$HOME/run-$SLURM_JOB_ID.secret"
 

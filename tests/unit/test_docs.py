@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from hydra import compose
 
+import moe_lightning
 from benchmarks import BENCHMARKS
 from moe_lightning.cli.bench import COMMANDS
 from moe_lightning.cli.composition import config_folder, with_quotes
@@ -23,7 +24,9 @@ TRAINING = [
 ]
 
 GENERATED = [
-    f"{folder}generated/{name}.md" for folder in ("", "docs/") for name in ("options", "metrics", "errors", "api")
+    f"{folder}generated/{name}.md"
+    for folder in ("", "docs/")
+    for name in ("options", "metrics", "errors", "api", *(f"api/{name}" for name in moe_lightning.__all__))
 ]
 """Pages that docs/generated.py writes when the site is built."""
 
