@@ -17,6 +17,7 @@ from moe_lightning import CheckpointError, ConfigurationError
 from moe_lightning.data.text import TextData
 from moe_lightning.moe.losses import mean_over_targets
 from tests.huggingface_models import (
+    DENSE,
     SPARSE,
     files_equal,
     inputs_for,
@@ -62,6 +63,29 @@ def test_logits_and_round_trip(name: str, tmp_path: Path) -> None:
     save(module, tmp_path / "ours")
     files_equal(tmp_path / "theirs", tmp_path / "ours")
     assert torch.equal(logits_of(reloaded(tmp_path / "ours"), inputs), expected)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.filterwarnings("error::UserWarning:moe_lightning")
+def test_the_stacks_of_transformers_5_are_read(name: str, tmp_path: Path) -> None:
+    theirs, inputs = make_checkpoint(name, tmp_path / "theirs"), inputs_for(name)
+    theirs.save_pretrained(tmp_path / "stacked", save_original_format=False, max_shard_size="20KB")
+    module = load(tmp_path / "stacked")
+    assert_same_logits(module, logits_of(theirs, inputs), inputs)
+    save(module, tmp_path / "ours")
+    files_equal(tmp_path / "theirs", tmp_path / "ours")
+    for kind in ("lora", "qlora"):
+        adapted = {"adapter": {"kind": kind, "rank": 2}}
+        torch.manual_seed(0)
+        expected = load(tmp_path / "theirs", **adapted)(inputs)
+        torch.manual_seed(0)
+        assert torch.equal(load(tmp_path / "stacked", **adapted)(inputs), expected)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_models_have_one_layout_only(name: str, tmp_path: Path) -> None:
+    make_checkpoint(name, tmp_path / "theirs").save_pretrained(tmp_path / "other", save_original_format=False)
+    files_equal(tmp_path / "theirs", tmp_path / "other")
 
 
 @pytest.mark.parametrize("name", SPARSE)

@@ -244,11 +244,13 @@ class Architecture(ABC):
     Attributes:
         config: as given.
         auto_class: the transformers class that makes the model of the configuration.
+        disk_block: name on disk of what the model calls `mlp`.
         layers: the MoE layers by the names of their blocks, in the model's order; empty before `install`.
         reader: of the experts' first weights.
     """
 
     auto_class = "AutoModelForCausalLM"
+    disk_block = MODEL_BLOCK
     reader: ExpertReader
 
     def __init__(self, config: Any) -> None:
@@ -292,6 +294,7 @@ class SparseArchitecture(Architecture):
         super().__init__(config)
         self.family = FAMILIES[config.model_type]
         self.reader = self.family.layout
+        self.disk_block = self.family.disk_block
         self._arguments = self.family.describe(config)
         options = {name: value for name, value in (router or {}).items() if value is not None}
         free = pretrained_options(RouterConfig)

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from moe_lightning.compat import private_torch
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text
-from moe_lightning.models.huggingface.architecture import IS_TOKEN, Architecture, SparseBlock, keep_padding_from_experts
+from moe_lightning.models.huggingface.architecture import (
+    IS_TOKEN,
+    MODEL_BLOCK,
+    Architecture,
+    SparseBlock,
+    keep_padding_from_experts,
+)
 from moe_lightning.models.huggingface.attention import keep_context
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.moe.adapters import AdapterConfig, adapt_dense, adapt_experts
@@ -170,6 +176,7 @@ def load_model(architecture: Architecture, weights: WeightsFolder, adapter: Adap
     """
     model = build_skeleton(architecture, adapter)
     weights.optional_prefix = f"{model.base_model_prefix}."
+    weights.block_names = architecture.disk_block, MODEL_BLOCK
     _materialise(model)
     for layer in architecture.layers.values():
         layer.router.reset_parameters()

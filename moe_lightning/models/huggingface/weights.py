@@ -92,6 +92,8 @@ class WeightsFolder:
 
     Attributes:
         optional_prefix: names are also looked up without it: the head's checkpoints have it, the bare model's do not.
+        block_names: (name on disk, name in the model) of the feed-forward blocks: names are also looked up with the
+            model's, which `save_pretrained(save_original_format=False)` of transformers 5 writes.
 
     Raises:
         ConfigurationError: no such folder, or no safetensors in it.
@@ -107,6 +109,7 @@ class WeightsFolder:
                 f"{path} holds neither {SINGLE} nor {INDEX}: save the model with save_pretrained, which writes them"
             )
         self.optional_prefix = ""
+        self.block_names = ("", "")
         self._open: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +135,9 @@ class WeightsFolder:
         """The tensors on disk that make up a tensor: itself, or its values and scales where it is quantised; none where
         it is not there.
         """
-        for known in dict.fromkeys((name, name.removeprefix(self.optional_prefix))):
+        on_disk, in_model = (f".{block}." for block in self.block_names)
+        full = (name, name.replace(on_disk, in_model))
+        for known in dict.fromkeys((*full, *(each.removeprefix(self.optional_prefix) for each in full))):
             for ends in (("", FP8_SCALE), ("",), (MXFP4_BLOCKS, MXFP4_SCALES)):
                 if all(f"{known}{end}" in self.files for end in ends):
                     return tuple(f"{known}{end}" for end in ends)
@@ -225,7 +230,8 @@ class ExpertLayout(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateExperts:
-    """A matrix a tensor, [out, in], as nn.Linear has it: Mixtral, OLMoE, Qwen3-MoE, DeepSeek-V3.
+    """A matrix a tensor, [out, in], as nn.Linear has it: Mixtral, OLMoE, Qwen3-MoE, DeepSeek-V3. The stacks of these
+    matrices that models of transformers 5 have are read as well, and never written.
 
     Attributes:
         gate, up, down: names of the three matrices.
@@ -236,6 +242,10 @@ class SeparateExperts:
     down: str = "down_proj"
 
     def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
+        stacks = self._stacks(prefix)
+        if all(map(weights.parts, stacks)):
+            up_HD, down_DF = (weights.read(name, expert) for name in stacks)
+            return {"w_up": up_HD.T, "w_down": down_DF.T}
         gate_FD, up_FD, down_DF = (weights.read(name) for name in self._of_expert(prefix, expert))
         return {"w_up": torch.cat([gate_FD, up_FD]).T, "w_down": down_DF.T}
 
@@ -251,10 +261,14 @@ class SeparateExperts:
         return tensors
 
     def names(self, prefix: str, num_experts: int) -> set[str]:
-        return {name for expert in range(num_experts) for name in self._of_expert(prefix, expert)}
+        separate = (name for expert in range(num_experts) for name in self._of_expert(prefix, expert))
+        return {*separate, *self._stacks(prefix)}
 
     def columns(self, up_EXH: Tensor) -> Tensor:
         return up_EXH
+
+    def _stacks(self, prefix: str) -> tuple[str, str]:
+        return f"{prefix}experts.{_STACKED['w_up']}", f"{prefix}experts.{_STACKED['w_down']}"
 
     def _of_expert(self, prefix: str, expert: int) -> tuple[str, str, str]:
         stem = f"{prefix}experts.{expert}."
