@@ -145,7 +145,6 @@ def run_elastic(task: Task, act: Callable[[DiaryReader], None] | None = None) ->
         module=MODULE,
         max_restarts=1000,
         cool_down_s=0.0,
-        ranks_are_nodes=True,
         grace_s=5.0,
     )
     director = _Director(act=act, watch=DiaryReader(folder)) if act is not None else None

@@ -264,9 +264,7 @@ def _train_and_save(rank: int, world_size: int, root: str, *, callbacks: Sequenc
 def fault_walk() -> list[str]:
     """The walk of a killed rank of three: its launcher, the rendezvous host, and the two that go on."""
     with tempfile.TemporaryDirectory(prefix="walk-") as name, Trace("elastic") as trace:
-        run = launcher.ElasticLauncher(
-            num_ranks=3, log_dir=Path(name), cool_down_s=60.0, ranks_are_nodes=True, grace_s=1.0
-        )
+        run = launcher.ElasticLauncher(num_ranks=3, log_dir=Path(name), cool_down_s=60.0, grace_s=1.0)
         workers: list[ForkedWorker] = []
         started = partial(_start, workers, name)
         with patch.object(launcher, "start", started), _restored(launcher._Workers, "_handle_exit"):

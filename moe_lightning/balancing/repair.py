@@ -11,6 +11,9 @@ sends `floor` units, at most one through each node, and every rank receives as m
 free for an expert, a search finds a chain of replicas to move; those that are sent anyway come before those that would
 have to be copied.
 
+Where there are fewer nodes than replicas wanted, as on one machine, the replicas that nodes cannot take go to other
+ranks of the same nodes: a lost process then costs no more state than a lost node does elsewhere.
+
 Shapes: L layers, E experts, N ranks.
 """
 
@@ -56,11 +59,13 @@ class RepairTable:
         held: the present replicas, one of an expert on a rank.
         domains: node of each rank.
         floor: nodes that shall hold each expert; the slots must allow it.
+        copies: ranks that shall, at least `floor`.
         slots: experts that a rank may hold.
     """
 
-    def __init__(self, held: Pairs, domains: Sequence[int], *, floor: int, slots: int) -> None:
-        self._shape, self._domains, self._floor, self._slots = held.shape, domains, floor, slots
+    def __init__(self, held: Pairs, domains: Sequence[int], *, floor: int, copies: int, slots: int) -> None:
+        self._shape, self._domains, self._slots = held.shape, domains, slots
+        self._floor, self._copies = floor, copies
         present = list(zip(held.experts.tolist(), held.ranks.tolist(), strict=True))
         self._held = set(present)
         self._on: list[set[int]] = [set() for _ in domains]
@@ -78,7 +83,7 @@ class RepairTable:
         return Pairs.of_replicas(experts, ranks, self._shape)
 
     def drop_surplus(self) -> None:
-        """Ranks above their slots, the fullest first, drop replicas that enough nodes hold without them."""
+        """Ranks above their slots, the fullest first, drop replicas that enough others hold."""
         for rank in sorted(range(len(self._on)), key=lambda rank: -len(self._on[rank])):
             surplus = len(self._on[rank]) - self._slots
             if surplus <= 0:
@@ -89,10 +94,12 @@ class RepairTable:
                     surplus -= 1
 
     def protect(self) -> None:
-        """Bring every expert to `floor` nodes, each time on the emptiest rank, and every rank down to its slots."""
+        """Bring every expert to `floor` nodes and `copies` ranks, each time on the emptiest rank, and every rank down
+        to its slots.
+        """
         for expert in sorted(range(len(self._nodes)), key=lambda expert: len(self._nodes[expert])):
-            while len(self._nodes[expert]) < self._floor:
-                rank = self._emptiest(expert)
+            while len(self._nodes[expert]) < self._floor or self._count(expert) < self._copies:
+                rank = self._first_below(self._slots, lambda rank, x=expert: rank if self._may_add(x, rank) else None)
                 if rank is not None:
                     self._add(expert, rank)
                 else:
@@ -119,15 +126,27 @@ class RepairTable:
 
     # ------------------------------------------------------------------ what may be
 
+    def _count(self, expert: int) -> int:
+        return sum(self._nodes[expert].values())
+
     def _is_spare(self, expert: int, rank: int) -> bool:
-        """Return True if a replica may be removed: enough nodes hold the expert without it."""
+        """Return True if a replica may be removed: enough nodes and ranks hold the expert without it."""
         nodes = self._nodes[expert]
-        return nodes[self._domains[rank]] > 1 or len(nodes) > self._floor
+        if nodes[self._domains[rank]] == 1 and len(nodes) <= self._floor:
+            return False
+        return self._count(expert) - min(len(nodes), self._floor) > self._copies - self._floor
+
+    def _may_add(self, expert: int, rank: int) -> bool:
+        """Return True if a new replica on a rank brings the expert nearer to its nodes, and then to its ranks."""
+        lacks_nodes = len(self._nodes[expert]) < self._floor
+        return self._domains[rank] not in self._nodes[expert] if lacks_nodes else expert not in self._on[rank]
 
     def _may_move(self, expert: int, source: int, target: int) -> bool:
+        """Return True if a move costs no node that the expert needs."""
         nodes = self._nodes[expert]
         old, new = self._domains[source], self._domains[target]
-        return len(nodes) - (nodes[old] == 1) + (new not in nodes or (new == old and nodes[old] == 1)) >= self._floor
+        moved = len(nodes) - (nodes[old] == 1) + (new not in nodes or (new == old and nodes[old] == 1))
+        return moved >= min(self._floor, len(nodes))
 
     def _movable(self, source: int, target: int) -> tuple[int, int] | None:
         """(expert, target) of a replica that may move between two ranks."""
@@ -135,11 +154,6 @@ class RepairTable:
         return next(((x, target) for x in experts if self._may_move(x, source, target)), None)
 
     # ------------------------------------------------------------------ where to
-
-    def _emptiest(self, expert: int) -> int | None:
-        """The emptiest rank with a slot on a node that lacks the expert."""
-        nodes = self._nodes[expert]
-        return self._first_below(self._slots, lambda rank: None if self._domains[rank] in nodes else rank)
 
     def _first_below(self, limit: int, choose: Callable[[int], _Found | None]) -> _Found | None:
         """Return the first result of `choose`, from the emptiest rank upwards; changes nothing."""
@@ -158,10 +172,12 @@ class RepairTable:
         """Satisfy one of the claims by a chain of replicas that give way to each other."""
         queue = deque(claims)
         asked = {claim.leaves for claim in claims}
-        left_node: set[int] = set()  # experts whose other nodes have been tried
+        left_node: set[tuple[int, bool]] = set()  # experts whose other nodes have been tried, from such a node
         while queue:
             claim = queue.popleft()
-            for rank in self._places(claim, asked, claim.expert not in left_node):
+            nodes, leaves = self._nodes[claim.expert], claim.leaves
+            way = claim.expert, leaves >= 0 and nodes[self._domains[leaves]] > 1
+            for rank in self._places(claim, asked, way not in left_node):
                 spare = [x for x in sorted(self._on[rank], reverse=True) if self._is_spare(x, rank)]
                 if len(self._on[rank]) < self._slots or spare:
                     if len(self._on[rank]) >= self._slots:
@@ -175,19 +191,20 @@ class RepairTable:
                         queue.append(follow)
                     else:
                         queue.appendleft(follow)
-            left_node.add(claim.expert)
+            left_node.add(way)
         raise AssertionError("the slots allow what was asked for")
 
     def _places(self, claim: _Claim, asked: set[int], other_nodes: bool) -> list[int]:
         """Ranks that may take the replica and have not been asked, the emptiest first."""
-        nodes = self._nodes[claim.expert]
-        home = self._domains[claim.leaves] if claim.leaves >= 0 else -1
+        leaves = claim.leaves
+        home = self._domains[leaves] if leaves >= 0 else -1
         ranks = [
             rank
             for rank, node in enumerate(self._domains)
-            if (node == home or (other_nodes and node not in nodes))
+            if (node == home or other_nodes)
             and rank not in asked
             and claim.expert not in self._on[rank]
+            and (self._may_move(claim.expert, leaves, rank) if leaves >= 0 else self._may_add(claim.expert, rank))
         ]
         return sorted(ranks, key=lambda rank: len(self._on[rank]))
 
@@ -225,8 +242,8 @@ class Repair:
 
     Attributes:
         placements: one for each layer.
-        min_replicas: distinct nodes that each expert has now; fewer than asked for only where slots or nodes cannot
-            give more.
+        min_replicas: distinct nodes that each expert has now, or distinct ranks where there are fewer nodes than asked
+            for; fewer than that only where slots or ranks cannot give more.
         slots: the most experts that a rank holds in any layer.
     """
 
@@ -238,7 +255,8 @@ class Repair:
 def repair_placements(
     held: BoolArray, *, nodes: Sequence[str], min_replicas: int = 1, max_slots: int | None = None
 ) -> Repair:
-    """Give every expert replicas on `min_replicas` nodes and every rank about as many experts.
+    """Give every expert replicas on `min_replicas` nodes and every rank about as many experts. Where there are fewer
+    nodes, every one holds each expert, and so many ranks.
 
     Args:
         held: bool [L, E, N], what the ranks hold now; nothing in a new rank's column.
@@ -259,17 +277,20 @@ def repair_placements(
             f"raise the strategy's slots to {-(-num_experts // num_ranks)}, or wait for more ranks"
         )
     floor = nodes_for_each(num_experts, node_slots=room * sizes, min_replicas=min_replicas)
+    copies = floor
+    if len(sizes) < min_replicas:
+        copies = nodes_for_each(num_experts, node_slots=np.full(num_ranks, room), min_replicas=min_replicas)
     repaired: dict[bytes, Placement] = {}  # layers that hold the same need the same
     placements = []
     for layer in held:
         pairs = Pairs.of_table(layer)
         key = pairs.experts.tobytes() + pairs.ranks.tobytes()
         if key not in repaired:
-            limit = _level_slots(num_experts, len(pairs.experts), sizes, floor, room)
-            repaired[key] = _repair(pairs, domains, floor, limit)
+            limit = _level_slots(num_experts, max(num_experts * copies, len(pairs.experts)), sizes, floor, room)
+            repaired[key] = _repair(pairs, domains, floor, copies, limit)
         placements.append(repaired[key])
     slots = max((int(_residents(p.pairs).max()) for p in repaired.values()), default=0)
-    return Repair(placements=tuple(placements), min_replicas=floor, slots=slots)
+    return Repair(placements=tuple(placements), min_replicas=copies, slots=slots)
 
 
 def repair_stages(
@@ -306,29 +327,30 @@ def _residents(held: Pairs) -> IntArray:
     return np.bincount(held.ranks, minlength=held.shape[1])
 
 
-def _level_slots(num_experts: int, num_held: int, sizes: IntArray, floor: int, room: int) -> int:
+def _level_slots(num_experts: int, num_replicas: int, sizes: IntArray, floor: int, room: int) -> int:
     """Slots of each rank that a layer needs when all ranks hold about as many experts, `room` at most."""
-    slots = min(room, -(-max(num_experts * floor, num_held) // int(sizes.sum())))
+    slots = min(room, -(-num_replicas // int(sizes.sum())))
     while nodes_for_each(num_experts, node_slots=slots * sizes, min_replicas=floor) < floor:
         slots += 1  # small nodes fill up before large ones
     return slots
 
 
-def _repair(held: Pairs, domains: IntArray, floor: int, slots: int) -> Placement:
-    if _needs_no_repair(held, domains, floor, slots):
+def _repair(held: Pairs, domains: IntArray, floor: int, copies: int, slots: int) -> Placement:
+    if _needs_no_repair(held, domains, floor, copies, slots):
         return Placement.of_pairs(held)
-    table = RepairTable(held, domains.tolist(), floor=floor, slots=slots)
+    table = RepairTable(held, domains.tolist(), floor=floor, copies=copies, slots=slots)
     table.drop_surplus()
     table.protect()
     table.level()
     return Placement.of_pairs(table.pairs())
 
 
-def _needs_no_repair(held: Pairs, domains: IntArray, floor: int, slots: int) -> bool:
+def _needs_no_repair(held: Pairs, domains: IntArray, floor: int, copies: int, slots: int) -> bool:
     """Return True if a layer needs no repair, as most do where experts have replicas to spare."""
     load = _residents(held)
     if load.max() > slots or np.ptp(load) > 1:
         return False
-    num_domains = int(domains.max()) + 1
+    num_experts, num_domains = held.shape[0], int(domains.max()) + 1
     on_node = np.unique(held.experts * num_domains + domains[held.ranks]) // num_domains
-    return bool((np.bincount(on_node, minlength=held.shape[0]) >= floor).all())
+    nodes, ranks = (np.bincount(experts, minlength=num_experts) for experts in (on_node, held.experts))
+    return bool((nodes >= floor).all() and (ranks >= copies).all())

@@ -95,8 +95,9 @@ class FaultRecovery(Callback, RecoveryListener):
     a row of a table with the reason (`recovery_table`).
 
     Args:
-        min_replicas: nodes that hold each expert where slots allow; any smaller number of them may be lost at once
-            without a snapshot. Unless the strategy names copies or a placement, it starts with so many.
+        min_replicas: nodes that hold each expert where slots allow, or ranks where there are fewer nodes; any smaller
+            number of them may be lost at once without a snapshot. On one machine every rank counts as a node
+            (`elastic.ranks_are_nodes`). Unless the strategy names copies or a placement, it starts with so many.
         protection: how snapshots of a PartialExpertsCheckpoint outlive their node: "arc" (copies), "aec" (parities),
             "none", another name in `checkpoint.protection.PROTECTIONS`, or "auto": none where every expert is on more
             than `failures` nodes, else the cheapest that survives so many lost nodes.

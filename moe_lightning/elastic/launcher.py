@@ -356,7 +356,8 @@ class ElasticLauncher:
         secret_file: a copy of the file that the rendezvous host has made; with `rdzv_endpoint` only.
         num_nodes: machines that run this command; the first world waits for the workers of all.
         node: this machine's name as a failure domain; its host name, or "local" without `rdzv_endpoint`.
-        ranks_are_nodes: make every worker a failure domain of its own, to test the loss of nodes on one machine.
+        ranks_are_nodes: make every worker a failure domain of its own, as if it were a node; "auto": on one machine,
+            whose processes die one by one.
         grace_s: time that workers have to end before they are killed.
     """
 
@@ -370,7 +371,7 @@ class ElasticLauncher:
     secret_file: str | Path | None = None
     num_nodes: PositiveInt = 1
     node: str | None = None
-    ranks_are_nodes: bool = False
+    ranks_are_nodes: bool | Literal["auto"] = "auto"
     grace_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -400,6 +401,11 @@ class ElasticLauncher:
         if self.rdzv_endpoint is not None and self.secret_file is not None:
             Address.parse(self.rdzv_endpoint)
             read_secret(Path(self.secret_file))
+
+    @property
+    def splits_node(self) -> bool:
+        """True if every worker of this machine is a failure domain of its own."""
+        return self.num_nodes == 1 if self.ranks_are_nodes == "auto" else self.ranks_are_nodes
 
     def run(self, arguments: Sequence[str]) -> None:
         """Start the workers and return when all that live have ended well.
@@ -545,7 +551,7 @@ class _Workers:
         logs = WorkerLogs(launcher.log_dir, [name], terminal=0 if slot == 0 and starts == 1 else None)
         task = replace(
             self._task,
-            node=f"{self._task.node}-{slot}" if launcher.ranks_are_nodes else self._task.node,
+            node=f"{self._task.node}-{slot}" if launcher.splits_node else self._task.node,
             slot=slot,
             starts=starts,
             birth_ns=self._began_ns + slot if starts == 1 else None,

@@ -53,7 +53,7 @@ class RecoveryReport:
         ranks_before, ranks_after: sizes of the two worlds; 0 before for a process that was in none.
         restored: sources of the experts' state, in words with counts.
         stale_experts: experts restored to a state older than the step.
-        min_replicas: nodes that hold each expert now.
+        min_replicas: nodes that hold each expert now, or ranks where there are fewer nodes than replicas wanted.
         began_at: seconds since the epoch at which this rank detected the fault.
         seconds: of each of PHASES that took place, and their "total".
     """
@@ -407,19 +407,18 @@ def repaired(plan: RecoveryPlan, state: TrainState, world: World, *, min_replica
     """Return the placements of the new world; rank 0 warns if slots are too few for the wanted replicas.
 
     Args:
-        min_replicas: wanted nodes that hold each expert.
+        min_replicas: wanted nodes that hold each expert, or ranks where there are fewer nodes.
     """
     options: dict[str, Any] = {"nodes": plan.nodes, "min_replicas": min_replicas, "max_slots": state.max_slots}
     if state.stages is None:
-        repair, most = repair_placements(plan.held, **options), len(set(plan.nodes))
+        repair, stages = repair_placements(plan.held, **options), [list(range(world.size))]
     else:
-        ranks = state.stage_transfer.ranks_of_layers(world)
-        repair = repair_stages(plan.held, ranks, **options)
-        most = min((len({plan.nodes[rank] for rank in own}) for own in ranks), default=1)
-    if repair.min_replicas < min(min_replicas, most):
+        stages = state.stage_transfer.ranks_of_layers(world)
+        repair = repair_stages(plan.held, stages, **options)
+    if repair.min_replicas < min(min_replicas, *map(len, stages)):
         rank_zero_warn(
             f"slots are left for {repair.min_replicas} instead of {min_replicas} replicas of each expert: "
-            "another lost node may cost state until ranks come back"
+            "another lost one may cost state until ranks come back"
         )
     return repair
 

@@ -56,6 +56,22 @@ def test_environment_of_the_workers(tmp_path: Path) -> None:
     assert all("MOE_LIGHTNING_STORE" not in e for e in seen), "that one is for worlds that do not change"
 
 
+@pytest.mark.parametrize(
+    ("options", "nodes"),
+    [({}, {"local-0", "local-1"}), ({"ranks_are_nodes": False}, {"local"}), ({"node": "a"}, {"a-0", "a-1"})],
+)
+def test_the_ranks_of_one_machine_count_as_nodes(options: dict[str, Any], nodes: set[str], tmp_path: Path) -> None:
+    launcher(tmp_path, **options).run(["environment", str(tmp_path)])
+    seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert {json.loads(e["MOE_LIGHTNING_ELASTIC"])["node"] for e in seen} == nodes
+
+
+def test_the_ranks_of_several_machines_share_their_node(tmp_path: Path) -> None:
+    several = {"num_nodes": 2, "rdzv_endpoint": "localhost:1", "secret_file": "secret"}
+    assert not launcher(tmp_path, **several).splits_node
+    assert launcher(tmp_path, **several, ranks_are_nodes=True).splits_node
+
+
 def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
     told = failure(tmp_path, "mistake")
     assert (told.kind, told.message) == ("mistake", "a value is wrong")

@@ -44,6 +44,19 @@ def test_kills_at_every_place_of_a_step_and_at_the_borders_of_a_run(tmp_path: Pa
         found.verify()
 
 
+def test_one_machine_gets_its_replicas_back_after_every_kill(tmp_path: Path) -> None:
+    """All ranks share a node, and nothing is saved: each death finds what it takes on another rank."""
+    kills = [Kill(worker=w, step=s, place="forward") for w, s in ((1, 3), (2, 7), (0, 11))]
+    holds = [Hold(step=step, ranks=3) for step in (5, 9)]
+    with elastic_run(tmp_path, workers=3, steps=14, workers_a_node=3, kills=kills, holds=holds) as run:
+        run.supervise(restart=range(3))
+        assert run.kills_done() == len(kills)
+        assert_same_losses(run, reference(14))
+        assert run.assert_replicas_equal() > 0
+        deaths = [report for report in run.reports() if report["lost_ranks"]]
+        assert {(r["steps_lost"], r["stale_experts"], r["min_replicas"]) for r in deaths} == {(0, 0, 2)}
+
+
 def test_during_validation_and_recovery_and_two_at_once(tmp_path: Path) -> None:
     """Two of four nodes at once are within what three replicas survive."""
     kills = [

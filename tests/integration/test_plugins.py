@@ -31,7 +31,7 @@ from tests.plugins import install
 PAGE = ROOT / "docs" / "extending.md"
 STEPS = 12
 SMALL = (
-    "ranks=2", "elastic.ranks_are_nodes=true", "logger=csv", *WORDS, "data.val_samples=4", *SMALL_MODEL,
+    "ranks=2", "logger=csv", *WORDS, "data.val_samples=4", *SMALL_MODEL,
     f"trainer.max_steps={STEPS}", f"trainer.val_check_interval={STEPS}", "trainer.log_every_n_steps=1",
     "callbacks.partial_experts_checkpoint.every_n_steps=4", "callbacks.load_balancer.rebalance_every=4",
     "callbacks.load_balancer.calibrate=false",

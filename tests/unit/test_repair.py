@@ -44,9 +44,11 @@ def test_every_expert_has_its_replicas_within_the_slots(
     max_slots = -(-experts // ranks) + spare_slots
     repair = repair_placements(held, nodes=nodes, min_replicas=wanted, max_slots=max_slots)
     assert 1 <= repair.min_replicas <= wanted
+    few_nodes = len(set(nodes)) < wanted
     for placement in repair.placements:
         for expert in range(experts):
-            assert len({nodes[rank] for rank in placement.holders(expert)}) >= repair.min_replicas
+            ranks_of = placement.holders(expert)
+            assert len(ranks_of if few_nodes else {nodes[rank] for rank in ranks_of}) >= repair.min_replicas
         assert max(len(placement.experts_on(rank)) for rank in range(ranks)) <= max_slots
 
 
@@ -55,7 +57,8 @@ def test_every_expert_has_its_replicas_within_the_slots(
 def test_without_a_limit_all_replicas_asked_for_are_there(world: tuple[np.ndarray, list[str], int]) -> None:
     held, nodes, wanted = world
     repair = repair_placements(held, nodes=nodes, min_replicas=wanted)
-    assert repair.min_replicas == min(wanted, len(set(nodes)))
+    enough = len(set(nodes)) if wanted <= len(set(nodes)) else len(nodes)
+    assert repair.min_replicas == min(wanted, enough)
 
 
 def _most_replicas(experts: int, nodes: list[str], slots: int, wanted: int) -> int:
@@ -103,15 +106,35 @@ def _any_worlds(draw: st.DrawFn) -> tuple[np.ndarray, list[str], int, int]:
 )
 @given(_any_worlds())
 def test_as_many_nodes_hold_every_expert_as_can(world: tuple[np.ndarray, list[str], int, int]) -> None:
-    """Whatever is held, wherever; nodes of any sizes."""
+    """Whatever is held, wherever; nodes of any sizes. Where nodes do not suffice, as many ranks hold it as can."""
     held, nodes, slots, wanted = world
+    _, experts, ranks = held.shape
     repair = repair_placements(held, nodes=nodes, min_replicas=wanted, max_slots=slots)
-    assert repair.min_replicas == _most_replicas(held.shape[1], nodes, slots, wanted)
+    on_nodes = on_ranks = _most_replicas(experts, nodes, slots, wanted)
+    if len(set(nodes)) < wanted:
+        on_ranks = _most_replicas(experts, list(map(str, range(ranks))), slots, wanted)
+    assert repair.min_replicas == on_ranks
     for placement in repair.placements:
         assert placement.replicas.max() == 1
         assert placement.replicas.sum(axis=0).max() <= slots
-        for expert in range(held.shape[1]):
-            assert len({nodes[rank] for rank in placement.holders(expert)}) >= repair.min_replicas
+        for expert in range(experts):
+            assert len({nodes[rank] for rank in placement.holders(expert)}) >= on_nodes
+            assert len(placement.holders(expert)) >= on_ranks
+
+
+def test_replicas_come_back_after_a_kill_on_one_machine() -> None:
+    """8 experts twice on 4 ranks of one node: a rank dies, and a new one comes."""
+    held = _held(8, 4, 2)
+    for change in ("killed", "joined", "killed", "joined"):
+        if change == "killed":
+            held = np.delete(held, 1, axis=2)
+        else:
+            held = np.concatenate([held, np.zeros((*held.shape[:2], 1), dtype=bool)], axis=2)
+        repair = repair_placements(held, nodes=["here"] * held.shape[2], min_replicas=2)
+        held = np.stack([placement.replicas > 0 for placement in repair.placements])
+        assert repair.min_replicas == 2
+        assert (held.sum(axis=2) == 2).all()
+        assert np.ptp(held.sum(axis=1)) <= 1
 
 
 def test_a_lost_node_of_five_costs_no_redundancy_and_little_more_than_must_be_copied() -> None:
