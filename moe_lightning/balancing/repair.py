@@ -99,7 +99,7 @@ class RepairTable:
         """
         for expert in sorted(range(len(self._nodes)), key=lambda expert: len(self._nodes[expert])):
             while len(self._nodes[expert]) < self._floor or self._count(expert) < self._copies:
-                rank = self._first_below(self._slots, lambda rank, x=expert: rank if self._may_add(x, rank) else None)
+                rank = self._first_below(self._slots, partial(self._addable, expert))
                 if rank is not None:
                     self._add(expert, rank)
                 else:
@@ -140,6 +140,9 @@ class RepairTable:
         """Return True if a new replica on a rank brings the expert nearer to its nodes, and then to its ranks."""
         lacks_nodes = len(self._nodes[expert]) < self._floor
         return self._domains[rank] not in self._nodes[expert] if lacks_nodes else expert not in self._on[rank]
+
+    def _addable(self, expert: int, rank: int) -> int | None:
+        return rank if self._may_add(expert, rank) else None
 
     def _may_move(self, expert: int, source: int, target: int) -> bool:
         """Return True if a move costs no node that the expert needs."""

@@ -181,7 +181,7 @@ class FaultRecovery(Callback, RecoveryListener):
             checkpoint.protect_with(self._layout)
             elastic.planner.sources = checkpoint.recovery_sources(_strategy(trainer))
             elastic.listeners.insert(0, checkpoint)
-        private_lightning.run_fit_by(trainer, elastic.run)
+        private_lightning.run_fit_by(trainer, elastic.run, elastic.met_after_batch)
 
     def _layout(self, strategy: ExpertParallelStrategy) -> ProtectionLayout:
         """Protection of snapshots in the present world: the ranks that protect each other's."""
@@ -244,11 +244,18 @@ class FaultRecovery(Callback, RecoveryListener):
         if elastic is None or trainer.global_step == self._committed:
             return
         elastic.keep_progress(after_step=True)
+        elastic.batch_ended(outputs, batch, batch_idx)
         self._committed = trainer.global_step
         if self.replays and trainer.global_step % self._verify_every == 0:
             strategy = _strategy(trainer)
             corrections = verify_replay(strategy.state, trainer.global_step, strategy.world)
             pl_module.log("recovery/replay_corrections", float(corrections))
+
+    @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        elastic = _elastic(trainer)
+        if elastic is not None:
+            elastic.met_after_batch()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

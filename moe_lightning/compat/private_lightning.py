@@ -7,7 +7,7 @@ each private name.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,8 @@ from traceback import walk_tb
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import imports
 from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
@@ -29,6 +31,8 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _worker_check
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -202,16 +206,33 @@ def logs_now(trainer: pl.Trainer) -> bool:
 # ---------------------------------------------------------------------- the fit loop
 
 
-def run_fit_by(trainer: pl.Trainer, run: Callable[[Callable[[], None]], None]) -> None:
+def run_fit_by(trainer: pl.Trainer, run: Callable[[Callable[[], None]], None], met: Callable[[], None]) -> None:
     """Let `run(fit)` run the fit loop, as often as it takes, until `run_fit_as_usual`. Lightning has no public loop to
     put in the place of its own.
+
+    Args:
+        met: called before every batch, once rank 0 has come there. Lightning's own broadcast hides a lost rank 0.
     """
-    trainer.fit_loop.run = partial(run, trainer.fit_loop.run)  # type: ignore[method-assign]
+    loop = trainer.fit_loop
+    loop.run = partial(run, loop.run)  # type: ignore[method-assign]
+    loop.epoch_loop._broadcast_sigterm_tensor = partial(_follow_rank_zero, trainer, met)  # type: ignore[method-assign]
 
 
 def run_fit_as_usual(trainer: pl.Trainer) -> None:
     """Undo `run_fit_by`."""
     trainer.fit_loop.__dict__.pop("run", None)
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
+def _follow_rank_zero(trainer: pl.Trainer, met: Callable[[], None]) -> None:
+    has_sigterm = torch.tensor([trainer.received_sigterm], dtype=torch.int32, device=trainer.strategy.root_device)
+    dist.broadcast(has_sigterm, src=0)
+    ends = bool(has_sigterm.item())
+    met()
+    if ends:
+        with suppress(Exception):
+            dist.barrier()
+        raise SIGTERMException
 
 
 @dataclass
@@ -247,7 +268,7 @@ class BatchEnd:
         is_made = is_prepared or (batches.current.ready == batches.current.processed and not loop._should_accumulate())
         frames = {frame.f_code: frame.f_locals for frame, _ in reversed([*walk_tb(error.__traceback__)])}
         running = frames.get(_TrainingEpochLoop.advance.__code__)
-        if running is None or not is_made or running.get("batch_idx") is None:
+        if running is None or not is_made or "batch_output" not in running:
             return None
         end = cls((running["batch_output"], running["batch"], running["batch_idx"]))
         optimization = frames.get(_AutomaticOptimization.run.__code__)
@@ -264,6 +285,16 @@ class BatchEnd:
             end.done, end.has_failed = len(callbacks) + 1, True
         return end
 
+    def repeat_for_rank_zero(self, trainer: pl.Trainer) -> None:
+        """Let this rank, which takes the place of a lost rank 0, do what only that one does: hooks that are decorated
+        with rank_zero_only run now, the log in the next `run`.
+        """
+        callbacks, module = trainer.callbacks, trainer.lightning_module  # type: ignore[attr-defined]
+        for index, owner in enumerate([*callbacks, module][: self.done]):
+            if owner.on_train_batch_end.__code__ is _OF_RANK_ZERO:
+                owner.on_train_batch_end(*(() if index == len(callbacks) else (trainer, module)), *self.arguments)
+        self.done = min(self.done, len(callbacks) + 1)
+
     def run(self, trainer: pl.Trainer) -> None:
         """Do what is left, as the training loop does it."""
         callbacks, module = trainer.callbacks, trainer.lightning_module  # type: ignore[attr-defined]
@@ -276,9 +307,15 @@ class BatchEnd:
             call._call_lightning_module_hook(trainer, "on_train_batch_end", *self.arguments)
             self.done, self.has_failed = self.done + 1, False
         if self.done < self.num_parts(trainer):
-            trainer._logger_connector.on_batch_end()
-            trainer._logger_connector.update_train_step_metrics()
+            connector = trainer._logger_connector
+            kept, connector._first_loop_iter = connector._first_loop_iter, bool(connector._first_loop_iter)  # of a step
+            connector.on_batch_end()
+            connector.update_train_step_metrics()
+            connector._first_loop_iter = kept
             self.done += 1
+
+
+_OF_RANK_ZERO = rank_zero_only(lambda: None).__code__  # the wrapper's, which all such functions share
 
 
 def end_resumed_epochs(trainer: pl.Trainer) -> None:

@@ -29,6 +29,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -588,6 +589,8 @@ class ElasticWorlds:
         self._pending: Optimizer | None = None
         self._progress: FitProgress | None = None
         self._batch_end: tuple[int, private_lightning.BatchEnd] | None = None  # by the step that it belongs to
+        self._ended: tuple[int, private_lightning.BatchEnd] | None = None  # here, perhaps not yet on rank 0
+        self._has_lost_rank_zero = False
         self._is_torn = self._is_spare = False
         self._cause: str | None = None
         self._made_steps = False
@@ -677,6 +680,15 @@ class ElasticWorlds:
             self._progress = FitProgress.of(trainer, after_step=after_step)
         self.version = trainer.global_step
 
+    def batch_ended(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The batch of a committed step ends here; rank 0, which logs it, may be lost before."""
+        num_parts = private_lightning.BatchEnd.num_parts(self._state.trainer)
+        self._ended = self.version, private_lightning.BatchEnd((outputs, batch, batch_idx), done=num_parts)
+
+    def met_after_batch(self) -> None:
+        """All ranks have ended the last batch: they have met in a collective since."""
+        self._ended = None
+
     def validated(self) -> None:
         """The validation after the last step ended."""
         if self._progress is not None:
@@ -738,37 +750,51 @@ class ElasticWorlds:
                     is_first, self.is_newcomer = False, self.version == 0
 
     def _remember_batch_end(self, fault: BaseException) -> None:
-        """Keep what a fault has left to do of the last step, if that is committed."""
+        """Keep what a fault has left to do of the last step, if that is committed. Where nothing is left here, rank 0
+        may not have logged it.
+        """
         trainer, is_prepared = self._state.trainer, self._pending is not None
         left = private_lightning.BatchEnd.left_by(fault, trainer, is_prepared=is_prepared)
         if left is not None:
             self._batch_end = trainer.global_step + is_prepared, left
+        elif self._ended is not None:
+            self._batch_end = self._ended
+        self._ended = None
 
     def _end_batch(self) -> None:
         """Run the hooks of the committed step that a fault kept from running, each once; collective.
 
-        A hook that failed is run again, unless it has ended on another rank: then its exchange took place.
+        A hook that failed is run again, unless it has ended on another rank: then its exchange took place. Where rank 0
+        is lost and nobody has met it since, its successor logs the step.
         """
         trainer, step, left = self._state.trainer, -1, None
         if self._batch_end is not None and not self.has_rolled_back:
             step, left = self._batch_end
         left = left if step == self.version else None
         num_parts = private_lightning.BatchEnd.num_parts(trainer)
-        everyones = all_gather_json(num_parts if left is None else left.done, self._worlds.present)
+        done, has_met = num_parts if left is None else left.done, left is None and self._made_steps
+        reports = all_gather_json([done, has_met], self._worlds.present)
+        everyones = [done for done, _ in reports]
+        succeeds = self._has_lost_rank_zero and self._worlds.present.rank == 0 and not any(met for _, met in reports)
         if min(everyones) < num_parts and self._has_newcomers:
             rank_zero_warn(
                 f"on_train_batch_end of step {self.version} does not run in every callback: a fault came before it, "
                 "and a process that has not made the step has joined"
             )
+            if succeeds and left is not None:
+                left.done = num_parts - 1  # its row needs no exchange
+                left.run(trainer)
         elif left is not None:
             left.done += left.has_failed and max(everyones) > left.done
             kept = self._progress
+            if succeeds:
+                left.repeat_for_rank_zero(trainer)
             left.run(trainer)
             if kept is not None and self._progress is not None:  # what others have still to do follows here, too
                 self._progress = replace(
                     self._progress, validation_is_due=kept.validation_is_due, epoch_is_over=kept.epoch_is_over
                 )
-        self._batch_end = None
+        self._batch_end, self._has_lost_rank_zero = None, False
 
     def _place(self) -> str:
         """Return the place of an error in words: launchers count the errors of one place."""
@@ -833,6 +859,7 @@ class ElasticWorlds:
             began_at=began_at,
             seconds=seconds,
         )
+        self._has_lost_rank_zero |= 0 in self.report.lost_ranks
         for listener in self.listeners:
             listener.recovered(self.report)
         if self.report.lost_ranks:

@@ -411,7 +411,8 @@ def repaired(plan: RecoveryPlan, state: TrainState, world: World, *, min_replica
     """
     options: dict[str, Any] = {"nodes": plan.nodes, "min_replicas": min_replicas, "max_slots": state.max_slots}
     if state.stages is None:
-        repair, stages = repair_placements(plan.held, **options), [list(range(world.size))]
+        repair = repair_placements(plan.held, **options)
+        stages: list[Sequence[int]] = [range(world.size)]
     else:
         stages = state.stage_transfer.ranks_of_layers(world)
         repair = repair_stages(plan.held, stages, **options)

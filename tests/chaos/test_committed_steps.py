@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, reference
 from tests.forks import PATIENCE_S
@@ -99,16 +101,43 @@ def test_hooks_of_a_committed_step_run_once(workers: int, steps: int, strategy: 
         assert run.kills_done() == len(kills)
         assert_same_losses(run, reference(steps))
         assert_each_once(tmp_path, workers, steps, lost=1)
-    tables = [path.read_text().splitlines() for path in (tmp_path / "csv").rglob("metrics.csv")]
-    columns = [lines[0].split(",").index("step") for lines in tables]
-    losses = [lines[0].split(",").index("train/loss") for lines in tables]
-    rows = [
-        int(row.split(",")[column])
-        for lines, column, loss in zip(tables, columns, losses, strict=True)
-        for row in lines[1:]
-        if row.split(",")[loss]
-    ]
-    assert sorted(rows) == list(range(steps))
+    assert logged_steps(tmp_path / "csv") == list(range(steps))
+
+
+def logged_steps(folder: Path) -> list[int]:
+    """The steps whose loss is in a file of the CSV loggers of all processes, ascending."""
+    rows = [row for path in folder.rglob("metrics.csv") for row in csv.DictReader(path.open())]
+    return sorted(int(row["step"]) for row in rows if row["train/loss"])
+
+
+class OfRankZero(pl.Callback):
+    """Writes on the logging rank only."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @rank_zero_only
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        with (self._folder / "of-rank-zero").open("a") as file:
+            file.write(f"{trainer.global_step}\n")
+
+
+def of_rank_zero(folder: Path) -> list[Any]:
+    return [OfRankZero(folder), Counting(folder, "last")]
+
+
+@pytest.mark.parametrize(("workers", "place"), [(2, "committed"), slow(2, "update"), slow(3, "batch_end")])
+def test_who_takes_the_place_of_the_logging_rank_logs_its_last_step(workers: int, place: str, tmp_path: Path) -> None:
+    """The killed rank 0 has made the update and not logged it; its successor has ended the step as another rank."""
+    kills = [Kill(worker=0, step=3, place=place), Kill(worker=1, step=8, place=place)]  # an epoch has 8 steps
+    options: dict[str, Any] = {"kills": kills, "holds": [Hold(step=6, ranks=workers)], "callbacks": of_rank_zero}
+    options["trainer_options"] = {"logger": CSVLogger(tmp_path / "csv", flush_logs_every_n_steps=1)}
+    with elastic_run(tmp_path, workers=workers, steps=11, **options) as run:
+        run.supervise(restart=range(workers))
+        assert run.kills_done() == len(kills)
+        assert_same_losses(run, reference(11))
+    assert logged_steps(tmp_path / "csv") == list(range(11))
+    assert sorted(map(int, (tmp_path / "of-rank-zero").read_text().split())) == list(range(1, 12))
 
 
 def assert_each_once(folder: Path, workers: int, steps: int, *, lost: int) -> None:

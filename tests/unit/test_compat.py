@@ -51,6 +51,7 @@ METHODS = {
     "lightning.pytorch.callbacks.RichModelSummary._summary": "self, trainer, pl_module",
     "lightning.pytorch.loops.evaluation_loop._EvaluationLoop._on_evaluation_model_train": "self",
     "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization.run": "self, optimizer, batch_idx, kwargs",
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor": "self",
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.advance": "self, data_fetcher",
     "lightning.pytorch.loops.fit_loop._FitLoop._should_accumulate": "self",
     "lightning.pytorch.loops.fit_loop._FitLoop.on_advance_end": "self",
@@ -109,6 +110,7 @@ ATTRIBUTES = {
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": {"_results", "_skip_next_val"},
     "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper": {"_batch_sampler"},
     "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {"use_distributed_sampler"},
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector": {"_first_loop_iter"},
     "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary": {"_model"},
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {"_module_info", "_post_load_hook_handle"},
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
@@ -346,7 +348,7 @@ def is_private(name: str) -> bool:
 def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
     known = {name.rpartition(".")[2] for name in (*METHODS, *PROPERTIES)} | set().union(*ATTRIBUTES.values()) | OTHERS
     known |= {part for name in (*METHODS, *PROPERTIES, *ATTRIBUTES) for part in name.split(".")}
-    of_the_files = {"_end_epoch_without_restart", "_fetcher", "_gather_in", "_undo_group"}
+    of_the_files = {"_end_epoch_without_restart", "_fetcher", "_follow_rank_zero", "_gather_in", "_undo_group"}
     assert {name for file in COMPAT for _, name in private_names(file)} - known == of_the_files
 
 
