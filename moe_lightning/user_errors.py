@@ -100,28 +100,55 @@ def _sentence_of_path(error: BaseException) -> str | None:
 
 _SIMILAR = 0.78
 """Ratio of difflib from which on a name may be a misspelling of another: below, a guess is worse than none."""
+_SAME_WORD = 0.6
+"""The same of each word between underscores: moe_layers is no misspelling of num_layers."""
+_COMMON = {"enabled", "kind", "mode", "name", "path", "type"}
+"""Names that say nothing without their section."""
+_SHORT = 4  # letters, of names that are only compared within their section
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant: one of nearly the same spelling, compared by the last part of dotted
-    names; None where nothing is near.
+    """The known name that was probably meant; None where none is near.
+
+    Names are dotted. The last part is compared with those of the same section, spelled alike; of another section only
+    the same last part counts, and only if one key ends in it.
     """
     names = sorted(known)
-    parent, _, last = name.lower().rpartition(".")
-    endings = [candidate for candidate in names if candidate.split(".")[-1] == name.split(".")[-1]]
-    if len(endings) == 1:
-        return endings[0]
+    section, _, last = name.lower().rpartition(".")
+    same = [candidate for candidate in names if candidate.lower().rpartition(".")[2] == last]
+    sections = {candidate.lower().rpartition(".")[0] for candidate in names}
+    is_of_another = len(same) == 1 and last not in _COMMON and section in {"", *sections, *_last_parts(sections)}
+    if is_of_another:
+        return same[0]
 
     def similarity(candidate: str) -> tuple[float, float]:
         folder, _, ending = candidate.lower().rpartition(".")
-        ratio = difflib.SequenceMatcher(None, last, ending).ratio()
-        short, long = sorted((last, ending), key=len)
-        is_beginning = len(short) > 3 and long.startswith(f"{short}_")
-        beside = difflib.SequenceMatcher(None, parent, folder).ratio()
-        return (max(ratio, _SIMILAR) if is_beginning else ratio, beside)
+        beside = _ratio(section, folder)
+        is_open = not section and len(last) > _SHORT
+        return (_likeness(last, ending) if is_open or beside >= _SIMILAR else 0.0, beside)
 
     best = max(names, key=similarity, default=None)
     return best if best is not None and similarity(best)[0] >= _SIMILAR else None
+
+
+def _last_parts(sections: Iterable[str]) -> set[str]:
+    return {section.rpartition(".")[2] for section in sections}
+
+
+def _likeness(word: str, other: str) -> float:
+    """Ratio of two names, 0 where they are different words."""
+    short, long = sorted((word, other), key=len)
+    if len(short) >= _SHORT and long.startswith(f"{short}_"):
+        return max(_ratio(word, other), _SIMILAR)
+    words, others = word.split("_"), other.split("_")
+    if len(words) != len(others):
+        return float("".join(words) == "".join(others))
+    is_same = all(_ratio(one, two) >= _SAME_WORD for one, two in zip(words, others, strict=True))
+    return _ratio(word, other) if is_same else 0.0
+
+
+def _ratio(word: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, word, other).ratio()
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

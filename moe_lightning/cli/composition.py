@@ -25,7 +25,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from hydra.utils import instantiate
-from omegaconf import Node, OmegaConf
+from omegaconf import ListConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -211,7 +211,6 @@ COLLECTIONS = ("callbacks", "logger", "elastic")
 """Groups of which a run may have nothing."""
 _PLAIN: dict[str, Any] = {
     "run_dir": str,
-    "ranks": Annotated[int, Interval(ge=-1)] | Literal["auto", "-1"] | list[int],
     "seed": Annotated[int, Interval(ge=0, le=2**32 - 1)],
     "resume": bool | str,
     "resume_overrides": bool,
@@ -219,7 +218,7 @@ _PLAIN: dict[str, Any] = {
     "objective": str | None,
     "doctor": bool,
 }
-KEYS = ("run_name", *_PLAIN, *_GROUPS, *COLLECTIONS)
+KEYS = ("run_name", "ranks", *_PLAIN, *_GROUPS, *COLLECTIONS)
 """Top-level keys of moe-train."""
 
 _LONGEST_UNKNOWN_NAME = 200  # bytes of a folder's name; file systems allow 255, and moe-train appends .1, .2, ...
@@ -436,12 +435,12 @@ OmegaConf.register_new_resolver("needed", refuse_missing, replace=True)
 
 
 @contextmanager
-def composition_errors(overrides: Sequence[str], *, sweeps: bool = True) -> Iterator[None]:
+def composition_errors(overrides: Sequence[str], config_name: str = CONFIG_NAME) -> Iterator[None]:
     """Turns what Hydra and OmegaConf raise inside into ConfigurationError; nothing but composing may happen there.
 
     Args:
         overrides: of the command line.
-        sweeps: the command has -m.
+        config_name: moe-train's or moe-sim's.
 
     Hydra also lets plain ValueErrors and errors of the YAML parser through.
     """
@@ -454,7 +453,7 @@ def composition_errors(overrides: Sequence[str], *, sweeps: bool = True) -> Iter
             "two values of the configuration are taken from each other (${...}): give one of them as it is"
         ) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        raise ConfigurationError(_sentence(error, overrides, sweeps)) from error
+        raise ConfigurationError(_sentence(error, overrides, config_name)) from error
 
 
 def _not_utf8(arguments: Sequence[str]) -> Path | None:
@@ -470,7 +469,7 @@ def _not_utf8(arguments: Sequence[str]) -> Path | None:
     return None
 
 
-def _sentence(error: Exception, overrides: Sequence[str], sweeps: bool) -> str:
+def _sentence(error: Exception, overrides: Sequence[str], config_name: str) -> str:
     if isinstance(error, MissingConfigException):
         return _about_choice(error)
     if isinstance(error, OverrideParseException):
@@ -494,7 +493,7 @@ def _sentence(error: Exception, overrides: Sequence[str], sweeps: bool) -> str:
     if match := _UNKNOWN_KEY.search(message):
         return unknown_key(match[1].split("@")[0], known_keys(overrides), "moe-train --cfg job")
     if match := _AMBIGUOUS.search(message):
-        return _several_values(match[1], sweeps)
+        return _several_values(match[1], config_name)
     if match := _NOT_LOADED.search(message):
         return _no_choice(match[1], match[2], choices(match[1]))
     if message.startswith("Config group override must be"):
@@ -541,7 +540,7 @@ def _about_choice(error: MissingConfigException) -> str:
 
 
 _BESIDE_CHOICES = {
-    "strategy": "; strategy.dense=ddp, zero1, fsdp or hsdp says how dense parameters lie",
+    "strategy": "; strategy.dense=ddp, zero1, fsdp or hsdp says how dense parameters are sharded",
     "model": "; of a folder with a pretrained model: model=huggingface model.pretrained=FOLDER",
     "recipes": "; your own: --config-dir DIR recipes=NAME for DIR/recipes/NAME.yaml",
 }
@@ -603,14 +602,25 @@ def unknown_key(key: str, known: Iterable[str], listing: str) -> str:
     return f"there is no key '{key}'{near}: see {listing}" if near else f"there is no key '{key}': {cure}"
 
 
-def _several_values(override: str, sweeps: bool) -> str:
+def _several_values(override: str, config_name: str) -> str:
+    """The sentence for a value with commas, by the kind of value that the key has."""
     key, _, value = override.partition("=")
-    if re.fullmatch(r"\d+,\d+", value):
-        point = value.replace(",", ".")
-        return f"{override} gives several values: write {key}={point} with a point, or {key}=[{value}] for a list"
-    return f"{override} gives several values: " + (
-        f"write {key}=[{value}] for a list, or add -m for a run of each" if sweeps else "give one of them"
+    present = OmegaConf.select(
+        OmegaConf.create(_composed((), None, config_name)), key, throw_on_resolution_failure=False
     )
+    cures = []
+    if key in ("ranks", "trainer.devices"):
+        cures = ["give the number of ranks, ranks=2", "on GPUs a list of them, ranks=[0,1]"]
+    elif isinstance(present, list | ListConfig) or key in COLLECTIONS:
+        cures = [f"write {key}=[{value}] for a list"]
+    elif type(present) is int and re.fullmatch(r"\d{1,3}(,\d{3})+", value):
+        cures = [f"write {key}={value.replace(',', '')} without commas"]
+    elif type(present) is float and re.fullmatch(r"\d+,\d+", value):
+        cures = [f"write {key}={value.replace(',', '.')} with a point"]
+    elif present is None:
+        cures = [f"write {key}=[{value}] for a list"]
+    cures += ["add -m for a run of each"] if config_name == CONFIG_NAME else [] if cures else ["give one of them"]
+    return f"{override} gives several values: {', or '.join(cures)}"
 
 
 def known_keys(
@@ -624,17 +634,20 @@ def known_keys(
         config_dir: the user's own folder of recipes.
         config_name: moe-train's or moe-sim's.
     """
+    return [*dotted(_composed(overrides, config_dir, config_name)), *_groups()]
+
+
+def _composed(overrides: Sequence[str], config_dir: str | None, config_name: str) -> Any:
+    """The unresolved configuration that `known_keys` lists."""
     chosen = [text for text in overrides if text.partition("=")[0] in _groups() and "=" in text]
     own = [f"hydra.searchpath=[file://{Path(config_dir).absolute()}]"] if config_dir else []
-    config: Any = {}
     for tried in ([*own, *chosen], []):
         try:
             with config_folder():
-                config = OmegaConf.to_container(compose(config_name, tried), resolve=False)
-            break
+                return OmegaConf.to_container(compose(config_name, tried), resolve=False)
         except (HydraException, OmegaConfBaseException, ValueError):
             continue
-    return [*dotted(config), *_groups()]
+    return {}
 
 
 def dotted(node: Any, prefix: str = "") -> Iterator[str]:

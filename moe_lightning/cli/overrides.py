@@ -143,7 +143,7 @@ def _one_setting(word: str, words: list[str], reader: _Reader) -> tuple[str, str
     if option:
         key = option[1].replace("-", "_")
         if not reader.knows(key):
-            return word, word  # for the parser to refuse
+            raise refuse_option(reader.vocabulary.program, word, reader.vocabulary.options)
         if option[2] is not None:
             return word, f"{key}={option[2]}"
         value = words.pop(0) if words and "=" not in words[0] and not words[0].startswith("-") else "true"

@@ -254,7 +254,7 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
     """
     _check_recipe(overrides)
     with (
-        composition_errors(overrides, sweeps=False),
+        composition_errors(overrides, CONFIG_NAME),
         config_folder(),
     ):
         try:

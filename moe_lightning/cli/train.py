@@ -51,7 +51,7 @@ from moe_lightning.cli.next_steps import next_steps
 from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option, rename_former_keys
 from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, unused
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
-from moe_lightning.config import TARGET, fits, shown
+from moe_lightning.config import TARGET, PositiveInt, fits, shown
 from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import ConfigurationError
@@ -265,6 +265,7 @@ def with_ranks(config: Mapping[str, Any], *, external: bool) -> dict[str, Any]:
             f"trainer.accelerator={accelerator}, but torch sees no GPU here: use trainer.accelerator=cpu"
         )
     trainer["accelerator"] = accelerator
+    _check_devices(trainer.get("devices", "auto"), gpus if accelerator != "cpu" else 0)
     if external:
         trainer |= _ranks_from_environment()
     else:
@@ -281,15 +282,8 @@ def _devices(wanted: Any, accelerator: str, gpus: int) -> int | list[int]:
     on_gpus = accelerator in ("gpu", "cuda")
     if wanted in ("auto", -1, "-1"):
         return gpus if on_gpus else _CPU_RANKS
-    if isinstance(wanted, list) and on_gpus and all(isinstance(index, int) for index in wanted):
-        missing = [index for index in wanted if not 0 <= index < gpus]
-        if missing or not wanted:
-            raise ConfigurationError(
-                f"ranks={wanted} names GPUs beyond the {gpus} that torch sees: use 0 to {gpus - 1}"
-            )
-        return wanted
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
-        raise ConfigurationError(f"ranks={shown(wanted)} must be a number of at least 1, or auto")
+    if isinstance(wanted, list):
+        return [int(index) for index in wanted]
     if not on_gpus:
         check_processes(wanted)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -303,7 +297,29 @@ def _devices(wanted: Any, accelerator: str, gpus: int) -> int | list[int]:
         raise ConfigurationError(
             f"ranks={wanted} is more than the {gpus} GPUs that torch sees: lower it, or use trainer.accelerator=cpu"
         )
-    return wanted
+    return int(wanted)
+
+
+def _check_devices(wanted: Any, gpus: int) -> None:
+    """Refuse what is no number of ranks, nor a list of GPUs.
+
+    Args:
+        gpus: that ranks may use; 0 on the CPU.
+
+    Raises:
+        ConfigurationError: the value, and what it may be.
+    """
+    if fits(wanted, list[int]):
+        if not gpus:
+            raise ConfigurationError(
+                f"ranks={shown(wanted)} is a list of GPUs, and this run uses the CPU: give the number of ranks, such "
+                f"as ranks={max(1, len(wanted))}"
+            )
+        if not wanted or not all(0 <= index < gpus for index in wanted):
+            raise ConfigurationError(f"ranks={wanted} must name some of the {gpus} GPUs here: use 0 to {gpus - 1}")
+    elif not fits(wanted, PositiveInt | Literal["auto", -1, "-1"]):
+        others = "auto, or a list of GPUs such as [0,1]" if gpus else "or auto"
+        raise ConfigurationError(f"ranks={shown(wanted)} must be an integer of at least 1, {others}")
 
 
 def _ranks_from_environment() -> dict[str, int]:
@@ -357,6 +373,8 @@ def _run(arguments: Sequence[str]) -> None:
     version.setbase("1.3")
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
+    info = parser._option_string_actions["--info"]
+    info.nargs, info.choices = None, ["searchpath", "defaults", "plugins"]  # all and config print more of Hydra's
     if "--version" in arguments:  # the parser's own would tell Hydra's
         print(f"moe-train {__version__}")
         return

@@ -82,10 +82,22 @@ def test_a_defect_in_the_constructor_is_not() -> None:
         ("modl", "model"),
         ("num_expert", "model.num_experts"),
         ("zzz", None),
+        ("optimiser.lr", "optimizer.lr"),
+        ("model.lr", "optimizer.lr"),
+        ("mesh.tp", "strategy.mesh.tp"),
+        ("trainer.maxsteps", "trainer.max_steps"),
+        ("strategy.mesh.ep", None),  # optimizer.eps is another section's
+        ("ep", None),
+        ("fp16.enabled", None),
+        ("moe.enabled", None),
+        ("zero_optimization.offload.device", None),
+        ("model.moe_layers", None),
+        ("wandb.mode", None),
     ],
 )
 def test_nearest(typed: str, meant: str | None) -> None:
-    known = ["optimizer", "optimizer.lr", "model", "model.num_experts", "trainer.max_steps"]
+    known = ["optimizer", "optimizer.lr", "optimizer.eps", "model", "model.num_experts", "model.num_layers"]
+    known += ["trainer.max_steps", "trainer.devices", "strategy.mesh.tp", "elastic.enabled", "strategy.mesh"]
     assert nearest(typed, known) == meant
 
 

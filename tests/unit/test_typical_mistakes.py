@@ -15,6 +15,7 @@ import pytest
 from moe_lightning.cli import bench, ckpt, sim, simulation, train, training
 from moe_lightning.cli.composition import KEYS
 from moe_lightning.cli.overrides import TRAIN, read_settings
+from moe_lightning.errors import ConfigurationError
 from tests.commands import write_words
 from tests.unit.typical_mistakes import MISTAKES
 
@@ -107,6 +108,7 @@ TOP = {*KEYS, "recipes", "hydra"}
 @pytest.mark.parametrize(
     ("typed", "read"),
     [
+        ("strategy.mesh.ep=2 bf16.enabled=true", ["strategy.ep_size=2", "trainer.precision=bf16-mixed"]),
         ("lr=1 hidden_size=64", ["optimizer.lr=1", "model.d_model=64"]),
         ("trainer.stop_on_nan=skip", ["strategy.stop_on_nan=skip"]),
         ("--lr=1 --lr 2 lr: 3 lr:4 lr = 5", [f"optimizer.lr={value}" for value in range(1, 6)]),
@@ -125,6 +127,20 @@ TOP = {*KEYS, "recipes", "hydra"}
 )
 def test_reading(typed: str, read: list[str] | None) -> None:
     assert read_settings(typed.split(), TRAIN, TOP, lambda: KNOWN) == (typed.split() if read is None else read)
+
+
+@pytest.mark.parametrize(
+    ("typed", "refusal"),
+    [
+        ("--evaluation_strategy steps", "no key 'evaluation_strategy' here: trainer.val_check_interval=N"),
+        ("--group_by_length steps", "there is no option '--group_by_length'"),  # not: steps has no value
+        ("mode=train", "task=train trains"),
+        ("wandb.mode=offline", "logger.wandb.offline=true"),
+    ],
+)
+def test_refusals_name_what_was_typed(typed: str, refusal: str) -> None:
+    with pytest.raises(ConfigurationError, match=refusal):
+        read_settings(typed.split(), TRAIN, TOP, lambda: KNOWN)
 
 
 def test_a_path_may_have_a_name_that_stands_for_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
