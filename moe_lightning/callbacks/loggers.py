@@ -45,6 +45,10 @@ from moe_lightning.user_errors import missing_for_logger, one_line
 RUN_ID = "wandb_run_id"
 """The file of a run's folder that holds the id of its W&B run."""
 
+_STEP = "wandb_step"
+"""The file of a run's folder that holds the number of rows of its W&B run: offline, nobody else knows where a resumed
+run continues."""
+
 _MOST_BINS = 512
 
 
@@ -182,6 +186,8 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         self._checkpoint: Place | None = None
         self._losses = {"last": math.inf, "best": math.inf}
         self._uploads: CheckpointUploads | None = None
+        self._counter = Path(save_dir) / _STEP
+        self._rows = 0
 
     @override
     @rank_zero_only
@@ -189,6 +195,8 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         """Log metrics; the validation loss decides which checkpoint is the best one."""
         self._losses["last"] = float(metrics.get("val/loss", self._losses["last"]))
         super().log_metrics(metrics, step)
+        self._rows += 1
+        self._counter.write_text(f"{self._rows}\n")
 
     @override
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
@@ -235,10 +243,16 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
 
     @override
     def open(self) -> Any:
-        """Open W&B's run under the id of its folder, or the one that the agent of a sweep chose."""
+        """Open W&B's run under the id of its folder, or the one that the agent of a sweep chose; offline, its step
+        continues where the folder's last run ended, as W&B's server does it online.
+        """
         chosen = os.environ.get("WANDB_RUN_ID")
         private_lightning.name_wandb_run(self, lambda folder: chosen or persistent_run_id(folder))
-        return super().open()
+        run = super().open()
+        self._rows = count_in(self._counter)
+        if self._rows and run.offline:
+            run.log({}, step=self._rows, commit=False)
+        return run
 
 
 def log_histograms(logger: WandbLogger, loads: Mapping[int, Tensor], step: int) -> None:
@@ -272,6 +286,14 @@ def persistent_run_id(folder: Path) -> str:
     with os.fdopen(descriptor, "w") as file:
         file.write(run_id + "\n")
     return run_id
+
+
+def count_in(path: Path) -> int:
+    """Return the number in a file; 0 where there is none."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def has_wandb_login() -> bool:

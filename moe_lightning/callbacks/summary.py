@@ -253,7 +253,8 @@ def _files(trainer: pl.Trainer) -> dict[str, Place]:
             files["metrics"] = Path(logger.log_dir) / "metrics.csv"
         if isinstance(logger, WandbLogger) and logger.experiment is not None:
             files["W&B"] = Path(logger.experiment.dir).parent
-    return {name: _relative(path) for name, path in files.items()}
+    # WANDB_MODE=disabled names a folder that is never made.
+    return {name: _relative(path) for name, path in files.items() if not isinstance(path, Path) or path.exists()}
 
 
 def _relative(path: Place) -> Place:

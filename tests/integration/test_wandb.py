@@ -101,6 +101,8 @@ def test_every_start_goes_on_in_the_same_run(tmp_path: Path) -> None:
         assert config["callbacks"]["telemetry"]["peak_flops_per_s"] is None
         assert config["parameters/whole"] > config["parameters/active"] > 0
     assert second["trainer/global_step"][0] == "2", "the second start carries on"
+    rows = [int(step) for steps in (first, second) for step in steps["_step"]]
+    assert rows == list(range(len(rows))), "W&B's own step continues, too"
     assert first["moe/layer01/expert_load/_type"] == ['"histogram"', '"histogram"']
     assert len(json.loads(first["moe/layer01/expert_load/values"][0])) == 4, "one bin for each expert"
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import wandb
 
 from moe_lightning.callbacks.loggers import QuietWandbLogger, has_wandb_login, persistent_run_id
+from moe_lightning.callbacks.summary import _files
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +58,28 @@ def test_one_folder_has_one_run_id(tmp_path: Path) -> None:
     first = persistent_run_id(tmp_path / "run")
     assert persistent_run_id(tmp_path / "run") == first
     assert persistent_run_id(tmp_path / "other") != first
+
+
+@pytest.mark.parametrize(("earlier", "first"), [("", 0), ("7\n", 7), ("seven", 0)])
+def test_an_offline_run_continues_the_steps_of_its_folder(earlier: str, first: int, tmp_path: Path) -> None:
+    if earlier:
+        (tmp_path / "wandb_step").write_text(earlier)
+    logger = QuietWandbLogger(save_dir=str(tmp_path), offline=True)
+    for step in range(3):
+        logger.log_metrics({"loss": 1.0}, step)
+    assert logger.experiment.step == first + 3
+    assert (tmp_path / "wandb_step").read_text() == f"{first + 3}\n"
+    wandb.finish()
+
+
+def test_a_disabled_run_has_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under WANDB_MODE=disabled W&B names a folder that it does not make."""
+    run = SimpleNamespace(dir=str(tmp_path / "wandb" / "run-dummy" / "files"))
+    monkeypatch.setattr(QuietWandbLogger, "experiment", run)
+    trainer = SimpleNamespace(checkpoint_callback=None, loggers=[QuietWandbLogger(save_dir=str(tmp_path))])
+    assert _files(trainer) == {}
+    Path(run.dir).mkdir(parents=True)
+    assert list(_files(trainer)) == ["W&B"]
 
 
 def test_a_damaged_run_id_is_not_used(tmp_path: Path) -> None:
