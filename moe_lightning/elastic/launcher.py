@@ -21,7 +21,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -159,7 +159,7 @@ def start(program: Sequence[str], environments: Mapping[int, dict[str, str]], lo
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported by us
     workers = start_processes(
-        name="moe-train",
+        name="workers",
         entrypoint=sys.executable,
         args=dict.fromkeys(environments, tuple(program)),
         envs=dict(environments),
@@ -185,7 +185,7 @@ def end(processes: Collection[Process], grace_s: float, *, is_request: bool = Fa
                 next_s = math.inf if is_request else time.monotonic() + _INSIST_S
             time.sleep(_POLL_S)
     except SignalException:
-        print("moe-train: ending at once", file=sys.stderr)
+        print("ending at once", file=sys.stderr)
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -349,6 +349,7 @@ class ElasticLauncher:
         log_dir: for the output of all but the first worker; a worker started again has files of its own.
         settings: timeouts.
         module: the workers' main module.
+        program: name of the user's command, for messages.
         max_restarts: workers started again in the whole run; one death more ends it.
         cool_down_s: from a death to the start of the next process in its place.
         rdzv_endpoint: "host:port" of `moe_lightning.elastic.rendezvous_host` for several machines; None hosts it here,
@@ -365,6 +366,7 @@ class ElasticLauncher:
     log_dir: Path
     settings: ElasticSettings = field(default_factory=ElasticSettings)
     module: str = WORKER_MODULE
+    program: str = "moe-train"
     max_restarts: NonNegativeInt = 20
     cool_down_s: Annotated[float, Interval(ge=0, le=1e9)] = 1.0
     rdzv_endpoint: str | None = None
@@ -492,6 +494,7 @@ class _Workers:
         """Run until all that live have ended well."""
         for slot in self._starts:
             self._start(slot)
+        self._print_processes(self._starts)
         while self._running or self._due:
             for slot, worker in list(self._running.items()):
                 code = worker.process.poll()
@@ -526,6 +529,12 @@ class _Workers:
             if time.monotonic() >= due and link.is_connected:
                 del self._due[slot]
                 self._start(slot)
+                self._print_processes([slot])
+
+    def _print_processes(self, slots: Iterable[int]) -> None:
+        """Print the process ids of workers, for a user who looks at one or ends one."""
+        named = ", ".join(f"rank {slot}: {self._running[slot].process.pid}" for slot in slots)
+        print(f"{self._launcher.program}: process ids: {named}", file=sys.stderr)
 
     def ask_to_leave(self, grace_s: float) -> None:
         """Pass a notice of preemption on, and wait until the workers have transferred their state and left."""
@@ -594,7 +603,7 @@ class _Workers:
         self._restarts += 1
         self._due[slot] = time.monotonic() + self._launcher.cool_down_s
         print(
-            f"moe-train: {failure.message}; started again in {self._launcher.cool_down_s:g} s "
+            f"{self._launcher.program}: {failure.message}; started again in {self._launcher.cool_down_s:g} s "
             f"({self._restarts} of {self._launcher.max_restarts})",
             file=sys.stderr,
         )

@@ -161,7 +161,9 @@ def read_secret(path: Path) -> bytes:
     """Return the secret in a file.
 
     Raises:
-        ConfigurationError: it is missing, another user's, readable by others, or too short.
+        ConfigurationError: it is missing, another user's, readable by others, or too short. A read-only file
+            of root may be readable by its group: so a kubelet mounts secrets for pods with an fsGroup, and nobody can
+            change that.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -175,7 +177,8 @@ def read_secret(path: Path) -> bytes:
             raise ConfigurationError(f"secret_file={path} is not a file: name one")
         if found.st_uid not in (os.geteuid(), 0):
             raise ConfigurationError(f"secret_file={path} belongs to another user: copy it and make the copy yours")
-        if found.st_mode & 0o077:
+        is_mounted = found.st_uid == 0 and not found.st_mode & 0o337
+        if found.st_mode & 0o077 and not is_mounted:
             raise ConfigurationError(
                 f"secret_file={path} has mode {stat.S_IMODE(found.st_mode):o}, so others may read it: chmod 600 it"
             )

@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             log_dir=options.log_dir,
             settings=ElasticSettings(**_settings(options.set)),
             module=_MODULE,
+            program=_PROGRAM,
             max_restarts=options.max_restarts,
             rdzv_endpoint=options.rdzv_endpoint,
             secret_file=options.secret_file,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -97,6 +98,14 @@ def test_the_same_crash_three_times_ends_the_run(tmp_path: Path, capfd: pytest.C
     assert not (tmp_path / "logs" / "rank1.6.err").exists()
     shown = capfd.readouterr().err
     assert [shown.count(f"Traceback: train.py:{line}") for line in (1, 2)] == [1, 1]
+
+
+def test_messages_have_the_commands_name_and_the_process_ids(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    failure(tmp_path, "killed", max_restarts=1, program="elastic")
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("elastic: ")]
+    assert re.fullmatch(r"elastic: process ids: rank 0: \d+, rank 1: \d+", lines[0])
+    assert lines[1] == "elastic: rank 1 was killed by SIGKILL; started again in 0 s (1 of 1)"
+    assert re.fullmatch(r"elastic: process ids: rank 1: \d+", lines[2])
 
 
 @pytest.mark.parametrize(

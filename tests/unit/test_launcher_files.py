@@ -6,9 +6,12 @@ misspelt one is found.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import stat
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from moe_lightning.cli.train import elastic_options, resolved
 from moe_lightning.elastic.launcher import ElasticLauncher
 from moe_lightning.elastic.protocol import Address, read_secret
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
+from moe_lightning.errors import ConfigurationError
 from tests.documented import ROOT
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -71,6 +75,7 @@ POD = things(
     restartPolicy=one_of("Never", "OnFailure"),  # of Jobs
     terminationGracePeriodSeconds=COUNT,
     nodeSelector={"type": "object", "additionalProperties": TEXT},
+    securityContext=things(runAsNonRoot=FLAG, runAsUser=COUNT, runAsGroup=COUNT, fsGroup=COUNT),
     containers=several(CONTAINER),
     volumes=several(VOLUME),
 )
@@ -168,17 +173,81 @@ def test_pods_meet_at_the_rendezvous_host(jobs: dict[str, Any]) -> None:
     assert jobset["spec"]["replicatedJobs"][0]["name"] == "rendezvous", "started in order"
 
 
-def test_pods_mount_what_is_read(jobs: dict[str, Any], tmp_path: Path) -> None:
+def laid_by(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let files belong to a user, and this process to user 1000."""
+    fstat = os.fstat
+
+    def owned(descriptor: int) -> os.stat_result:
+        found = list(fstat(descriptor))
+        found[stat.ST_UID] = user
+        return os.stat_result(found)
+
+    monkeypatch.setattr(os, "fstat", owned)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+
+@pytest.mark.parametrize(
+    ("user", "mode", "refusal"),
+    [
+        (0, 0o440, None),
+        (0, 0o400, None),
+        (0, 0o444, "has mode 444"),
+        (0, 0o460, "has mode 460"),
+        (0, 0o640, "has mode 640"),
+        (1000, 0o440, "has mode 440"),
+        (1000, 0o400, None),
+        (1001, 0o400, "belongs to another user"),
+    ],
+)
+def test_only_a_secret_that_root_has_laid_may_be_readable_by_a_group(
+    user: int, mode: int, refusal: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0" * 64)
+    secret.chmod(mode)
+    laid_by(user, monkeypatch)
+    if refusal is None:
+        assert read_secret(secret) == b"0" * 64
+    else:
+        with pytest.raises(ConfigurationError, match=refusal):
+            read_secret(secret)
+
+
+def test_the_image_has_the_commands_and_the_user_of_the_pods(jobs: dict[str, Any]) -> None:
+    """Form of the Dockerfile: known instructions, an existing context, extras that the package has."""
+    text = (ROOT / "docs" / "Dockerfile").read_text()
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    instructions = dict(lines)
+    assert next(name for name, _ in lines) == "FROM"
+    assert set(instructions) <= {"FROM", "RUN", "COPY", "USER", "WORKDIR", "CMD"}
+    assert re.fullmatch(r"python:3\.1[123]-slim", instructions["FROM"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    install = next(rest for name, rest in lines if rest.startswith("pip install"))
+    extras = re.search(r"\[(.+)\]", install)
+    assert extras is not None
+    assert set(extras[1].split(",")) <= set(project["optional-dependencies"])
+    images = {container["image"] for job in jobs.values() for container in job["template"]["spec"]["containers"]}
+    assert all(f"-t {image} ." in text for image in images)
+    for job in jobs.values():
+        pod = job["template"]["spec"]
+        assert str(pod["securityContext"]["runAsUser"]) == instructions["USER"]
+        assert pod["containers"][0]["command"][0] in {"python", *project["scripts"]}
+    assert json.loads(instructions["CMD"])[0] in project["scripts"]
+
+
+def test_pods_mount_what_is_read(jobs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for job in jobs.values():
         pod = job["template"]["spec"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
         assert set(volumes) == {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
         mode = mounts["/secret"]["secret"]["defaultMode"]
+        assert pod["securityContext"]["fsGroup"], "lets the group read what root has laid"
         secret = tmp_path / "secret"
         secret.unlink(missing_ok=True)
         secret.write_text("0" * 64)
-        secret.chmod(mode)
+        secret.chmod(mode | 0o040)
+        laid_by(0, monkeypatch)
         assert read_secret(secret) == b"0" * 64, "nobody else may read it"
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
     assert pod["containers"][0]["workingDir"] in mounts
