@@ -110,9 +110,10 @@ class MoELayer(nn.Module):
         init_std: standard deviation of the weights; `down_init_std` of the output matrices (default: the same).
 
     Attributes:
-        auxiliary_loss: weighted auxiliary losses of the last forward pass in training, differentiable; None where
-            there are none.
-        statistics: counts of the last forward pass.
+        auxiliary_loss: weighted auxiliary losses of the micro-batch, differentiable: the sum over its forward passes in
+            training that no backward pass has gone through yet, as where several inputs pass one layer. Passes in
+            evaluation, or under torch.no_grad(), beside these change nothing. None where there are none.
+        statistics: counts of the same passes; of the last pass where it was of another kind.
         shadow_transfers: weights and gradients of shadow experts in the running step; None without shadows.
         ended: experts kept from a Trainer that has ended; None while it runs, and in a layer that was never placed.
         overlap_fn: called by every forward pass in training while the tokens travel, after `statistics` are set; not
@@ -167,6 +168,8 @@ class MoELayer(nn.Module):
         self.dispatcher = Dispatcher.local(num_experts)
         self.auxiliary_loss: Tensor | None = None
         self.statistics: LayerStatistics | None = None
+        self._open_at: object = None  # the micro-batch of the passes that auxiliary_loss and statistics are of
+        self._passes_without_graph = 0
         self.shadow_transfers: ShadowTransfers | None = None
         self.ended: EndedWorld | None = None
         self.overlap_fn: Callable[[], None] | None = None
@@ -319,23 +322,70 @@ class MoELayer(nn.Module):
 
     def _account(self, routing: Routing, tokens_NE: Tensor, computed_NE: Tensor, is_token_T: Tensor | None) -> None:
         """Leave the auxiliary losses and the statistics for whoever asks."""
-        self.statistics = LayerStatistics(tokens_NE=tokens_NE, computed_NE=computed_NE)
-        self.auxiliary_loss = None
-        if not self.training:
+        now, is_again = self._micro_batch(), private_torch.is_in_backward()
+        if self.training:
+            self._count_for_bias(tokens_NE, is_again=is_again)
+        is_trained = self.training and torch.is_grad_enabled()
+        is_further = self._open_at == now
+        if is_again:  # what activation checkpointing computes again is known, but must be computed alike
+            self._auxiliary_loss(routing, tokens_NE, is_token_T)
+        elif is_trained and self.statistics is not None and is_further:
+            before = self.statistics
+            self.statistics = LayerStatistics(
+                tokens_NE=before.tokens_NE + tokens_NE, computed_NE=before.computed_NE + computed_NE
+            )
+            self._leave_loss(self._auxiliary_loss(routing, tokens_NE, is_token_T), self.auxiliary_loss)
+        elif is_trained or not is_further or self.statistics is None:
+            self.statistics = LayerStatistics(tokens_NE=tokens_NE, computed_NE=computed_NE)
+            self._open_at = now if is_trained else None
+            self._leave_loss(self._auxiliary_loss(routing, tokens_NE, is_token_T) if self.training else None)
+
+    def _micro_batch(self) -> object:
+        """What changes from one micro-batch to the next: where no strategy counts them, the weights that learn."""
+        number = self.router.stream.micro_batch
+        if number is not None:
+            return number
+        return (private_torch.version_of(next(self.parameters())),)
+
+    def _leave_loss(self, loss: Tensor | None, before: Tensor | None = None) -> None:
+        if loss is not None and before is not None:
+            loss = before + loss
+        self.auxiliary_loss = loss
+        if loss is not None and loss.requires_grad:
+            loss.register_hook(self._close)  # type: ignore[no-untyped-call]
+
+    def _close(self, _: Tensor) -> None:
+        """A backward pass has gone through the loss: the next forward pass begins another sum."""
+        self._open_at = None
+
+    def _count_for_bias(self, tokens_NE: Tensor, *, is_again: bool) -> None:
+        """Count a pass once: not when it is computed again, unless its first pass had no graph, as in reentrant
+        activation checkpointing; and not where it trains nothing, as in sampling under torch.no_grad().
+        """
+        if not torch.is_grad_enabled():
+            self._passes_without_graph += not is_again
             return
+        if is_again:
+            if not self._passes_without_graph:
+                return
+            self._passes_without_graph -= 1
+        else:
+            self._passes_without_graph = 0
+        self.router.count_for_bias(tokens_NE.sum(dim=0) if len(tokens_NE) > 1 else tokens_NE[0])
+
+    def _auxiliary_loss(self, routing: Routing, tokens_NE: Tensor, is_token_T: Tensor | None) -> Tensor | None:
         config = self.router.config
-        tokens_E = tokens_NE.sum(dim=0) if len(tokens_NE) > 1 else tokens_NE[0]
-        if not private_torch.is_in_backward():  # else activation checkpointing computes again what was counted
-            self.router.count_for_bias(tokens_E)
         real = None if is_token_T is None else self._real_tokens(is_token_T, tokens_NE)
         losses = []
         if config.aux_loss_coef:
+            tokens_E = tokens_NE.sum(dim=0) if len(tokens_NE) > 1 else tokens_NE[0]
             counts_E = tokens_E if config.aux_loss_scope == "global" else routing.tokens_per_expert_E
             losses.append(config.aux_loss_coef * load_balancing_loss(routing.scores_TE, counts_E, real))
         if config.z_loss_coef:
             losses.append(config.z_loss_coef * router_z_loss(routing.logits_TE, real))
-        if losses:
-            self.auxiliary_loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        if not losses:
+            return None
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _real_tokens(self, is_token_T: Tensor, tokens_NE: Tensor) -> RealTokens:
         stream, num_ranks = self.router.stream, self.dispatcher.world.size

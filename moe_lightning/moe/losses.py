@@ -106,16 +106,16 @@ def _mean_over_tokens(values: Tensor, real: RealTokens | None) -> Tensor:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """Sum of the weighted auxiliary losses that the model's MoE layers left in their last forward pass; add it to
-    your loss. Warns once of layers that ran without a graph, as in reentrant activation checkpointing.
+    """Sum of the weighted auxiliary losses that the model's MoE layers left in the forward passes of the micro-batch;
+    add it to your loss. Warns once of layers that ran without a graph, as in reentrant activation checkpointing.
 
     Returns:
-        A scalar; zero where no layer has such a loss.
+        A scalar; zero where no layer has such a loss, as in evaluation.
     """
     from moe_lightning.moe.layer import MoELayer
 
     layers = [m for m in model.modules() if isinstance(m, MoELayer | AbsentBlock)]
-    losses = [layer.auxiliary_loss for layer in layers if layer.auxiliary_loss is not None]
+    losses = [layer.auxiliary_loss for layer in layers if layer.training and layer.auxiliary_loss is not None]
     if not losses:
         return torch.zeros((), device=next(model.parameters()).device)
     if torch.is_grad_enabled() and any(map(_has_lost_gradient, layers)):

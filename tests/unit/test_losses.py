@@ -22,6 +22,7 @@ from moe_lightning.moe.losses import (
     num_targets,
     router_z_loss,
 )
+from moe_lightning.moe.randomness import SampleStream
 
 
 def test_load_balancing_formula() -> None:
@@ -111,10 +112,55 @@ def test_evaluation_has_no_auxiliary_loss() -> None:
     layer(torch.randn(10, 8))
     assert layer.auxiliary_loss is not None
     layer.eval()(torch.randn(10, 8))
-    assert layer.auxiliary_loss is None
     loss = auxiliary_loss(layer)
     assert loss.shape == ()
     assert float(loss) == 0.0
+
+
+def test_passes_beside_the_trained_one_change_nothing() -> None:
+    """As sampling, a teacher or reference logits in a training step."""
+    layer, x, other = MoELayer(8, 8, 4, {"bias_update_rate": 0.1}), torch.randn(10, 8), torch.randn(6, 8)
+    for _ in range(2):
+        with torch.no_grad():
+            layer(other)
+        out = layer(x)
+        trained, statistics = auxiliary_loss(layer), layer.statistics
+        with torch.no_grad():
+            layer(other)
+        layer.eval()(other)
+        layer.train()
+        assert auxiliary_loss(layer) is not trained
+        assert torch.equal(auxiliary_loss(layer), trained)
+        assert layer.statistics is statistics
+        (out.sum() + auxiliary_loss(layer)).backward()
+    assert layer.router.unbalanced_tokens_E.sum() == 2 * 2 * 10  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_driven", [True, False])
+def test_several_passes_of_a_micro_batch_are_added(is_driven: bool) -> None:
+    """As in siamese networks and layers that share weights; a backward pass in between begins another sum."""
+    layer = MoELayer(8, 8, 4)
+    stream: SampleStream = layer.router.stream  # type: ignore[assignment]
+    parts, single = [torch.randn(4, 8), torch.randn(6, 8)], []
+    for part in parts:
+        layer(part)
+        assert layer.auxiliary_loss is not None
+        single.append(layer.auxiliary_loss.detach())
+        layer.auxiliary_loss.backward()
+    for number in range(2):
+        if is_driven:
+            stream.advance(step=number, first_sample=0, num_samples=10, total_samples=10)
+        for part in parts:
+            layer(part)
+        torch.testing.assert_close(auxiliary_loss(layer), single[0] + single[1])
+        assert layer.statistics is not None
+        assert layer.statistics.tokens_NE.sum() == 2 * 10
+        auxiliary_loss(layer).backward()
+    for part in parts if is_driven else ():  # the micro-batches' losses are never used
+        stream.advance(step=2, first_sample=0, num_samples=10, total_samples=10)
+        layer(part)
+    if is_driven:
+        torch.testing.assert_close(auxiliary_loss(layer), single[1])
 
 
 def test_a_mean_over_targets_leaves_out_the_ignored_ones() -> None:
