@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import secrets
 import zipfile
 import zlib
@@ -213,7 +214,8 @@ def load_plain(source: Path | bytes, origin: str, advice: str = "") -> Any:
             mmap=is_file,
         )
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
+        kind = re.search(r"GLOBAL (\S+)", str(error))  # torch's own words are a page of advice
+        reason = kind[1] if kind else str(error).splitlines()[0]
         raise CheckpointError(
             f"{origin} holds more than tensors and plain values ({reason}): it is not loaded{advice}"
         ) from error
@@ -415,20 +417,23 @@ def _is_readable(value: object, name: str) -> bool:
     return True
 
 
-def advice_for(found: dict[str, str]) -> str:
-    """Return the sentence that names objects in a checkpoint, and how to read or avoid them."""
+def advice_for(found: Mapping[str, str], *, is_elastic: bool = False) -> str:
+    """Return the sentence that names objects in a checkpoint, and how to read or avoid them.
+
+    Args:
+        found: class of each object, by name.
+        is_elastic: whether ranks may join the run, which read its checkpoints.
+    """
     begin = "hyper_parameters["
     names = [name.removeprefix(begin).rstrip("]").strip("'") for name in found if name.startswith(begin)]
     if names and len(names) == len(found):
-        return (
-            f"the hyper-parameters {names} hold objects, so the checkpoint is loaded with "
-            f"fit(..., weights_only=False) only: leave them out with save_hyperparameters(ignore={names})"
-        )
-    named = ", ".join(f"{name} of class {kind}" for name, kind in found.items())
-    return (
-        f"the checkpoint holds objects ({named}), so it is loaded with fit(..., weights_only=False) only: keep "
-        "numbers, text, tensors, and lists and dictionaries of them there"
-    )
+        what, cure = f"the hyper-parameters {names}", f"leave them out with save_hyperparameters(ignore={names})"
+    else:
+        what = "the values " + ", ".join(f"{name} ({kind})" for name, kind in found.items())
+        cure = "keep numbers, text, tensors, and lists and dictionaries of them there"
+    if is_elastic:
+        return f"{what} hold objects, which a rank that joins an elastic run does not read: {cure}"
+    return f"{what} hold objects, so the checkpoint is loaded with fit(..., weights_only=False) only: {cure}"
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:

@@ -123,9 +123,11 @@ class Checkpoints:
         """Return a value as it is saved; warns of each object that is found in it for the first time.
 
         Raises:
-            ConfigurationError: an object in it cannot be saved.
+            ConfigurationError: an object in it cannot be saved, or the run is elastic and its ranks could not read it.
         """
         converted, found = self._plain_values.convert(value, name)
+        if found and self._worlds.is_elastic:
+            raise ConfigurationError(advice_for(found, is_elastic=True))
         if found:
             rank_zero_warn(advice_for(found))
         return converted

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +19,8 @@ from omegaconf import OmegaConf
 
 from moe_lightning import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.inspect import verify_all
-from moe_lightning.errors import CheckpointError
+from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.strategies.checkpoints import Checkpoints
 from tests.agents import agent_ahead
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_hook_order import trainer_of
@@ -125,10 +127,21 @@ def test_objects_are_named_at_the_first_save_and_read_where_the_user_says_so(kin
     ((step, told, *_),) = ranks(1, root, kind, Base, Own(), 2)
     assert step == 2
     assert len(told) == 1
-    assert "callbacks['Keeps']['value'] of class tests.distributed.test_saved_objects.Own" in told[0]
+    named = "the values callbacks['Keeps']['value'] (tests.distributed.test_saved_objects.Own) hold objects, so"
+    assert told[0].startswith(named)
     if kind == "directory":
         assert all("holds more than tensors and plain values" in str(one.problem) for one in verify_all(root))
     (refused,) = ranks(1, root, kind, Base, Own(), 3, ckpt_path="last")
+    assert "plain values (tests.distributed.test_saved_objects.Own): it" in refused
     assert "is not loaded, unless you trust who wrote it and say fit(..., weights_only=False)" in refused
     ((step, _, loaded, _),) = ranks(1, root, kind, Base, Own(), 3, ckpt_path="last", weights_only=False)
     assert (step, type(loaded)) == (3, Own)
+
+
+def test_an_elastic_run_refuses_at_its_first_save_what_a_joining_rank_would_not_read() -> None:
+    checkpoints = Checkpoints(SimpleNamespace(is_elastic=True), SimpleNamespace())  # type: ignore[arg-type]
+    assert checkpoints.plain({"callbacks": {"Keeps": np.float64(1.0)}}) == {"callbacks": {"Keeps": 1.0}}
+    with pytest.raises(
+        ConfigurationError, match=r"callbacks\['Keeps'\] \(.*Own\) hold objects, which a rank that joins"
+    ):
+        checkpoints.plain({"callbacks": {"Keeps": Own()}})
