@@ -43,6 +43,17 @@ _KINDS = {
 }
 
 
+def check_local(key: str, value: object) -> None:
+    """
+    Raises:
+        ConfigurationError: the value of the key is an address: nothing is downloaded.
+    """
+    if "://" in str(value):
+        raise ConfigurationError(
+            f"{key}={value} is an address, and nothing is downloaded: download it, and give its path on this machine"
+        )
+
+
 def check_regular(path: str | os.PathLike[str], *, most_bytes: int | None = None) -> int:
     """Return the size of a regular file, links followed, without opening it.
 

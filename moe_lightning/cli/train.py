@@ -20,7 +20,7 @@ import sys
 import textwrap
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -390,11 +390,13 @@ def _run(arguments: Sequence[str]) -> None:
     failures: list[Exception] = []
 
     def job(composed: DictConfig) -> float | None:
+        runtime = HydraConfig.get().runtime
         try:
-            return run_job(composed)
+            with chdir(runtime.cwd):  # under hydra.job.chdir=true relative paths are those of the command all the same
+                return run_job(composed)
         except Exception as error:
             failures.append(error)
-            remove_empty(Path(HydraConfig.get().runtime.output_dir))  # Hydra made it before anything was checked
+            remove_empty(Path(runtime.output_dir))  # Hydra made it before anything was checked
             if options.multirun:  # the other jobs go on, and the sweeper judges by what is raised here
                 print(f"moe-train: a job failed: {user_errors.one_line(error)}", file=sys.stderr)
                 raise

@@ -359,6 +359,7 @@ def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]
     check_config(config)
     pl.seed_everything(config["seed"], verbose=False)
     _check_pretrained(config)
+    _check_context(config)
     parts: dict[str, Any] = {"data": build_object(config["data"], "data")}
     _expect(parts["data"], pl.LightningDataModule, "data")
     _restore_tokenizer(config, parts["data"])
@@ -387,6 +388,21 @@ def _check_pretrained(config: Mapping[str, Any]) -> None:
         check_folder(Path(model["pretrained"]).expanduser())
         if str(model.get("_target_")).endswith(f".{HuggingFaceConfig.__name__}"):
             build_object(model, "module.config").architecture()
+
+
+def _check_context(config: Mapping[str, Any]) -> None:
+    """Refuse samples that the model cannot take before any are made.
+
+    Raises:
+        ConfigurationError: they are longer than its context.
+    """
+    model = config["module"].get("config")
+    wanted, most = config["data"].get("context_length"), isinstance(model, Mapping) and model.get("context_length")
+    if type(wanted) is int and type(most) is int and wanted > most:
+        raise ConfigurationError(
+            f"data.context_length={wanted} is more than model.context_length={most}: give model.context_length alone, "
+            "which sets both"
+        )
 
 
 def _restore_tokenizer(config: Mapping[str, Any], data: object) -> None:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import xxhash
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import check_regular, check_written, open_regular, read_bytes, read_text
+from moe_lightning.files import check_local, check_regular, check_written, open_regular, read_bytes, read_text
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32")
 _TOKEN_SUFFIXES = (".bin", ".npy")
@@ -496,7 +496,11 @@ def tokenizer_key(spec: str) -> str:
             "tokenizer writes, or 'bytes' or 'bpe:SIZE'."
         )
     if not path.is_file():
-        raise ConfigurationError(f"tokenizer={spec!r} is neither 'bytes', 'bpe:SIZE' nor the path of a tokenizer.json.")
+        raise ConfigurationError(
+            f"tokenizer={spec!r} is neither 'bytes', 'bpe:SIZE' nor the path of a tokenizer.json, and nothing is "
+            f"downloaded: of a model on the Hub, run hf download {spec} tokenizer.json --local-dir DIR, and give "
+            "DIR/tokenizer.json."
+        )
     try:
         return xxhash.xxh3_128_hexdigest(read_bytes(path))
     except OSError as error:
@@ -649,6 +653,8 @@ def prepare_corpus(
         raise ConfigurationError(
             f"dtype={dtype!r} is not one of {TOKEN_DTYPES}; set the one the .bin was written with."
         )
+    check_local("source", source)
+    check_local("tokenizer", tokenizer)
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
     if is_token_file(source):
         return _token_corpus(source, cache, tokenizer, val_fraction, dtype)

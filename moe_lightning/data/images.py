@@ -27,7 +27,7 @@ from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import check_regular
+from moe_lightning.files import check_local, check_regular
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
@@ -408,6 +408,7 @@ class ImageData(StepDataModule):
             raise ConfigurationError(
                 f"crop_scale={list(crop_scale)} is no range of shares inside (0, 1]; give for example [0.08, 1.0]."
             )
+        check_local("path", path)
         self.image_size = image_size
         self.val_samples = val_samples
         self._path = None if path is None else Path(path).expanduser()

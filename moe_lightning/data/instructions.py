@@ -37,7 +37,7 @@ from moe_lightning.data.corpus import Tokenizer, load_tokenizer, tokenizer_key
 from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.packing import Packed
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import check_written, decoded, open_regular, read_bytes, read_text
+from moe_lightning.files import check_local, check_written, decoded, open_regular, read_bytes, read_text
 from moe_lightning.moe.losses import IGNORED_TARGET
 
 
@@ -551,6 +551,8 @@ class InstructionData(StepDataModule):
             raise ConfigurationError(
                 "end_token is empty: an answer would never learn to end; null takes the tokenizer's own"
             )
+        check_local("path", path)
+        check_local("tokenizer", tokenizer)
         tokenizer_key(tokenizer)  # refuses what is no tokenizer before anything else is built
         self.context_length = context_length
         self._path = Path(path).expanduser()

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
-from moe_lightning.data.corpus import Corpus, TokenSpan, document_starts, is_token_file, prepare_corpus
+from moe_lightning.data.corpus import Corpus, TokenSpan, document_starts, is_token_file, prepare_corpus, text_files
 from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.packing import IntArray, Packed
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import check_local
 
 
 class _MappedTokens(Dataset[tuple[Tensor, Tensor]]):
@@ -61,7 +62,8 @@ class TokenWindows(_MappedTokens):
         if self._windows < 1:
             raise ConfigurationError(
                 f"{span.path} has {span.count} tokens for this part, fewer than one window of {context_length + 1} "
-                "(context_length + 1); lower context_length, give more text, or change val_fraction."
+                "(data.context_length + 1); lower that (with moe-train model.context_length, which sets both), give "
+                "more text, or change val_fraction."
             )
         self._length = self._windows if max_windows is None else min(max_windows, self._windows)
         super().__init__(span)
@@ -169,8 +171,23 @@ class TextData(StepDataModule):
     def corpus(self) -> Corpus:
         """The tokens, built at the first use."""
         if self._corpus is None:
-            self._corpus = prepare_corpus(**self._source)
+            self._corpus = self._prepared()
         return self._corpus
+
+    def _prepared(self) -> Corpus:
+        source, share = str(self._source["source"]), self._source["val_fraction"]
+        check_local("source", source)
+        if not is_token_file(source) and not self.packing:
+            # No tokenizer makes more tokens of a text than it has bytes, up to what it puts before each file.
+            files = text_files(source)
+            most = len(files) + round(min(share, 1 - share) * sum(file.size_bytes for file in files))
+            if most <= self.context_length:
+                raise ConfigurationError(
+                    f"data.context_length={self.context_length} is more than the {most:,} bytes of source={source!r} "
+                    f"that val_fraction={share} leaves for a part: lower it (with moe-train model.context_length, "
+                    "which sets both), or give more text"
+                )
+        return prepare_corpus(**self._source)
 
     @property
     def tokenizer(self) -> str | None:
@@ -220,7 +237,7 @@ class TextData(StepDataModule):
 
     def prepare_data(self) -> None:
         """Build the tokens, once on every node; other ranks then find them."""
-        corpus = prepare_corpus(**self._source)
+        corpus = self._prepared()
         asked, total = self._source["val_fraction"], corpus.train.count + corpus.val.count
         if abs(corpus.val.count / total - asked) > asked / 5:
             rank_zero_warn(

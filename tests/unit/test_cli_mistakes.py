@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_lightning.cli import train
 from moe_lightning.cli.train import main
 from moe_lightning.user_errors import report, sentence_of_memory
 from tests.commands import WORDS, write_words
@@ -81,7 +82,11 @@ STARTING = [
     (["strategy.ep_size=3"], ["ep_size=3", "1"]),
     slow(["strategy.copies=5"], ["copies=5"]),
     (["strategy.placement=no/table.json"], ["no/table.json"]),
-    (["data.context_length=100000000"], ["context_length"]),
+    (["data.context_length=100000000"], ["data.context_length=100000000 is more than model.context_length=64"]),
+    (["model.context_length=5000"], ["data.context_length=5000", "bytes of source", "model.context_length"]),
+    (["data.source=https://host/words.txt"], ["source=https://host/words.txt is an address", "nothing is downloaded"]),
+    (["data.tokenizer=gpt2"], ["tokenizer='gpt2'", "nothing is downloaded", "hf download gpt2 tokenizer.json"]),
+    (["model=huggingface", "model.pretrained=https://hf.co/x"], ["is an address", "nothing is downloaded"]),
 ]
 
 
@@ -114,6 +119,14 @@ def test_composing(typed: list[str], named: list[str], capfd: pytest.CaptureFixt
 def test_building_and_starting(typed: list[str], named: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     sentence = _sentence([*TINY, *typed], capfd)
     assert all(part in sentence for part in named), sentence
+
+
+def test_relative_paths_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[Path]()
+    monkeypatch.setattr(train, "run_job", lambda composed: seen.append(Path.cwd()))
+    with pytest.raises(SystemExit):
+        main(["hydra.job.chdir=true", *TINY])
+    assert seen == [tmp_path]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")

@@ -103,7 +103,7 @@ def test_adding_a_file_moves_only_what_lies_at_the_border(folder: Path, cache: P
 def test_a_share_that_is_far_from_what_was_asked_for_is_told(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("twelve bytes")
-    data = TextData(source=str(path), cache_dir=cache)
+    data = TextData(source=str(path), cache_dir=cache, context_length=1)
     with pytest.warns(UserWarning, match=r"1 of the 12 tokens of .* are held out, 8.3% and not val_fraction=0.05"):
         data.prepare_data()
 
@@ -565,8 +565,9 @@ def test_wrong_sizes_are_one_sentence(options: dict[str, Any], sentence: str) ->
 
 def test_text_shorter_than_a_window_is_one_sentence(book: Path, cache: Path) -> None:
     data = TextData(source=str(book), cache_dir=cache, context_length=5000)
-    with pytest.raises(ConfigurationError, match=r"fewer than one window of 5001"):
+    with pytest.raises(ConfigurationError, match=r"context_length=5000 is more than the 681 bytes of source"):
         data.setup()
+    data = TextData(source=str(book), cache_dir=cache, context_length=16)
     with pytest.raises(ConfigurationError, match="max_windows=0"):
         TokenWindows(data.corpus.val, 4, max_windows=0)
     with pytest.raises(ConfigurationError, match="context_length=0"):

@@ -68,6 +68,8 @@ def check_folder(path: Path) -> None:
         ConfigurationError: the path is something else; says what it is and what to do.
     """
     cure = "give the folder of a Hugging Face checkpoint on this machine, with config.json and safetensors files"
+    if str(path).partition(":/")[0] in ("http", "https", "s3", "gs", "hf"):  # a Path has one slash of it
+        raise ConfigurationError(f"pretrained={path} is an address, and nothing is downloaded while training: {cure}")
     if not path.exists():
         if _HUB_NAME.fullmatch(str(path)):
             raise ConfigurationError(
