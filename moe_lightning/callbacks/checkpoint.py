@@ -177,11 +177,12 @@ class TokenCounts:
     """Assignments of each expert that the ledger has not recorded yet.
 
     Attributes:
-        total: int64 [L, E]; None before the first.
+        total: of whole steps, int64 [L, E]; None before the first.
     """
 
     def __init__(self, total: Tensor | None = None) -> None:
         self.total = total
+        self._of_step: Tensor | None = None
 
     def add(self, module: nn.Module) -> None:
         """Those of the last micro-batch."""
@@ -189,7 +190,13 @@ class TokenCounts:
         counts = [layer.statistics.computed_NE.sum(dim=0) for layer in layers if layer.statistics is not None]
         if counts and len(counts) == len(layers):
             stacked = torch.stack(counts)
-            self.total = stacked if self.total is None else self.total + stacked
+            self._of_step = stacked if self._of_step is None else self._of_step + stacked
+
+    def end_step(self, *, is_skipped: bool) -> None:
+        """Add those of the step, unless its update was left out."""
+        added, self._of_step = self._of_step, None
+        if added is not None and not is_skipped:
+            self.total = added if self.total is None else self.total + added
 
     def record(self, checkpoint_ledger: CheckpointLedger | None) -> None:
         """Into the ledger, where there is one."""
@@ -541,6 +548,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
     ) -> None:
         self._counts.add(pl_module)
         is_update = not private_lightning.is_accumulating(trainer)
+        if is_update:
+            self._counts.end_step(is_skipped=self._strategy is not None and self._strategy.steps.is_skipped)
         if self._windows is not None:
             (self._windows.updated if is_update else self._windows.end_batch)()
         if trainer.global_step == self._saved_at or not is_update or self._keeps_nothing(trainer):

@@ -80,8 +80,8 @@ class RouterConfig:
             gives L1 up.
         z_loss_coef: weight of the router z-loss.
         bias_update_rate: step of the selection bias that balances without a loss (DeepSeek-V3); 0 turns it off. The
-            strategy
-            updates it after each optimizer step.
+            strategy updates it after each step of an optimizer that trains a parameter of the layer, and not after a
+            step that `stop_on_nan` skips.
         capacity_factor: None is dropless; else an expert takes at most ceil(factor * T * K / E) assignments from a
             rank, which gives
             L1 and L2 up.

@@ -1,11 +1,29 @@
 """Communication hook of DDP that sums dense gradients. (No postponed annotations: DDP inspects the hook's.)"""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
 
-def sum_over_ranks(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+@dataclass(frozen=True)
+class DenseSum:
+    """Sum of dense gradients.
+
+    Attributes:
+        group: of the ranks.
+        look: called with this rank's gradients before they are summed; None: not needed.
+    """
+
+    group: dist.ProcessGroup
+    look: Callable[[torch.Tensor], None] | None = None
+
+
+def sum_over_ranks(dense: DenseSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """DDP's all-reduce without its division: the loss of each rank is already its share of the global mean."""
-    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    if dense.look is not None:
+        dense.look(bucket.buffer())
+    future = dist.all_reduce(bucket.buffer(), group=dense.group, async_op=True).get_future()
     summed: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
     return summed

@@ -8,9 +8,10 @@ with `Trainer(devices=1).test(module)` on rank 0.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.mesh import chosen_axes
 from moe_lightning.parallel.pipeline import ScheduleName
+from moe_lightning.state.tensors import local
 from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
 from moe_lightning.strategies.checks import (
     check_for_pipeline,
@@ -65,7 +67,7 @@ from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import FIXED_GROUPS, TrainState, replay_update
-from moe_lightning.strategies.watch import LossWatch, StallWatch, StopOnNan
+from moe_lightning.strategies.watch import FiniteWatch, StallWatch, StopOnNan, UpdateSkipped, dense_values
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_way
 from moe_lightning.strategies.worlds import Worlds
 
@@ -295,9 +297,10 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         seed: of keyed randomness and of stock DataLoaders' sampling. None: the one given to seed_everything, else 0.
         timeout_s: longest wait for a peer in any collective.
         check_replicas_every: steps after which replicas of experts are compared bit by bit; 0: never.
-        stop_on_nan: action before the update of a step in which a rank's loss is no finite number: "end" the run,
-            or "skip" the update. Both let the host wait for the loss of every micro-batch. None: update, and warn once
-            with rank, step and samples.
+        stop_on_nan: action before the update of a step in which a rank's loss, or a gradient that the update would use,
+            is not finite: "end" the run, or "skip" the update, which then changes no weight, no optimizer state and no
+            buffer. Both let the host wait for the loss of every micro-batch and the norm of the gradients. None:
+            update, and warn once with rank, step and samples.
         stall_warning_s: seconds without a step, after which every rank prints the rank that the others wait for, with
             its stack; five times as long before the first batch and for a rank that compiles. None: never.
         resume_overrides: go on in other training data than those of the checkpoint, which are refused else.
@@ -367,7 +370,9 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.worlds = Worlds(self._axes, self._shards_of, self._shard_size)
         self.state = TrainState(self.worlds, **self._of_state)
         self.steps = Steps(self.worlds, self.state, check_replicas_every=self._check_replicas_every)
-        self._losses = LossWatch(self._stop_on_nan)
+        self._finite = FiniteWatch(self._stop_on_nan)
+        self.look_at_gradients = None if self._stop_on_nan is None else self._finite.look_at_own
+        self._clipped: int | None = None  # the optimizer whose gradients have been looked at
         self._stalls = StallWatch(self._stall_warning_s)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
@@ -401,7 +406,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.model = self.state.module  # DDP's reducer holds a group
         self.state.parts.leave()
         self.steps.leave_world()
-        self._losses.forget_step()
+        self._finite.forget_step()
         self.state.forget_step()
         if self._pipeline is not None:
             self._pipeline.forget_step()
@@ -432,7 +437,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         super().setup(trainer)
         if self._pipeline is not None:
             self._pipeline.synchronize(self.experts.stack_of, str(trainer.precision))
-        private_lightning.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
+        private_lightning.clip_with(self.precision_plugin, self._clip, self.steps.clip_by_value)
         if self.elastic is not None and self.elastic.is_newcomer:
             trainer.num_sanity_val_steps = 0  # there are no peers to validate with yet
 
@@ -505,7 +510,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._losses.finish()
+        self._finite.finish()
         # In an elastic run a rank that is lost now must not end the others.
         if self._gathered is not None and self.elastic is None and self.world.size > 1:
             room, ranks = gather_limit(self.num_processes), self.world.stage
@@ -691,6 +696,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if sum(len(optimizer.param_groups) for optimizer in self.optimizers) != self._num_groups:
             self._require_separate_updates()
         self.sum_unfrozen()
+        self._finite.begin_batch(self.state.module)
         with self.steps.training(args):
             if self._pipeline is not None:
                 return self._pipeline.train(self.precision_plugin.train_step_context, args)
@@ -706,7 +712,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         """Compute the gradients of the mean over the global batch, summed over replicas before any hook sees them."""
         module, precision = self.state.module, self.precision_plugin
         if not self.steps.is_dummy_batch:
-            self._losses.look(closure_loss, self._place())
+            self._finite.look(closure_loss, self._place())
         weighted = closure_loss if self._pipeline is not None else self.steps.weighted(closure_loss)
         with self.steps.summing():
             self.pre_backward(closure_loss)
@@ -736,14 +742,21 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         """Run and commit a step in the order that recoveries rely on: `closure` runs forward and backward, in which DDP
         sums the gradients of dense parameters over ranks and `Steps.summing` those of experts over their holders. Hooks
         follow, in which copies of the last state end, and clipping by the norm of the whole model. Then every rank
-        agrees that it is prepared, and none changes a value before all are.
+        agrees that it is prepared, and none changes a value before all are. A skipped update leaves the optimizer's
+        step before it changes anything.
         """
-        elastic, state = self.elastic, self.state
+        elastic, state, output = self.elastic, self.state, None
 
         def prepare() -> None:
-            self._losses.decide(state.module, self.world)
+            self._look_at_update(optimizer)
+            self.steps.is_skipped = self._finite.is_skipped(state.module, self.world)
+            if self.steps.is_skipped:
+                state.forget_counts()
             if elastic is not None:
                 elastic.prepare(optimizer)  # a barrier: the last collective before the update
+            if self.steps.is_skipped:
+                raise UpdateSkipped
+            if elastic is not None:
                 replay_update(state, optimizer)
                 if state.shards_optimizers:  # after a fault other ranks would lack the updates of this one
                     elastic.begin_update()
@@ -751,15 +764,41 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
         # Closure, hooks, clipping, `prepare`, update.
         updating = state.updates.around(optimizer, self.experts.stack_of)
-        with updating as expose_blocks, private_lightning.before_update(self.precision_plugin, prepare):
+        preparing = private_lightning.before_update(self.precision_plugin, prepare)
+        with suppress(UpdateSkipped), updating as expose_blocks, preparing:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         state.broadcast_updates(optimizer)
-        state.after_update()
+        state.after_update(optimizer)
         if elastic is not None:
             if state.shards_optimizers:
                 self.world.synchronize()  # the updates of other ranks for this one have arrived
             elastic.commit()
         return output
+
+    def _clip(self, optimizer: Optimizer, most: float) -> None:
+        """Clip by the norm of the whole model, and check that it is finite before gradients are scaled by it."""
+        self._clipped = self.state.number_of(optimizer)
+        self.steps.clip(optimizer, most, partial(self._look_at_norm, optimizer))
+
+    def _look_at_update(self, optimizer: Optimizer) -> None:
+        """Check the gradients of an update, unless clipping has."""
+        clipped, self._clipped = self._clipped, None
+        if clipped == self.state.number_of(optimizer):
+            return
+        found = [p.grad for p in self.state.parameters_of(optimizer) if p.grad is not None]
+        gradients = [values for gradient in found if (values := dense_values(local(gradient))).numel()]
+        if gradients:
+            self._look_at_norm(optimizer, nn.utils.get_total_norm(gradients, math.inf))
+
+    def _look_at_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
+        def named() -> dict[str, nn.Parameter]:
+            updated = set(self.state.parameters_of(optimizer))
+            return {name: p for name, p in self.state.module.named_parameters() if p in updated}
+
+        step, world = self.state.trainer.global_step, self.world
+        ranks = "" if world.size == 1 else f"summed over {world.size} ranks, "
+        where = f"{ranks}in the step after step {step}"
+        self._finite.look_at_update(norm, named, where, world)
 
     # ------------------------------------------------------------------ batches outside of training
 

@@ -654,6 +654,7 @@ class Steps:
         is_dummy_batch: the batch that runs, or ran last, has no sample of this rank.
         stage_loss: weighted loss of the last batch in the last stage of a pipeline on this rank; None elsewhere.
         last_gradient_norm: of the last clipped step, over the whole model.
+        is_skipped: the last update was left out, because a loss or gradient was not finite.
         repairs_replicas: overwrite a replica that differs from a majority, unless the comparison before did so too:
             the cause is then more than a flipped bit.
     """
@@ -670,6 +671,7 @@ class Steps:
         self.is_dummy_batch = False
         self.stage_loss: Tensor | None = None
         self.last_gradient_norm: Tensor | None = None
+        self.is_skipped = False
 
     def leave_world(self) -> None:
         """Abort the running step. All ranks compare replicas again together, since newcomers have not."""
@@ -860,12 +862,17 @@ class Steps:
         for gradient in gradients:
             gradient.clamp_(-float(most), float(most))
 
-    def clip(self, optimizer: Optimizer, most: float) -> None:
-        """Clip an optimizer's gradients by the norm of the whole model; collective."""
+    def clip(self, optimizer: Optimizer, most: float, look: Callable[[Tensor], None]) -> None:
+        """Clip an optimizer's gradients by the norm of the whole model; collective.
+
+        Args:
+            look: called with the norm before gradients are scaled.
+        """
         parameters = self._state.parameters_of(optimizer)
         world = self._worlds.present
         norm = global_gradient_norm(parameters, self._state.experts.stack_of, world.stage, world.pipe)
         self.last_gradient_norm = norm
+        look(norm)
         scale_gradients(parameters, norm, float(most))
 
 

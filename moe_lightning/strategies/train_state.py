@@ -286,12 +286,16 @@ class TrainState:
         with self.updates.around(optimizer, self.experts.stack_of) as see:
             see()
             optimizer.step()
-        self.after_update()
+        self.after_update(optimizer)
 
-    def after_update(self) -> None:
-        """Update router biases and a window replay after every update of the parameters, on each rank by itself."""
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Update the biases of routers whose layers the optimizer trains, and a window replay, after every update of
+        the parameters, on each rank by itself.
+        """
+        updated = set(self.parameters_of(optimizer))
         for layer in self.experts.layers:
-            layer.router.update_bias()
+            if any(p.requires_grad and p in updated for p in layer.parameters()):
+                layer.router.update_bias()
         if self.window_replay is not None:
             self.window_replay.advance(self.training_state())
             if self.window_replay.is_over:
@@ -316,6 +320,10 @@ class TrainState:
         """Drop the gradients and counts of the former world."""
         for parameter in self.module.parameters():
             parameter.grad = None
+        self.forget_counts()
+
+    def forget_counts(self) -> None:
+        """Drop the counts of a step that does not happen, on which router biases would follow."""
         for layer in self.experts.layers:
             layer.router.forget_counts()
 

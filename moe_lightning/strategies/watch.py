@@ -1,6 +1,6 @@
-"""Watches of a fit: losses that are not finite, and stalled steps.
+"""Watches of a fit: losses and gradients that are not finite, and stalled steps.
 
-`LossWatch` warns once with rank, step and samples, ends the run, or skips the update.
+`FiniteWatch` warns once with rank, step and samples, ends the run, or skips the update.
 
 `StallWatch` names the rank that the others wait for when no step ends for a while, and shows the place of each: the
 line of the user's own code, and what it calls. Every process group counts its collectives: a rank with a lower count
@@ -23,10 +23,12 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
@@ -38,23 +40,44 @@ from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.errors import NonFiniteLossError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, any_says, common_store
+from moe_lightning.state.tensors import local
+from moe_lightning.strategies.checks import identical_buffers
 
 StopOnNan = Literal["end", "skip"]
 
 _MOST_SKIPPED = 10
 """Steps in a row; the weights are then beyond repair."""
 
-_WARNED = "warned of a loss"
+_WARNED = "warned of a number"
 
 logger = logging.getLogger(__name__)
 
 
-class LossWatch:
-    """Check of the loss of every micro-batch.
+class UpdateSkipped(Exception):
+    """Leaves an optimizer's step before it changes anything."""
 
-    Without `stop` nothing waits for a device: a loss is copied to the host behind the work that is queued, and read
-    when a later micro-batch finds that it has arrived. With it the host reads every loss before the update, and the
-    ranks agree, in one small collective for each step.
+
+@dataclass(frozen=True)
+class _Finding:
+    """A number that is not finite.
+
+    Attributes:
+        what: it is, in words.
+        place: rank, step and samples in words.
+        is_cause: the samples of this place have caused it; else they may be those of another rank.
+    """
+
+    what: str
+    place: str
+    is_cause: bool
+
+
+class FiniteWatch:
+    """Check of the loss of every micro-batch and of the gradients of every update.
+
+    Without `stop` nothing waits for a device: a number is copied to the host behind the work that is queued, and read
+    when a later check finds that it has arrived. With it the host reads every number before the update, and the ranks
+    agree, in one small collective for each step.
 
     Args:
         stop: "end" the run before the update, or "skip" it; None: warn once.
@@ -62,10 +85,22 @@ class LossWatch:
 
     def __init__(self, stop: StopOnNan | None) -> None:
         self.stop = stop
-        self._flying: deque[tuple[Tensor, Any, Callable[[], str]]] = deque()
-        self._found: str | None = None
+        self._flying: deque[tuple[Tensor, Any, Callable[[float], _Finding]]] = deque()
+        self._found: _Finding | None = None
+        self._places: list[Callable[[], str]] = []
+        self._own: list[Tensor] = []
+        self._buffers: dict[str, Tensor] | None = None
+        self._is_new_step = True
         self._has_warned = False
         self._skipped = 0
+
+    def begin_batch(self, module: nn.Module) -> None:
+        """Remember the user's buffers at the begin of a step that may be skipped; those of this library's layers change
+        with updates only.
+        """
+        if self.stop == "skip" and self._buffers is None:
+            ours = set(identical_buffers(module))
+            self._buffers = {name: b.detach().clone() for name, b in module.named_buffers() if name not in ours}
 
     def look(self, loss: Tensor, place: Callable[[], str]) -> None:
         """Check the loss of a micro-batch.
@@ -73,35 +108,66 @@ class LossWatch:
         Args:
             place: rank, step and samples in words.
         """
-        value = loss.detach()
-        arriving = (value, None) if value.device.type == "cpu" else read_later(value)
-        self._flying.append((*arriving, place))
-        self._read(waits=self.stop is not None)
+        if self._is_new_step:
+            self._places, self._is_new_step = [], False
+        self._places.append(place)
+        self._fly(loss.detach(), lambda value: _Finding(f"the loss is {value}", place(), is_cause=True))
+
+    def look_at_own(self, gradients: Tensor) -> None:
+        """Check gradients of this rank, before they are summed over ranks: they tell whose samples are the cause."""
+        self._own.append(torch.linalg.vector_norm(gradients, math.inf))
+
+    def look_at_update(
+        self, largest: Tensor, named: Callable[[], Mapping[str, nn.Parameter]], place: str, world: World
+    ) -> None:
+        """Check the gradients that an optimizer is about to use.
+
+        Args:
+            largest: a norm of them, of this rank or of all.
+            named: returns the parameters of this rank.
+            place: step in words.
+        """
+        own, is_read_now = self._own, self.stop is not None or largest.device.type == "cpu"
+        places = self._places if world.size == 1 or own else []
+
+        def find(value: float) -> _Finding:
+            is_cause = world.size == 1 or any(not math.isfinite(float(value)) for value in own)
+            where = " and ".join(place() for place in places) if is_cause else ""
+            what = _named_gradients(named()) if is_read_now else ""
+            return _Finding(what or f"the norm of the gradients is {value}", where or place, is_cause)
+
+        self._fly(largest.detach(), find)
 
     def forget_step(self) -> None:
-        """Forget the losses of the running step, which will be repeated."""
+        """Forget the running step, which will be repeated."""
         self._flying.clear()
-        self._found = None
+        self._places, self._own, self._found, self._buffers = [], [], None, None
+        self._is_new_step = True
 
     def finish(self) -> None:
-        """Read the losses that have not been read yet, at the end of training."""
+        """Read the numbers that have not been read yet, at the end of training."""
         self._read(waits=True)
 
-    def decide(self, module: nn.Module, world: World) -> None:
-        """End the run or drop the gradients before an update, if a rank has found a loss that is not finite; collective
-        with `stop` only.
+    def is_skipped(self, module: pl.LightningModule, world: World) -> bool:
+        """End the run, or return True if the update is left out, if a rank has found a number that is not finite.
+        Buffers are then as before the step, and gradients are dropped. Collective with `stop` only.
 
         Raises:
             NonFiniteLossError: on every rank.
         """
+        found, self._found, self._own, self._is_new_step = self._found, None, [], True
+        before, self._buffers = self._buffers, None
         if self.stop is None:
-            return
-        found, self._found = self._found, None
+            return False
         (is_bad,) = any_says([found is not None], world)
         if not is_bad:
             self._skipped = 0
-            return
-        message = next(text for text in all_gather_json(found, world) if text is not None)
+            if not module.automatic_optimization:  # another update may follow in the same batch
+                self.begin_batch(module)
+            return False
+        findings = [_Finding(*each) for each in all_gather_json(found and astuple(found), world) if each is not None]
+        first = next((each for each in findings if each.is_cause), findings[0])
+        message = f"{first.what} {first.place}"
         self._skipped += 1
         if self.stop == "end" or self._skipped > _MOST_SKIPPED:
             times = f" ({_MOST_SKIPPED} steps before it were left out)" if self.stop == "skip" else ""
@@ -113,27 +179,57 @@ class LossWatch:
             logger.warning("%s: this step changes nothing", message)
         for parameter in module.parameters():
             parameter.grad = None
+        _restore(module, before or {})
+        return True
+
+    def _fly(self, value: Tensor, find: Callable[[float], _Finding]) -> None:
+        arriving = (value, None) if value.device.type == "cpu" else read_later(value)
+        self._flying.append((*arriving, find))
+        self._read(waits=self.stop is not None)
 
     def _read(self, *, waits: bool) -> None:
         while self._flying:
-            value, arrived, place = self._flying[0]
+            value, arrived, find = self._flying[0]
             if arrived is not None and not arrived.query():
                 if not waits:
                     return
                 arrived.synchronize()
             self._flying.popleft()
             number = float(value.float().mean())
-            if not math.isfinite(number):
-                self._report(f"the loss is {number} {place()}")
+            if not math.isfinite(number) and (self.stop is not None or not self._has_warned):
+                self._found = self._found or find(number)
+                self._warn(self._found)
 
-    def _report(self, message: str) -> None:
-        self._found = self._found or message
+    def _warn(self, finding: _Finding) -> None:
         if self.stop is not None or self._has_warned:
             return
         self._has_warned = True
         store = common_store()
         if store is None or store.add(_WARNED, 1) == 1:  # with the next update all ranks have such losses
+            message = f"{finding.what} {finding.place}"
             write_to_terminal(f"warning: {message}; training goes on: stop_on_nan=end or skip would stop it")
+
+
+def _named_gradients(named: Mapping[str, nn.Parameter]) -> str:
+    """Return the parameters whose gradients are not finite, in words; empty if all are."""
+    gradients = {name: local(p.grad) for name, p in named.items() if p.grad is not None}
+    bad = [name for name, gradient in gradients.items() if not bool(dense_values(gradient).isfinite().all())]
+    if not bad:
+        return ""
+    others = f" (nor those of {len(bad) - 1} other parameters)" if len(bad) > 1 else ""
+    return f"the gradient of {bad[-1]} is not finite{others}"  # of the last one, which the backward pass met first
+
+
+def dense_values(gradient: Tensor) -> Tensor:
+    """Return the numbers of a gradient, which may be sparse."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+@torch.no_grad()
+def _restore(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    for name, buffer in module.named_buffers():
+        if name in before and before[name].shape == buffer.shape:
+            buffer.copy_(before[name])
 
 
 _LOOK_S = 0.2

@@ -41,7 +41,7 @@ from moe_lightning.errors import CheckpointError, ConfigurationError, MissingChe
 from moe_lightning.files import PrivateFolder
 from moe_lightning.parallel.collectives import broadcast_object, carry_objects_without_pickle, check_versions
 from moe_lightning.parallel.context import STORE_VARIABLE, World, all_reduce_, broadcast_, join_local_world
-from moe_lightning.parallel.gradient_hook import sum_over_ranks
+from moe_lightning.parallel.gradient_hook import DenseSum, sum_over_ranks
 from moe_lightning.strategies.checkpoints import decided
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, explained
 from moe_lightning.strategies.steps import explained_norm
@@ -196,7 +196,16 @@ class WorldDDPStrategy(DDPStrategy):
     """
 
     of_process = frozenset(
-        {"worlds", "elastic", "may_change", "_own_launcher", "_has_met", "_ignored_by_ddp", "_frozen"}
+        {
+            "worlds",
+            "elastic",
+            "may_change",
+            "look_at_gradients",
+            "_own_launcher",
+            "_has_met",
+            "_ignored_by_ddp",
+            "_frozen",
+        }
     )
     """Attributes that `begin` creates."""
 
@@ -215,6 +224,7 @@ class WorldDDPStrategy(DDPStrategy):
         self.worlds = Worlds()
         self.elastic: ElasticWorlds | None = None
         self.may_change: Callable[[object], bool] = lambda file: True
+        self.look_at_gradients: Callable[[Tensor], None] | None = None
         self._own_launcher: PrivateLauncher | WorkerLauncher | None = None
         self._has_met = False
         self._ignored_by_ddp: Collection[str] = ()
@@ -489,7 +499,8 @@ class WorldDDPStrategy(DDPStrategy):
         # On a stream of its own as in stock Lightning: https://pytorch.org/docs/stable/notes/cuda.html#id5
         with nullcontext() if devices is None else _side_stream(self.root_device):
             ddp = DistributedDataParallel(self.model, devices, process_group=self.world.dense, **self._options)
-        ddp.register_comm_hook(self.world.dense, sum_over_ranks)
+        assert self.world.dense is not None
+        ddp.register_comm_hook(DenseSum(self.world.dense, self.look_at_gradients), sum_over_ranks)
         self.model = ddp
 
     def sum_unfrozen(self) -> None:

@@ -1,18 +1,23 @@
-"""A loss that is no finite number is told with rank, step and samples, and may end the run or cost one step."""
+"""Losses and gradients that are not finite: reported with rank, step and samples; they end the run or cost a step."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import math
+import warnings
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from moe_lightning.callbacks.checkpoint import TokenCounts
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import NonFiniteLossError
+from moe_lightning.moe.layer import MoELayer
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
 from tests.parameters import slow
@@ -26,6 +31,52 @@ class Numbered(RandomTokens):
 
     def __getitem__(self, index: int) -> Any:
         return *super().__getitem__(index), index
+
+
+class _NotFinite(torch.autograd.Function):
+    """Identity whose gradient is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: float) -> Tensor:
+        ctx.value = value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.value, None
+
+
+class BadGradient(OwnModule):
+    """Has a finite loss and, with one sample, a gradient that is not; and buffers that every forward pass changes."""
+
+    def __init__(self, value: float, optimizer: str = "AdamW", *, manual: bool = False) -> None:
+        super().__init__()
+        self.value, self.optimizer, self.automatic_optimization = value, optimizer, not manual
+        self.norm = nn.BatchNorm1d(32)
+        self.moe = MoELayer(32, 48, 6, router={"top_k": 2, "bias_update_rate": 0.01})
+        self.kept: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, numbers = batch
+        h = self.norm(self.embed(x).flatten(0, 1)).view(*x.shape, 32)
+        if BAD in numbers.tolist():
+            h = _NotFinite.apply(h, self.value)  # type: ignore[no-untyped-call]
+        loss = nn.functional.cross_entropy(self.out(h + self.moe(h)).flatten(0, 1), y.flatten())
+        self.log("train/loss", loss, sync_dist=True)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.kept.append({name: tensor.clone() for name, tensor in self.state_dict().items()})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        options = {"lr": 3e-3} | ({"momentum": 0.9} if self.optimizer == "SGD" else {})
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(self.parameters(), **options)
+        return optimizer
 
 
 class Module(OwnModule):
@@ -87,3 +138,141 @@ def test_the_samples_of_a_slice_are_those_of_its_batch() -> None:
             indices = sampler.indices_at(position)
             assert sampler.indices_of(here) == list(getattr(indices, "of_samples", indices))
             position += here.micro_total
+
+
+def fit_gradients(
+    rank: int, world_size: int, value: float, module: dict[str, Any], options: dict[str, Any], trainer: dict[str, Any]
+) -> dict[str, Any]:
+    recorder, text = Recorder(), io.StringIO()
+    running = make_trainer(rank, world_size, options, callbacks=[recorder], max_steps=8, **trainer)
+    own, told = BadGradient(value, **module), ""
+    with contextlib.redirect_stderr(text), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            running.fit(own, DataLoader(Numbered(), batch_size=12))
+        except NonFiniteLossError as error:
+            told = str(error)
+    is_whole = all(bool(t.isfinite().all()) for t in own.state_dict().values() if t.is_floating_point())
+    before, after = own.kept[6], own.kept[-1]
+    changed = [name for name, tensor in before.items() if not tensor.equal(after[name])]
+    found = {"told": told, "steps": running.global_step, "whole": is_whole, "text": text.getvalue()}
+    return found | {"changed": changed}
+
+
+SAMPLES = {1: "samples 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83", 2: "samples 72, 73, 74, 75, 76, 77"}
+CASES: list[Any] = [
+    (1, {}, {}, {}),
+    (1, {"manual": True}, {}, {}),
+    (1, {"optimizer": "SGD"}, {}, {"gradient_clip_val": 1.0}),
+    (2, {}, {}, {}),
+    (2, {}, {}, {"gradient_clip_val": 1.0}),
+    (2, {"optimizer": "SGD"}, {"dense": "zero1"}, {}),
+    slow(2, {"optimizer": "Adam"}, {"dense": "zero1"}, {"gradient_clip_val": 1.0}),
+    slow(2, {"manual": True}, {}, {}),
+    slow(2, {}, {"dense": "fsdp"}, {}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "module", "options", "trainer"), CASES)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_update_with_such_gradients_is_left_out(
+    ranks: int, module: dict[str, Any], options: dict[str, Any], trainer: dict[str, Any], value: float
+) -> None:
+    found = run_ranks(ranks, fit_gradients, value, module, {"stop_on_nan": "skip", **options}, trainer)
+    assert [(result["told"], result["steps"], result["whole"]) for result in found] == [("", 8, True)] * ranks
+    assert [result["changed"] for result in found] == [[]] * ranks
+
+
+@pytest.mark.parametrize(("ranks", "module", "options", "trainer"), CASES)
+def test_such_gradients_end_the_run_before_the_update(
+    ranks: int, module: dict[str, Any], options: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    found = run_ranks(ranks, fit_gradients, math.nan, module, {"stop_on_nan": "end", **options}, trainer)
+    assert [(result["steps"], result["whole"]) for result in found] == [(6, True)] * ranks
+    for told in (result["told"] for result in found):
+        assert told.startswith("the gradient of norm.bias is not finite (nor those of 2 other parameters) ")
+        assert "in the step after step 6" in told
+        if options.get("dense") != "fsdp":
+            assert f"on rank 0 in the step after step 6 ({SAMPLES[ranks]} of the data set)" in told
+
+
+@pytest.mark.parametrize("trainer", [{}, {"gradient_clip_val": 1.0}])
+def test_without_stop_such_gradients_are_warned_of_once(trainer: dict[str, Any]) -> None:
+    found = run_ranks(2, fit_gradients, math.nan, {}, {}, trainer)
+    told = [line for result in found for line in result["text"].splitlines() if "warning:" in line]
+    assert len(told) == 1
+    assert told[0].startswith("warning: the gradient of norm.bias is not finite (nor those of 2 other parameters) ")
+    assert "summed over 2 ranks, in the step after step 6; training goes on" in told[0]
+
+
+class Counting(torch.optim.SGD):
+    """Changes its groups and its weights in every step, with gradients or without."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["made"] = group.get("made", 0) + 1
+            for parameter in group["params"]:
+                parameter.data.mul_(0.999)
+        return loss
+
+
+class Counted(BadGradient):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Counting(self.parameters(), lr=0.1)
+
+
+def test_a_step_that_is_left_out_is_none_of_the_optimizer() -> None:
+    trainer = make_trainer(0, 1, {"stop_on_nan": "skip"}, max_steps=8)
+    module = Counted(math.nan)
+    trainer.fit(module, DataLoader(Numbered(), batch_size=12))
+    assert (trainer.global_step, trainer.optimizers[0].param_groups[0]["made"]) == (8, 7)
+    assert all(before.equal(module.kept[7][name]) for name, before in module.kept[6].items())
+
+
+class TwoOptimizers(BadGradient):
+    """The second optimizer trains the MoE layer, in every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, manual=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        others, experts = self.optimizers()  # type: ignore[misc, attr-defined]
+        h = self.embed(x)
+        loss = nn.functional.cross_entropy(self.out(h + self.moe(h)).flatten(0, 1), y.flatten())
+        self.manual_backward(loss)
+        (experts if batch_idx % 2 else others).step()
+        self.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        own = set(self.moe.parameters())
+        others = [p for p in self.parameters() if p not in own]
+        return [torch.optim.SGD(others, lr=0.1), torch.optim.SGD(own, lr=0.1)]
+
+
+def test_only_steps_of_a_layers_own_optimizer_move_its_bias() -> None:
+    module = TwoOptimizers()
+    make_trainer(0, 1, max_steps=6).fit(module, DataLoader(Numbered(), batch_size=12))
+    biases = [kept["moe.router.expert_bias_E"] for kept in module.kept]
+    moved = [not before.equal(after) for before, after in pairwise(biases)]
+    assert moved == [False, True, False, True, False]
+
+
+def test_a_layer_that_nobody_trains_keeps_its_bias() -> None:
+    module = BadGradient(1.0)
+    module.moe.requires_grad_(False)
+    make_trainer(0, 1, max_steps=3).fit(module, DataLoader(Numbered(), batch_size=12))
+    assert not module.moe.router.expert_bias_E.any()
+
+
+def test_tokens_of_a_step_that_is_left_out_are_not_in_the_ledger() -> None:
+    layer, counts = MoELayer(8, 8, 4), TokenCounts()
+    for is_skipped in (False, True, False):
+        for _ in range(2):  # micro-batches
+            layer(torch.randn(3, 8))
+            counts.add(layer)
+        counts.end_step(is_skipped=is_skipped)
+    assert counts.total is not None
+    assert counts.total.sum() == 2 * 2 * 3 * 2  # steps, micro-batches, tokens, choices
