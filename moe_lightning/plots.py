@@ -128,9 +128,15 @@ def svg(figure: Figure) -> str:
 
 @_styled
 def line_chart(
-    lines: Mapping[str, Sequence[tuple[float, float]]], title: str, x_label: str, y_label: str, *, steps: bool = False
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    title: str,
+    x_label: str,
+    y_label: str,
+    *,
+    steps: bool = False,
+    marks: Sequence[float] = (),
 ) -> Figure:
-    """Lines through points (x, y); with `steps` a value holds until the next point.
+    """Lines through points (x, y); with `steps` a value holds until the next point; a dotted line at each of `marks`.
 
     Raises:
         ConfigurationError: no points, or one that is not finite.
@@ -157,6 +163,8 @@ def line_chart(
             drawstyle="steps-post" if steps else "default",
         )
         drawn.append(dict(zip(xs, ys, strict=True)))
+    for x in marks:
+        axes.axvline(x, color="gray", linewidth=1.0, linestyle="dotted", zorder=0)
     if all(float(x).is_integer() for x, _ in points):
         axes.xaxis.set_major_locator(_whole())
     axes.xaxis.set_major_formatter("{x:,.7g}")

@@ -11,7 +11,7 @@ import csv
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -56,8 +56,18 @@ class PlacementTable:
             if self._written.get(index) != line:
                 self._written[index] = changed[index] = line
         if changed:
-            with self._path.open("a", newline="") as file:
-                csv.writer(file).writerows([step, index, *line] for index, line in changed.items())
+            experts = max(len(line) - 1 for line in changed.values())
+            rows = [[step, index, *line] for index, line in changed.items()]
+            _append(self._path, ["step", "layer", "ranks", *(f"expert_{e}" for e in range(experts))], rows)
+
+
+def _append(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Add rows to a CSV, which begins with its head."""
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if file.tell() == 0:
+            writer.writerow(head)
+        writer.writerows(rows)
 
 
 Reduction = Literal["same", "sum", "mean", "max"]
@@ -109,11 +119,11 @@ class Telemetry(Callback):
     loss that is no number is told in a warning.
 
     Args:
-        expert_load_path: CSV that gets a line `step,layer,share of each expert` for every layer on logging steps;
-            None: none.
+        expert_load_path: CSV of step, layer and the share of each expert, a row for every layer on logging steps; None:
+            none.
         peak_flops_per_s: of one device in the precision of the run; None: what Lightning knows of the GPU, which
             leaves MFU out where it does not know it, as on CPUs.
-        placement_path: CSV that gets a line `step,layer,ranks,holders of each expert` on logging steps where a layer's
+        placement_path: CSV of step, layer, ranks and the holders of each expert, a row on logging steps where a layer's
             placement has changed; None: none.
 
     Attributes:
@@ -280,9 +290,9 @@ def expert_loads(layers: list[MoELayer]) -> dict[int, Tensor]:
 
 
 def _write_expert_load(path: Path, step: int, loads: Mapping[int, Tensor]) -> None:
-    with path.open("a") as file:
-        for layer, shares_E in loads.items():
-            file.write(",".join([str(step), str(layer), *(f"{share:.5f}" for share in shares_E.tolist())]) + "\n")
+    experts = max(map(len, loads.values()), default=0)
+    rows = [[step, layer, *(f"{share:.5f}" for share in shares_E.tolist())] for layer, shares_E in loads.items()]
+    _append(path, ["step", "layer", *(f"expert_{e}" for e in range(experts))], rows)
 
 
 def _part_of_layers(trainer: pl.Trainer) -> tuple[int, int]:

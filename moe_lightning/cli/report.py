@@ -148,6 +148,7 @@ _WORDS = {
 def training(metrics: Metrics, logged: Metrics) -> Section:
     """Losses, speed, gradient norm and learning rate; of what was logged, where losses were not finite."""
     losses = {name: values for name, values in metrics.items() if _is_loss(name)}
+    faults = list(metrics.get("recovery/total_ms", {}))
     parts = []
     for title, unit, caption, lines in (
         ("loss", "loss (nats)", "Mean over the tokens of the global batch.", losses),
@@ -157,7 +158,7 @@ def training(metrics: Metrics, logged: Metrics) -> Section:
         ("learning rate", "learning rate", "Of the first group of parameters.", _named(metrics, "train/lr")),
     ):
         if lines:
-            parts.append(_chart(lines, title, unit, caption))
+            parts.append(_chart(lines, title, unit, caption, faults))
     lost = {name: [s for s, v in logged[name].items() if not math.isfinite(v)] for name in logged if _is_loss(name)}
     for name, steps in lost.items():
         if steps:
@@ -195,7 +196,7 @@ def loads(directory: Path) -> Section:
     return Section(name="loads", title="Expert loads", parts=parts)
 
 
-def imbalance(metrics: Metrics) -> Section:
+def imbalance(directory: Path, metrics: Metrics) -> Section:
     """Busiest over mean, before and after balancing."""
     parts = _pictures(balance_pictures(metrics))
     dropped = {n: v for n, v in metrics.items() if n.endswith("/dropped_fraction") and any(v.values())}
@@ -204,9 +205,11 @@ def imbalance(metrics: Metrics) -> Section:
     if not parts:
         parts = [missing(f"Nothing says how even the work was: {_TELEMETRY}.")]
     elif not any(name.endswith("/imbalance_before_ratio") for name in metrics):
-        parts.append(
-            missing("Nothing evens it out: callbacks=load_balancer places replicas, and compares with plain EP.")
-        )
+        file = directory / "placement.csv"
+        states = [state for states in read_placements(file).values() for state in states] if file.is_file() else []
+        has_replicas = any((replicas_EN.sum(axis=1) > 1).any() for _, replicas_EN in states)
+        now = "Replicas stayed as they were placed" if has_replicas else "Experts had no replicas"
+        parts.append(missing(f"{now}: callbacks=load_balancer places replicas by load, and compares with plain EP."))
     return Section(name="imbalance", title="Imbalance", parts=parts)
 
 
@@ -345,7 +348,10 @@ def read_placements(path: Path) -> dict[int, list[tuple[int, NDArray[np.int64]]]
     found: dict[int, list[tuple[int, NDArray[np.int64]]]] = {}
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            for step, layer, ranks, *holders in csv.reader(file):
+            head, *rows = csv.reader(file)
+            if head[:3] != ["step", "layer", "ranks"]:
+                raise ValueError("no head")
+            for step, layer, ranks, *holders in rows:
                 replicas_EN = np.zeros((len(holders), int(ranks)), dtype=np.int64)
                 for expert, held in enumerate(holders):
                     np.add.at(replicas_EN[expert], [int(rank) for rank in held.split()], 1)
@@ -365,8 +371,10 @@ def _named(metrics: Metrics, *names: str) -> dict[str, Mapping[int, float]]:
     return {name: metrics[name] for name in names if metrics.get(name)}
 
 
-def _chart(lines: Mapping[str, Mapping[int, float]], title: str, unit: str, caption: str) -> str:
-    """Lines over steps, and their numbers below for those who read tables."""
+def _chart(
+    lines: Mapping[str, Mapping[int, float]], title: str, unit: str, caption: str, faults: Sequence[int] = ()
+) -> str:
+    """Lines over steps, and their numbers below for those who read tables; dotted where ranks were lost."""
     points = {name: _thinned(list(values.items()), _MAX_POINTS) for name, values in lines.items()}
     rows = [
         [name, f"{step:,.0f}", f"{value:.6g}"]
@@ -374,7 +382,8 @@ def _chart(lines: Mapping[str, Mapping[int, float]], title: str, unit: str, capt
         for step, value in _thinned(line, max(1, _MAX_ROWS // len(points)))
     ]
     numbers = folded(f"Numbers of: {title}", table(["metric", "step", unit], rows, "Averages of neighbors."))
-    picture = svg(line_chart(points, title, "step", unit))
+    picture = svg(line_chart(points, title, "step", unit, marks=faults))
+    caption += " Dotted: ranks were lost and the others went on." if faults else ""
     return figure(picture, f"{title} over steps, {unit}", caption, numbers)
 
 
@@ -443,14 +452,16 @@ def render(directory: Path) -> str:
     body = [
         training(metrics, logged),
         loads(directory),
-        imbalance(metrics),
+        imbalance(directory, metrics),
         placements(directory, metrics),
         recoveries(directory, metrics),
         checkpoints(directory, metrics),
         configuration(config, config_file),
     ]
     name = str(config.get("run_name") or directory.resolve().name)
-    return page(name, f"a run of moe-lightning, {_size(config, metrics)}", [cards(_numbers(summary, metrics))], body)
+    return page(
+        name, f"a run of moe-lightning, {_size(config, metrics, summary)}", [cards(_numbers(summary, metrics))], body
+    )
 
 
 def _mapping(path: Path, read: Any) -> dict[str, Any]:
@@ -477,8 +488,10 @@ def _counted(metrics: Metrics, steps: object) -> Metrics:
     }
 
 
-def _size(config: Mapping[str, Any], metrics: Metrics) -> str:
-    steps = max((step for values in metrics.values() for step in values), default=0)
+def _size(config: Mapping[str, Any], metrics: Metrics, summary: Mapping[str, Any]) -> str:
+    """Steps and ranks; of a run that has not ended the last logged step."""
+    last = max((step for values in metrics.values() for step in values), default=0)
+    steps = summary["steps"] if isinstance(summary.get("steps"), int) else last
     ranks = config.get("ranks")
     return f"{steps:,} steps" + (f" on {ranks} ranks" if ranks is not None else "")
 

@@ -413,9 +413,10 @@ def _recommend(config: Mapping[str, Any]) -> int:
 
     if target.exists() and not is_recommended(target):
         raise ConfigurationError(f"recipe={target} exists and is not moe-sim's own: name another file")
-    if not target.parent.parent.is_dir():
-        raise ConfigurationError(f"{target.parent.parent} is not a folder: create it, or write elsewhere")
-    target.parent.mkdir(exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"recipe={target} cannot be written ({error.strerror}): write elsewhere") from error
     scenario = scenario_of(config, "ours")
     if config["mesh"]["search"]:
         found = search_mesh(scenario, given(config, "mesh", "search"))

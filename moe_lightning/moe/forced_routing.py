@@ -93,7 +93,10 @@ def read_loads(path: Path) -> tuple[list[int], NDArray[np.float64]]:
     by_layer: dict[int, dict[int, list[float]]] = {}
     try:
         with open_text(path) as file:
-            for step, layer, *row in csv.reader(file):
+            head, *rows_of_file = csv.reader(file)
+            if head[:2] != ["step", "layer"]:
+                raise ValueError("no head")
+            for step, layer, *row in rows_of_file:
                 by_layer.setdefault(int(layer), {})[int(step)] = [float(share) for share in row]
         layers = [by_layer[layer] for layer in range(len(by_layer))]
         # A step that is being written, or was when the run was killed, is not whole.

@@ -56,6 +56,15 @@ def test_only_a_recipe_of_moe_sim_is_written_again(tmp_path: Path, capsys: pytes
     assert "max_steps: 7" in path.read_text()
 
 
+def test_a_recipe_without_a_name_goes_beside_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout has a folder recipes of its own."""
+    (tmp_path / "recipes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["recommend", *FAST]) == 0
+    assert list((tmp_path / "recipes").iterdir()) == []
+    assert (tmp_path / "outputs/moe-sim/recipes/recommended.yaml").is_file()
+
+
 @pytest.mark.parametrize("extra", [[], ["global_batch=64", "rank_batch=null", "policy.min_replicas=1"]])
 def test_moe_train_accepts_what_is_recommended(
     extra: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -92,7 +92,8 @@ def test_leaves_its_files(trained: tuple[Path, subprocess.CompletedProcess[str]]
     ):
         assert all(float(row[name]) > 0 for row in logged), name
     assert all(float(row["moe/layer00/dropped_fraction"]) == 0 for row in logged)
-    loads = [line.split(",") for line in (run / "expert_load.csv").read_text().splitlines()]
+    head, *loads = [line.split(",") for line in (run / "expert_load.csv").read_text().splitlines()]
+    assert head[:3] == ["step", "layer", "expert_0"]
     assert [line[:2] for line in loads] == [["2", "0"], ["2", "1"], ["4", "0"], ["4", "1"]]
     assert all(sum(map(float, line[2:])) == pytest.approx(1.0, abs=1e-4) for line in loads)
     assert list((run / "wandb").glob("offline-run-*/*.wandb"))

@@ -117,7 +117,8 @@ def test_logs_every_n_steps(tmp_path: Path) -> None:
         assert metrics["moe/layer01/auxiliary_loss"] > 0
         assert metrics["moe/layer01/dropped_fraction"] == 0
     assert callback.tokens_trained == 6 * 12 * 16
-    rows = [line.split(",") for line in path.read_text().splitlines()]
+    head, *rows = [line.split(",") for line in path.read_text().splitlines()]
+    assert head == ["step", "layer", *(f"expert_{expert}" for expert in range(TINY["num_experts"]))]
     assert [row[:2] for row in rows] == [["3", "0"], ["3", "1"], ["6", "0"], ["6", "1"]]
     assert all(len(row) == 2 + TINY["num_experts"] for row in rows)
 

@@ -87,7 +87,7 @@ def test_the_placement_evens_out_what_was_measured(trace: Path, capsys: pytest.C
     exported(trace, "x.json")
     assert "busiest rank over mean 2.29 without replicas, 1.07 so" in capsys.readouterr().out
     shares = "\n".join(f"{step},0,0.5,0.2,0.1,0.1,0.1,0,0,0" for step in (10, 20))
-    (trace.parent / "expert_load.csv").write_text(shares + "\n30,0,0,0,0,0,0,0,0,1\n")
+    (trace.parent / "expert_load.csv").write_text("step,layer,experts\n" + shares + "\n30,0,0,0,0,0,0,0,0,1\n")
     loads = trace.parent / "expert_load.csv"
     counts = read_sglang(exported(loads, "all.json", "--engine=sglang-counts"))["logical_count"]
     assert counts.tolist() == [[100000, 40000, 20000, 20000, 20000, 0, 0, 100000]]

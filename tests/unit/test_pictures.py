@@ -48,7 +48,7 @@ def test_nothing_to_draw() -> None:
 
 def test_pictures_of_a_run_and_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "expert_load.csv"
-    table.write_text("10,0,0.5,0.5\n10,1,0.9,0.1\n20,0,0.4,0.6\n20,1,1.0,0.0\n")
+    table.write_text("step,layer,expert_0,expert_1\n10,0,0.5,0.5\n10,1,0.9,0.1\n20,0,0.4,0.6\n20,1,1.0,0.0\n")
     steps, shares = read_loads(table)
     assert steps == [10, 20]
     assert shares.tolist() == [[[0.5, 0.5], [0.4, 0.6]], [[0.9, 0.1], [1.0, 0.0]]]
@@ -64,7 +64,7 @@ def test_pictures_of_a_run_and_of_a_trace(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize("begun", ["2,0,0.5,0.5\n", "2,0,0.5,0.5\n2,1,0.", "2,0,0.5,0.5\n2,1"])
 def test_a_step_that_is_not_whole_yet_is_left_out(tmp_path: Path, begun: str) -> None:
     path = tmp_path / "expert_load.csv"
-    path.write_text("1,0,0.5,0.5\n1,1,0.25,0.75\n" + begun)
+    path.write_text("step,layer,expert_0,expert_1\n1,0,0.5,0.5\n1,1,0.25,0.75\n" + begun)
     steps, shares = read_loads(path)
     assert (steps, shares.tolist()) == ([1], [[[0.5, 0.5]], [[0.25, 0.75]]])
 
@@ -75,7 +75,10 @@ def test_a_step_that_is_not_whole_yet_is_left_out(tmp_path: Path, begun: str) ->
 )
 def test_files_that_hold_something_else(tmp_path: Path, text: str) -> None:
     path = tmp_path / "expert_load.csv"
-    path.write_text(text)
+    path.write_text(text and "step,layer,expert_0,expert_1\n" + text)
+    with pytest.raises(ConfigurationError, match="has no lines of step, layer, shares"):
+        read_loads(path)
+    path.write_text("1,0,0.5,0.5\n")  # without a head
     with pytest.raises(ConfigurationError, match="has no lines of step, layer, shares"):
         read_loads(path)
     with pytest.raises(ConfigurationError, match="is not a file"):

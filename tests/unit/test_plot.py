@@ -53,7 +53,9 @@ def run(tmp_path: Path) -> Path:
     )
     repeated = {"step": 20, **layers, "moe/layer00/rank_imbalance_ratio": 4.0, "checkpoint/stall_ms": 0.75}
     write_metrics(tmp_path, 10, [repeated, recovery(25, 400.0), recovery(31, 361.0), {"step": 30, "val/loss": 2.0}])
-    (tmp_path / "expert_load.csv").write_text("10,0,0.5,0.5\n10,1,0.9,0.1\n20,0,0.4,0.6\n20,1,1.0,0.0\n")
+    (tmp_path / "expert_load.csv").write_text(
+        "step,layer,expert_0,expert_1\n10,0,0.5,0.5\n10,1,0.9,0.1\n20,0,0.4,0.6\n20,1,1.0,0.0\n"
+    )
     return tmp_path
 
 

@@ -45,8 +45,8 @@ def run(tmp_path: Path) -> Path:
     ]
     saved = {"checkpoint/plt": 0.01, "checkpoint/persist_bytes": 2e6, "checkpoint/stall_ms": 0.25}
     write_metrics(tmp_path, 0, [*rows, {"step": 10, **saved}, recovery(12, 400.0)])
-    (tmp_path / "expert_load.csv").write_text("10,0,0.5,0.5\n20,0,0.4,0.6\n")
-    (tmp_path / "placement.csv").write_text("2,0,2,0,1 1\n12,0,1,0,0\n")
+    (tmp_path / "expert_load.csv").write_text("step,layer,expert_0,expert_1\n10,0,0.5,0.5\n20,0,0.4,0.6\n")
+    (tmp_path / "placement.csv").write_text("step,layer,ranks,expert_0,expert_1\n2,0,2,0,1 1\n12,0,1,0,0\n")
     with (tmp_path / "csv" / "version_0" / "recoveries.csv").open("w", newline="") as file:
         row = [12, "2026-01-01", EVIL, 1, 4, 3, EVIL, 0, 0, 0.4]
         csv.writer(file).writerows([COLUMNS, [str(cell).replace("\x00", "") for cell in row]])
@@ -90,6 +90,22 @@ def test_the_page_has_every_section_and_only_its_own_markup(run: Path, capsys: p
         assert shown in words, shown
 
 
+def test_the_page_says_how_long_it_ran_and_where_ranks_were_lost(run: Path) -> None:
+    write_metrics(run, 1, [{"step": 21, "val/loss": 2.5}])  # Lightning counts a validation after the last step further
+    text = report.render(run)
+    assert "a run of moe-lightning, 20 steps on 2 ranks" in text
+    assert text.count("Dotted: ranks were lost and the others went on.") >= 2
+    assert "Replicas stayed as they were placed: callbacks=load_balancer" in text
+    (run / "placement.csv").unlink()
+    assert "Experts had no replicas: callbacks=load_balancer" in report.render(run)
+
+
+def test_a_table_without_a_head_is_refused(run: Path) -> None:
+    (run / "placement.csv").write_text("2,0,2,0,1 1\n")
+    with pytest.raises(ConfigurationError, match="no lines of step, layer, ranks, holders"):
+        report.render(run)
+
+
 def test_placements_are_read_as_they_changed(run: Path) -> None:
     ((layer, states),) = read_placements(run / "placement.csv").items()
     assert (layer, [step for step, _ in states]) == (0, [2, 12])
@@ -113,9 +129,11 @@ def test_pages_of_large_models_stay_small(tmp_path: Path) -> None:
     """60 layers of 256 experts, 40 samples, 128 ranks: 0.6 and 2 million cells are too many to open."""
     shares = ",".join(["0.00391"] * 256)
     lines = (f"{step},{layer},{shares}\n" for step in range(40) for layer in range(60))
-    (tmp_path / "expert_load.csv").write_text("".join(lines))
+    (tmp_path / "expert_load.csv").write_text("".join(["step,layer,experts\n", *lines]))
     held = ",".join(str(expert % 128) for expert in range(256))
-    (tmp_path / "placement.csv").write_text("".join(f"1,{layer},128,{held}\n" for layer in range(60)))
+    (tmp_path / "placement.csv").write_text(
+        "".join(["step,layer,ranks,experts\n", *(f"1,{layer},128,{held}\n" for layer in range(60))])
+    )
     (tmp_path / "config.yaml").write_text("run_name: large\n")
     text = report.render(tmp_path)
     assert len(text) < 20e6
@@ -142,7 +160,7 @@ def test_what_is_no_run(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture
     for name, text in (
         ("config.yaml", "a: ["),
         ("summary.json", "[]"),
-        ("placement.csv", "1,x\n"),
+        ("placement.csv", "step,layer,ranks\n1,x\n"),
         ("placement.csv", ""),
     ):
         kept = (run / name).read_text()
