@@ -11,6 +11,7 @@ all in an epoch that is resumed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, ClassVar
 
@@ -327,13 +328,39 @@ class StepLoader:
 
 
 def _with_plain_errors(batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches; a mistake that a worker process found is the sentence it was there, without torch's traceback."""
+    """The batches; an error of a worker process is a line with its cause and place. torch makes its traceback the
+    message; here that is a note, except of a user's mistake, whose sentence is all there is to say.
+    """
     try:
         yield from batches
     except ConfigurationError as error:
         # torch's frames hold each other and the workers, whose end would then wait for the garbage collector.
         cause = error.with_traceback(None)
         raise ConfigurationError(str(error).rpartition("ConfigurationError: ")[2].rstrip()) from cause
+    except Exception as error:
+        _, of_worker, trace = str(error).partition("Original Traceback (most recent call last):\n")
+        if not of_worker:
+            raise
+        raise _in_a_line(type(error), trace) from None
+
+
+_FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)')
+
+
+def _in_a_line(kind: type[Exception], trace: str) -> Exception:
+    """An error of the kind that has the traceback, with the last place outside of installed packages."""
+    frames = _FRAME.findall(trace)
+    file, line, function = next((f for f in reversed(frames) if "site-packages" not in f[0]), frames[-1])
+    lines = trace.splitlines()
+    last = max(number for number, text in enumerate(lines) if _FRAME.match(text))
+    cause = next((text for text in lines[last:] if not text.startswith(" ")), kind.__name__)
+    sentence = f"{cause.removeprefix(f'{kind.__name__}: ')} ({function}, {file}:{line}, in a DataLoader worker)"
+    try:
+        error = kind(sentence)
+    except Exception:  # a constructor of its own
+        error = RuntimeError(f"{kind.__name__}: {sentence}")
+    error.add_note(trace.rstrip())
+    return error
 
 
 class _SeenIndices(private_lightning.BatchIndices):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -74,6 +75,46 @@ def test_position_is_counted_where_batches_are_consumed(workers: int) -> None:
     resumed.load_state_dict(loader.state_dict())
     assert read(resumed) == whole[2:]
     assert resumed.state_dict() == {"consumed": 20, "data_size": 23}
+
+
+class Odd(Exception):
+    def __init__(self, what: str, number: int) -> None:
+        super().__init__(f"{what} {number}")
+
+
+class Broken(Numbers):
+    """Raises at one sample."""
+
+    def __init__(self, size: int, error: Exception) -> None:
+        super().__init__(size)
+        self.error = error
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 7:
+            raise self.error
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "cause"),
+    [
+        (FileNotFoundError(2, "No such file", "/far/away.bin"), FileNotFoundError, "[Errno 2] No such file: '/far/"),
+        (ValueError("first line\nsecond line"), ValueError, "first line"),
+        (KeyError("name"), KeyError, "'name'"),
+        (Odd("apples", 3), RuntimeError, "apples 3"),
+    ],
+)
+def test_an_error_of_a_worker_is_a_line_with_its_place(error: Exception, kind: type[Exception], cause: str) -> None:
+    sampler = StepSampler(num_samples=23, global_batch_size=4, shuffle=False)
+    with pytest.raises(kind) as raised:
+        list(StepLoader(Broken(23, error), sampler, num_workers=1))
+    said = str(raised.value)
+    assert cause in said
+    assert "\n" not in said
+    assert "Caught" not in said
+    assert re.search(r"\(__getitem__, .*test_data_step_loader.py:\d+, in a DataLoader worker\)", said)
+    assert "Traceback" not in said
+    assert "raise self.error" in raised.value.__notes__[0]
 
 
 def test_the_next_iterator_begins_the_next_epoch() -> None:
