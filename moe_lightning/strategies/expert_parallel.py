@@ -621,14 +621,19 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         assert module is not None
         if not self.state.holds(module):  # connected only
             return whole_state_dict(module)
+        if self.is_left_alone:
+            return super().lightning_module_state_dict()
         return self.checkpoints.model_state(super().lightning_module_state_dict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.checkpoints.optimizer_state(optimizer)
+        return {} if self.is_left_alone else self.checkpoints.optimizer_state(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.is_left_alone:
+            self.warn_of_no_checkpoint()
+            return
         if self.lightning_module is not None and self.state.holds(self.lightning_module):
             self.checkpoints.add_positions(checkpoint)
         super().save_checkpoint(self.checkpoints.plain(checkpoint), filepath, storage_options)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -36,7 +37,7 @@ from moe_lightning.checkpoint.files import write_file
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.compat.private_lightning import SubprocessLauncher, WorkersLauncher
 from moe_lightning.elastic.membership import ElasticTask, Membership, membership_from_environment
-from moe_lightning.elastic.worker import leave_process_groups_at_exit
+from moe_lightning.elastic.worker import PeerFailed, leave_process_groups_at_exit
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.files import PrivateFolder
 from moe_lightning.parallel.collectives import broadcast_object, carry_objects_without_pickle, check_versions
@@ -44,8 +45,11 @@ from moe_lightning.parallel.context import STORE_VARIABLE, World, all_reduce_, b
 from moe_lightning.parallel.gradient_hook import DenseSum, sum_over_ranks
 from moe_lightning.strategies.checkpoints import decided
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, explained
+from moe_lightning.strategies.failures import Failure
 from moe_lightning.strategies.steps import explained_norm
 from moe_lightning.strategies.worlds import Worlds
+
+logger = logging.getLogger(__name__)
 
 _NAMES_OF_RUNS = (
     "TORCHELASTIC_RUN_ID",
@@ -62,12 +66,15 @@ class PrivateLauncher(SubprocessLauncher):
 
     Args:
         args: arguments of Lightning's launcher.
+        failed: called with an exception that leaves the Trainer, before its hooks for exceptions.
         explained: returns the exception to raise instead of one that leaves the Trainer.
     """
 
-    def __init__(self, *args: Any, explained: Callable[[Exception], Exception]) -> None:
+    def __init__(
+        self, *args: Any, failed: Callable[[BaseException], None], explained: Callable[[Exception], Exception]
+    ) -> None:
         super().__init__(*args)
-        self._explained = explained
+        self._failed, self._explained = failed, explained
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -77,8 +84,9 @@ class PrivateLauncher(SubprocessLauncher):
             os.environ[STORE_VARIABLE] = str(folder.path)
         try:
             return super().launch(function, *args, **kwargs)
-        except Exception as error:
-            shown = self._explained(error)
+        except BaseException as error:
+            self._failed(error)
+            shown = self._explained(error) if isinstance(error, Exception) else error
             if shown is error:
                 raise
             raise shown from None
@@ -205,6 +213,8 @@ class WorldDDPStrategy(DDPStrategy):
             "_has_met",
             "_ignored_by_ddp",
             "_frozen",
+            "_failure",
+            "_num_failures",
         }
     )
     """Attributes that `begin` creates."""
@@ -229,6 +239,8 @@ class WorldDDPStrategy(DDPStrategy):
         self._has_met = False
         self._ignored_by_ddp: Collection[str] = ()
         self._frozen: Sequence[nn.Parameter] = ()
+        self._failure: Failure | None = None
+        self._num_failures = 0
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -307,7 +319,7 @@ class WorldDDPStrategy(DDPStrategy):
             self._own_launcher = WorkerLauncher(self, start_method=self.start_method)
         elif self._own_launcher is None:
             place = (self.cluster_environment, self.num_processes, self.num_nodes)
-            self._own_launcher = PrivateLauncher(*place, explained=self.explained)
+            self._own_launcher = PrivateLauncher(*place, failed=self.failed, explained=self.explained)
         return self._own_launcher
 
     @override
@@ -326,7 +338,33 @@ class WorldDDPStrategy(DDPStrategy):
                 "dense=fsdp and hsdp gather the weights of an element of a ModuleList while it is called: call it, not "
                 "its parts, and use its weights nowhere else, or use dense=zero1"
             )
-        return error if self.elastic is None else explained(error, self.elastic.engine)
+        if self.elastic is not None:
+            return explained(error, self.elastic.engine)
+        if self._failure is not None and self._failure.is_of_network and (cause := self._failure.cause()):
+            return PeerFailed(f"{cause}; see its traceback")
+        return error
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the other ranks of an exception that leaves the Trainer here."""
+        if not (self.worlds.is_joined and self.world.is_connected and dist.is_initialized()):
+            return
+        self._failure = Failure(error, self.world, self._num_failures)
+        self._num_failures += 1
+        trainer = private_lightning.trainer_of(self.lightning_module)
+        for saver in [] if trainer is None else trainer.checkpoint_callbacks:
+            if getattr(saver, "save_on_exception", False) and self.is_left_alone:
+                saver.save_on_exception = False  # type: ignore[attr-defined]  # it would report a file that is not there
+                self.warn_of_no_checkpoint()
+
+    @property
+    def is_left_alone(self) -> bool:
+        """True after an exception that not all ranks raised: nothing collective can follow."""
+        return self._failure is not None and not self._failure.is_common
+
+    def warn_of_no_checkpoint(self) -> None:
+        """Warn that an exception leaves no checkpoint, on the rank that raised it."""
+        if self._failure is not None and not self._failure.is_of_network:
+            logger.warning("no checkpoint is saved now: not every rank has failed here, and it takes all of them")
 
     def meet(self) -> None:
         """Join the other ranks unless that has happened; Lightning itself joins only after it has looked for
@@ -406,6 +444,8 @@ class WorldDDPStrategy(DDPStrategy):
         """
         if self.world_size == 1:  # one that trained among others before may go on alone, and torch still knows them
             return World.single(self.root_device)
+        if self.is_left_alone:
+            return World.single(self.root_device)
         world = World.before_setup(self.root_device)
         return replace(world, is_cut=self.world.is_cut) if self.worlds.is_joined else world
 
@@ -454,7 +494,7 @@ class WorldDDPStrategy(DDPStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self.world_size > 1:
+        if self.world_size > 1 and not self.is_left_alone:
             super().barrier(*args, **kwargs)
 
     @override
