@@ -81,7 +81,7 @@ def _check(options: Options) -> None:
             f"--steps {options.steps} must be a multiple of --every {options.every}, and at least twice as many"
         )
     if options.batch % _RANKS:
-        raise ConfigurationError(f"--batch {options.batch} must be even: stock DDP knows no uneven batches")
+        raise ConfigurationError(f"--batch {options.batch} must be even: stock DDP does not support uneven batches")
     if options.experts < _RANKS:
         raise ConfigurationError(f"--experts {options.experts} must be at least {_RANKS}: every token chooses so many")
     if "training" in options.parts and options.layers < _RANKS:

@@ -36,7 +36,7 @@ def run(options: Options) -> int:
     """Print the tables; 0 on success."""
     if options.figure not in PAPERS and options.figure != ALL:
         raise ConfigurationError(
-            f"figure={shown(options.figure)} is no reproduction: use {ALL} or one of {list(PAPERS)}"
+            f"figure={shown(options.figure)} is not a reproduction: use {ALL} or one of {list(PAPERS)}"
         )
     if options.plots is not None:
         require()

@@ -145,7 +145,7 @@ def quota_rows() -> Iterator[PlannerRow]:
 def _size(text: str) -> tuple[int, int]:
     ranks, _, experts = text.partition("x")
     if not (ranks.isdecimal() and experts.isdecimal() and min(int(ranks), int(experts)) > 1):
-        raise ConfigurationError(f"--sizes {text!r} is no size: give ranks x experts, such as 1024x256")
+        raise ConfigurationError(f"--sizes {text!r} is not a size: give ranks x experts, such as 1024x256")
     return int(ranks), int(experts)
 
 

@@ -107,7 +107,8 @@ def _checked(options: Options) -> Options:
     """With the parts that can be measured."""
     if options.ranks < 2 or options.batch % options.ranks:
         raise ConfigurationError(
-            f"--ranks {options.ranks} must be at least 2 and divide --batch {options.batch}: plain DDP knows no uneven "
+            f"--ranks {options.ranks} must be at least 2 and divide --batch {options.batch}: plain DDP does not "
+            "support uneven "
             "batches"
         )
     if options.ranks < 2 * options.pp or options.ranks % options.pp:
@@ -151,7 +152,7 @@ def _kills(task: Task, options: Options) -> dict[str, list[dict[str, float]]]:
 
 
 def _restarts(task: Task, options: Options) -> dict[str, list[dict[str, float]]]:
-    """All ranks end and start anew: from snapshots in memory, from a checkpoint, and under stock torchrun."""
+    """All ranks end and start over: from snapshots in memory, from a checkpoint, and under stock torchrun."""
     found: dict[str, list[dict[str, float]]] = {}
     arenas = replace(task, folder=f"{task.folder}-arenas", recovery={"min_replicas": 2}, every_n_steps=1)
     act, found["restart, memory"] = kills_of_all(task.ranks, options.rounds, options.seed)
@@ -166,7 +167,7 @@ def _restarts(task: Task, options: Options) -> dict[str, list[dict[str, float]]]
         task.ranks, options.rounds, options.seed, only_one=True, saved=stock.checkpoints
     )
     run_torchrun(stock, act)
-    print(f"SIGKILL to the next finished step, all ranks start anew: medians of {options.rounds}, s")
+    print(f"SIGKILL to the next finished step, all ranks start over: medians of {options.rounds}, s")
     lines = []
     for name, rows in found.items():
         row = medians_of(rows)

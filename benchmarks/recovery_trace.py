@@ -95,7 +95,7 @@ def _in_process(task: Task, replay: Replay) -> dict[str, float]:
 
 
 def _restarting(task: Task, replay: Replay) -> dict[str, float]:
-    """All ranks end at every change and start anew from the last checkpoint, as many as make whole groups."""
+    """All ranks end at every change and start over from the last checkpoint, as many as make whole groups."""
     absences, watch = replay.absences(task.ranks), DiaryReader(Path(task.folder))
     ended, is_training = threading.Event(), threading.Event()
     began_s: list[float] = []

@@ -155,7 +155,7 @@ def train(settings: dict[str, Any]) -> None:
 
 
 def _last(task: Task) -> str | None:
-    """What a process that starts anew goes on from."""
+    """What a process that starts over goes on from."""
     if task.stock:
         last = task.checkpoints / "last.ckpt"
         return str(last) if last.exists() else None

@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
             known = [str(choice) for choice in action.choices]
             near = suggestion(str(value).replace("_", "-"), known)
             option = "/".join(action.option_strings)
-            what = f"{option} {value} is no choice" if option else f"{shown(value)} is not a command"
+            what = f"{option} {value} is not a choice" if option else f"{shown(value)} is not a command"
             raise argparse.ArgumentError(None, f"{what}{near}: choose one of {', '.join(known)}")
 
     def _unknown(self, words: Sequence[str]) -> str:
@@ -189,7 +189,9 @@ def output_file(text: str) -> Path:
     if not text or _is(os.path.isdir, path):
         raise argparse.ArgumentTypeError(f"{shown(text)} is a folder: give the path of a file in it")
     if not _is(os.path.isdir, path.parent):
-        raise argparse.ArgumentTypeError(f"{shown(text)} lies in no folder: create {shown(str(path.parent))} first")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is in a folder that does not exist: create {shown(str(path.parent))} first"
+        )
     _check_writable(path if _is(os.path.exists, path) else path.parent, text)
     return path
 
@@ -199,7 +201,9 @@ def output_folder(text: str) -> Path:
     path = Path(text)
     there = next(place for place in (path, *path.parents) if _is(os.path.lexists, place) or place == Path(place.root))
     if not text or not _is(os.path.isdir, there):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no folder, and none can be made there: give another path")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a folder, and none can be created there: give another path"
+        )
     _check_writable(there, text)
     return path
 
@@ -226,7 +230,7 @@ def _check_writable(place: Path, text: str) -> None:
     except UnicodeEncodeError:
         fits_a_name = False
     if not fits_a_name:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no name that a file can have: give a shorter one")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a valid file name: give a shorter one")
     if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_RDONLY or _in_kernel_file_system(place):
         raise argparse.ArgumentTypeError(f"{shown(text)} cannot be written: give a path in a folder of yours")
 

@@ -16,7 +16,7 @@ class CheckpointError(UserError, RuntimeError):
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at a path; stock Lightning raises FileNotFoundError there."""
+    """There is not a checkpoint at a path; stock Lightning raises FileNotFoundError there."""
 
 
 class ForeignMessageError(UserError, RuntimeError):

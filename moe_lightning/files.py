@@ -287,7 +287,7 @@ def checked_folder(path: Path) -> Path:
         raise ConfigurationError(f"the folder {path} cannot be used ({error.strerror}): start the run again") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigurationError(
-            f"{path} is no folder that this user alone can enter (owner {status.st_uid}, mode "
+            f"{path} is not a folder that this user alone can enter (owner {status.st_uid}, mode "
             f"{stat.S_IMODE(status.st_mode):o}): remove it, or set TMPDIR to a directory of your own"
         )
     return path

@@ -111,7 +111,7 @@ class Registry(Generic[T]):
             names = [*self._members, *sorted({entry.name for entry in entries} - self._members.keys())]
             close = difflib.get_close_matches(name, names, n=2, cutoff=0.7)
             hint = f"did you mean {' or '.join(map(repr, close))}? Use one of" if close else "use one of"
-            raise ConfigurationError(f"{what} is no known {self.kind}: {hint} {', '.join(names)}")
+            raise ConfigurationError(f"{what} is not a known {self.kind}: {hint} {', '.join(names)}")
         if len(chosen) > 1:
             values = " and ".join(entry.value for entry in chosen)
             raise ConfigurationError(f"{what} means {values}: uninstall all packages that bring it but one")

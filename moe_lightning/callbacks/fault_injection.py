@@ -167,7 +167,7 @@ def _parsed(kind: Kind, text: str) -> Fault:
         if not (equals and name and value):
             raise ConfigurationError(f"{kind}={text!r} cannot be read at {part.strip()!r}: write {_example(kind)}")
         if name in given:
-            raise ConfigurationError(f"{kind}={text!r} says {name} twice: say it once")
+            raise ConfigurationError(f"{kind}={text!r} sets {name} twice: set it once")
         given[name] = value
     options = _OPTIONS[kind]
     taken = ("rank", "step", *options)

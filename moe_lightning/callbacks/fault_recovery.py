@@ -292,7 +292,7 @@ class FaultRecovery(Callback, RecoveryListener):
 
 def _sentence(report: RecoveryReport) -> str:
     repeated = f", {report.steps_lost} steps are repeated" if report.steps_lost else ""
-    left = "1 rank goes on" if report.ranks_after == 1 else f"{report.ranks_after} ranks go on"
+    left = "1 rank continues" if report.ranks_after == 1 else f"{report.ranks_after} ranks continue"
     return (
         f"{report.reason} at step {report.step}: {left}, {report.restored}{repeated}; {report.seconds['total']:.2f} s"
     )

@@ -222,7 +222,7 @@ class Telemetry(Callback):
         self._has_warned = True
         warnings.warn(
             f"the loss of step {trainer.global_step} is {float(loss.detach().sum())}, from which training does not "
-            "recover: go on from a checkpoint before that step with a lower learning rate or gradient clipping",
+            "recover: continue from a checkpoint before that step with a lower learning rate or gradient clipping",
             stacklevel=2,
         )
 

@@ -6,7 +6,7 @@ after its own death is in the arenas and in the storage. It reports progress and
 waits for it. It writes to the very directory it was started for, even if the path leads to another one by now.
 
 A carried file is one inode in all checkpoints that name it, so damage reaches all of them. While idle, the agent reads
-carried files back within a number of commits; experts of a damaged or lost file are written anew from memory.
+carried files back within a number of commits; experts of a damaged or lost file are written again from memory.
 
     python -m moe_lightning.checkpoint.agent --arenas DIR --checkpoints ROOT
 """
@@ -182,7 +182,7 @@ class CarriedFileVerifier:
             self._read_at[name] = self._commits
             return
         self.damaged.add(name)
-        self.problems.append(f"{path} {problem}: the next checkpoint has its experts anew")
+        self.problems.append(f"{path} {problem}: the next checkpoint writes its experts again")
 
 
 def _is_carried(name: str, step: int, ranks: Collection[int]) -> bool:
@@ -288,7 +288,7 @@ class Agent:
             is_own = not isinstance(error, Elsewhere)
             if is_own and self._job is not None and self._is_fenced(self._job.world):
                 return True
-            # Storage may recover; a snapshot that makes no whole checkpoint stays as it is.
+            # Storage may recover; a snapshot that makes no complete checkpoint stays as it is.
             keep = isinstance(error, OSError) or self._failures < _LAST_ATTEMPTS
             self._fail(complaint_of(error, self.root), keep=keep, withdraw=is_own)
             return True

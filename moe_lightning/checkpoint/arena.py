@@ -331,7 +331,7 @@ logger = logging.getLogger(__name__)
 
 
 class DamagedArena(CheckpointError):
-    """A file that is no arena of this version, or no longer one."""
+    """A file that is not an arena of this version, or no longer one."""
 
 
 def block_bytes(nbytes: int) -> int:
@@ -369,7 +369,7 @@ class Arena:
             hold_alive: this process is the writer: others see it alive (`writer_alive`) until it closes or dies.
 
         Raises:
-            DamagedArena: the file is no arena of this version, or no longer one.
+            DamagedArena: the file is not an arena of this version, or no longer one.
             CheckpointError: another writer holds it.
         """
         self.path = path
@@ -398,11 +398,11 @@ class Arena:
         """Map the file and read its superblock; returns the bytes of that."""
         size = os.fstat(self._fd).st_size
         if size < _PAGE:
-            raise DamagedArena(f"{self.path} is no arena: {size} bytes are too few; delete it")
+            raise DamagedArena(f"{self.path} is not an arena: {size} bytes are too few; delete it")
         self._map = mmap.mmap(self._fd, size)
         magic, superblock, self.table_bytes, blocks, json_bytes = _SUPERBLOCK.unpack_from(self._map, 0)
         if magic != _MAGIC:
-            raise DamagedArena(f"{self.path} is no arena of this version; delete it")
+            raise DamagedArena(f"{self.path} is not an arena of this version; delete it")
         end = _SUPERBLOCK.size + json_bytes
         if xxhash.xxh3_64_digest(self._map[:end]) != self._map[end : end + _DIGEST_BYTES]:
             raise DamagedArena(f"{self.path} is damaged: the checksum of its superblock does not match; delete it")

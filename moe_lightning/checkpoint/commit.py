@@ -167,7 +167,7 @@ def write_part(
     Args:
         table: the snapshot.
         payload: the bytes of a piece, uint8 [nbytes].
-        damaged: names of files whose experts are written anew.
+        damaged: names of files whose experts are written again.
         copy_every: every so many commits everything is written, so that it lies in files of its own; None: never.
 
     Raises:
@@ -281,7 +281,7 @@ def try_commit(
     """Commit a step if every rank's part is there. While parts are missing, nothing but their directory is listed.
 
     Args:
-        has_written: a part is new since the last look: where it was written anew behind the commit, the checkpoints
+        has_written: a part is new since the last look: where it was written again behind the commit, the checkpoints
             tell of that.
 
     Returns:
@@ -326,7 +326,7 @@ def _committed(root: Place, session: str, step: int) -> Place | None:
 
 
 def withdraw_part(root: Place, session: str, step: int, rank: int, *, world: int = 0) -> None:
-    """Take back a rank's part that did not lead to a commit, so that it is written anew."""
+    """Take back a rank's part that did not lead to a commit, so that it is written again."""
     storage = storage_of(root)
     if storage.is_dir(root):
         with world_lock(root, world):

@@ -137,7 +137,7 @@ def read_manifest(path: Place) -> Manifest:
 
     Raises:
         CheckpointError: it is damaged or belongs to another directory or run.
-        FileNotFoundError: there is none: the directory is no checkpoint.
+        FileNotFoundError: there is none: the directory is not a checkpoint.
     """
     try:
         data = storage_of(path).read(path / MANIFEST)
@@ -208,7 +208,7 @@ def _manifests_alone(root: Place) -> Iterator[Manifest]:
 
 
 def claim(root: Place, run: str) -> None:
-    """Make the directory and record that it belongs to a run; a damaged record is written anew.
+    """Make the directory and record that it belongs to a run; a damaged record is written again.
 
     Raises:
         CheckpointError: it belongs to another run.

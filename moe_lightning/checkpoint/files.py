@@ -178,10 +178,12 @@ def check_archive(file: IO[bytes], size: int, origin: str) -> None:
         raise CheckpointError(f"{origin} is damaged or no checkpoint: {error}") from error
     packed = next((r.filename for r in records if r.compress_type != zipfile.ZIP_STORED), None)
     if packed is not None:
-        raise CheckpointError(f"{origin} is no checkpoint of torch: its record {packed} is compressed, and is not read")
+        raise CheckpointError(
+            f"{origin} is not a checkpoint of torch: its record {packed} is compressed, and is not read"
+        )
     total = sum(record.file_size for record in records)
     if total > size:
-        raise CheckpointError(f"{origin} is no checkpoint of torch: its {size} bytes hold records of {total} bytes")
+        raise CheckpointError(f"{origin} is not a checkpoint of torch: its {size} bytes hold records of {total} bytes")
 
 
 TRUST_ADVICE = ", unless you trust who wrote it and say fit(..., weights_only=False)"

@@ -68,14 +68,14 @@ def resolve(path: Place) -> Checkpoint:
         CheckpointError: there are checkpoints, but none is whole.
     """
     if not storage_of(path).is_dir(path):
-        raise ConfigurationError(f"{path} is no directory: name a checkpoint, or the directory that holds them")
+        raise ConfigurationError(f"{path} is not a directory: name a checkpoint, or the directory that holds them")
     if has_manifest(path):
         return Checkpoint(path)
     found = find_newest(path)
     if found.checkpoint is not None:
         return found.checkpoint
     if found.problems:
-        raise CheckpointError(f"{path} holds no whole checkpoint: {found.problems[0]}")
+        raise CheckpointError(f"{path} holds no complete checkpoint: {found.problems[0]}")
     raise ConfigurationError(f"{path} holds no checkpoint: name a checkpoint, or the directory that holds them")
 
 

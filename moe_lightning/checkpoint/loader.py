@@ -245,7 +245,7 @@ class Checkpoint(CheckpointSource):
         try:
             self.manifest: Manifest = read_manifest(path)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from error
+            raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}") from error
         if run is not None and self.manifest.run != run:
             raise CheckpointError(f"{path} belongs to run {self.manifest.run}, not to {run}: name the right directory")
 
@@ -454,7 +454,7 @@ def repaired(path: Place, *, report: Callable[[str], None]) -> Checkpoint:
     try:
         checkpoint, sentences = _mend(damaged, others)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; restore it from a copy, name another checkpoint, or start anew") from error
+        raise CheckpointError(f"{error}; restore it from a copy, name another checkpoint, or start over") from error
     for sentence in sentences:
         report(sentence)
     return checkpoint
@@ -518,7 +518,7 @@ def _costs(before: Checkpoint, after: Checkpoint) -> Mapping[tuple[int, int], in
 
 
 def _harmless(damage: Damage) -> str:
-    return f"{damage.problem}; no state lies there, so nothing is lost"
+    return f"{damage.problem}; it holds no state, so nothing is lost"
 
 
 def _sentence(

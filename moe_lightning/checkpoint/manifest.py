@@ -91,7 +91,7 @@ def read_object(data: bytes, origin: str, *, subject: str = "it") -> dict[str, A
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{origin} was written by something else: {subject} cannot be read ({error})") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{origin} was written by something else: {subject} is no object")
+        raise CheckpointError(f"{origin} was written by something else: {subject} is not an object")
     return values
 
 
@@ -170,7 +170,7 @@ def check_blocks(placed: Iterable[Piece], memory_bytes: int, origin: str) -> Non
 def _examined(piece: Piece) -> tuple[str | None, int, int]:
     """Return (problem of a piece or None, layer, expert); layer and expert are -1 for dense state."""
     if not (_is_text(piece.key) and _is_text(piece.group) and _is_text(piece.dtype)):
-        return "has a key, group or dtype that is no text", -1, -1
+        return "has a key, group or dtype that is not text", -1, -1
     if not (_is_digest(piece.xxh3) and is_whole(piece.version, -1) and is_whole(piece.nbytes)):
         return "has a checksum, version or size that cannot be", -1, -1
     block, numbers = piece.block, (*piece.block.sizes, *piece.block.offsets, *piece.block.whole)
@@ -188,7 +188,7 @@ def _examined_outline(key: str, dtype: str, block: Block, nbytes: int) -> tuple[
         try:
             layer, expert = expert_of(key) or (-1, -1)
         except (ConfigurationError, ValueError):
-            problem = "is no expert's key"
+            problem = "is not the key of an expert"
     return problem, layer, expert
 
 
@@ -454,7 +454,7 @@ def _parse_envelope(data: bytes, origin: str) -> dict[str, Any]:
     """The body, if its bytes match the checksum before them."""
     envelope = _ENVELOPE.match(data)
     if envelope is None or not data.endswith(b"}\n"):
-        raise CheckpointError(f"{origin} is damaged: it is no manifest")
+        raise CheckpointError(f"{origin} is damaged: it is not a manifest")
     if int(envelope[1]) not in _FORMATS:
         raise CheckpointError(
             f"{origin} has format {int(envelope[1])}, not {_FORMATS[0]} or {_FORMATS[1]}: read it with the version "

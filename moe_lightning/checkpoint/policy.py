@@ -95,7 +95,7 @@ class CheckpointSettings:
             Parameters in float32 are master weights; those of lower precision are weights.
         keep_last: whole checkpoints to keep.
         verify_within: commits within which every file that checkpoints carry over is read again; what is damaged is
-            written anew.
+            written again.
         copies_on_storage: every so many checkpoints hold all experts in files of their own, and one whole checkpoint is
             kept that shares no file with the newest; None: never, so that an expert has one copy on storage.
         failures_per_hour: expected rate of faults, for the adaptive interval.

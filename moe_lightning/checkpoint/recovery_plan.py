@@ -247,7 +247,7 @@ class RecoveryPlan:
     Attributes:
         level: "live": the ranks of `live_ranks` keep their state, the others receive it; "memory" and "storage":
             everybody restores `version`, dense state from snapshots or from the checkpoint; "nothing": there is no
-            source, training starts anew.
+            source, training starts over.
         version: updates contained in the restored state; 0 where there is no source.
         resumes_at: the step that training goes on from: `version`, unless that is the last step of a window that is run
             again (`training_state.py`).

@@ -76,14 +76,14 @@ def parse_scopes(scopes: str | Iterable[str]) -> frozenset[str]:
     if isinstance(scopes, str):
         if scopes not in SCOPE_PRESETS:
             raise ConfigurationError(
-                f"scopes={scopes!r} is no preset: use one of {sorted(SCOPE_PRESETS)} or a list of {list(SCOPES)}"
+                f"scopes={scopes!r} is not a preset: use one of {sorted(SCOPE_PRESETS)} or a list of {list(SCOPES)}"
             )
         return frozenset(SCOPE_PRESETS[scopes])
     chosen = frozenset(scopes)
     unknown = sorted(chosen - set(SCOPES))
     if unknown:
         raise ConfigurationError(
-            f"scopes contain {unknown}, which is no state of an expert: use some of {list(SCOPES)}"
+            f"scopes contain {unknown}, which is not a state of an expert: use some of {list(SCOPES)}"
         )
     return chosen
 

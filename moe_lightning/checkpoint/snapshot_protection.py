@@ -150,7 +150,7 @@ class Protector:
         if len(layout.node_of) != world.size:
             raise ConfigurationError(
                 f"the protection is laid out for {len(layout.node_of)} ranks, the world has {world.size}: "
-                "lay it out anew"
+                "compute it again"
             )
         self._arena, self._layout, self._world = arena, layout, world
         self._group = layout.group_of(world.rank)

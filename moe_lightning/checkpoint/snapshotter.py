@@ -523,7 +523,7 @@ class Snapshotter:
         if data.numel() > self._object_bytes:
             raise ConfigurationError(
                 f"{key} takes {data.numel()} bytes now, the arena has room for {self._object_bytes}: keep less in the "
-                "state_dict of callbacks, or start again, which resumes and measures the room anew"
+                "state_dict of callbacks, or start again, which resumes and measures the size again"
             )
         piece = Piece(
             key=key,

@@ -21,7 +21,7 @@ from moe_lightning.user_errors import suggestion
 _Threads = Annotated[int, Interval(ge=1, le=1024)]
 
 COMMANDS = {
-    "calibrate": "this machine as moe-sim sees it, and its predictions beside real trainings",
+    "calibrate": "this machine as moe-sim sees it, and its predictions compared with real training runs",
     "gpu-check": "whether everything that needs a GPU works on this machine: a table of pass and fail",
     "pictures": "heat maps of the experts' loads over time, from a trace or a run's expert_load.csv",
     "plot": "pictures of a run: loads, imbalance, checkpoints, lost tokens, recoveries",

@@ -71,7 +71,7 @@ def _taken(manifest: Manifest) -> str:
 
 def _carries_on(manifest: Manifest) -> str:
     if manifest.first_step < manifest.step:
-        return "nothing: every expert was written anew"
+        return "nothing: every expert was written again"
     return manifest.previous or "nothing: every expert is of this session's first checkpoint"
 
 
@@ -205,7 +205,7 @@ def _prune(arguments: argparse.Namespace, console: Console) -> int:
 def _clean(arguments: argparse.Namespace, console: Console) -> int:
     missing = next((path for path in arguments.path if not path.is_dir()), None)
     if missing is not None:
-        raise ConfigurationError(f"{missing} is no directory: name the one that a run's fallback_dir is")
+        raise ConfigurationError(f"{missing} is not a directory: name the one that a run's fallback_dir is")
     found = checkpoints.orphans(arguments.path)
     for orphan in found:
         facts = [_size(orphan.nbytes), f"checkpoints in {orphan.root or 'a place that is not recorded'}"]

@@ -243,7 +243,7 @@ def check_recipe(raw: Mapping[str, Any]) -> None:
     for key in raw:
         if key not in KEYS and key not in referred:
             raise ConfigurationError(
-                f"{key} is no key of moe-train and nothing refers to ${{{key}}}{suggestion(str(key), KEYS)}: "
+                f"{key} is not a key of moe-train and nothing refers to ${{{key}}}{suggestion(str(key), KEYS)}: "
                 f"use one of {', '.join(KEYS)}"
             )
 
@@ -286,7 +286,8 @@ def check_run_name(name: object) -> None:
     for part in name.split("/") if isinstance(name, str) else [""]:
         if part.strip() in ("", ".", "..") or part.startswith(("-", "~")):
             raise ConfigurationError(
-                f"run_name={shown(name)} is no name of a folder below outputs: use words such as run_name=first_try, "
+                f"run_name={shown(name)} is not a valid name for a folder in outputs: use words such as "
+                "run_name=first_try, "
                 "or hydra.run.dir=FOLDER for another place"
             )
         if not part.isprintable() or len(part.encode()) > _LONGEST_UNKNOWN_NAME:
@@ -499,7 +500,7 @@ def _sentence(error: Exception, overrides: Sequence[str], config_name: str) -> s
     if message.startswith("Config group override must be"):
         override = _wrong_choice(overrides)
         names = ", ".join(choices(override.partition("=")[0]))
-        return f"{override} is no choice: choose one of {names}" if names else f"{override}: give KEY=VALUE"
+        return f"{override} is not a choice: choose one of {names}" if names else f"{override}: give KEY=VALUE"
     first = message.splitlines()[0].removeprefix(_BY_A_RESOLVER)
     detail = f" ({one_line(error.__cause__)})" if isinstance(error.__cause__, OmegaConfBaseException) else ""
     return one_line(first + detail)
@@ -560,7 +561,7 @@ def choices(group: str) -> list[str]:
 
 
 def unreadable(override: str) -> str:
-    """The sentence for a word of the command line that is no setting."""
+    """The sentence for a word of the command line that is not a setting."""
     key, has_value, _ = override.partition("=")
     if has_value and re.fullmatch(r"[+~]*[\w/@]+(\.[\w-]+)*", key):
         return (
@@ -571,12 +572,14 @@ def unreadable(override: str) -> str:
         return f"{shown(override)} names no key: write KEY=VALUE, such as trainer.max_steps=100"
     groups = [group for group in _groups() if override in choices(group)]
     if groups:
-        return f"{shown(override)} is no setting (did you mean '{groups[0]}={override}'?): write KEY=VALUE"
+        return f"{shown(override)} is not a setting (did you mean '{groups[0]}={override}'?): write KEY=VALUE"
     if override.endswith((".yaml", ".yml")):
-        return f"{shown(override)} is no setting: give --config-dir DIR recipes=NAME for a recipe DIR/recipes/NAME.yaml"
+        return (
+            f"{shown(override)} is not a setting: give --config-dir DIR recipes=NAME for a recipe DIR/recipes/NAME.yaml"
+        )
     if Path(override).exists():
-        return f"{shown(override)} is no setting: to train on this file or folder, give data.source={override}"
-    return f"{shown(override)} is no setting: write KEY=VALUE, such as trainer.max_steps=100"
+        return f"{shown(override)} is not a setting: to train on this file or folder, give data.source={override}"
+    return f"{shown(override)} is not a setting: write KEY=VALUE, such as trainer.max_steps=100"
 
 
 def unknown_key(key: str, known: Iterable[str], listing: str) -> str:

@@ -311,7 +311,7 @@ def _module(checkpoint: Mapping[str, Any], path: Path) -> GPTModule:
 
     hyper = checkpoint.get("hyper_parameters", {})
     if not {"vocab_size", "num_experts", "router"} <= set(hyper.get("config", {})):
-        raise ConfigurationError(f"{path} is no checkpoint of a GPTModule, whose experts alone can be edited")
+        raise ConfigurationError(f"{path} is not a checkpoint of a GPTModule, whose experts alone can be edited")
     with torch.device("meta"):
         module = GPTModule(hyper["config"], hyper.get("optimizer"))
         module.configure_model()

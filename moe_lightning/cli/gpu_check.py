@@ -42,7 +42,7 @@ print(n, f"torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton}
 class Options:
     """Options of `moe-bench gpu-check`."""
 
-    stand_in: bool = option("run the checks on the CPU: tries them, and says nothing of a GPU", False)
+    stand_in: bool = option("run the checks on the CPU: tests the checks themselves, not a GPU", False)
 
 
 @dataclass(frozen=True, kw_only=True)

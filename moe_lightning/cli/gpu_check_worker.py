@@ -202,7 +202,7 @@ def _reconnect(rank: int, folder: str, device_type: str) -> None:
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    assert exchanged_after_abort(rank, 2, Path(folder), device, _TIMEOUT), "rows went astray"
+    assert exchanged_after_abort(rank, 2, Path(folder), device, _TIMEOUT), "rows were misplaced"
 
 
 def _generator() -> torch.Generator:

@@ -69,7 +69,7 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
     source: _Source = _Directory(path) if file is None and storage_of(path).is_dir(path) else _File(Path(file or path))
     hyper_parameters = source.values.get("hyper_parameters", {})
     if "huggingface" not in hyper_parameters:
-        raise ConfigurationError(f"{path} is no checkpoint of a HuggingFaceModule: transformers has no class for it")
+        raise ConfigurationError(f"{path} is not a checkpoint of a HuggingFaceModule: transformers has no class for it")
     config = build_config(HuggingFaceConfig, hyper_parameters["config"])
     architecture = config.architecture(hyper_parameters["huggingface"])
     export = plan_export(architecture, build_skeleton(architecture), dtype)

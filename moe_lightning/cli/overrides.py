@@ -35,7 +35,7 @@ class Vocabulary:
 
     Args:
         program: the command.
-        names: key of the configuration by other key; applied where the other one is no key of the configuration. Of
+        names: key of the configuration by other key; applied where the other one is not a key of the configuration. Of
             several, with | between them, the first that the configuration has.
         short: key by the group whose plain value it stands for, as in hardware=h100.
         beside: further override by key that was read from another name, unless its own key is given.
@@ -208,7 +208,7 @@ class _Reader:
         key, has_value, value = setting.partition("=")
         if not has_value:
             if setting in vocabulary.words:
-                raise ConfigurationError(f"{shown(setting)} is no setting: {vocabulary.words[setting]}")
+                raise ConfigurationError(f"{shown(setting)} is not a setting: {vocabulary.words[setting]}")
             return [setting]
         if not key:
             raise ConfigurationError(f"{shown(setting)} names no key: write KEY=VALUE")
@@ -222,7 +222,7 @@ class _Reader:
         for name, advice in vocabulary.nullable.items():
             if key.startswith(f"{name}.") and key not in self.known:
                 if name not in self.known:
-                    raise ConfigurationError(f"{key} is no key of this configuration: {advice}")
+                    raise ConfigurationError(f"{key} is not a key of this configuration: {advice}")
                 return [f"++{setting}"]
         if vocabulary.has(key) and key not in self.known:
             self.explain(key)

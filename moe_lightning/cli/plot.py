@@ -103,7 +103,7 @@ def read_all_metrics(files: list[Path]) -> Metrics:
     recovery, and the loads of experts, carry the number of steps made.
 
     Raises:
-        ConfigurationError: a file that is no table of numbers with a column `step`.
+        ConfigurationError: a file that is not a table of numbers with a column `step`.
     """
     found: dict[str, dict[int, float]] = {}
     for path in files:

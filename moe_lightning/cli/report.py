@@ -139,7 +139,7 @@ _TELEMETRY = "callbacks=default and logger=default record it (or give a Trainer 
 _WORDS = {
     "imbalance": "1 is even; the run waits for its busiest rank.",
     "checkpoint_ms": "Training waits only for the first; copies and writes run beside it.",
-    "checkpoint_mb": "Experts that were not written anew are carried over from the checkpoint before.",
+    "checkpoint_mb": "Experts that were not written again are carried over from the checkpoint before.",
     "plt": "Tokens whose updates a restore lost, of all that experts were trained on.",
     "k": "K_snapshot and K_persist: the others of a layer stay as they were saved last.",
 }
@@ -265,7 +265,7 @@ def recoveries(directory: Path, metrics: Metrics) -> Section:
             with file.open(newline="", encoding="utf-8") as lines:
                 head, *found = list(csv.reader(lines)) or [[]]
         except (ValueError, OSError, csv.Error) as error:
-            raise ConfigurationError(f"{file} is no table of recoveries: move it away") from error
+            raise ConfigurationError(f"{file} is not a table of recoveries: move it away") from error
         rows += found
     lanes = recovery_lanes(metrics)
     if lanes:
@@ -473,7 +473,7 @@ def _mapping(path: Path, read: Any) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{path} cannot be read: move it away, and the report leaves it out") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{path} is no mapping: move it away, and the report leaves it out")
+        raise ConfigurationError(f"{path} is not a mapping: move it away, and the report leaves it out")
     return found
 
 

@@ -98,18 +98,18 @@ def check_changes(found: list[SettingChange], *, overrides: bool) -> None:
     if impossible:
         raise ConfigurationError(
             f"the checkpoint of this run has another shape or meaning: {_listed(impossible)}; leave it as it was, "
-            "give this run another run_name, or start anew with resume=false"
+            "give this run another run_name, or start over with resume=false"
         )
     asked = [change for change in found if change.is_on_request]
     if asked and not overrides:
         raise ConfigurationError(
             f"this run was trained with other settings: {_listed(asked)}; give resume_overrides=true to go on with the "
-            "new ones, leave them as they were, or start anew with resume=false"
+            "new ones, leave them as they were, or start over with resume=false"
         )
 
 
 def check_start(resume: str) -> None:
-    """Refuse a `resume` that is no checkpoint, without reading what may be large.
+    """Refuse a `resume` that is not a checkpoint, without reading what may be large.
 
     Raises:
         ConfigurationError, CheckpointError: one sentence about it.
@@ -159,7 +159,7 @@ def config_of(checkpoint: str | Path) -> dict[str, Any] | None:
             except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
                 reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or "no YAML"
                 raise ConfigurationError(
-                    f"{path} cannot be read ({reason}): put it right, or remove it to go on unchecked"
+                    f"{path} cannot be read ({reason}): fix it, or remove it to continue without this check"
                 ) from error
             if isinstance(config, dict):
                 return {str(name): value for name, value in config.items()}

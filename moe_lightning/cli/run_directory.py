@@ -124,7 +124,9 @@ class RunDirectory:
                 report(f"{problem}; {checkpoint.path.name}, the one before it, is used")
             return checkpoint
         if problems:
-            raise CheckpointError(f"{problems[0]}, and there is no whole one before it: start anew with resume=false")
+            raise CheckpointError(
+                f"{problems[0]}, and there is no complete one before it: start over with resume=false"
+            )
         return None
 
     def has_reached(self, step: int) -> Checkpoint | None:
@@ -166,7 +168,7 @@ class RunDirectory:
         where = f"resume=false would move {self} aside"
         if not self.holds_run():
             raise ConfigurationError(
-                f"{where}, but no run of moe-train lies in it: give another run_name, or empty that folder"
+                f"{where}, but it contains no run of moe-train: give another run_name, or empty that folder"
             )
         others = [path.name for path in self.path.iterdir() if path.is_dir() and RunDirectory(path).holds_run()]
         if others or Path.cwd().resolve().is_relative_to(self.path.resolve()):

@@ -231,7 +231,7 @@ def run(arguments: list[str]) -> int:
     advise = arguments[:1] == ["recommend"]
     if arguments and not advise and "=" not in arguments[0] and suggestion(arguments[0], ["recommend"]):
         raise ConfigurationError(
-            f"{shown(arguments[0])} is no command (did you mean 'recommend'?): moe-sim has only that"
+            f"{shown(arguments[0])} is not a command (did you mean 'recommend'?): moe-sim has only that"
         )
     top = {*_TYPES, *_GROUPS, "recipes"}
     words = read_settings(arguments[advise:], SIM, top, lambda: known_keys(arguments, config_name=CONFIG_NAME))
@@ -268,7 +268,7 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
     config = {str(key): value for key, value in composed.items()}
     for key in config:
         if key not in _GROUPS and key not in _TYPES:
-            raise ConfigurationError(f"{key} is no key of moe-sim{suggestion(key, _TYPES)}: see moe-sim --cfg")
+            raise ConfigurationError(f"{key} is not a key of moe-sim{suggestion(key, _TYPES)}: see moe-sim --cfg")
     for key in _GROUPS:
         if not isinstance(config.get(key), dict):
             raise ConfigurationError(f"{key}={shown(config.get(key))} must be a mapping: set {key}.NAME=value")

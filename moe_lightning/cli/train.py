@@ -83,7 +83,7 @@ keys (all of them: moe-train --cfg job)
   trainer.precision=32-true     bf16-mixed
   strategy.copies=null          replicas of each expert
   run_name=NAME                 files go to outputs/NAME
-  resume=true                   false: start anew; or a checkpoint's path
+  resume=true                   false: start over; or a checkpoint's path
   task=train                    validate: measure the last checkpoint
 
 options
@@ -151,7 +151,7 @@ def objective_of(path: Path, name: str) -> float:
         near = suggestion(name, metrics)
         some = ", ".join(sorted(metrics)[:_MOST_NAMED]) or "none"
         raise ConfigurationError(
-            f"objective={name} is no metric that the run logged{near}: it logged {some}"
+            f"objective={name} is not a metric that the run logged{near}: it logged {some}"
             f"{', ...' if len(metrics) > _MOST_NAMED else ''}; the same command with one of them need not train again"
         )
     if not math.isfinite(metrics[name]):
@@ -539,9 +539,9 @@ def _outlook(directory: RunDirectory) -> str:
     """Return a clause on what the same command does next after an interruption."""
     newest = directory.newest_checkpoint()
     if newest is None:
-        return "no checkpoint had been written, so the same command starts anew"
+        return "no checkpoint had been written, so the same command starts over"
     saved = newest.path.relative_to(directory.path)
-    return f"{directory}/{saved} is saved, and the same command goes on after step {newest.step}"
+    return f"{directory}/{saved} is saved, and the same command resumes after step {newest.step}"
 
 
 def resolved(composed: DictConfig) -> dict[str, Any]:
@@ -619,7 +619,7 @@ def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
     former = config_of(last.path)
     others = unused(changes(former, config)) if former else ""
     return (
-        f"{directory} has finished its {last.step} steps{others}: give this run another run_name, start anew with "
+        f"{directory} has finished its {last.step} steps{others}: give this run another run_name, start over with "
         "resume=false, or measure it with task=validate"
     )
 
@@ -653,7 +653,7 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
     found = changes(former, config) if former else []
     check_changes(found, overrides=config["resume_overrides"])
     if newest is not None:
-        return None, f", going on after step {newest.step} (resume=false starts anew){effect(found)}"
+        return None, f", resuming after step {newest.step} (resume=false starts over){effect(found)}"
     return None, effect(found)
 
 

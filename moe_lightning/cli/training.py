@@ -378,7 +378,7 @@ def _check_pretrained(config: Mapping[str, Any]) -> None:
     """Refuse a wrong `model.pretrained` before its tokenizer, which the data ask for, is missed.
 
     Raises:
-        ConfigurationError: it is no folder of a checkpoint, or of a model that is not known.
+        ConfigurationError: it is not a folder of a checkpoint, or of a model that is not known.
     """
     model = config["module"].get("config")
     if isinstance(model, Mapping) and model.get("pretrained") is not None:
@@ -460,7 +460,7 @@ def _built_group(config: Mapping[str, Any], group: str) -> list[Any]:
 
 
 def agreed_checkpoint(run: Run, config: Mapping[str, Any]) -> str | None:
-    """The checkpoint that all ranks go on from, or None: rank 0 looks, after it has kept older worlds from committing;
+    """The checkpoint that all ranks continue from, or None: rank 0 looks, once older worlds cannot commit;
     collective."""
     strategy = run.trainer.strategy
     if not isinstance(strategy, ExpertParallelStrategy):

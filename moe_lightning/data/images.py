@@ -95,7 +95,7 @@ class ImageFiles:
             with image_module.open(path) as image:
                 return image.convert("RGB"), int(self.classes[index])
         except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
-            raise ConfigurationError(f"{path} is no image that can be read ({error}): mend or remove it") from error
+            raise ConfigurationError(f"{path} is not a readable image ({error}): fix or remove it") from error
 
     def only(self, chosen: npt.NDArray[np.int64]) -> ImageFiles:
         """Those of these numbers, in this order."""
@@ -406,7 +406,7 @@ class ImageData(StepDataModule):
         super().__init__(global_batch_size=global_batch_size, num_workers=num_workers, seed=seed)
         if not 0 < crop_scale[0] <= crop_scale[1] <= 1:
             raise ConfigurationError(
-                f"crop_scale={list(crop_scale)} is no range of shares inside (0, 1]; give for example [0.08, 1.0]."
+                f"crop_scale={list(crop_scale)} is not a range of shares inside (0, 1]; give for example [0.08, 1.0]."
             )
         check_local("path", path)
         self.image_size = image_size

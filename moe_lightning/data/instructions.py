@@ -114,7 +114,7 @@ def _text(content: Any) -> str:
             raise ValueError(f"a turn has a part of the type {shown(other.get('type'))}: only text is trained on")
         return "".join(_text(part["text"]) for part in parts)
     if not isinstance(content, str):
-        raise ValueError(f"a turn has the content {shown(content)}, which is no text")
+        raise ValueError(f"a turn has the content {shown(content)}, which is not text")
     return content
 
 
@@ -310,7 +310,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json of a folder; empty where there is none.
 
     Raises:
-        ConfigurationError: it is no JSON object.
+        ConfigurationError: it is not JSON object.
     """
     path = folder / "tokenizer_config.json"
     if not path.is_file():
@@ -705,7 +705,8 @@ def _elements(path: Path) -> Iterator[tuple[str, int, bytes]]:
                 raise ValueError("neither a comma nor the end of the array follows it")
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(
-            f"{path} is no whole JSON array: element {number}: {error}; mend it, or give one conversation a line"
+            f"{path} is not a complete JSON array: element {number}: {error}; fix it, or write one conversation "
+            "per line"
         ) from error
 
 

@@ -272,7 +272,7 @@ class StepSampler(Sampler[list[int]]):
         bounds = self._micro_bounds(step_total, num_micros)
         if inside_step not in bounds[:-1]:
             raise ConfigurationError(
-                f"The data position lies {inside_step} samples inside a step of {step_total}, where none of its "
+                f"The data position is {inside_step} samples inside a step of {step_total}, where none of its "
                 f"{num_micros} micro-batches begins; resume with the accumulation and global batch it was saved with, "
                 "or from a checkpoint taken after a whole step."
             )
@@ -514,7 +514,7 @@ class SamplerOrder:
         self._name = type(sampler).__name__
         if not isinstance(sampler, Sized):
             raise NoCommonOrderError(
-                f"The DataLoader's sampler {self._name} has no length, so nobody knows where an epoch ends; "
+                f"The DataLoader's sampler {self._name} has no length, so the end of an epoch is unknown; "
                 "give it a __len__."
             )
         self.num_samples = len(sampler)

@@ -364,7 +364,7 @@ def reason_not_to_stream(loader: DataLoader[Any], trainer: Trainer) -> str | Non
     if samples_of_epoch(loader, trainer) is None:
         cure = "limit_train_batches or max_steps" if trainer.training else "an integer limit of its batches"
         return (
-            f"The stream {name} has no __len__, so nobody knows where an epoch of it ends; give it one, or give the "
+            f"The stream {name} has no __len__, so the end of an epoch is unknown; give it one, or give the "
             f"Trainer {cure}."
         )
     return None

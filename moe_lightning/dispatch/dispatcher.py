@@ -130,7 +130,7 @@ class Dispatcher:
         self.last_rank_loads: IntArray | None = None
         self._planner: DevicePlanner | None = None
         if self.plans_on_device and world.size > 1:
-            self._refuse_on_device(len(self.groups) > 1, "knows no dispatch groups: drop ep_size")
+            self._refuse_on_device(len(self.groups) > 1, "does not support dispatch groups: drop ep_size")
             takes_plan = getattr(self._backend, "takes_device_plans", False)
             self._refuse_on_device(not takes_plan, f"needs a dispatch that takes it, and {backend!r} does not")
             self._planner = DevicePlanner(
@@ -165,7 +165,7 @@ class Dispatcher:
     @shadows.setter
     def shadows(self, plan: ShadowPlan | None) -> None:
         if plan is not None:
-            self._refuse_on_device(plan.num_copies > 0, "knows no shadows: use shadows=none")
+            self._refuse_on_device(plan.num_copies > 0, "does not support shadows: use shadows=none")
             plan.check(self.placement)
             if len(self.groups) > 1:
                 raise ConfigurationError(
@@ -274,7 +274,7 @@ class Dispatcher:
             rows_MD = ops.permute(x_TD, by_expert.order_M, by_expert.inverse_TK)
             return Dispatched(rows_MD=rows_MD, tokens_per_slot_S=by_expert.tokens_per_expert_E, handle=by_expert)
         if self._planner is not None:
-            self._refuse_on_device(overlap_fn is not None, "tells nobody the counts: drop what balances by them")
+            self._refuse_on_device(overlap_fn is not None, "does not provide the counts: drop what balances by them")
             on_device = self._planner.plan(counts_NE, *expert_ids_TK.shape, is_training=is_training)
             rows_MD, tokens_S, handle = self._backend.dispatch(x_TD, expert_ids_TK, on_device, None)
             return Dispatched(rows_MD=rows_MD, tokens_per_slot_S=tokens_S, handle=handle)

@@ -95,7 +95,7 @@ def _how(parting: Parting) -> str:
 def _cause(partings: Sequence[Parting], num_ranks: int) -> str:
     first = partings[0]
     if math.isnan(first.here) and not math.isnan(first.there):
-        return "a number that is none: overflow, or memory that nobody has written"
+        return "a number that is none: overflow, or memory that was never written"
     alike = [p for p in partings if p.kind == first.kind]
     if first.kind == "weights":
         return "copies of one tensor part before the step: one of them was not sent, or not updated"
@@ -338,7 +338,7 @@ def _require_comparable(trainer: pl.Trainer, module: pl.LightningModule) -> None
         raise ConfigurationError("ParityDoctor needs ranks that stay: set elastic.enabled=false for its run")
     if trainer.global_step:
         raise ConfigurationError(
-            f"ParityDoctor compares a training's first steps, and this one goes on after step {trainer.global_step}: "
+            f"ParityDoctor compares a training's first steps, and this one resumes after step {trainer.global_step}: "
             "drop ckpt_path"
         )
     if not module.automatic_optimization:

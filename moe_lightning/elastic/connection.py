@@ -450,7 +450,7 @@ class LauncherClient:
             limit = self._settings.rendezvous_timeout_s
             if self._connection.is_refused:
                 raise ConfigurationError(
-                    f"the rendezvous host at {self._address} turns this machine away: {self._connection.error}"
+                    f"the rendezvous host at {self._address} refuses this machine: {self._connection.error}"
                 )
             if self._clock.now > limit:
                 raise ConfigurationError(

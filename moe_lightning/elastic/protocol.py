@@ -188,7 +188,7 @@ def read_secret(path: Path) -> bytes:
     if not _SHORTEST <= len(secret) <= _LONGEST:
         raise ConfigurationError(
             f"secret_file={path} holds {len(secret)} bytes, not {_SHORTEST} to {_LONGEST}: "
-            "delete it and let the rendezvous host make it anew"
+            "delete it and let the rendezvous host create a new one"
         )
     return secret
 
@@ -334,9 +334,9 @@ def _parse(payload: bytes) -> Message:
     try:
         message = json.loads(payload, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        raise WireError("a frame that is no JSON") from None
+        raise WireError("a frame that is not JSON") from None
     if not isinstance(message, dict):
-        raise WireError("a frame that is no object")
+        raise WireError("a frame that is not an object")
     return message
 
 

@@ -516,7 +516,7 @@ class RendezvousClient:
             return
         never = self._finished_before is None
         if link.is_refused and never:
-            raise ConfigurationError(f"the rendezvous host at {self._address} turns this process away: {link.error}")
+            raise ConfigurationError(f"the rendezvous host at {self._address} refuses this process: {link.error}")
         if self._clock.now - max(started, link.lost_at or 0.0) > limit:
             raise ConfigurationError(
                 f"the rendezvous host at {self._address} has not answered for {limit:g} s ({link.error}): see that "

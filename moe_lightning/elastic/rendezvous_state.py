@@ -614,7 +614,7 @@ class RendezvousState:
         world = self.world
         if reported is None or world is None or reported["number"] >= world.number or member_id in world.ids:
             return None
-        return "the others went on without this process"
+        return "the others continued without this process"
 
     def _send_missed(self, connection: int, member: Member, reported: Any, now: float) -> None:
         """Send what a member may have missed while it had no connection."""

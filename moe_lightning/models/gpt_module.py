@@ -212,7 +212,7 @@ def optimizer_with_schedule(module: pl.LightningModule, config: OptimizerConfig)
     total_steps = private_lightning.steps_of_training(trainer)
     if total_steps is None and config.decay != "constant":
         raise ConfigurationError(
-            f"optimizer.decay={config.decay} ends with the training, and nobody knows how many steps that has: give "
+            f"optimizer.decay={config.decay} ends with the training, whose number of steps is unknown: give "
             "the Trainer max_steps, or use optimizer.decay=constant"
         )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step, total_steps or 0))

@@ -91,7 +91,7 @@ class SwinConfig:
             for name in _SIZES:
                 if getattr(self, name) is not None:
                     raise ConfigurationError(
-                        f"{name}={getattr(self, name)} is the checkpoint's to say: leave it null beside pretrained"
+                        f"{name}={getattr(self, name)} comes from the checkpoint: leave it null with pretrained"
                     )
 
     def sparse_layers(self) -> SparseLayers:
@@ -137,7 +137,7 @@ class SwinConfig:
             )
         if self.image_size % config.patch_size:
             raise ConfigurationError(
-                f"image_size={self.image_size} is no multiple of patch_size={config.patch_size}: change one of them"
+                f"image_size={self.image_size} is not a multiple of patch_size={config.patch_size}: change one of them"
             )
         if len(config.depths) != len(config.num_heads) or not config.depths:
             raise ConfigurationError(
@@ -207,7 +207,7 @@ class SwinModule(SupervisedModule):
         needed = getattr(getattr(self.trainer, "datamodule", None), "num_classes", 0)
         if needed > self.config.num_classes:
             raise ConfigurationError(
-                f"the data have {needed} classes, the model knows {self.config.num_classes}: set num_classes={needed}"
+                f"the data have {needed} classes, the model has {self.config.num_classes}: set num_classes={needed}"
             )
 
     @override

@@ -63,7 +63,8 @@ def quantised_sizes(matrix: torch.Size) -> tuple[int, int]:
     """
     if matrix.numel() % BLOCK:
         raise ConfigurationError(
-            f"an expert's matrix of {' x '.join(map(str, matrix))} numbers is no multiple of {BLOCK}, which kind=qlora "
+            f"an expert's matrix of {' x '.join(map(str, matrix))} numbers is not a multiple of {BLOCK}, which "
+            "kind=qlora "
             "needs: use kind=lora"
         )
     return matrix.numel() // 2, matrix.numel() // BLOCK
@@ -388,7 +389,7 @@ class Experts(private_torch.Float32Module):
         if missing and not deferred and not whole:
             raise ConfigurationError(
                 f"this process holds experts {list(self.slot_experts)} of an earlier placement "
-                f"and cannot fill slots for {missing}: build the module anew and load a checkpoint"
+                f"and cannot fill slots for {missing}: build the module again and load a checkpoint"
             )
         for name, old in self.stacked_parameters().items():
             shape = (len(wanted), *old.shape[1:])

@@ -51,17 +51,17 @@ def read_routing_trace(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]
     if counts.ndim != 4 or iterations.shape != counts.shape[:1] or 0 in counts.shape:
         raise ConfigurationError(
             f"{path} needs counts [samples, layers, ranks, experts] and iteration [samples], not {counts.shape} and "
-            f"{iterations.shape}: record it anew"
+            f"{iterations.shape}: record it again"
         )
     for name, array in (("counts", counts), ("iteration", iterations)):
         if array.dtype.kind not in "iuf" or not array.min() >= 0 or not array.max() <= 2**53:  # of a nan neither holds
-            raise ConfigurationError(f"{path} holds {name} that are no numbers of 0 or more: record it anew")
+            raise ConfigurationError(f"{path} holds {name} that are not numbers of 0 or more: record it again")
         if array.dtype.kind == "f" and (array != np.floor(array)).any():
-            raise ConfigurationError(f"{path} holds {name} that are no whole numbers: record it anew")
+            raise ConfigurationError(f"{path} holds {name} that are not integers: record it again")
     if not counts.any():
-        raise ConfigurationError(f"{path} holds counts of 0 only: record it anew")
+        raise ConfigurationError(f"{path} holds counts of 0 only: record it again")
     if (np.diff(iterations.astype(np.int64)) <= 0).any():
-        raise ConfigurationError(f"{path} has an iteration that does not ascend: record it anew")
+        raise ConfigurationError(f"{path} has an iteration that does not ascend: record it again")
     return counts.astype(np.int64, copy=False), iterations.astype(np.int64, copy=False)
 
 

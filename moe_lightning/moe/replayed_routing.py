@@ -91,7 +91,8 @@ def read_samples(folder: Path, wanted: Piece, count: int) -> Tensor:
         )
     if len({sample.shape for sample in found}) > 1 or any(len(sample) % wanted.parts for sample in found):
         raise ConfigurationError(
-            f"{folder} holds samples of unlike lengths in step {wanted.step}, or such as {wanted.parts} ranks cannot "
+            f"{folder} holds samples of different lengths in step {wanted.step}, or such as {wanted.parts} ranks "
+            "cannot "
             "share: pad them as the batches are padded"
         )
     return torch.stack([sample.chunk(wanted.parts)[wanted.part] for sample in found])
@@ -99,7 +100,7 @@ def read_samples(folder: Path, wanted: Piece, count: int) -> Tensor:
 
 def _pieces(folder: Path) -> list[Piece]:
     if not folder.is_dir():
-        raise ConfigurationError(f"the routing to replay, {folder}, is no folder: give one that was recorded")
+        raise ConfigurationError(f"the routing to replay, {folder}, is not a folder: give one that was recorded")
     names = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
     numbers = (tuple(map(int, name.groups())) for name in names if name is not None)
     return [Piece(step=s, first_sample=f, part=part, parts=parts) for s, f, part, parts in numbers]
@@ -109,7 +110,7 @@ def _read(path: Path) -> Tensor:
     try:
         ids = load_file(path)["expert_ids"]
     except (OSError, KeyError, SafetensorError) as error:
-        raise ConfigurationError(f"{path} holds no expert_ids, or is damaged ({error}): record it anew") from error
+        raise ConfigurationError(f"{path} holds no expert_ids, or is damaged ({error}): record it again") from error
     if ids.ndim != 4 or ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise ConfigurationError(
             f"{path} holds expert_ids of {list(ids.shape)}, {ids.dtype}: give integers [samples, positions, layers, K]"

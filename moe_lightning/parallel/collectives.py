@@ -539,7 +539,7 @@ def _check_size(size: int, rank: int) -> None:
     if not 0 < size <= MAX_BYTES:
         raise ForeignMessageError(
             f"rank {rank} announces a message of {size} bytes, and at most {MAX_BYTES} are allowed: it is no rank of "
-            "this run, or damaged; keep strangers off the run's network"
+            "this run, or damaged; use a private network"
         )
 
 

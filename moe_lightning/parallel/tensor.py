@@ -91,7 +91,7 @@ class TensorRanks:
     def _check(self, x: Tensor, dim: int) -> None:
         if x.shape[dim] % self.size:
             raise ConfigurationError(
-                f"{x.shape[dim]} positions of a sequence are no multiple of mesh.tp={self.size}: pad the sequences, "
+                f"{x.shape[dim]} positions of a sequence are not a multiple of mesh.tp={self.size}: pad the sequences, "
                 "change their length (with mesh.cp, that of each part), or lower mesh.tp"
             )
 

@@ -148,7 +148,7 @@ def load_hardware(path: Path, ranks: int | None = None) -> Hardware:
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read ({error.strerror}): run moe-bench calibrate") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is no calibration: run moe-bench calibrate") from error
+        raise ConfigurationError(f"{path} is not a calibration: run moe-bench calibrate") from error
     chosen = max(machines, default=0) if ranks is None else ranks
     if chosen not in machines:
         raise ConfigurationError(

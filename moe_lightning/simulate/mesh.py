@@ -133,7 +133,7 @@ class MeshSpec:
             )
         if self.pp > 1 and workload.tied:
             raise ConfigurationError(
-                f"mesh.pp={self.pp} parts the head from the embedding that it is tied to: set "
+                f"mesh.pp={self.pp} separates the head from the embedding that it is tied to: set "
                 "model.tie_embeddings=false"
             )
         slice_samples = workload.samples_per_step(num_ranks) / shape.dp

@@ -100,7 +100,8 @@ class Policy:
             PLACEMENT_RULES.find(self.placement, "policy.placement")
             if self.layout != "replicated":
                 raise ConfigurationError(
-                    f"policy.placement={self.placement!r} has no say in layout={self.layout}: use layout=replicated"
+                    f"policy.placement={self.placement!r} has no effect with layout={self.layout}: use "
+                    "layout=replicated"
                 )
         PROTECTIONS.find(self.protection, "policy.protection")
         parse_scopes(self.scopes)

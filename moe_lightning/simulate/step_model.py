@@ -109,7 +109,7 @@ class StepModel:
         mesh: MeshSpec | None = None,
     ) -> None:
         if num_nodes < 1:
-            raise ConfigurationError(f"nodes={num_nodes} is no cluster: use at least 1")
+            raise ConfigurationError(f"nodes={num_nodes} is not a cluster: use at least 1")
         if routing.shares_SLE.shape[2] != workload.num_experts:
             raise ConfigurationError(
                 f"the routing has {routing.shares_SLE.shape[2]} experts, the model {workload.num_experts}: "

@@ -313,5 +313,5 @@ def parse_expert_key(key: str) -> tuple[int, int, str, str]:
     parts = key.split("/", 4)
     is_expert = len(parts) == 5 and parts[0] in ("expert", "replay") and parts[1].isdecimal() and parts[2].isdecimal()
     if not is_expert or (parts[0] == "replay" and not parts[3].isdecimal()):
-        raise ConfigurationError(f"{key!r} is no expert's key: use expert/LAYER/EXPERT/SCOPE/NAME")
+        raise ConfigurationError(f"{key!r} is not the key of an expert: use expert/LAYER/EXPERT/SCOPE/NAME")
     return int(parts[1]), int(parts[2]), parts[3], parts[4]

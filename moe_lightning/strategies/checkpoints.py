@@ -352,7 +352,8 @@ def _newest_usable(path: Place, report: Callable[[str], None]) -> Checkpoint:
             more = f" ({len(found.problems) - 1} more problems)" if len(found.problems) > 1 else ""
             reason = f"{found.problems[0]}{more}"
         raise CheckpointError(
-            f"{path} holds no whole checkpoint, as {reason}: name a .ckpt file or a directory of step-... directories, "
-            "or start anew"
+            f"{path} holds no complete checkpoint, as {reason}: name a .ckpt file or a directory of step-... "
+            "directories, "
+            "or start over"
         )
     return found.checkpoint

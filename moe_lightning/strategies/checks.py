@@ -147,7 +147,7 @@ def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collectio
         stacks: the parameters whose rows are experts.
 
     Raises:
-        ConfigurationError: one that updates an expert otherwise beside other experts.
+        ConfigurationError: one that updates an expert differently beside other experts.
     """
     experts = set(stacks)
     for optimizer in optimizers:
@@ -248,7 +248,8 @@ def _tried(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter)
 
 def _mixes(name: str, cure: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{name} updates an expert otherwise beside other experts, so replicas would part and the loss would depend on "
+        f"{name} updates an expert differently beside other experts, so replicas would diverge and the loss would "
+        "depend on "
         f"the number of ranks: {cure} for the parameters of experts"
     )
 

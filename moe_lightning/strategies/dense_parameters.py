@@ -707,7 +707,7 @@ class DenseParts:
         if nbytes > min(all_gather_json(most_bytes, world)):
             rank_zero_warn(
                 "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank "
-                "has its part only, so go on from a checkpoint"
+                "has its part only, so continue from a checkpoint"
             )
             return False
         cut = world.row_cut

@@ -422,7 +422,7 @@ def is_worlds_fault(error: BaseException, known_reason: str | None) -> bool:
         PeerFailed: the device context of this process is of no use any more, so a fresh process must take its place.
     """
     if _LOST_DEVICE.search(str(error)):
-        raise PeerFailed(f"a rank lost its device ({str(error).splitlines()[0]}), so a process starts anew", "death")
+        raise PeerFailed(f"a rank lost its device ({str(error).splitlines()[0]}), so a process starts over", "death")
     if isinstance(error, WorldChanged):
         return True
     if isinstance(error, ConfigurationError | PeerFailed | Preempted | RunFinished):
@@ -491,7 +491,8 @@ def explained(error: Exception, engine: Membership) -> Exception:
     if KILLED in cause and not engine.is_finished():
         return PeerFailed(f"{cause} before it trained, so all ranks start again", "death")
     return PeerFailed(
-        f"{cause}, outside the training loop, where nobody can go on without it: see to that, then give the same "
+        f"{cause}, outside the training loop, where the others cannot continue without it: fix that, then give "
+        "the same "
         "command again"
     )
 

@@ -152,7 +152,7 @@ class RecoveryPlanner:
             if plan.level == "nothing":
                 raise PeerFailed(
                     "no rank that has trained is left, and parameters that only lost ranks had are saved nowhere, so "
-                    "all ranks start anew",
+                    "all ranks start over",
                     "death",
                 )
         if plan.level == "nothing":

@@ -127,7 +127,7 @@ class StageCut:
                 found[part] = self.num_stages - 1 if has_passed else 0
                 if isinstance(part, MoELayer):
                     raise ConfigurationError(
-                        f"a MoELayer lies outside the {len(self._blocks)} blocks at which mesh.pp cuts the model: put "
+                        f"an MoELayer is outside the {len(self._blocks)} blocks at which mesh.pp cuts the model: put "
                         "it into a block, or drop mesh.pp"
                     )
         return found
@@ -277,7 +277,7 @@ class StageCut:
                 elif stage in self.stages and parameter.is_meta and not isinstance(part, Experts):
                     raise ConfigurationError(
                         "this module holds the parts of other stages of a pipeline only, as another training has left "
-                        "it: build it anew and load a checkpoint"
+                        "it: build it again and load a checkpoint"
                     )
 
     def borrowed(self) -> dict[int, tuple[str, int]]:
@@ -641,7 +641,7 @@ class StageState:
         if size > min(all_gather_json(most_bytes, self.whole)):
             rank_zero_warn(
                 "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank "
-                "has those of its stages only, so go on from a checkpoint"
+                "has those of its stages only, so continue from a checkpoint"
             )
             return
         for part, name, parameter, stage in entries:

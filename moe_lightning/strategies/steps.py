@@ -432,7 +432,7 @@ class StepWeights:
         if any(_ignores_unevenly(leaf, parts) for leaf in private_lightning.tree_leaves(arguments)):
             self._is_stated = True
             rank_zero_warn(
-                f"the samples of a batch hold unlike numbers of targets {IGNORED_TARGET}, but the loss of a rank "
+                f"the samples of a batch hold different numbers of targets {IGNORED_TARGET}, but the loss of a rank "
                 "counts by its samples, so a mean over targets depends on the number of ranks: return "
                 "moe_lightning.global_mean(self, loss, weight=number_of_targets), or a mean over samples"
             )
@@ -546,7 +546,8 @@ class SequenceParts:
         is_looked_at = self._batches & (self._batches - 1) == 0  # the first ones, and then more and more rarely
         if is_looked_at and self._sharers.differ(_digest(leaves)):
             raise ConfigurationError(
-                f"the {self.parts} ranks that share samples under mesh.cp={self.parts} have loaded unlike batches: let "
+                f"the {self.parts} ranks that share samples under mesh.cp={self.parts} have loaded different "
+                "batches: let "
                 "a sample follow from its index alone, not from a random generator of the process"
             )
         sequences = [leaf for leaf in leaves if leaf.ndim > 1]

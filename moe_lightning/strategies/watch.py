@@ -207,7 +207,7 @@ class FiniteWatch:
         store = common_store()
         if store is None or store.add(_WARNED, 1) == 1:  # with the next update all ranks have such losses
             message = f"{finding.what} {finding.place}"
-            write_to_terminal(f"warning: {message}; training goes on: stop_on_nan=end or skip would stop it")
+            write_to_terminal(f"warning: {message}; training continues: stop_on_nan=end or skip would stop it")
 
 
 def _named_gradients(named: Mapping[str, nn.Parameter]) -> str:

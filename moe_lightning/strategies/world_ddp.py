@@ -132,7 +132,7 @@ class WorkerLauncher(WorkersLauncher):
         if lost := [name for name in trained if name not in found]:
             rank_zero_warn(
                 f"{len(lost)} of {len(trained)} trained tensors, such as {lost[0]}, have no place in this process's "
-                "module: configure_model builds layers on the ranks only; go on from a checkpoint"
+                "module: configure_model builds layers on the ranks only; continue from a checkpoint"
             )
         return found
 

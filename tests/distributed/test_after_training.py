@@ -90,7 +90,7 @@ def change_and_use(rank: int, world_size: int) -> bool:
         after = module.moe(x)
     if rank:
         return bool(before.any()) and not after.any()
-    with pytest.raises(ConfigurationError, match="build the module anew and load a checkpoint"):
+    with pytest.raises(ConfigurationError, match="build the module again and load a checkpoint"):
         alone(strategy=ExpertParallelStrategy()).test(module, held_out(), verbose=False)
     return bool(before.any()) and not after.any()
 

@@ -203,7 +203,7 @@ def damaged(folder: Path, good: Path) -> dict[str, Path]:
 
     add("cut.ckpt is damaged or no checkpoint", "cut.ckpt", content[: len(content) // 2])
     add("empty.ckpt is damaged or no checkpoint", "empty.ckpt", b"")
-    add("text.ckpt", "text.ckpt", b"hello, this is no checkpoint at all")
+    add("text.ckpt", "text.ckpt", b"hello, this is not a checkpoint at all")
     add("code.ckpt holds more than tensors and plain values", "code.ckpt", {"state_dict": {}, "x": Payload()})
     add("list.ckpt has no 'state_dict'", "list.ckpt", [1, 2, 3])
     add("weights.ckpt has no 'state_dict'", "weights.ckpt", checkpoint["state_dict"])

@@ -291,7 +291,7 @@ def refusal(rank: int, world_size: int, kind: Callable[[], pl.LightningModule], 
         (Shifting, RandomTokens(), "attention got 7 positions, but mesh.cp=2 has cut the batch into parts of 8"),
         (OwnModel, Alone(), "let the dataset give (inputs, targets)"),
         (OwnModel, RandomTokens(length=15), "sequences of 15 positions cannot be cut into mesh.cp=2 equal parts"),
-        (OwnModel, Unlike(), "have loaded unlike batches"),
+        (OwnModel, Unlike(), "have loaded different batches"),
         (OwnModel, Framed(), "tensors of [12, 16], [12, 16], [12, 3]"),
     ],
 )  # fmt: skip

@@ -137,7 +137,7 @@ def test_wrong_dispatchers() -> None:
     assert "3 ranks" in size
     assert "2 are running" in size
     assert "quota='fair' is not known: use 'balanced' or 'equal'" in quota
-    assert "dispatch='exchanges' is no known dispatch: did you mean 'exchange'? Use one of exchange, " in backend
+    assert "dispatch='exchanges' is not a known dispatch: did you mean 'exchange'? Use one of exchange, " in backend
     assert "ranks [1] holds no replica of expert 0" in group
 
 

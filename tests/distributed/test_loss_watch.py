@@ -110,7 +110,7 @@ def test_it_is_told_once() -> None:
     assert [result["steps"] for result in found] == [8, 8]
     assert not found[0]["whole"]
     told = [line for result in found for line in result["text"].splitlines() if "the loss is" in line]
-    assert told == [f"warning: {words_of(0)}; training goes on: stop_on_nan=end or skip would stop it"]
+    assert told == [f"warning: {words_of(0)}; training continues: stop_on_nan=end or skip would stop it"]
 
 
 @pytest.mark.parametrize("options", [{}, slow({"dense": "fsdp"}), slow({"dense": "zero1"})])

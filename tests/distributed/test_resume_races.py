@@ -107,7 +107,7 @@ class Late(PartialExpertsCheckpoint):
 
 
 class FirstStep(pl.Callback):
-    """Remembers the step that its rank goes on from."""
+    """Remembers the step that its rank continues from."""
 
     step = -1
 

@@ -291,7 +291,7 @@ def test_joined_loaders_that_no_weight_fits_are_refused() -> None:
         assert "training loaders of [5, 8] samples a step cannot be cut into 2 parts alike" in message
         assert "use one batch size" in message
     for message in run_ranks(2, fit_two_loaders, (7, 7), False):
-        assert "training loaders of [60, 96] samples end in partial batches at unlike steps" in message
+        assert "training loaders of [60, 96] samples end in partial batches at different steps" in message
         assert "set drop_last=True" in message
     assert not isinstance(run_ranks(1, fit_two_loaders, (7, 7), False)[0], str)
 

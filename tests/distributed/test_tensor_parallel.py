@@ -393,5 +393,5 @@ def odd_sequences(rank: int, world_size: int) -> str:
 
 def test_sequences_that_cannot_be_dealt_out_are_refused() -> None:
     assert all(
-        "15 positions of a sequence are no multiple of mesh.tp=2" in found for found in run_ranks(2, odd_sequences)
+        "15 positions of a sequence are not a multiple of mesh.tp=2" in found for found in run_ranks(2, odd_sequences)
     )

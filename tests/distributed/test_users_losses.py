@@ -126,7 +126,7 @@ def fit(rank: int, world_size: int, kind: str, strategy: dict[str, Any], micros:
         "losses": recorder.losses,
         "validations": recorder.validations,
         "state": {name: t.numpy() for name, t in trainer.strategy.lightning_module_state_dict().items()},
-        "warnings": [str(w.message) for w in caught if "unlike numbers of targets" in str(w.message)],
+        "warnings": [str(w.message) for w in caught if "different numbers of targets" in str(w.message)],
     }
 
 
@@ -182,7 +182,7 @@ def fit_evenly_ignored(rank: int, world_size: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(PlainMaskedMean(), DataLoader(TensorDataset(x, y), batch_size=8))
-    return [str(w.message) for w in caught if "unlike numbers of targets" in str(w.message)]
+    return [str(w.message) for w in caught if "different numbers of targets" in str(w.message)]
 
 
 def test_parts_of_samples_ignore_unlike_numbers_of_targets() -> None:

@@ -132,7 +132,7 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path, kind: str, mo
         (tmp_path / "private").mkdir(mode=0o700)
         path.symlink_to(tmp_path / "private")
     monkeypatch.setenv(STORE_VARIABLE, str(path))
-    with pytest.raises(ConfigurationError, match=rf"{path} (is no folder that this user alone|cannot be used)"):
+    with pytest.raises(ConfigurationError, match=rf"{path} (is not a folder that this user alone|cannot be used)"):
         join_local_world(rank=0, size=1, backend="gloo", device=torch.device("cpu"), timeout=TIMEOUT)
 
 

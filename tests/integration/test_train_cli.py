@@ -118,7 +118,7 @@ def test_a_finished_run_says_so(trained: tuple[Path, subprocess.CompletedProcess
 def test_the_same_command_goes_on_and_is_measured(folder: Path) -> None:
     result = _fork(folder, "trainer.max_steps=6", "ranks=1")  # and on another number of ranks
     assert result.returncode == 0, result.stderr
-    assert "going on after step 4" in result.stdout
+    assert "resuming after step 4" in result.stdout
     assert "step 6/6" in result.stdout
     assert "step 4/6" not in result.stdout
     measured = _fork(folder, "task=validate", "ranks=2")
@@ -135,7 +135,7 @@ def test_a_damaged_file_is_named_and_not_gone_on_from(folder: Path) -> None:
     (saved / "step-0000006.ckpt").write_bytes(damaged)
     result = _fork(folder, "trainer.max_steps=6", "ranks=1")
     assert result.returncode == 0, result.stderr
-    assert "going on after step 4" in result.stdout
+    assert "resuming after step 4" in result.stdout
     assert "has finished" not in result.stdout
     (sentence,) = [line for line in result.stderr.splitlines() if "damaged" in line]
     assert "step-0000006.ckpt is damaged: its checksum does not match; step-0000004.ckpt" in sentence
@@ -146,7 +146,7 @@ def test_a_damaged_file_is_named_and_not_gone_on_from(folder: Path) -> None:
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
     assert "step-0000006.ckpt is damaged" in result.stderr
-    assert "start anew with resume=false" in result.stderr
+    assert "start over with resume=false" in result.stderr
 
 
 def test_a_checkpoint_of_another_model_is_one_sentence(folder: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_signal_ends_everything_and_all_is_saved(running: Running, number: sig
     assert done.returncode == 128 + number
     (saved,) = (running.folder / "outputs" / "endless" / "checkpoints").iterdir()
     step = int(saved.stem.split("-")[1])
-    told = f"outputs/endless/checkpoints/{saved.name} is saved, and the same command goes on after step {step}"
+    told = f"outputs/endless/checkpoints/{saved.name} is saved, and the same command resumes after step {step}"
     assert done.stderr.splitlines() == [f"moe-train: ended by {number.name}; {told}"]
     assert running.ranks.all_end(timeout_s=0)
 
@@ -368,7 +368,7 @@ def test_a_second_ctrl_c_ends_at_once(running: Running) -> None:
     command.send_signal(signal.SIGINT)
     done = running.program.end()
     assert done.returncode == 130
-    assert "no checkpoint had been written, so the same command starts anew" in done.stderr
+    assert "no checkpoint had been written, so the same command starts over" in done.stderr
     assert running.ranks.all_end(timeout_s=0)
 
 

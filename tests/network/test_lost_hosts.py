@@ -80,7 +80,7 @@ _MOMENTS: dict[str, Callable[[Path], bool]] = {
 @pytest.mark.parametrize("which", ["one of them", "all"])
 @pytest.mark.parametrize("moment", _MOMENTS)
 def test_hosts_in_a_commit_of_a_checkpoint(three: Training, measured: Measured, moment: str, which: str) -> None:
-    """Host a, or every host, loses its power while a checkpoint is committed, and starts anew."""
+    """Host a, or every host, loses its power while a checkpoint is committed, and starts over."""
     root = three.folder / "checkpoints"
     had = set(root.glob(".staging-*"))
     has_come = _MOMENTS[moment]

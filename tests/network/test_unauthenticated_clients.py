@@ -117,7 +117,7 @@ def test_a_client_with_another_secret_is_turned_away_in_a_sentence(served: Rende
     wrong = tmp_path / "wrong"
     wrong.write_text(secrets.token_hex(32))
     wrong.chmod(0o600)
-    with pytest.raises(ConfigurationError, match=r"turns this machine away: .* secret"):
+    with pytest.raises(ConfigurationError, match=r"refuses this machine: .* secret"):
         LauncherClient(served.address, wrong, ElasticSettings())
 
 

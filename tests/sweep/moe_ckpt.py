@@ -1,4 +1,4 @@
-"""Every command of moe-ckpt on what is no checkpoint, or no longer one."""
+"""Every command of moe-ckpt on what is not a checkpoint, or no longer one."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_mistakes(options: dict[str, Any], sentence: str) -> None:
 def test_more_mistakes() -> None:
     with pytest.raises(ConfigurationError, match="targets names experts"):
         add_adapters(nn.Linear(4, 4), {})
-    with pytest.raises(ConfigurationError, match="no multiple of 64"):
+    with pytest.raises(ConfigurationError, match="not a multiple of 64"):
         add_adapters(nn.Sequential(Experts(2, 6, 5)), {"kind": "qlora"})
     model = GPT(GPTConfig(**TINY))
     add_adapters(model, {})

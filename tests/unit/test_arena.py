@@ -179,7 +179,7 @@ def test_a_damaged_superblock_is_passed_over_with_a_sentence(
         with open(path, "r+b") as file:
             file.seek(position)
             file.write(bytes([pristine[position] ^ 0x10]))
-        with pytest.raises(CheckpointError, match=rf"{path.name} is (damaged|no arena).*; delete it$"):
+        with pytest.raises(CheckpointError, match=rf"{path.name} is (damaged|not an arena).*; delete it$"):
             Arena(path)
         with open(path, "r+b") as file:
             file.write(pristine[:4096])

@@ -100,8 +100,8 @@ def test_tables_relate_each_row_to_its_base() -> None:
         (("--experts", "1"), "--experts 1 must be at least 2"),
         (("--layers", "1"), "--layers 1 must be at least 2"),
         (("--d-model", "6"), "--d-model 6 must be a multiple of 4"),
-        (("--directory", f"{__file__}/inside"), "is no folder, and none can be made there"),
-        (("--json", "/nowhere/a.json"), "lies in no folder"),
+        (("--directory", f"{__file__}/inside"), "is not a folder, and none can be created there"),
+        (("--json", "/nowhere/a.json"), "in a folder that does not exist"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

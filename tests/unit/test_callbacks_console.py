@@ -60,7 +60,9 @@ def test_a_training_of_unknown_length(capsys: pytest.CaptureFixture[str], limits
         on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", trainer.global_step >= 4)
     )
     limits = {"max_steps": -1, "min_epochs": 0, **limits}
-    with pytest.raises(ConfigurationError, match=r"optimizer.decay=cosine ends with the training, and nobody knows"):
+    with pytest.raises(
+        ConfigurationError, match=r"optimizer.decay=cosine ends with the training, whose number of steps"
+    ):
         _trainer([], **limits).fit(GPTModule(TINY), DataLoader(UnsizedStream(), batch_size=None))
     capsys.readouterr()
     trainer = _trainer([Console("plain"), stop], **limits)

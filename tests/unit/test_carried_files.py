@@ -109,7 +109,7 @@ def test_a_damaged_file_is_written_anew_within_so_many_commits(tmp_path: Path, s
         status = read_status(made.arenas)
         assert status.damaged == 1
         assert victim.name in str(status.damage)
-        assert "is damaged: the next checkpoint has its experts anew" in str(status.damage)
+        assert "is damaged: the next checkpoint writes its experts again" in str(status.damage)
         commits(made, range(5 + within, 9 + within))
         newest(made.root).verify()
 

@@ -241,5 +241,5 @@ def test_the_newest_whole_file_is_gone_on_from(tmp_path: Path) -> None:
     assert directory.has_reached(4) is not None
     for path in directory.checkpoints.iterdir():
         flip(path, path.read_bytes(), 600)
-    with pytest.raises(CheckpointError, match=r"is damaged: .*, and there is no whole one before it"):
+    with pytest.raises(CheckpointError, match=r"is damaged: .*, and there is no complete one before it"):
         directory.newest_intact()

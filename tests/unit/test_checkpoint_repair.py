@@ -112,7 +112,9 @@ def test_an_expert_whose_only_file_is_damaged_is_named(root: Path) -> None:
     assert len(found.problems) == 3
     with pytest.raises(CheckpointError, match=rf"{sentence}; restore it from a copy"):
         repaired(root / "step-00000003", report=lambda _: None)
-    with pytest.raises(CheckpointError, match=rf"holds no whole checkpoint, as .*{sentence} \(2 more problems\): name"):
+    with pytest.raises(
+        CheckpointError, match=rf"holds no complete checkpoint, as .*{sentence} \(2 more problems\): name"
+    ):
         _leased(root, report=lambda _: None)
 
 
@@ -232,7 +234,9 @@ def test_a_resume_names_the_file_where_nothing_is_left(root: Path, tmp_path: Pat
         _leased(root, report=told.append)
     assert told[0] == f"{damaged[-1]} is missing; the checkpoint before it is tried"
     (root / "step-00000001" / "MANIFEST.json").unlink()
-    with pytest.raises(CheckpointError, match=r"step-00000001 holds no whole checkpoint, as it has no MANIFEST.json"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001 holds no complete checkpoint, as it has no MANIFEST.json"
+    ):
         _leased(root / "step-00000001", report=told.append)
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         _leased(tmp_path / "nowhere", report=told.append)

@@ -24,7 +24,10 @@ def test_a_layer_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
         ([*LAYER, "--tokens", "0"], "argument --tokens: 0 must be an integer of at least 1 and at most 1000000"),
         ([*LAYER, "--threads", "abc"], "argument --threads: 'abc' must be an integer of at least 1"),
         ([*LAYER, "--trace", "no.npz"], "argument --trace: 'no.npz' is not a file: give the path of one"),
-        (["balance", "--json", "no/where.json"], "argument --json: 'no/where.json' lies in no folder: create 'no'"),
+        (
+            ["balance", "--json", "no/where.json"],
+            "argument --json: 'no/where.json' is in a folder that does not exist: create 'no'",
+        ),
         (["pictures", ".", "--out", "x"], "argument source: '.' is not a file"),
         (["checkpoint", "--gigabytes", "nan"], "argument --gigabytes: nan must be a number above 0"),
         (["planner", "--layers", "9" * 5000], "argument --layers: '999"),

@@ -156,7 +156,7 @@ def test_nothing_whole_is_damage_not_a_mistake(root: Path, capsys: pytest.Captur
     for path in root.glob("step-*"):
         (path / ".metadata").unlink()
     assert main(["inspect", str(root)]) == 1
-    assert "holds no whole checkpoint" in capsys.readouterr().err
+    assert "holds no complete checkpoint" in capsys.readouterr().err
 
 
 def lightning_file(path: Path, step: int) -> dict[str, torch.Tensor]:
@@ -196,7 +196,7 @@ def test_files_are_inspected_verified_and_exported(
     assert main(["export", meant, str(tmp_path / "none.safetensors"), "--prefix", "x"]) == 2
     assert main(["prune", meant, "--keep", "1"]) == 2
     assert main(["export-hf", meant, str(tmp_path / "hf")]) == 2
-    assert "no checkpoint of a HuggingFaceModule" in capsys.readouterr().err
+    assert "not a checkpoint of a HuggingFaceModule" in capsys.readouterr().err
 
 
 def test_every_damage_to_a_files_tensors_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +218,10 @@ def test_every_damage_to_a_files_tensors_is_found(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["export", ".", "no_such_folder/out.safetensors"], "lies in no folder: create 'no_such_folder' first"),
+        (
+            ["export", ".", "no_such_folder/out.safetensors"],
+            "is in a folder that does not exist: create 'no_such_folder' first",
+        ),
         (["export", ".", "/proc/out.safetensors"], "'/proc/out.safetensors' cannot be written"),
         (["prune", ".", "--keep", "1.5"], "--keep: '1.5' must be an integer"),
     ],

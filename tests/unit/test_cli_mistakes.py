@@ -47,7 +47,7 @@ COMPOSING = [
     (["recipes=text"], ["error: data.source is needed", "data.source=VALUE"]),
     slow(["recipes=upcycle_gpt2"], ["error: model.pretrained is needed"]),
     slow(["recipes=trace_routing"], ["model.router.forced.path is needed"]),
-    (["recipes=deepseek_v3_sim"], ["nodes is no key of moe-train"]),  # it is for moe-sim
+    (["recipes=deepseek_v3_sim"], ["nodes is not a key of moe-train"]),  # it is for moe-sim
 ]
 BUILDING = [
     (["optimizer.lr=fast"], ["optimizer.lr='fast'", "a number"]),

@@ -34,9 +34,9 @@ def test_the_last_value_of_a_metric(tmp_path: Path) -> None:
     [
         (
             "val/los",
-            "no metric that the run logged (did you mean 'val/loss'?): it logged train/loss, train/lr, val/loss",
+            "not a metric that the run logged (did you mean 'val/loss'?): it logged train/loss, train/lr, val/loss",
         ),
-        ("reward", "no metric that the run logged: it logged train/loss, train/lr, val/loss"),
+        ("reward", "not a metric that the run logged: it logged train/loss, train/lr, val/loss"),
         ("train/loss", "objective=train/loss came out as nan, which nothing can be compared with"),
     ],
 )

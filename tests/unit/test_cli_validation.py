@@ -64,9 +64,9 @@ def test_names_that_lead_elsewhere(name: str) -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("run_name=null", "run_name=null is no name of a folder"),
-        ("run_name=", "run_name='' is no name of a folder"),
-        ("run_name=true", "run_name=true is no name of a folder"),
+        ("run_name=null", "run_name=null is not a valid name for a folder"),
+        ("run_name=", "run_name='' is not a valid name for a folder"),
+        ("run_name=true", "run_name=true is not a valid name for a folder"),
         ("run_dir=null", "run_dir=null must be text"),
         ("resume=1", "resume=1 must be true or false or text"),
         ("resume=", "resume='' must be true or false or text"),
@@ -76,7 +76,7 @@ def test_names_that_lead_elsewhere(name: str) -> None:
         ("~model._target_", "model names no class"),
         (
             "+optimiser.lr=1",
-            "optimiser is no key of moe-train and nothing refers to ${optimiser} (did you mean 'optimizer'?)",
+            "optimiser is not a key of moe-train and nothing refers to ${optimiser} (did you mean 'optimizer'?)",
         ),
     ],
 )
@@ -130,7 +130,7 @@ PACKAGE = "# @package _global_\n"
         (PACKAGE + "optimiser:\n  lr: 1\n", r"optimiser is no key .*\(did you mean 'optimizer'\?\)"),
         ("trainer:\n  max_steps: 5\n", "begin its file with the line '# @package _global_'"),
         (PACKAGE + "- a\n- b\n", "mine"),
-        (PACKAGE + "just words\n", "just words is no key of moe-train"),
+        (PACKAGE + "just words\n", "just words is not a key of moe-train"),
         (PACKAGE + "run_name: ${run_dir}\nrun_dir: ${run_name}\n", "run_name|run_dir"),
         (PACKAGE + "seed: ${nothing.there}\n", "seed"),
     ],

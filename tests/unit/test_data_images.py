@@ -141,9 +141,7 @@ def test_a_broken_image_is_named(damage: str, workers: int, tmp_path: Path) -> N
     files = ImageFiles(root=tmp_path, paths=np.array([b"0.jpg"]), classes=np.zeros(1, np.int64))
     views = ImageViews(files, 8, training=False)
     loader = StepLoader.of_samples(views, global_batch_size=1, seed=0, training=False, num_workers=workers)
-    with pytest.raises(
-        ConfigurationError, match=rf"^{path} is no image that can be read \([^\n]*\): mend or remove it$"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"^{path} is not a readable image \([^\n]*\): fix or remove it$"):
         next(iter(loader))
 
 
@@ -290,7 +288,7 @@ def test_validation_images_are_spread(tmp_path: Path) -> None:
         ({"num_shapes": 3}, "num_shapes=3 of ImageData must be an integer of at least 4"),
         ({"seed": -1}, "seed=-1"),
         ({"val_fraction": 1.0}, "val_fraction=1.0 of ImageData must be a number above 0 and below 1"),
-        ({"crop_scale": (0.0, 1.0)}, r"crop_scale=\[0.0, 1.0\] is no range"),
+        ({"crop_scale": (0.0, 1.0)}, r"crop_scale=\[0.0, 1.0\] is not a range"),
         ({"crop_scale": (0.9, 0.1)}, "crop_scale"),
         ({"crop_scale": (0.5,)}, "crop_scale"),
         ({"center_crop": 1.5}, "center_crop=1.5 of ImageData must be a number above 0 and at most 1"),

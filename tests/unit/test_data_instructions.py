@@ -128,8 +128,8 @@ def test_an_array_is_read_like_lines(tmp_path: Path, indent: int | None) -> None
     ("text", "sentence"),
     [
         (b"[]", "is empty"),
-        (b'[{"prompt": "a", "response": "b"}', "no whole JSON array: element 1: neither a comma nor the end"),
-        (b'[{"prompt": "a", "response": "b"},', "no whole JSON array: element 2: Expecting value"),
+        (b'[{"prompt": "a", "response": "b"}', "not a complete JSON array: element 1: neither a comma nor the end"),
+        (b'[{"prompt": "a", "response": "b"},', "not a complete JSON array: element 2: Expecting value"),
         (b'[{"prompt": "a", "response": "b"}, {"text": "c"}]', "element 2, is not a conversation: it has neither"),
         (b'[{"prompt": "\xff", "response": "b"}]', "element 1, is not a conversation: it is not UTF-8 text"),
         (b'{"prompt": "\xff", "response": "b"}', "line 1, is not a conversation: it is not UTF-8 text: invalid start"),
@@ -236,7 +236,7 @@ def test_a_tokenizer_file(tmp_path: Path) -> None:
         ('{"messages": [{"role": ["user"], "content": "x"}]}', "a turn has the role .*, which is none of system"),
         ('{"messages": ["x"]}', "a turn is not an object"),
         ('{"messages": {"role": "user"}}', "its messages, or its tools, are not a list"),
-        ('{"prompt": 1, "response": "x"}', "a turn has the content 1, which is no text"),
+        ('{"prompt": 1, "response": "x"}', "a turn has the content 1, which is not text"),
         ('{"prompt": null, "response": "x"}', "it has neither messages, conversations, prompt and response"),
         (
             '{"prompt": [{"type": "image_url"}], "response": "x"}',

@@ -252,7 +252,7 @@ def test_who_comes_back_from_an_older_world_is_another_member() -> None:
     crowd = Crowd()
     crowd.join(1, "b", joining=False, number=9, world=world_of("b", "c", number=9))
     crowd.join(2, "a", joining=False, number=7, world=world_of("a", "b", "c", number=7))
-    assert crowd.last(2, "expelled") == {"t": "expelled", "reason": "the others went on without this process"}
+    assert crowd.last(2, "expelled") == {"t": "expelled", "reason": "the others continued without this process"}
 
 
 def test_a_launchers_word_frees_the_others_at_once() -> None:

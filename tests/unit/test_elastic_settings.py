@@ -294,12 +294,12 @@ def test_a_secret_that_is_none_is_one_sentence(spoil: Callable[[Path], object], 
 def test_another_secret_is_one_sentence(tmp_path: Path) -> None:
     create_secret(tmp_path / "theirs")
     with RendezvousServer(bind="127.0.0.1:0", secret_file=tmp_path / "ours") as host:
-        with pytest.raises(ConfigurationError, match="turns this machine away: its secret differs"):
+        with pytest.raises(ConfigurationError, match="refuses this machine: its secret differs"):
             LauncherClient(host.address, tmp_path / "theirs", ElasticSettings())
         engine = RendezvousClient(
             ElasticTask(address=str(host.address), secret_file=str(tmp_path / "theirs"), node="a")
         )
-        with pytest.raises(ConfigurationError, match="turns this process away: its secret differs"):
+        with pytest.raises(ConfigurationError, match="refuses this process: its secret differs"):
             engine.world_exists()
         engine.close()
 

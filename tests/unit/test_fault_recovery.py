@@ -81,4 +81,4 @@ def test_the_rank_that_died_is_a_metric(capsys: pytest.CaptureFixture[str]) -> N
         recovery.recovered(each)
     assert logged[5]["recovery/lost_rank"] == 3
     assert "recovery/lost_rank" not in logged[7], "nobody was lost where ranks only joined"
-    assert "ranks (3, 2) were killed at step 5: 2 ranks go on" in capsys.readouterr().out
+    assert "ranks (3, 2) were killed at step 5: 2 ranks continue" in capsys.readouterr().out

@@ -130,8 +130,8 @@ def test_wrong_traces_are_one_sentence(tmp_path: Path) -> None:
         write_trace(tmp_path / "order.npz", good, [2, 1]): "does not ascend",
         write_trace(tmp_path / "length.npz", good, [1, 2, 3]): "needs counts",
         write_trace(tmp_path / "scalar.npz", good, 1): "needs counts",
-        write_trace(tmp_path / "words.npz", good, ["a", "b"]): "no numbers",
-        write_trace(tmp_path / "negative.npz", -good, [1, 2]): "no numbers of 0 or more",
+        write_trace(tmp_path / "words.npz", good, ["a", "b"]): "not numbers",
+        write_trace(tmp_path / "negative.npz", -good, [1, 2]): "not numbers of 0 or more",
     }
     for path, message in cases.items():
         with pytest.raises(ConfigurationError, match=message) as caught:

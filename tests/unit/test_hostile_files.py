@@ -178,7 +178,7 @@ def test_a_compressed_record(tmp_path: Path, command: str, capsys: pytest.Captur
     code, sentence = outcome(command, path, capsys)
     assert code == 1
     assert "is compressed, and is not read" in sentence
-    with pytest.raises(CheckpointError, match="trainer in X is no checkpoint of torch: its record"):
+    with pytest.raises(CheckpointError, match="trainer in X is not a checkpoint of torch: its record"):
         load_plain(path.read_bytes(), "trainer in X")
 
 

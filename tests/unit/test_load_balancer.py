@@ -237,7 +237,7 @@ def test_a_restart_on_other_ranks_takes_the_loads_only() -> None:
     ("options", "message"),
     [
         ({"rebalance_every": -1}, "rebalance_every=-1 of LoadBalancer must be an integer of at least 0"),
-        ({"placement_rule": "best"}, "placement_rule='best' is no known placement"),
+        ({"placement_rule": "best"}, "placement_rule='best' is not a known placement"),
         ({"shadows": "all"}, "shadows='all' is unknown: use one of"),
         ({"forecast": "next"}, "forecast='next' of LoadBalancer must be 'ema' or 'last'"),
         ({"alpha": -0.5}, "alpha=-0.5 of LoadBalancer must be a number of at least 0"),

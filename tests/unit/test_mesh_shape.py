@@ -58,8 +58,8 @@ def test_an_axis_of_no_ranks_is_refused() -> None:
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [
-        ({"dp": 2}, r"mesh\.dp=2 is no axis to choose: it follows from the number of ranks: drop it"),
-        ({"ep": 2}, r"mesh\.ep=2 is no axis to choose: use pp, cp or tp"),
+        ({"dp": 2}, r"mesh\.dp=2 cannot be chosen: it follows from the number of ranks: drop it"),
+        ({"ep": 2}, r"mesh\.ep=2 cannot be chosen: use pp, cp or tp"),
         ({"cp": "2"}, r"mesh\.cp='2' is not an integer of at least 1: set it to one"),
         ({"tp": 0}, r"mesh\.tp=0 is not an integer of at least 1"),
         ({"pp": True}, r"mesh\.pp=True is not an integer"),

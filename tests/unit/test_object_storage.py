@@ -225,17 +225,17 @@ def test_tensors_come_out_of_blocks(root: URL, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_mistakes_are_sentences(root: URL, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match="='s4' is no known storage: use one of s3, gs, az"):
+    with pytest.raises(ConfigurationError, match="='s4' is not a known storage: use one of s3, gs, az"):
         place_of("s4://bucket/x")
     with pytest.raises(ConfigurationError, match="s3:// names no bucket: give s3://BUCKET/NAME"):
         place_of("s3://")
-    with pytest.raises(ConfigurationError, match="lies in the memory of one process"):
+    with pytest.raises(ConfigurationError, match="is in the memory of one process"):
         shared_place("memory://x")
     with pytest.raises(ConfigurationError, match=r"gs:// needs gcsfs, which is not installed: pip install"):
         place_of("gs://bucket/x")
     with pytest.raises(FileNotFoundError, match="there is no such bucket: make it first"):
         storage_of(root).put(place_of("s3://nowhere/x/run.json"), b"")
-    with pytest.raises(ConfigurationError, match=r"s3://nowhere/x is no directory: name a checkpoint"):
+    with pytest.raises(ConfigurationError, match=r"s3://nowhere/x is not a directory: name a checkpoint"):
         inspect.resolve(place_of("s3://nowhere/x"))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)

@@ -121,7 +121,7 @@ def test_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["paper", "lost"]) == 2
-    assert "'lost' is no reproduction: use all or one of" in capsys.readouterr().err
+    assert "'lost' is not a reproduction: use all or one of" in capsys.readouterr().err
     assert main(["paper", "lazarus-recovery"]) == 2
     assert "give it with --routing PATH" in capsys.readouterr().err
     with pytest.raises(SystemExit):

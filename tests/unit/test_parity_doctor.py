@@ -37,7 +37,7 @@ def elastic() -> Any:
     [
         (trainer(FSDPStrategy()), True, "cannot read whole tensors under FSDPStrategy: use ExpertParallelStrategy"),
         (trainer(elastic()), True, "elastic.enabled=false"),
-        (trainer(DDPStrategy(), steps=7), True, "goes on after step 7: drop ckpt_path"),
+        (trainer(DDPStrategy(), steps=7), True, "resumes after step 7: drop ckpt_path"),
         (trainer(DDPStrategy()), False, "needs automatic optimization"),
     ],
 )

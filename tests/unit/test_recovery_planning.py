@@ -31,7 +31,7 @@ def planned(version: int, *, has_trained: bool, sources: RecoverySources | None 
 
 
 def test_where_nobody_has_trained_all_ranks_start_anew() -> None:
-    with pytest.raises(PeerFailed, match=r"no rank that has trained is left, .* start anew") as caught:
+    with pytest.raises(PeerFailed, match=r"no rank that has trained is left, .* start over") as caught:
         planned(0, has_trained=False)
     assert caught.value.kind == "death"
 

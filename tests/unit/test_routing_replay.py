@@ -114,7 +114,7 @@ def test_samples_are_read_from_whatever_pieces_hold_them(tmp_path: Path) -> None
 
 
 def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="no folder"):
+    with pytest.raises(ConfigurationError, match="not a folder"):
         read_samples(tmp_path / "nowhere", Piece(step=0, first_sample=0), 1)
     write_piece(tmp_path, Piece(step=0, first_sample=0, part=0, parts=2), torch.zeros(2, 4, 1, 1))
     with pytest.raises(ConfigurationError, match="no routing of sample 0 of step 0 in whole"):

@@ -73,7 +73,7 @@ def test_file_of_a_machine(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"was measured with \[1, 4\] ranks, not 2"):
         load_hardware(path, 2)
     path.write_text("[]")
-    with pytest.raises(ConfigurationError, match="is no calibration"):
+    with pytest.raises(ConfigurationError, match="is not a calibration"):
         load_hardware(path)
     path.write_text(json.dumps({"ranks": {"1": {"flops": 1}}}))
     with pytest.raises(ConfigurationError, match=r"machine\.json has no 'flops'"):
@@ -111,7 +111,7 @@ def test_wrong_options_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
     for options, sentence in (
         (["--ranks", "0"], "--ranks: 0 must be an integer of at least 1"),
         (["--steps", "2"], "--steps: 2 must be an integer of at least 8"),
-        (["--out", "no/where.json"], "lies in no folder: create 'no'"),
+        (["--out", "no/where.json"], "is in a folder that does not exist: create 'no'"),
     ):
         with pytest.raises(SystemExit):
             main(["calibrate", *options])

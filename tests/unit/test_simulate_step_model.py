@@ -113,7 +113,7 @@ def test_routing_follows_its_trace() -> None:
 def test_experts_must_fit() -> None:
     with pytest.raises(ConfigurationError, match="add nodes or raise policy"):
         _cost(nodes=1, slots=2)
-    with pytest.raises(ConfigurationError, match="nodes=0 is no cluster"):
+    with pytest.raises(ConfigurationError, match="nodes=0 is not a cluster"):
         StepModel(small_workload(), small_hardware(), policy("ours"),
                   make_routing("uniform", num_experts=8, num_layers=4), 0)  # fmt: skip
     with pytest.raises(ConfigurationError, match="the routing has 4 experts, the model 8"):

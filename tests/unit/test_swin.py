@@ -240,7 +240,7 @@ def test_accuracy() -> None:
         ({"num_classes": 1}, "num_classes=1 of SwinConfig must be an integer of at least 2"),
         ({"image_size": 0}, "image_size=0 of SwinConfig must be an integer of at least 1"),
         ({"drop_path_rate": 1.0}, "drop_path_rate=1.0 of SwinConfig must be a number of at least 0 and below 1"),
-        ({"image_size": 15}, "image_size=15 is no multiple of patch_size=2"),
+        ({"image_size": 15}, "image_size=15 is not a multiple of patch_size=2"),
         ({"image_size": 2}, "image_size=2 leaves the last of 2 stages no token: use at least 4 pixels"),
         ({"num_heads": (2,)}, r"depths=\[2, 2\] and num_heads=\[2\] need one number for each stage"),
         ({"num_heads": (2, 3)}, r"num_heads=\[2, 3\] cannot share the width 16 of stage 2"),
@@ -248,7 +248,7 @@ def test_accuracy() -> None:
         ({"num_dense_layers": -1}, "num_dense_layers=-1 of SwinConfig must be an integer of at least 0"),
         ({"router": {"top_k": 5}}, "top_k=5 is more than the 4 experts"),
         ({"embed_dim": "wide"}, "embed_dim='wide' of SwinConfig must be an integer of at least 1 or null"),
-        ({"pretrained": "nowhere"}, "patch_size=2 is the checkpoint's to say: leave it null beside pretrained"),
+        ({"pretrained": "nowhere"}, "patch_size=2 comes from the checkpoint: leave it null with pretrained"),
     ],
 )
 def test_wrong_configurations(options: dict[str, Any], message: str) -> None:
@@ -279,7 +279,7 @@ def test_wrong_checkpoints(tmp_path: Path) -> None:
 def test_data_that_do_not_fit() -> None:
     with pytest.raises(ConfigurationError, match=r"images of 8 x 8 pixels came to a model of image_size=16"):
         built()(torch.zeros(1, 3, 8, 8))
-    with pytest.raises(ConfigurationError, match="the data have 12 classes, the model knows 5: set num_classes=12"):
+    with pytest.raises(ConfigurationError, match="the data have 12 classes, the model has 5: set num_classes=12"):
         fit(built(num_classes=5), ImageData(image_size=16, num_shapes=8, global_batch_size=2))
 
 

@@ -277,14 +277,14 @@ MISTAKES: list[tuple[str, str, str]] = [
         "optimizer.lr=1e-3;seed=2",
         "the value in 'optimizer.lr=1e-3;seed=2' cannot be read: write a list as [A,B], and text with",
     ),
-    ("moe-train", "help", "'help' is no setting: moe-train --help shows the settings"),
-    ("moe-train", "train", "'train' is no setting: moe-train trains as it is, with settings such as recipes=text"),
+    ("moe-train", "help", "'help' is not a setting: moe-train --help shows the settings"),
+    ("moe-train", "train", "'train' is not a setting: moe-train trains as it is, with settings such as recipes=text"),
     (
         "moe-train",
         "my.yaml",
-        "'my.yaml' is no setting: give --config-dir DIR recipes=NAME for a recipe DIR/recipes/NAME.yaml",
+        "'my.yaml' is not a setting: give --config-dir DIR recipes=NAME for a recipe DIR/recipes/NAME.yaml",
     ),
-    ("moe-train", "text", "'text' is no setting (did you mean 'recipes=text'?): write KEY=VALUE"),
+    ("moe-train", "text", "'text' is not a setting (did you mean 'recipes=text'?): write KEY=VALUE"),
     ("moe-train", "recipe=text", "is read as recipes=text"),
     (
         "moe-train",
@@ -294,7 +294,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     (
         "moe-train",
         "recipes/text.yaml",
-        "'recipes/text.yaml' is no setting: give --config-dir DIR recipes=NAME for a recipe",
+        "'recipes/text.yaml' is not a setting: give --config-dir DIR recipes=NAME for a recipe",
     ),
     (
         "moe-train",
@@ -315,7 +315,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     (
         "moe-train",
         "early_stopping",
-        "'early_stopping' is no setting: callbacks=early_stopping ends training when val/loss no longer",
+        "'early_stopping' is not a setting: callbacks=early_stopping ends training when val/loss no longer",
     ),
     ("moe-train", "early_stopping=true", "is read as callbacks=early_stopping"),
     ("moe-train", "callbacks=early_stopping", ""),
@@ -364,7 +364,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     (
         "moe-train",
         "strategy.dense=fdsp",
-        "strategy.dense='fdsp' is no known dense: did you mean 'fsdp'? Use one of ddp, zero1, fsdp, hsdp",
+        "strategy.dense='fdsp' is not a known dense: did you mean 'fsdp'? Use one of ddp, zero1, fsdp, hsdp",
     ),
     ("moe-train", "strategy.replicas=2", "is read as strategy.copies=2"),
     (
@@ -447,12 +447,12 @@ MISTAKES: list[tuple[str, str, str]] = [
     (
         "moe-train",
         "run_name=/abs",
-        "run_name='/abs' is no name of a folder below outputs: use words such as run_name=first_try, or",
+        "run_name='/abs' is not a valid name for a folder in outputs: use words such as run_name=first_try, or",
     ),
     (
         "moe-train",
         "run_name=~/x",
-        "run_name='~/x' is no name of a folder below outputs: use words such as run_name=first_try, or",
+        "run_name='~/x' is not a valid name for a folder in outputs: use words such as run_name=first_try, or",
     ),
     (
         "moe-train",
@@ -492,18 +492,18 @@ MISTAKES: list[tuple[str, str, str]] = [
     (
         "moe-train",
         "model.adapter.kind=lora",
-        "model.adapter.kind is no key of this configuration: adapters train beside a pretrained model:",
+        "model.adapter.kind is not a key of this configuration: adapters train beside a pretrained model:",
     ),
     (
         "moe-train",
         "model.adapter.kind=loar",
-        "model.adapter.kind is no key of this configuration: adapters train beside a pretrained model:",
+        "model.adapter.kind is not a key of this configuration: adapters train beside a pretrained model:",
     ),
     ("moe-train", "model=huggingface", "model.pretrained is needed here: give model.pretrained=VALUE"),
     (
         "moe-train",
         "model.adapter=lora",
-        "model.adapter.kind is no key of this configuration: adapters train beside a pretrained model:",
+        "model.adapter.kind is not a key of this configuration: adapters train beside a pretrained model:",
     ),
     (
         "moe-train",
@@ -566,7 +566,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     (
         "moe-train",
         "+foo=1",
-        "foo is no key of moe-train and nothing refers to ${foo}: use one of run_name, ranks, run_dir,",
+        "foo is not a key of moe-train and nothing refers to ${foo}: use one of run_name, ranks, run_dir,",
     ),
     ("moe-train", "++optimizer.lr=fast", "optimizer.lr='fast' must be a number above 0 and at most 1000"),
     ("moe-train", "~nothing", "there is no key 'nothing': moe-train --cfg job shows all keys"),
@@ -604,7 +604,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     (
         "moe-train",
         "data.source=my file.txt",
-        "'file.txt' is no setting: write KEY=VALUE, such as trainer.max_steps=100",
+        "'file.txt' is not a setting: write KEY=VALUE, such as trainer.max_steps=100",
     ),
     (
         "moe-train",
@@ -771,7 +771,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("moe-sim", "recipes=nothing", "there is no recipe 'nothing': choose one of"),
     ("moe-sim", "recommend nodes=x", "nodes='x' must be an integer"),
     ("moe-sim", "recommend recipe=x.yaml", "recipe=x.yaml must be recipes/NAME.yaml"),
-    ("moe-sim", "recomend", "'recomend' is no command (did you mean 'recommend'?)"),
+    ("moe-sim", "recomend", "'recomend' is not a command (did you mean 'recommend'?)"),
     ("moe-sim", "simulate", "moe-sim simulates as it is"),
     ("moe-sim", "batch_size=8", "give rank_batch=N samples of each rank"),
     ("moe-sim", "seed=x", "seed='x' must be an integer"),
@@ -782,7 +782,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("moe-ckpt", "--versoin", "there is no option --versoin (did you mean '--version'?)"),
     ("moe-ckpt", "--yes clean", "--yes stands before the command: write moe-ckpt clean --yes"),
     ("moe-ckpt", "inspect", "DIR must be given"),
-    ("moe-ckpt", "inspect nowhere", "nowhere is no directory: name a checkpoint"),
+    ("moe-ckpt", "inspect nowhere", "nowhere is not a directory: name a checkpoint"),
     ("moe-ckpt", "inspect empty", "empty holds no checkpoint: name a checkpoint"),
     ("moe-ckpt", "inspect empty extra", "'extra' is one argument too many: leave it out"),
     (
@@ -795,7 +795,11 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("moe-ckpt", "verify ftp://x/y", "use one of s3, gs, az"),
     ("moe-ckpt", "export empty", "FILE must be given"),
     ("moe-ckpt", "export empty out.safetensors", "empty holds no checkpoint: name"),
-    ("moe-ckpt", "export empty no/such/dir/out.safetensors", "lies in no folder: create 'no/such/dir' first"),
+    (
+        "moe-ckpt",
+        "export empty no/such/dir/out.safetensors",
+        "is in a folder that does not exist: create 'no/such/dir' first",
+    ),
     ("moe-ckpt", "export-hf empty out", "empty holds no checkpoint: name"),
     ("moe-ckpt", "export-hf nowhere out", "does not exist: give the path"),
     ("moe-ckpt", "export_hf nowhere out", "'export_hf' is not a command (did you mean 'export-hf'?)"),
@@ -807,7 +811,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     (
         "moe-ckpt",
         "export-loads words.txt out.json --ranks 2 --slots 2 --engine vllm2",
-        "--engine vllm2 is no choice (did you mean 'vllm'?): choose one of sglang",
+        "--engine vllm2 is not a choice (did you mean 'vllm'?): choose one of sglang",
     ),
     ("moe-ckpt", "edit words.txt out.ckpt --prune-least 2", "--prune-least needs to know the loads: give --loads"),
     ("moe-ckpt", "edit words.txt out.ckpt --fold 0", "0 must be an integer of at least 1"),
@@ -821,7 +825,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("moe-ckpt", "prune empty --keep 0", "--keep 0 would delete every checkpoint: give at least 1"),
     ("moe-ckpt", "prune empty --keep all", "'all' must be an integer"),
     ("moe-ckpt", "prune empty --kep 1", "--keep must be given"),
-    ("moe-ckpt", "clean nowhere", "nowhere is no directory: name"),
+    ("moe-ckpt", "clean nowhere", "nowhere is not a directory: name"),
     ("moe-ckpt", "clean --force", "there is no option --force: it has --yes"),
     ("moe-ckpt", "path=empty", "'path=empty' is not a command: choose one of inspect"),
     ("moe-ckpt", "inspect --dir empty", "there is no option --dir"),
@@ -845,7 +849,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("moe-train", "logger=none", ""),
     ("moe-train", "use_wandb=false", "is read as logger=csv"),
     ("moe-train", "max_time=00:01:00:00", "is read as trainer.max_time=00:01:00:00"),
-    ("moe-train", "model.adapter=qlora", "model.adapter.kind is no key of this configuration"),
+    ("moe-train", "model.adapter=qlora", "model.adapter.kind is not a key of this configuration"),
     ("moe-train", "strategy.mesh.ep=2", "is read as strategy.ep_size=2"),
     ("moe-train", "mode=train", "there is no key 'mode' here: task=train trains, task=validate measures"),
     ("moe-train", "wandb.mode=offline", "here: logger.wandb.offline=true writes W&B files without a connection"),
@@ -887,7 +891,7 @@ MISTAKES: list[tuple[str, str, str]] = [
         "here: model=NAME chooses one of the models that moe-train",
     ),
     ("moe-train", "--model.learning_rate 1e-3", "is read as optimizer.lr=1e-3"),
-    ("moe-train", "fit", "'fit' is no setting: moe-train trains as it is"),
+    ("moe-train", "fit", "'fit' is not a setting: moe-train trains as it is"),
     ("moe-train", "model.moe_layers=2", "there is no key 'model.moe_layers': model has activation"),
     ("moe-train", "--trainer.logger WandbLogger", "there is no key 'trainer.logger' (did you mean 'logger'?)"),
 ]

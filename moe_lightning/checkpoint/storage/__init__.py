@@ -63,7 +63,7 @@ def shared_place(text: str | os.PathLike[str]) -> Place:
     place = place_of(text)
     if isinstance(place, URL) and place.scheme == "memory":
         raise ConfigurationError(
-            f"{place} lies in the memory of one process, and another one writes the checkpoints: give a directory, or "
+            f"{place} is in the memory of one process, and another one writes the checkpoints: give a directory, or "
             "the URL of a store, such as s3://BUCKET/NAME"
         )
     return place

@@ -70,7 +70,7 @@ class Storage(Protocol):
         """Size and version of a file."""
 
     def names(self, path: Place) -> list[str]:
-        """List the names in a directory; none if there is no directory."""
+        """List the names in a directory; none if there is not a directory."""
 
     def is_dir(self, path: Place) -> bool:
         """Return True if there is a directory."""

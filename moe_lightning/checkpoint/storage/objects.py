@@ -379,7 +379,7 @@ def _forget(file: Any) -> None:
     """Closing it, as its finalizer would, would make an object of what was uploaded by now."""
     try:
         file.discard()
-    except Exception:  # what is left of it is no object, and the first error is the one to report
+    except Exception:  # what is left of it is not an object, and the first error is the one to report
         file.closed = True
     file.closed = True
 

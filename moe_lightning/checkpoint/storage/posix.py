@@ -161,7 +161,7 @@ class PosixStorage:
             check()
             raise
         if not os.path.samefile(target, held):
-            # Swept, and made anew by a process that has not looked for marks yet; it is empty, so it is no checkpoint.
+            # Swept, and made again by one that has not looked for marks yet; it is empty, so no checkpoint.
             self.close(target)
             check()
             raise CheckpointError(f"{staging} was replaced while it was written: the snapshot is written again")

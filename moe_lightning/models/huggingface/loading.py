@@ -73,7 +73,7 @@ def check_folder(path: Path) -> None:
     if not path.exists():
         if _HUB_NAME.fullmatch(str(path)):
             raise ConfigurationError(
-                f"pretrained={path} is no folder on this machine, and nothing is downloaded while training: run "
+                f"pretrained={path} is not a folder on this machine, and nothing is downloaded while training: run "
                 f"hf download {path} --local-dir {path.name}, and give pretrained={path.name}"
             )
         raise ConfigurationError(f"pretrained={path} does not exist: {cure}")

@@ -235,7 +235,7 @@ class HuggingFaceModule(SupervisedModule):
         known = getattr(self.architecture.config, "vocab_size", needed)
         if needed > known:
             raise ConfigurationError(
-                f"the data have {needed} tokens, the model knows {known}: use the tokenizer.json of the checkpoint"
+                f"the data have {needed} tokens, the model has {known}: use the tokenizer.json of the checkpoint"
             )
         given, own = getattr(data, "tokenizer", None), self.config.folder / "tokenizer.json"
         if isinstance(given, str) and (given == "bytes" or given.startswith("bpe:")) and own.is_file():
