@@ -36,7 +36,7 @@ def test_three_of_four_keep_what_a_fourth_takes_up(tmp_path: Path, place: str) -
     + [slow("zero1", place) for place in ("backward", *PLACES)],
 )
 def test_what_one_rank_had_comes_from_snapshots_and_is_dealt_anew(tmp_path: Path, dense: str, place: str) -> None:
-    """One copy in rows of two, for each of two parts of the layers, or the optimizer states of those; three ranks continue
+    """One copy in rows of two, for each of two parts of the layers, or the optimizer states of those; three ranks go on
     as two with a whole row each, or hold whole layers and wait for a fourth.
     """
     kills, holds = [Kill(worker=1, step=4, place=place)], [Hold(step=3, stored=1), Hold(step=6, ranks=4)]
