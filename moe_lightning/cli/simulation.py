@@ -116,6 +116,40 @@ def scenario_of(config: Mapping[str, Any], name: str) -> Scenario:
     )
 
 
+def overview(scenario: Scenario, report: Report, failures: Mapping[str, Any]) -> str:
+    """Size of the model, speed in the field's units, and the failures that were assumed."""
+    work, hardware, nodes = scenario.workload, scenario.hardware, scenario.num_nodes
+    experts = work.num_layers * work.expert_params
+    tokens_per_s = report.goodput * work.context_length
+    flops = 3 * (work.dense_flops_per_token + 2 * work.top_k * experts)  # forward and backward
+    peak = nodes * hardware.ranks_per_node * hardware.flops_per_s
+    whole, active = work.dense_params + work.num_experts * experts, work.dense_params + work.top_k * experts
+    speed = "nothing is trained"
+    if tokens_per_s:
+        days = 1e12 / tokens_per_s / 86400
+        mfu = tokens_per_s * flops / peak
+        speed = f"{tokens_per_s:,.0f} tokens/s, MFU {mfu:.1%}, {days:,.3g} days for 10^12 tokens"
+    rows = [
+        ("model", f"{whole / 1e9:.3g}B parameters, {active / 1e9:.3g}B active for a token"),
+        ("speed", speed),
+        ("failures", _assumed(failures, nodes)),
+    ]
+    return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def _assumed(failures: Mapping[str, Any], nodes: int) -> str:
+    kind = failures["kind"]
+    if kind in ("exponential", "weibull"):
+        mtbf = failures["node_mtbf_hours"]
+        return (
+            f"assumed: a node fails every {mtbf:,g} h on average ({kind}), one of the {nodes} every "
+            f"{mtbf / nodes:,.3g} h; failures.node_mtbf_hours=N changes it"
+        )
+    if kind == "periodic":
+        return f"assumed: one node every {failures['period_s']:,g} s"
+    return f"of the trace {failures['path']}" if kind == "trace" else "none assumed: failures.kind=exponential has some"
+
+
 _HEAD = "# @package _global_\n# Recommended by moe-sim for "
 
 
@@ -345,6 +379,7 @@ def _simulate(config: Mapping[str, Any]) -> int:
     reports = {name: simulate(scenario) for name, scenario in scenarios.items()}
     first, mesh = reports[names[0]], mesh_report(scenarios[names[0]])
     print(f"{names[0]} on {config['nodes']} nodes for {config['hours']} h, {len(first.recoveries)} recoveries")
+    print(overview(scenarios[names[0]], first, config["failures"]))
     print(first.table())
     if mesh is not None:
         print(mesh.table())
@@ -427,6 +462,7 @@ def _recommend(config: Mapping[str, Any]) -> int:
         config["failures"]["simultaneous"],
         fixed=given(config, "policy", "name"),
     )
+    print(overview(scenario, advice.report, config["failures"]))
     print(advice.table())
     target.write_text(recipe_text(advice, config, target, scenario.mesh))
     print(f"recipe       {target}")

@@ -113,12 +113,19 @@ class Advice:
     report: Report
     choices: tuple[RecommendedChoice, ...]
     mixture: Mixture | None = None
+    lossless: Report | None = None  # where the policy is not
 
     def table(self) -> str:
         """The prediction, what unlike nodes cost, and a line for each choice."""
         lines = [self.report.table()]
         if self.mixture is not None:
             lines.append(f"{'speeds':<12} {self.mixture.sentence()}")
+        if self.lossless is not None and self.lossless.samples:
+            lines.append(
+                f"{'lost tokens':<12} {100 * self.report.plt:.2g} %, for "
+                f"{100 * (self.report.samples / self.lossless.samples - 1):.2g} % more samples than with lossless "
+                "windows: in all more tokens count; policy.lossless=true loses none"
+            )
         rows = []
         for choice in self.choices:
             gain = f"{choice.report.goodput / self.report.goodput - 1:+.2%}" if self.report.goodput else "-"
@@ -140,12 +147,10 @@ def recommend(scenario: Scenario, simultaneous: int = 1, fixed: Mapping[str, Any
     several = min(simultaneous + 1, scenario.num_nodes)
     wanted = [scenario.policy.min_replicas] if "min_replicas" in fixed else sorted({1, several})
     candidates = [_candidate(scenario, simultaneous, fixed, replicas) for replicas in wanted]
-    policy, report = candidates[-1]
-    for other, other_report in candidates[
-        :-1
-    ]:  # replicas cost sums of gradients; they must not cost more than they save
-        if other_report.samples > (1 + _WORTH) * report.samples:
-            policy, report = other, other_report
+    policy, report, lossless = candidates[-1]
+    for other in candidates[:-1]:  # replicas cost sums of gradients; they must not cost more than they save
+        if other[1].samples > (1 + _WORTH) * report.samples:
+            policy, report, lossless = other
     experts = scenario.workload.num_experts
     undone: dict[str, Any] = {
         "slots": max(1, -(-experts // _stage_ranks(scenario))),
@@ -165,11 +170,15 @@ def recommend(scenario: Scenario, simultaneous: int = 1, fixed: Mapping[str, Any
         worse = simulate(_with(scenario, policy, **changes))
         choices.append(RecommendedChoice(name=name, value=getattr(policy, name), instead=instead, report=worse))
     mixture = mixture_of(_with(scenario, policy))
-    return Advice(policy=policy, report=report, choices=tuple(choices), mixture=mixture)
+    return Advice(policy=policy, report=report, choices=tuple(choices), mixture=mixture, lossless=lossless)
 
 
-def _candidate(scenario: Scenario, simultaneous: int, fixed: Mapping[str, Any], replicas: int) -> tuple[Policy, Report]:
-    """The best policy with so many replicas of every expert, and its prediction."""
+def _candidate(
+    scenario: Scenario, simultaneous: int, fixed: Mapping[str, Any], replicas: int
+) -> tuple[Policy, Report, Report | None]:
+    """The best policy with so many replicas of every expert, its prediction, and that of lossless windows where these
+    are not the best.
+    """
     policy = replace(scenario.policy, min_replicas=replicas)
     if "slots" not in fixed:
         policy = replace(policy, slots=_slots(replace(scenario, policy=policy)))
@@ -196,7 +205,9 @@ def _candidate(scenario: Scenario, simultaneous: int, fixed: Mapping[str, Any], 
         policy = replace(policy, rebalance_every=way.rebalance_every)
         intervals = [interval] if "interval_steps" in fixed else [factor * interval for factor in _INTERVAL_FACTORS]
         ways.append(_best(scenario, way, "interval_steps", intervals))
-    return max(ways, key=lambda way: way[1].samples * (1 - way[1].plt))
+    policy, report = max(ways, key=lambda way: way[1].samples * (1 - way[1].plt))
+    is_lossy = not policy.lossless and report.plt > 0
+    return policy, report, next((other for way, other in ways if is_lossy and way.lossless), None)
 
 
 def _best(scenario: Scenario, policy: Policy, name: str, values: Sequence[int]) -> tuple[Policy, Report]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import fields
+import re
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from moe_lightning.cli.sim import main
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import MeshSpec
-from moe_lightning.simulate.policy import Policy
+from moe_lightning.simulate.policy import POLICIES, Policy
+from moe_lightning.simulate.recommend import Advice
+from moe_lightning.simulate.scenario import Report
 
 UNTIED = ["model.tie_embeddings=false"]
 FAST = ["model=moe_gpt_s", "nodes=8", "hours=0.5", "failures.node_mtbf_hours=1"]
@@ -54,6 +57,39 @@ def test_only_a_recipe_of_moe_sim_is_written_again(tmp_path: Path, capsys: pytes
     assert main(["recommend", *FAST, f"recipe={path}"]) == 2
     assert "exists and is not moe-sim's own: name another file" in capsys.readouterr().err
     assert "max_steps: 7" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "whole", "active"),
+    [
+        ("qwen3_30b_a3b", "30.1B", "2.9B"),
+        ("mixtral_8x7b", "46.7B", "12.9B"),
+        ("gpt_oss_20b", "20.8B", "4.03B"),
+        ("gpt_oss_120b", "117B", "5.47B"),
+    ],
+)
+def test_published_models_are_known_by_name(
+    model: str, whole: str, active: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = ["nodes=4", "hardware.preset=h200", "hardware.ranks_per_node=8", "hours=0.1", "failures.kind=none"]
+    assert main([f"model={model}", *cluster]) == 0
+    printed = capsys.readouterr().out
+    assert f"{whole} parameters, {active} active for a token" in printed
+    assert re.search(r"speed +[\d,]+ tokens/s, MFU \d+\.\d%, [\d,.]+ days for 10\^12 tokens", printed)
+    assert "none assumed: failures.kind=exponential has some" in printed
+
+
+def test_assumed_failures_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "failures.kind=exponential", "failures.node_mtbf_hours=80", "nodes=8"]) == 0
+    assert "a node fails every 80 h on average (exponential), one of the 8 every 10 h" in capsys.readouterr().out
+
+
+def test_lost_tokens_are_weighed_against_lossless_windows(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(**{f.name: 0 for f in fields(Report) if f.default is MISSING} | {"duration_s": 1.0})
+    lossy, lossless = replace(report, samples=1050, plt=0.008), replace(report, samples=1000)
+    advice = Advice(policy=POLICIES["ours"], report=lossy, choices=(), lossless=lossless)
+    assert "lost tokens  0.8 %, for 5 % more samples than with lossless windows" in advice.table()
+    assert "lost tokens" not in replace(advice, lossless=None).table()
 
 
 def test_a_recipe_without_a_name_goes_beside_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

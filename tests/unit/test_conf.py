@@ -40,6 +40,10 @@ PRINTED_PARAMETERS = {
     "gpt_125m_8e": (322.8e6, 0.05e6),
     "gpt_350m_16e": (1.8659e9, 0.00005e9),
     "deepseek_v3": (671e9, 2e9),  # of the report; its attention has 1.1e9 less than ours of as many heads
+    "mixtral_8x7b": (46.7e9, 0.05e9),
+    "qwen3_30b_a3b": (30.5e9, 0.5e9),  # its attention has heads twice as wide
+    "gpt_oss_20b": (20.9e9, 0.15e9),  # and theirs another number of heads
+    "gpt_oss_120b": (116.8e9, 0.4e9),
     "llama_moe": (77.85e9, 0.005e9),  # not printed: 24 * (64 * 3 * 2048 * 8192 + attention and router) + embeddings
 }
 

@@ -462,7 +462,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     (
         "moe-train",
         "model=mixtral",
-        "there is no model 'mixtral': choose one of deepseek_v3, gpt_125m_8e, gpt_350m_16e, gpt_l,",
+        "there is no model 'mixtral' (did you mean 'mixtral_8x7b'?): choose one of deepseek_v3,",
     ),
     (
         "moe-train",
