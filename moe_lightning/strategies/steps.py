@@ -392,8 +392,10 @@ class StepWeights:
                 "global_mean was called in some micro-batches of a step and not in others, so they have no common "
                 "weight: call it in each, with weight=0 where nothing is to be learned"
             )
-        if self.of_batch is None or here.num_micros == 1:
+        if self.of_batch is None:
             return here.step_share
+        if here.num_micros == 1:  # without any weight it counts for nothing, as with accumulation
+            return (self.of_batch > 0).to(self.of_batch.dtype) * here.step_share
         self._of_step.append(self.of_batch)
         first = self._of_step[0]
         scale = torch.where(first > 0, self.of_batch / first, self.of_batch) / here.num_micros
