@@ -23,7 +23,10 @@ from tests.programs import users_environment
 
 WORDS = ("data.source=words.txt", "data.cache_dir=cache")
 """What `write_words` leaves in the folder of the run."""
-TINY = ("model=llama_moe_tiny", "run_name=tiny", *WORDS, "data.global_batch_size=8", "data.val_samples=4", "logger=csv")
+TINY = (
+    *("model=llama_moe_tiny", "run_name=tiny", *WORDS, "data.global_batch_size=8", "data.val_samples=4", "logger=csv"),
+    "optimizer.warmup_steps=0",
+)
 """A run of seconds."""
 SMALL_MODEL = (
     "model.context_length=16", "model.num_layers=2", "model.d_model=16", "model.num_heads=2", "model.d_hidden=24",

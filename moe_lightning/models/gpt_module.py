@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 import lightning.pytorch as pl
 import torch
 from annotated_types import Interval
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from moe_lightning.compat import private_lightning
@@ -215,8 +217,42 @@ def optimizer_with_schedule(module: pl.LightningModule, config: OptimizerConfig)
             f"optimizer.decay={config.decay} ends with the training, whose number of steps is unknown: give "
             "the Trainer max_steps, or use optimizer.decay=constant"
         )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step, total_steps or 0))
+    never_peaks = total_steps is not None and config.warmup_steps >= total_steps
+    if never_peaks and not (trainer.fast_dev_run or trainer.overfit_batches or trainer.ckpt_path):  # type: ignore[attr-defined]
+        rank_zero_warn(
+            f"optimizer.warmup_steps={config.warmup_steps} is not shorter than the {total_steps} steps of this "
+            f"training, so the peak optimizer.lr={config.lr} is never reached: lower warmup_steps or train longer"
+        )
+    schedule = WarmupAndDecay(optimizer, config, total_steps)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class WarmupAndDecay(LambdaLR):
+    """Learning-rate schedule of a configuration. A training that is resumed with another length has the rates of its
+    own schedule from its first step on, and a line says so.
+
+    Attributes:
+        total_steps: optimizer steps until the decay ends, which is with the training; None for a constant rate.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int | None) -> None:
+        self.total_steps = None if config.decay == "constant" else total_steps
+        super().__init__(optimizer, lambda step: config.factor(step, total_steps or 0))
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict | {"total_steps": self.total_steps})
+        rates = [rate * share(self.last_epoch) for rate, share in zip(self.base_lrs, self.lr_lambdas, strict=True)]
+        former = state_dict.get("total_steps")
+        if None not in (former, self.total_steps) and former != self.total_steps:
+            before, now = (values[0] / self.base_lrs[0] for values in (self._last_lr, rates))
+            rank_zero_warn(
+                f"the learning rate decays until step {self.total_steps}, not {former} as when the checkpoint was "
+                f"saved: step {self.last_epoch + 1} has {now:.3g} of the peak rate, in the former schedule {before:.3g}"
+            )
+        self._last_lr = rates
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # the optimizer was restored with its former rate
 
 
 def optimizer_of(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -24,6 +24,7 @@ COMMON = [
     "trainer.precision=32-true",
     "trainer.val_check_interval=2",
     "trainer.log_every_n_steps=2",
+    "optimizer.warmup_steps=0",
 ]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="moe-train's launcher of local ranks needs Linux")

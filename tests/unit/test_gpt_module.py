@@ -5,11 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from moe_lightning import ConfigurationError, GPTConfig, GPTModule, OptimizerConfig
 from moe_lightning.models.optimizers import parameter_groups
@@ -87,7 +92,7 @@ def test_the_optimizer_follows_its_config() -> None:
 
 
 def test_a_fused_optimizer_and_what_lightning_does_not_clip() -> None:
-    module = built(fused=True)
+    module = built(fused=True, warmup_steps=0)
     trainer = SimpleNamespace(estimated_stepping_batches=10, precision="32-true", gradient_clip_val=1.0)
     module._trainer = trainer  # type: ignore[assignment]
     chosen: Any = module.configure_optimizers()
@@ -95,6 +100,80 @@ def test_a_fused_optimizer_and_what_lightning_does_not_clip() -> None:
     trainer.precision = "bf16-mixed"
     with pytest.raises(ConfigurationError, match=r"does not clip \(gradient_clip_val=1.0\)"):
         module.configure_optimizers()
+
+
+class Rates(pl.Callback):
+    """Keeps the learning rate of every step, as a share of the peak."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen.append(trainer.optimizers[0].param_groups[0]["lr"] / 1e-3)
+
+
+def trained(steps: int, resumed: Path | None = None, save: Path | None = None, **options: Any) -> list[float]:
+    """Train for this many steps in all; the rates of the steps that ran."""
+    ids, rates = torch.randint(40, (64, 9)), Rates()
+    module = GPTModule(TINY, {"lr": 1e-3, "warmup_steps": 2, **options})
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        max_steps=steps, max_epochs=-1, accelerator="cpu", callbacks=[rates], enable_model_summary=False, **quiet
+    )
+    loader = DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=8)
+    trainer.fit(module, loader, ckpt_path=resumed)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return rates.seen
+
+
+def told_of(told: list[warnings.WarningMessage], word: str) -> list[str]:
+    return [str(warning.message) for warning in told if word in str(warning.message)]
+
+
+@pytest.mark.parametrize("options", [{}, {"decay": "linear", "warmup_steps": 6}], ids=["cosine", "linear"])
+def test_a_resumed_training_with_another_length(
+    options: dict[str, Any], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    trained(4, save=tmp_path / "short.ckpt", **options)
+    recwarn.clear()
+    rates = trained(8, tmp_path / "short.ckpt", **options)
+    (line,) = told_of(list(recwarn), "decays until step 8, not 4 as when the checkpoint was saved")
+    whole = trained(8, **options)
+    assert rates == pytest.approx(whole[4:], rel=1e-12)
+    found = re.search(r"step 5 has (\S+) of the peak rate, in the former schedule (\S+)$", line)
+    assert found is not None
+    former = OptimizerConfig(**{"warmup_steps": 2, **options}).factor(4, 4)
+    assert [float(share) for share in found.groups()] == pytest.approx([whole[4], former], rel=5e-3)
+
+
+def test_a_resumed_training_of_the_same_length(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Nor does a constant rate care for the length."""
+    trained(4, save=tmp_path / "short.ckpt", decay="constant")
+    assert trained(8, tmp_path / "short.ckpt", decay="constant") == [1.0] * 4
+    trained(4, save=tmp_path / "whole.ckpt")
+    trained(4, tmp_path / "whole.ckpt")
+    assert not told_of(list(recwarn), "decays until")
+
+
+@pytest.mark.parametrize(("warmup", "is_told"), [(100, True), (3, True), (2, False)])
+def test_a_warm_up_that_is_not_shorter_than_the_training(
+    warmup: int, is_told: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    rates = trained(3, warmup_steps=warmup)
+    assert (max(rates) < 1) == is_told
+    told = told_of(list(recwarn), f"warmup_steps={warmup} is not shorter than the 3 steps of this training")
+    assert len(told) == is_told
+    assert all("optimizer.lr=0.001 is never reached: lower warmup_steps or train longer" in line for line in told)
+
+
+@pytest.mark.parametrize("trial", [{"fast_dev_run": 2}, {"overfit_batches": 2}])
+def test_a_trial_may_end_before_the_warm_up(trial: dict[str, Any], recwarn: pytest.WarningsRecorder) -> None:
+    module = built()
+    settings = {"estimated_stepping_batches": 2, "fast_dev_run": False, "overfit_batches": 0.0, "ckpt_path": None}
+    module._trainer = SimpleNamespace(**settings | trial)  # type: ignore[assignment]
+    module.configure_optimizers()
+    assert not told_of(list(recwarn), "warmup_steps")
 
 
 def test_hyperparameters_are_plain_and_rebuild_the_module() -> None:
