@@ -250,7 +250,7 @@ class TemplatedTurns:
         whole = self._written(said)
         learned = [index for index, turn in enumerate(said.turns) if turn.is_learned]
         for chosen in (learned, learned[-1:]):
-            spans = [(self._written(said, i, asks=True), self._written(said, i + 1)) for i in chosen]
+            spans = [(self._before(said, i), self._written(said, i + 1)) for i in chosen]
             if all(whole.startswith(end) and end.startswith(start) for start, end in spans):
                 break
         else:
@@ -261,11 +261,17 @@ class TemplatedTurns:
             at = len(end)
         return [piece for piece in (*written, (whole[at:], False)) if piece[0]]
 
+    def _before(self, said: Conversation, index: int) -> str:
+        """The text up to an answer, with what asks for it."""
+        if index:
+            return self._written(said, index, asks=True)
+        # transformers writes no conversation without turns, which could be asked for its first one.
+        first, prompt = self._written(said, 1), self._written(said, asks=True).removeprefix(self._written(said))
+        return first[: max(0, first.find(prompt))] + prompt
+
     def _written(self, said: Conversation, count: int | None = None, *, asks: bool = False) -> str:
         """The first `count` turns, or all."""
         turns = said.turns[:count]
-        if not turns and not asks:
-            return ""
         try:
             return str(
                 self._tokenizer.apply_chat_template(

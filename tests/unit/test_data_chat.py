@@ -64,6 +64,36 @@ def test_a_template_writes_all_and_only_answers_are_predicted(tmp_path: Path) ->
     assert [text for text, is_predicted in pieces if is_predicted] == ["c<|im_end|>\n", "e f<|im_end|>\n"]
 
 
+SYSTEM_OF_ITS_OWN = "{{ bos_token }}<|im_start|>system\nBe brief.<|im_end|>\n" + CHATML
+
+
+@pytest.mark.parametrize("turns", [TURNS[1:], TURNS[1:2], [("assistant", ""), *TURNS]], ids=["three", "one", "empty"])
+@pytest.mark.parametrize("template", [CHATML, SYSTEM_OF_ITS_OWN], ids=["plain", "system"])
+def test_a_conversation_may_begin_with_an_answer(turns: list[tuple[str, str]], template: str, tmp_path: Path) -> None:
+    """As those of ShareGPT often do."""
+    pieces = chat_format(tokenizer_folder(tmp_path, template, bos_token="<|end|>"), None).pieces(said(*turns))
+    answers = [content for role, content in turns if role == "assistant"]
+    assert [text for text, is_predicted in pieces if is_predicted] == [f"{answer}<|im_end|>\n" for answer in answers]
+    before = "<|end|><|im_start|>system\nBe brief.<|im_end|>\n" if template != CHATML else ""
+    written = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
+    assert "".join(text for text, _ in pieces) == before + written
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        (
+            "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML,
+            "the chat template of the tokenizer refuses it: user first",
+        ),
+        (CHATML.replace("assistant\n{%", "assistant\n<think>\n{%"), "writes the last answer in no place of its own"),
+    ],
+)
+def test_an_answer_that_the_template_does_not_write_first(template: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        chat_format(tokenizer_folder(tmp_path, template), None).pieces(said(*TURNS[1:]))
+
+
 def test_a_template_that_rewrites_earlier_answers_has_its_last_one_predicted(tmp_path: Path) -> None:
     turns = [("user", "q"), ("assistant", "<think>x</think>one"), ("user", "r"), ("assistant", "<think>y</think>two")]
     pieces = chat_format(tokenizer_folder(tmp_path, FORGETFUL), None).pieces(said(*turns))
