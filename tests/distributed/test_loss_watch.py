@@ -202,7 +202,7 @@ def test_without_stop_such_gradients_are_warned_of_once(trainer: dict[str, Any])
     told = [line for result in found for line in result["text"].splitlines() if "warning:" in line]
     assert len(told) == 1
     assert told[0].startswith("warning: the gradient of norm.bias is not finite (nor those of 2 other parameters) ")
-    assert "summed over 2 ranks, in the step after step 6; training goes on" in told[0]
+    assert "summed over 2 ranks, in the step after step 6; training continues" in told[0]
 
 
 class Counting(torch.optim.SGD):
