@@ -26,7 +26,8 @@ def fails(what: str, who: str, folder: Path) -> str:
 def test_an_error_on_one_rank_is_shown_once_and_nothing_is_saved(what: str, who: str, tmp_path: Path) -> None:
     shown = fails(what, who, tmp_path)
     assert len(re.findall(r"^\S*\s*ValueError: an error of the user's$", shown, re.M)) == 1
-    assert f"rank {who} failed: ValueError: an error of the user's" in shown
+    if who != "0":  # with rank 0 the program ends, before the other has said so
+        assert f"rank {who} failed: ValueError: an error of the user's" in shown
     assert shown.count("no checkpoint is saved now") == 1
     assert "saved checkpoint to" not in shown
     assert len(shown.splitlines()) < 100
