@@ -8,7 +8,6 @@ with `Trainer(devices=1).test(module)` on rank 0.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -783,7 +782,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def _clip(self, optimizer: Optimizer, most: float) -> None:
         """Clip by the norm of the whole model, and check that it is finite before gradients are scaled by it."""
         self._clipped = self.state.number_of(optimizer)
-        self.steps.clip(optimizer, most, partial(self._look_at_norm, optimizer))
+        self.steps.clip(optimizer, most, partial(self._look_at_norm, optimizer, is_used=True))
 
     def _look_at_update(self, optimizer: Optimizer) -> None:
         """Check the gradients of an update, unless clipping has."""
@@ -793,9 +792,9 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         found = [p.grad for p in self.state.parameters_of(optimizer) if p.grad is not None]
         gradients = [values for gradient in found if (values := dense_values(local(gradient))).numel()]
         if gradients:
-            self._look_at_norm(optimizer, nn.utils.get_total_norm(gradients, math.inf))
+            self._look_at_norm(optimizer, nn.utils.get_total_norm(gradients), is_used=False)
 
-    def _look_at_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
+    def _look_at_norm(self, optimizer: Optimizer, norm: Tensor, *, is_used: bool) -> None:
         def named() -> dict[str, nn.Parameter]:
             updated = set(self.state.parameters_of(optimizer))
             return {name: p for name, p in self.state.module.named_parameters() if p in updated}
@@ -803,7 +802,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         step, world = self.state.trainer.global_step, self.world
         ranks = "" if world.size == 1 else f"summed over {world.size} ranks, "
         where = f"{ranks}in the step after step {step}"
-        self._finite.look_at_update(norm, named, where, world)
+        self._finite.look_at_update(norm, named, where, world, is_used=is_used)
 
     # ------------------------------------------------------------------ batches outside of training
 

@@ -85,7 +85,7 @@ class FiniteWatch:
 
     def __init__(self, stop: StopOnNan | None) -> None:
         self.stop = stop
-        self._flying: deque[tuple[Tensor, Any, Callable[[float], _Finding]]] = deque()
+        self._flying: deque[tuple[Tensor, Any, Callable[[float], _Finding | None]]] = deque()
         self._found: _Finding | None = None
         self._places: list[Callable[[], str]] = []
         self._own: list[Tensor] = []
@@ -115,28 +115,31 @@ class FiniteWatch:
 
     def look_at_own(self, gradients: Tensor) -> None:
         """Check gradients of this rank, before they are summed over ranks: they tell whose samples are the cause."""
-        self._own.append(torch.linalg.vector_norm(gradients, math.inf))
+        self._own.append(torch.linalg.vector_norm(gradients, dtype=torch.float32))
 
     def look_at_update(
-        self, largest: Tensor, named: Callable[[], Mapping[str, nn.Parameter]], place: str, world: World
+        self, norm: Tensor, named: Callable[[], Mapping[str, nn.Parameter]], place: str, world: World, *, is_used: bool
     ) -> None:
         """Check the gradients that an optimizer is about to use.
 
         Args:
-            largest: a norm of them, of this rank or of all.
+            norm: of them, of this rank or of all.
             named: returns the parameters of this rank.
             place: step in words.
+            is_used: gradients are scaled by the norm; else one that overflows changes nothing.
         """
-        own, is_read_now = self._own, self.stop is not None or largest.device.type == "cpu"
+        own, is_read_now = self._own, self.stop is not None or norm.device.type == "cpu"
         places = self._places if world.size == 1 or own else []
 
-        def find(value: float) -> _Finding:
+        def find(value: float) -> _Finding | None:
             is_cause = world.size == 1 or any(not math.isfinite(float(value)) for value in own)
             where = " and ".join(place() for place in places) if is_cause else ""
             what = _named_gradients(named()) if is_read_now else ""
+            if is_read_now and not what and not is_used:
+                return None
             return _Finding(what or f"the norm of the gradients is {value}", where or place, is_cause)
 
-        self._fly(largest.detach(), find)
+        self._fly(norm.detach(), find)
 
     def forget_step(self) -> None:
         """Forget the running step, which will be repeated."""
@@ -182,7 +185,7 @@ class FiniteWatch:
         _restore(module, before or {})
         return True
 
-    def _fly(self, value: Tensor, find: Callable[[float], _Finding]) -> None:
+    def _fly(self, value: Tensor, find: Callable[[float], _Finding | None]) -> None:
         arriving = (value, None) if value.device.type == "cpu" else read_later(value)
         self._flying.append((*arriving, find))
         self._read(waits=self.stop is not None)
@@ -198,7 +201,8 @@ class FiniteWatch:
             number = float(value.float().mean())
             if not math.isfinite(number) and (self.stop is not None or not self._has_warned):
                 self._found = self._found or find(number)
-                self._warn(self._found)
+                if self._found is not None:
+                    self._warn(self._found)
 
     def _warn(self, finding: _Finding) -> None:
         if self.stop is not None or self._has_warned:
