@@ -13,8 +13,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -104,6 +106,40 @@ def storage_info(path: str, offset: int, length: int) -> Any:
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place in one launch by a scalar tensor. The public name would synchronize with the host."""
     torch._foreach_mul_(tensors, factor)
+
+
+stock_norm, stock_scale = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+
+
+def clip_norms_by(
+    norm_of: Callable[[list[Tensor], float], Tensor | None], scale: Callable[[list[nn.Parameter], Tensor, float], None]
+) -> None:
+    """Let `torch.nn.utils.clip_grad_norm_` of this process, under whatever name it was imported, clip by another norm
+    until `clip_norms_as_usual`. torch has no public hook for it.
+
+    Args:
+        norm_of: returns the norm of gradients, given its order; None: torch computes it.
+        scale: scales the gradients of parameters, given their norm and the largest one, where some are DTensors.
+    """
+
+    def total_norm(tensors: Any, norm_type: float = 2.0, *options: Any, **named: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        norm = norm_of(tensors, float(norm_type))
+        return stock_norm(tensors if norm is None else [norm], norm_type, *options, **named)
+
+    def clip(parameters: Any, max_norm: float, norm: Tensor, *options: Any, **named: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(isinstance(p.grad, DTensor) for p in parameters):
+            scale(parameters, norm, float(max_norm))
+        else:
+            stock_scale(parameters, max_norm, norm, *options, **named)
+
+    clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = total_norm, clip  # type: ignore[assignment]
+
+
+def clip_norms_as_usual() -> None:
+    """Undo `clip_norms_by`."""
+    clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = stock_norm, stock_scale
 
 
 def version_of(tensor: Tensor) -> int:

@@ -28,7 +28,7 @@ from typing_extensions import override
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.files import SUFFIX
 from moe_lightning.checkpoint.storage import place_of
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
 from moe_lightning.data.loader import follow_schedule
 from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS, PlanPlace, QuotaPolicy
@@ -64,7 +64,7 @@ from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExper
 from moe_lightning.strategies.precision import convert_by_rule
 from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
-from moe_lightning.strategies.steps import Steps
+from moe_lightning.strategies.steps import Steps, scale_gradients
 from moe_lightning.strategies.train_state import FIXED_GROUPS, TrainState, replay_update
 from moe_lightning.strategies.watch import FiniteWatch, StallWatch, StopOnNan, UpdateSkipped, dense_values
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_way
@@ -437,6 +437,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if self._pipeline is not None:
             self._pipeline.synchronize(self.experts.stack_of, str(trainer.precision))
         private_lightning.clip_with(self.precision_plugin, self._clip, self.steps.clip_by_value)
+        private_torch.clip_norms_by(self.steps.norm_for_clipping, scale_gradients)
         if self.elastic is not None and self.elastic.is_newcomer:
             trainer.num_sanity_val_steps = 0  # there are no peers to validate with yet
 
@@ -524,6 +525,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             self._gathered.attach()
             self.state.parts.abort_step(self.world)
         private_lightning.use_own_methods(self.precision_plugin)
+        private_torch.clip_norms_as_usual()
         if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
             private_lightning.end_epochs_as_usual(trainer)
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
@@ -756,6 +758,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             self.steps.is_skipped = self._finite.is_skipped(state.module, self.world)
             if self.steps.is_skipped:
                 state.forget_counts()
+            else:
+                self.steps.require_same_gradients(optimizer)
             if elastic is not None:
                 elastic.prepare(optimizer)  # a barrier: the last collective before the update
             if self.steps.is_skipped:

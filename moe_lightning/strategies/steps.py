@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities import grad_norm, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -38,7 +39,7 @@ from moe_lightning.moe.randomness import SampleStream
 from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.mesh import TensorCut
 from moe_lightning.parallel.sequence import ContextParallel, OtherAttention, Sharers, attach_context
-from moe_lightning.state.tensors import cut_of, local
+from moe_lightning.state.tensors import cut_of, is_cut, local
 from moe_lightning.strategies.step_data import begin_batch, running_slice, training_slice
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
@@ -235,13 +236,11 @@ def explained_norm(error: Exception) -> Exception:
     """Return the exception to raise instead of an error of stock functions that read whole gradients of one process
     only.
     """
-    called = {frame.name for frame in extract_tb(error.__traceback__)} & {"grad_norm", "clip_grad_norm_"}
-    if not called or not any(words in str(error) for words in ("torch.Tensor and DTensor", "not allocated yet")):
+    is_norm = any(frame.name == "grad_norm" for frame in extract_tb(error.__traceback__))
+    if not is_norm or not any(words in str(error) for words in ("torch.Tensor and DTensor", "not allocated yet")):
         return error
     return ConfigurationError(
-        f"{called.pop()} cannot read gradients of which every rank holds rows: use "
-        "moe_lightning.gradient_norms(module) for their norms, and Trainer(gradient_clip_val=...) or "
-        "self.clip_gradients(...) to clip them"
+        "grad_norm cannot read gradients of which every rank holds rows: use moe_lightning.gradient_norms(module)"
     )
 
 
@@ -251,6 +250,8 @@ def global_gradient_norm(
     stack_of: Mapping[nn.Parameter, ExpertStack],
     world: World,
     pipe: World | None = None,
+    *,
+    among: Collection[int] | None = None,
 ) -> Tensor:
     """Compute the 2-norm over the model, bit-identical on every rank.
 
@@ -263,6 +264,7 @@ def global_gradient_norm(
         stack_of: those that are expert stacks.
         world: the ranks that share the parameters.
         pipe: the stages of a pipeline, each with parameters of its own; None: there is one.
+        among: ids of the gradients that count; None: all.
 
     Returns:
         A float32 scalar on the world's device.
@@ -271,13 +273,14 @@ def global_gradient_norm(
     for parameter in parameters:
         if parameter.is_meta:  # another stage's
             continue
+        gradient = parameter.grad if among is None or id(parameter.grad) in among else None
         stack = stack_of.get(parameter)
         if stack is not None:
-            spread.append(_squared_norms(parameter, stack))
+            spread.append(_squared_norms(gradient, stack, parameter.device))
         elif (cut := cut_of(parameter)) is not None:
-            spread.append(_squared_part(parameter, cut, world))
-        elif parameter.grad is not None:
-            dense.append(_norm(parameter.grad).square())
+            spread.append(_squared_part(gradient, cut, world))
+        elif gradient is not None:
+            dense.append(_norm(gradient).square())
     total = torch.stack(dense).sum() if dense else torch.zeros((), device=world.device)
     if spread:
         squares = torch.cat(spread)
@@ -307,19 +310,19 @@ def _norm(gradient: Tensor, dim: int | None = None) -> Tensor:
     return norm.float()
 
 
-def _squared_part(parameter: nn.Parameter, cut: TensorCut, world: World) -> Tensor:
+def _squared_part(gradient: Tensor | None, cut: TensorCut, world: World) -> Tensor:
     """Return squares [parts], with this rank's at its place if it is the first that holds these values."""
     among = world.row_cut
-    squares = torch.zeros(len(among.holders), dtype=torch.float32, device=parameter.device)
-    if among.holders_of(cut)[0] == world.rank and parameter.grad is not None:
-        squares[among.index] = _norm(local(parameter.grad)).square()
+    squares = torch.zeros(len(among.holders), dtype=torch.float32, device=world.device)
+    if among.holders_of(cut)[0] == world.rank and gradient is not None:
+        squares[among.index] = _norm(local(gradient)).square()
     return squares
 
 
-def _squared_norms(parameter: nn.Parameter, stack: ExpertStack) -> Tensor:
-    squares_E = torch.zeros(stack.num_experts, dtype=torch.float32, device=parameter.device)
-    if parameter.grad is not None:
-        per_slot = _norm(parameter.grad.flatten(1), dim=1).square()
+def _squared_norms(gradient: Tensor | None, stack: ExpertStack, device: torch.device) -> Tensor:
+    squares_E = torch.zeros(stack.num_experts, dtype=torch.float32, device=device)
+    if gradient is not None:
+        per_slot = _norm(gradient.flatten(1), dim=1).square()
         for slot, expert in stack.owned():
             squares_E[expert] = per_slot[slot]
     return squares_E
@@ -327,6 +330,10 @@ def _squared_norms(parameter: nn.Parameter, stack: ExpertStack) -> Tensor:
 
 _WATCHED_STEPS = 100
 """Batches that are searched for ignored targets, before the module is taken to have none."""
+
+
+_SAME_NORM = 1e-5
+"""Relative difference of norms of the same gradients, on unlike devices."""
 
 
 class StepWeights:
@@ -877,6 +884,57 @@ class Steps:
         self.last_gradient_norm = norm
         look(norm)
         scale_gradients(parameters, norm, float(most))
+
+    def norm_for_clipping(self, gradients: Sequence[Tensor], order: float) -> Tensor | None:
+        """Return the norm over the whole model by which torch's `clip_grad_norm_` clips gradients of the module;
+        collective.
+
+        Returns:
+            None if these are gradients of others, or every rank has the whole model.
+
+        Raises:
+            ConfigurationError: a norm other than the 2-norm.
+        """
+        world, stack_of = self._worlds.present, self._state.experts.stack_of
+        parameters = [p for p in self._state.module.parameters() if p.requires_grad]
+        among, own = {id(gradient) for gradient in gradients}, {id(p.grad) for p in parameters if p.grad is not None}
+        is_spread = world.pipe.size > 1 or any(p in stack_of or is_cut(p) for p in parameters)
+        if world.size == 1 or not is_spread or not among <= own:
+            return None
+        if order != 2.0:
+            raise ConfigurationError(
+                f"clip_grad_norm_ with norm_type={order} is not computed over all ranks: use norm_type=2, or "
+                'self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm="value")'
+            )
+        return global_gradient_norm(parameters, stack_of, world.stage, world.pipe, among=among)
+
+    def require_same_gradients(self, optimizer: Optimizer) -> None:
+        """Compare the gradients of replicated parameters over ranks before an update, where the module clips them or
+        steps by itself; collective then.
+
+        Raises:
+            ConfigurationError: they differ, on every rank.
+        """
+        module, world = self._state.module, self._worlds.present.stage
+        clips = is_overridden("configure_gradient_clipping", module)
+        if world.size == 1 or not (clips or not module.automatic_optimization):
+            return
+        stack_of = self._state.experts.stack_of
+        dense = [p for p in self._state.parameters_of(optimizer) if p not in stack_of and not is_cut(p)]
+        gradients = [p.grad for p in dense if p.grad is not None and p.grad.layout is torch.strided]
+        norms = torch.zeros(world.size, dtype=torch.float32, device=world.device)
+        norms[world.rank] = torch.stack([_norm(gradient) for gradient in gradients]).norm() if gradients else 0.0
+        all_reduce_(norms, world)
+        found = world.read(norms).tolist()
+        other = max(range(world.size), key=lambda rank: abs(found[rank] - found[0]))
+        if not abs(found[other] - found[0]) > _SAME_NORM * max(found):  # NaN is another check's
+            return
+        culprit = "configure_gradient_clipping" if clips else "the training step"
+        raise ConfigurationError(
+            f"{culprit} leaves the gradients of dense parameters different on the ranks (norm {found[0]:.6g} on rank "
+            f"0, {found[other]:.6g} on rank {other}), because a rank's own gradients are not those of the whole model: "
+            "clip with self.clip_gradients(optimizer, gradient_clip_val=...) or torch.nn.utils.clip_grad_norm_"
+        )
 
 
 def _take_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 
-from moe_lightning import gradient_norms
+from moe_lightning import GPTModule, OptimizerConfig, gradient_norms
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.distributed.training import train
+from tests.distributed.training import TINY, OwnModule, train
 
 
 class Norms(pl.Callback):
@@ -53,16 +53,117 @@ def test_norms_are_those_of_one_rank(ranks: int, strategy: dict[str, Any]) -> No
         assert found == pytest.approx(of_one_rank(), rel=1e-3, abs=1e-6)
 
 
-class ClipsByStockMeans(pl.Callback):
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(pl_module.parameters(), 1.0)
-
-
-def clip(rank: int, world_size: int) -> None:
-    train(rank, world_size, strategy={"dense": "fsdp"}, steps=1, callbacks=[ClipsByStockMeans()])
-
-
-@pytest.mark.parametrize("function", [clip, partial(norms, strategy={"dense": "fsdp"}, of_lightning=True)])
+@pytest.mark.parametrize("function", [partial(norms, strategy={"dense": "fsdp"}, of_lightning=True)])
 def test_stock_functions_name_ours(function: Any) -> None:
-    with pytest.raises(RankFailure, match=r"norm_? cannot read gradients .* use moe_lightning.gradient_norms"):
+    with pytest.raises(RankFailure, match=r"grad_norm cannot read gradients .* use moe_lightning.gradient_norms"):
         run_ranks(2, function)
+
+
+# ---------------------------------------------------------------------- clipping by the user
+
+
+class Clips(GPTModule):
+    """Clips by torch's function where Lightning asks it to."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class ClipsByHand(Clips):
+    """Computes the norm by itself, of the gradients that a rank has."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_((0.05 / norm).clamp(max=1.0))
+
+
+class ClipsByValue(Clips):
+    """Needs no norm."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        torch.nn.utils.clip_grad_value_(self.parameters(), 1e-3)
+
+
+class ClipsManually(OwnModule):
+    """Steps by itself."""
+
+    clip = staticmethod(torch.nn.utils.clip_grad_norm_)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip(self.parameters(), 0.05)
+        optimizer.step()  # type: ignore[union-attr]
+
+
+class ClipsManuallyByInfinity(ClipsManually):
+    """Clips by the largest gradient."""
+
+    clip = staticmethod(partial(torch.nn.utils.clip_grad_norm_, norm_type=float("inf")))  # type: ignore[assignment]
+
+
+class ClipsInACallback(pl.Callback):
+    """Clips where hooks see gradients."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(pl_module.parameters(), 0.05)
+
+
+def gpt(kind: type[GPTModule]) -> pl.LightningModule:
+    model = TINY | {"tie_embeddings": False, "router": {"aux_loss_coef": 0.0}}  # as pipelines need them
+    return kind(model, OptimizerConfig(lr=3e-3, warmup_steps=2, decay="constant"))
+
+
+def clipped(rank: int, world_size: int, kind: Any, strategy: dict[str, Any]) -> tuple[list[float], bytes]:
+    """Losses, and the dense weights that every rank has."""
+    with_module: dict[str, Any] = {"trainer": {"gradient_clip_val": None}}
+    if kind is ClipsInACallback:
+        with_module["callbacks"] = [ClipsInACallback()]
+    else:
+        with_module["own_module"] = partial(gpt, kind) if issubclass(kind, GPTModule) else kind
+    result = train(rank, world_size, strategy=strategy, steps=6, **with_module)
+    dense = [state.tobytes() for name, state in sorted(result["state"].items()) if ".experts." not in name]
+    return result["losses"], b"".join(dense)
+
+
+@cache
+def clipped_on_one_rank(kind: type) -> list[float]:
+    losses: list[float] = run_ranks(1, clipped, kind, {})[0][0]
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "strategy"),
+    [
+        (Clips, 2, {}),
+        (ClipsManually, 2, {"dense": "zero1", "copies": 2}),
+        (ClipsManually, 3, {}),
+        (ClipsByValue, 2, {}),
+        (ClipsInACallback, 2, {"dense": "fsdp"}),
+        (Clips, 2, {"mesh": {"tp": 2}}),
+        (Clips, 2, {"mesh": {"pp": 2}}),
+        pytest.param(Clips, 4, {"mesh": {"tp": 2}, "dense": "fsdp"}, marks=pytest.mark.slow),
+    ],
+)
+def test_own_clipping_is_that_of_one_rank(kind: type, ranks: int, strategy: dict[str, Any]) -> None:
+    for losses, _ in run_ranks(ranks, clipped, kind, strategy):
+        assert losses == pytest.approx(clipped_on_one_rank(kind), rel=0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ClipsByHand, r"configure_gradient_clipping leaves .*norm .* on rank 0, .* self\.clip_gradients\(optimizer"),
+        (ClipsManuallyByInfinity, r"norm_type=inf is not computed over all ranks: use norm_type=2"),
+    ],
+)
+def test_clipping_by_what_one_rank_knows_is_refused_before_the_update(kind: type, message: str) -> None:
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(2, clipped, kind, {})

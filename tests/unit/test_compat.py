@@ -89,6 +89,8 @@ METHODS = {
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": (
         "module, params_and_buffers_to_ignore"
     ),
+    "torch.nn.utils.clip_grad._clip_grads_with_norm_": "parameters, max_norm, total_norm, foreach",
+    "torch.nn.utils.clip_grad._get_total_norm": "tensors, norm_type, error_if_nonfinite, foreach",
     "torch.utils._pytree.tree_leaves": "tree, is_leaf",
     "torch.utils._pytree.tree_map": "func, tree, rests, is_leaf",
 }
