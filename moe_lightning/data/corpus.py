@@ -4,8 +4,9 @@ Sources are the standard library's files, the user's text files, or one file of 
 byte-level BPE through the optional package `tokenizers`; they are made once and split into a training and a held-out
 part.
 
-The cache is keyed by the files' names, sizes and modification times, the tokenizer and the split: looking an entry up
-costs a walk over the folder, never a second reading of the text by every rank of a large run.
+The cache is keyed by the files' names and content, the tokenizer and the split. A content is read for that once: while
+the files' inodes, sizes and times stay, looking an entry up costs a walk over the folder, so that the ranks of a large
+run do not all read the text.
 """
 
 from __future__ import annotations
@@ -103,7 +104,12 @@ class TextFile:
     name: str
     path: Path
     size_bytes: int
-    mtime_ns: int
+    version: tuple[str | int, ...]
+
+
+def _version(path: Path, status: os.stat_result) -> tuple[str | int, ...]:
+    """What changes with a file's content, whoever sets its modification time."""
+    return str(path.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +170,8 @@ def text_files(source: str) -> tuple[TextFile, ...]:
                 check_written(path)
         if status.st_size:
             name = path.relative_to(root).as_posix()
-            files.append(TextFile(name=name, path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns))
+            version = _version(path, status)
+            files.append(TextFile(name=name, path=path, size_bytes=status.st_size, version=version))
     if not files:
         raise ConfigurationError(f"The {len(paths)} files of source={source!r} are all empty; give files with text.")
     return tuple(sorted(files, key=lambda file: file.name))
@@ -553,7 +560,7 @@ def _trained(package: Any, vocab_size: int, training_text: Iterable[bytes]) -> A
     return tokenizer
 
 
-_LAYOUT = 5  # raised when an entry's files change their meaning
+_LAYOUT = 6  # raised when an entry's files change their meaning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -679,7 +686,7 @@ def _token_corpus(source: str, cache: Path, tokenizer: str, val_fraction: float,
             f"val_fraction={val_fraction} of the {span.count} tokens of {source!r} leaves a part empty; give more."
         )
     status = span.path.stat()
-    key = fingerprint((_LAYOUT, str(span.path.resolve()), status.st_size, status.st_mtime_ns, span.dtype))
+    key = fingerprint((_LAYOUT, _version(span.path, status), span.dtype))
 
     _, known = _cached(cache / key, lambda folder: read_tokens(span))
     train, val = replace(span, digest=known["digest"]).split(span.count - held_out)
@@ -715,10 +722,11 @@ def _text_corpus(
     source: str, cache: Path, tokenizer: str, val_fraction: float, seed: int, trained: str | None
 ) -> Corpus:
     files = text_files(source)
-    described = tuple((file.name, file.size_bytes, file.mtime_ns) for file in files)
+    seen = fingerprint((_LAYOUT, tuple((file.name, file.version) for file in files)))
+    _, content = _cached(cache / seen, lambda folder: {"digest": _content_digest(files)})
 
     def key_of(tokenizer_name: str) -> str:
-        return fingerprint((_LAYOUT, source == "stdlib", described, tokenizer_name, val_fraction, seed))
+        return fingerprint((_LAYOUT, source == "stdlib", content["digest"], tokenizer_name, val_fraction, seed))
 
     key = key_of(tokenizer_key(tokenizer))
     if not tokenizer.startswith("bpe:"):
@@ -756,6 +764,18 @@ def _text_corpus(
         num_files=meta["num_files"],
         size_bytes=meta["size_bytes"],
     )
+
+
+def _content_digest(files: Iterable[TextFile]) -> str:
+    """Of the files' names and bytes."""
+    parts = []
+    for file in files:
+        digest = xxhash.xxh3_128()
+        with reading(file.path), open_regular(file.path) as content:
+            while chunk := content.read(_CHUNK_BYTES):
+                digest.update(chunk)
+        parts.append((file.name, digest.hexdigest()))
+    return fingerprint(tuple(parts))
 
 
 def _holds(path: Path, content: str) -> bool:

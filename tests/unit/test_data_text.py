@@ -235,6 +235,51 @@ def test_a_corpus_is_built_once_and_again_when_a_file_changes(
     assert len(built) == 4
 
 
+def written_at(path: Path, text: str, time_s: int = 1) -> Path:
+    """A file with this text and time, in place if there is one."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    os.utime(path, (time_s, time_s))
+    return path
+
+
+def test_text_of_the_same_name_size_and_time_is_told_apart(tmp_path: Path, cache: Path) -> None:
+    """As Docker layers, archives and `cp -p` make them."""
+    files = [written_at(tmp_path / version / "train.txt", f"{letter}\n" * 99) for version, letter in ("1a", "2b")]
+    corpora = [prepare_corpus(source, cache_dir=cache) for file in files for source in (file, file.parent)]
+    assert [bytes(corpus.train.open()[:2]) for corpus in corpora] == [b"a\n", b"a\n", b"b\n", b"b\n"]
+    written_at(files[0], "c\n" * 99)
+    assert bytes(prepare_corpus(files[0], cache_dir=cache).train.open()[:2]) == b"c\n"
+
+
+def test_tokens_in_place_of_others_are_read_again(tmp_path: Path, cache: Path) -> None:
+    found = []
+    for token in (1, 2):
+        np.full(100, token, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+        os.utime(tmp_path / "tokens.bin", (1, 1))
+        corpus = prepare_corpus(tmp_path / "tokens.bin", cache_dir=cache, dtype="uint16")
+        found.append((corpus.vocab_size, corpus.train.digest))
+    assert [vocab_size for vocab_size, _ in found] == [2, 3]
+    assert found[0][1] != found[1][1]
+
+
+def test_text_that_stays_is_not_encoded_again(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where it was only touched, nor where it was moved; and it is read for that only then."""
+    file, read = written_at(tmp_path / "old" / "train.txt", "words\n" * 99), list[str]()
+    digest = corpus_module._content_digest
+    monkeypatch.setattr(corpus_module, "_content_digest", lambda files: read.append("all") or digest(files))
+    first = prepare_corpus(file, cache_dir=cache)
+    assert prepare_corpus(file, cache_dir=cache) == first
+    assert len(read) == 1
+    monkeypatch.setattr(corpus_module, "_write_tokens", None)
+    os.utime(file, (2, 2))
+    file.chmod(0o600)
+    assert prepare_corpus(file, cache_dir=cache).train == first.train
+    file.parent.rename(tmp_path / "new")
+    assert prepare_corpus(tmp_path / "new" / "train.txt", cache_dir=cache).train == first.train
+    assert len(read) == 3
+
+
 def test_cache_folders_are_private(book: Path, cache: Path) -> None:
     corpus = prepare_corpus(book, cache_dir=cache)
     for path in (cache, corpus.train.path.parent):
@@ -245,7 +290,8 @@ def test_racing_builders_agree(book: Path, cache: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         corpora = list(pool.map(lambda _: prepare_corpus(book, cache_dir=cache), range(4)))
     assert len(set(corpora)) == 1
-    assert [path.name for path in cache.iterdir()] == [corpora[0].train.path.parent.name]
+    assert list(cache.glob("*/train.bin")) == [corpora[0].train.path]
+    assert not list(cache.glob(".*"))
 
 
 def test_a_builder_that_comes_second_uses_what_is_there(
@@ -262,14 +308,15 @@ def test_a_builder_that_comes_second_uses_what_is_there(
     monkeypatch.setattr(corpus_module, "_write_tokens", overtaken)
     corpus = prepare_corpus(book, cache_dir=cache)
     assert others == [corpus]
-    assert [path.name for path in cache.iterdir()] == [corpus.train.path.parent.name]
+    assert list(cache.glob("*/train.bin")) == [corpus.train.path]
+    assert not list(cache.glob(".*"))
 
 
 def test_a_failed_build_leaves_nothing(folder: Path, cache: Path) -> None:
     (folder / "noise.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigurationError, match=r"noise.txt is not UTF-8"):
         prepare_corpus(folder, cache_dir=cache)
-    assert list(cache.iterdir()) == []
+    assert not [*cache.glob("*/*.bin"), *cache.glob(".*")]
 
 
 def test_the_default_cache_follows_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -512,7 +559,7 @@ def test_a_full_disk_is_named(book: Path, cache: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(owner, name, full)
     with pytest.raises(ConfigurationError, match=r"No space left on device\); free space"):
         prepare_corpus(book, cache_dir=cache)
-    assert list(cache.iterdir()) == []
+    assert not [*cache.glob("*/*.bin"), *cache.glob(".*")]
 
 
 # ---------------------------------------------------------------------- windows and the data module
@@ -699,7 +746,7 @@ def test_the_tokenizer_of_the_same_cache_makes_no_second_entry(trained: TextData
     again = TextData(source=str(book), cache_dir=cache, tokenizer="bpe:280")
     again.load_state_dict(trained.state_dict())
     assert again.corpus == trained.corpus
-    assert len(list(cache.iterdir())) == 1
+    assert len(list(cache.glob("*/train.bin"))) == 1
 
 
 def test_a_tokenizer_of_the_users_own_is_in_no_checkpoint(trained: TextData, book: Path, cache: Path) -> None:
