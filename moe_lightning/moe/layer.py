@@ -113,7 +113,7 @@ class MoELayer(nn.Module):
         auxiliary_loss: weighted auxiliary losses of the micro-batch, differentiable: the sum over its forward passes in
             training that no backward pass has gone through yet, as where several inputs pass one layer. Passes in
             evaluation, or under torch.no_grad(), beside these change nothing. None where there are none.
-        statistics: counts of the same passes; of the last pass where it was of another kind.
+        statistics: counts of the same passes; of the last one where no strategy begins micro-batches.
         shadow_transfers: weights and gradients of shadow experts in the running step; None without shadows.
         ended: experts kept from a Trainer that has ended; None while it runs, and in a layer that was never placed.
         overlap_fn: called by every forward pass in training while the tokens travel, after `statistics` are set; not
@@ -325,20 +325,23 @@ class MoELayer(nn.Module):
         now, is_again = self._micro_batch(), private_torch.is_in_backward()
         if self.training:
             self._count_for_bias(tokens_NE, is_again=is_again)
+        loss = self._auxiliary_loss(routing, tokens_NE, is_token_T) if self.training else None
+        if is_again:  # by activation checkpointing, which needs the same operations; what they give is known
+            return
         is_trained = self.training and torch.is_grad_enabled()
         is_further = self._open_at == now
-        if is_again:  # what activation checkpointing computes again is known, but must be computed alike
-            self._auxiliary_loss(routing, tokens_NE, is_token_T)
-        elif is_trained and self.statistics is not None and is_further:
-            before = self.statistics
-            self.statistics = LayerStatistics(
+        before, counts = self.statistics, LayerStatistics(tokens_NE=tokens_NE, computed_NE=computed_NE)
+        if is_trained and is_further and loss is not None and self.auxiliary_loss is not None:
+            loss = self.auxiliary_loss + loss
+        if is_trained and is_further and before is not None and self.router.stream.micro_batch is not None:
+            counts = LayerStatistics(
                 tokens_NE=before.tokens_NE + tokens_NE, computed_NE=before.computed_NE + computed_NE
             )
-            self._leave_loss(self._auxiliary_loss(routing, tokens_NE, is_token_T), self.auxiliary_loss)
-        elif is_trained or not is_further or self.statistics is None:
-            self.statistics = LayerStatistics(tokens_NE=tokens_NE, computed_NE=computed_NE)
+        if is_trained or not is_further:
+            self.statistics, self.auxiliary_loss = counts, loss
             self._open_at = now if is_trained else None
-            self._leave_loss(self._auxiliary_loss(routing, tokens_NE, is_token_T) if self.training else None)
+            if loss is not None and loss.requires_grad:
+                loss.register_hook(self._close)  # type: ignore[no-untyped-call]
 
     def _micro_batch(self) -> object:
         """What changes from one micro-batch to the next: where no strategy counts them, the weights that learn."""
@@ -346,13 +349,6 @@ class MoELayer(nn.Module):
         if number is not None:
             return number
         return (private_torch.version_of(next(self.parameters())),)
-
-    def _leave_loss(self, loss: Tensor | None, before: Tensor | None = None) -> None:
-        if loss is not None and before is not None:
-            loss = before + loss
-        self.auxiliary_loss = loss
-        if loss is not None and loss.requires_grad:
-            loss.register_hook(self._close)  # type: ignore[no-untyped-call]
 
     def _close(self, _: Tensor) -> None:
         """A backward pass has gone through the loss: the next forward pass begins another sum."""

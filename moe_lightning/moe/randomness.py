@@ -57,7 +57,7 @@ class SampleStream:
         part, parts: which of equal parts of each sample's rows this rank computes, where several share a sample.
         is_dummy_batch: the batch is no sample of this rank, and only lets it take part in collectives: its tokens are
             routed to no expert.
-        micro_batch: number of the running micro-batch in this process; None where nobody advances the stream.
+        micro_batch: number of the running micro-batch in this process; None where no strategy begins them.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -68,10 +68,11 @@ class SampleStream:
         self.part, self.parts = 0, 1
         self.is_dummy_batch = False
         self.micro_batch: int | None = None
+        self._is_driven = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> SampleStream:
         """The copy of a module that a strategy drives follows the same samples; any other draws for itself."""
-        if self.micro_batch is not None:
+        if self._is_driven:
             return self
         copied = SampleStream(self.seed)
         copied.__dict__.update(self.__dict__)
@@ -79,14 +80,18 @@ class SampleStream:
 
     def __getstate__(self) -> dict[str, Any]:
         """In another process nobody drives it."""
-        return {**self.__dict__, "micro_batch": None, "is_dummy_batch": False}
+        return {**self.__dict__, "_is_driven": False, "micro_batch": None, "is_dummy_batch": False}
+
+    def begin_micro_batch(self) -> None:
+        """Begin a micro-batch, whether the positions of its samples are known or not."""
+        self.micro_batch = 1 + (self.micro_batch or 0)
 
     def advance(self, *, step: int, first_sample: int, num_samples: int, total_samples: int = 0) -> None:
         """Enter a micro-batch; one of no samples is a stand-in."""
         self.step, self.first_sample, self.num_samples = step, first_sample, num_samples
         self.total_samples = total_samples
         self.is_dummy_batch = num_samples == 0
-        self.micro_batch = 1 + (self.micro_batch or 0)
+        self._is_driven = True
 
     def global_rows(self, num_rows: int, device: torch.device) -> Tensor:
         """Global index of each local row; a sample owns num_rows * parts / num_samples consecutive ones."""
@@ -94,7 +99,7 @@ class SampleStream:
 
     def draw(self, tag: int, num_rows: int) -> ops.Draw:
         """The numbers keyed by (seed, step, tag, global row, column); a stream that nobody drives makes a step."""
-        if self.micro_batch is None:
+        if not self._is_driven:
             self.step += 1
         key = self.seed * 0x632BE59BD9B4E019 + tag * 0x9FB21C651E98DF25 + self.step + 1
         return self._draw(torch_kernels.mixed(key), num_rows)

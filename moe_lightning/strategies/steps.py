@@ -744,6 +744,7 @@ class Steps:
         self.batch = batch = batch and replace(batch, parts=self._worlds.present.shape.sharers)
         self.is_dummy_batch = batch is not None and batch.count == 0
         self.sequences.enter()
+        self.stream.begin_micro_batch()
         if batch is not None:
             self.stream.advance(
                 step=self._state.trainer.global_step,
