@@ -117,5 +117,5 @@ def test_former_keys_of_a_recorded_configuration(tmp_path: Path, capsys: pytest.
 
 def test_a_configuration_that_is_damaged_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(b"a: \xff")
-    with pytest.raises(ConfigurationError, match=r"config.yaml cannot be read \(invalid start byte\): put it right"):
+    with pytest.raises(ConfigurationError, match=r"config.yaml cannot be read \(invalid start byte\): fix it"):
         config_of(tmp_path / "checkpoints" / "last.ckpt")

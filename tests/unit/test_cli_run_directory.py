@@ -62,7 +62,7 @@ def test_only_a_folder_of_a_run_is_moved(tmp_path: Path) -> None:
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / "chapter.tex").touch()
-    with pytest.raises(ConfigurationError, match=r"resume=false would move .*thesis aside, but no run .* lies in it"):
+    with pytest.raises(ConfigurationError, match=r"resume=false would move .*thesis aside, but it contains no run"):
         RunDirectory(folder).move_aside()
     assert (folder / "chapter.tex").exists()
 

@@ -127,7 +127,7 @@ PACKAGE = "# @package _global_\n"
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (PACKAGE + "optimiser:\n  lr: 1\n", r"optimiser is no key .*\(did you mean 'optimizer'\?\)"),
+        (PACKAGE + "optimiser:\n  lr: 1\n", r"optimiser is not a key .*\(did you mean 'optimizer'\?\)"),
         ("trainer:\n  max_steps: 5\n", "begin its file with the line '# @package _global_'"),
         (PACKAGE + "- a\n- b\n", "mine"),
         (PACKAGE + "just words\n", "just words is not a key of moe-train"),

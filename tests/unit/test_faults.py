@@ -65,7 +65,7 @@ def test_any_text_is_read_or_refused(kind: Kind, text: str) -> None:
     [
         ("kill", "rank=1", "kill='rank=1' lacks step: write rank=1,step=30"),
         ("kill", "1@30", "kill='1@30' cannot be read at '1@30': write rank=1,step=30"),
-        ("kill", "rank=1,step=3,rank=2", "says rank twice"),
+        ("kill", "rank=1,step=3,rank=2", "sets rank twice"),
         ("kill", "rank=1,step=3,seconds=2", "seconds is not one of rank, step, place"),
         ("kill", "rank=one,step=3", "kill: rank=one is not an integer"),
         ("kill", "rank=-1,step=3", "rank=-1 and step=3 must be at least 0"),

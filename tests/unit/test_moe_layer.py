@@ -177,7 +177,7 @@ def test_layers_are_found_in_order_and_once() -> None:
     [
         ({"num_shared_experts": -1}, "num_shared_experts=-1 of MoELayer must be an integer of at least 0"),
         ({"num_experts": 1}, "top_k=2 is more than the 1 experts"),
-        ({"router": {"top_q": 1}}, "did you mean 'top_k'"),
+        ({"router": {"topk": 1}}, "did you mean 'top_k'"),
         ({"router": "top2"}, "router='top2' of MoELayer must be a mapping"),
         ({"num_experts": 0}, "num_experts=0 of MoELayer must be an integer of at least 1"),
     ],
