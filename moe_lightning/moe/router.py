@@ -208,7 +208,7 @@ class RouterFactory(Protocol):
 
 
 class Router(private_torch.Float32Module):
-    """A linear router in float32, whatever the precision around it.
+    """A linear router in float32, or float64 where its weights or rows are, whatever the precision around it.
 
     Args:
         d_model: width D of the tokens.
@@ -300,11 +300,16 @@ class Router(private_torch.Float32Module):
             )
             selection_E = self.expert_bias_E if self.has_selection_bias else None
             return ops.route(x_TD, self.weight, choice, bias_E=self.bias, selection_E=selection_E)
-        logits_TE = self.logits(x_TD.float())
+        logits_TE = self.logits(x_TD.to(torch.promote_types(x_TD.dtype, self.dtype)))
         scores_TE = self._alike(logits_TE.softmax(dim=-1) if self.config.score == "softmax" else logits_TE.sigmoid())
         ids_TK = self.choose(scores_TE) if self.chooser is None else self.chooser(self, scores_TE)
         weights_TK = self._weigh(scores_TE, logits_TE, ids_TK)
         return ops.Routed(logits_TE=logits_TE, scores_TE=scores_TE, weights_TK=weights_TK, ids_TK=ids_TK)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the logits of rows that are not wider."""
+        return torch.promote_types(self.weight.dtype, torch.float32)
 
     @property
     def is_plain(self) -> bool:
@@ -322,16 +327,17 @@ class Router(private_torch.Float32Module):
         )
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """float32 [T, E] of float32 rows, differentiable."""
+        """[T, E] of rows in float32 or float64, in the dtype of the rows; differentiable."""
         config = self.config
         if self.training and config.jitter:
             noise_TD = self.stream.uniform(NoiseSource.JITTER.key(self.tag), x_TD.shape[0], x_TD.shape[1], x_TD.device)
             x_TD = x_TD * (1.0 + config.jitter * (2.0 * noise_TD - 1.0))
-        logits_TE = self._alike(F.linear(x_TD, self.weight.float(), None if self.bias is None else self.bias.float()))
+        bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
+        logits_TE = self._alike(F.linear(x_TD, self.weight.to(x_TD.dtype), bias_E))
         if self.adapter is not None:
             logits_TE = logits_TE + self.adapter(x_TD)
         if self.training and self.noise_weight is not None:
-            std_TE = F.softplus(F.linear(x_TD, self.noise_weight.float()))
+            std_TE = F.softplus(F.linear(x_TD, self.noise_weight.to(x_TD.dtype)))
             key = NoiseSource.SELECTION.key(self.tag)
             noise_TE = self.stream.normal(key, logits_TE.shape[0], self.num_experts, x_TD.device)
             logits_TE = logits_TE + noise_TE * std_TE

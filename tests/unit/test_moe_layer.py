@@ -264,3 +264,14 @@ def test_padding_is_as_if_it_were_not_there(data: st.DataObject) -> None:
 def test_a_mask_of_another_shape_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"is_token has the shape \[3\], but x of \[3, 2, 8\] needs \[3, 2\]"):
         make()(torch.randn(3, 2, D_MODEL), torch.ones(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("router", [{"top_k": 2}, {"top_k": 2, "score": "sigmoid", "noisy_top_k": True, "jitter": 0.1}])
+def test_float64_stays_float64(router: dict[str, Any]) -> None:
+    layer = make(router=router).double().eval()
+    x = torch.randn(3, D_MODEL, dtype=torch.float64, requires_grad=True)
+    assert layer.router(x.detach()).logits_TE.dtype == torch.float64
+    weights = dict(layer.named_parameters())
+    assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *weights.values()), eps=1e-6, atol=1e-7)
+    layer.train()
+    assert layer(x).dtype == torch.float64
