@@ -124,8 +124,18 @@ def _read_end(path: Path, file: IO[bytes], size: int) -> tuple[int, bytes]:
         return size - len(tail), tail[2 + len(_MARKER) :]
     if tail[-_END_BYTES:].startswith(_END_OF_ARCHIVE) and tail.endswith(_NO_LENGTH):
         return size, b""
+    if path.suffix == ".safetensors":
+        raise weights_alone(path)
     raise CheckpointError(
         f"{path} is damaged or no checkpoint: it ends with neither an archive of torch nor a checksum"
+    )
+
+
+def weights_alone(path: object) -> CheckpointError:
+    """Return the error for a file that is given as a checkpoint and holds a model only."""
+    return CheckpointError(
+        f"{path} holds the weights of a model, and not the state of its training: load them into the module with "
+        "load_state_dict and give no checkpoint, or give one that was saved with its optimizers"
     )
 
 
@@ -291,6 +301,8 @@ def read_checkpoint(path: Path, *, is_trusted: bool = False) -> dict[str, Any]:
         checkpoint = load_trusted(path, origin) if is_trusted else load_plain(path, origin, TRUST_ADVICE)
     except OSError as error:
         raise _unreadable(path, error) from error
+    if isinstance(checkpoint, dict) and checkpoint and all(isinstance(entry, Tensor) for entry in checkpoint.values()):
+        raise weights_alone(path)
     for key in ("state_dict", "pytorch-lightning_version"):
         if not isinstance(checkpoint, dict) or key not in checkpoint:
             raise CheckpointError(f"{path} has no {key!r}: Lightning did not write it, give the path of a .ckpt file")

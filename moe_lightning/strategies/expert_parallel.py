@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.files import SUFFIX
+from moe_lightning.checkpoint.files import SUFFIX, weights_alone
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
@@ -649,7 +649,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
                 values are read.
 
         Raises:
-            CheckpointError: it is missing, damaged, or holds objects that are not read.
+            CheckpointError: it is missing, damaged, holds objects that are not read, or weights alone where a training
+                is to resume.
         """
         is_trusted = self.state.reads_objects = weights_only is False
         if "://" in str(checkpoint_path) and str(checkpoint_path).endswith(SUFFIX):  # a file of stock Lightning's
@@ -664,6 +665,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         positions, trainer = take_positions(checkpoint), private_lightning.trainer_of(module)
         self._before_hooks = [] if module is None else list(module.parameters())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            if not {"optimizer_states", "lr_schedulers"} <= checkpoint.keys():
+                raise weights_alone(checkpoint_path)
             self.step_data.restore(positions, trainer.train_dataloader)
         return checkpoint
 

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
 from moe_lightning.callbacks.checkpoint import LatestCheckpoint
@@ -243,3 +244,25 @@ def test_the_newest_whole_file_is_gone_on_from(tmp_path: Path) -> None:
         flip(path, path.read_bytes(), 600)
     with pytest.raises(CheckpointError, match=r"is damaged: .*, and there is no complete one before it"):
         directory.newest_intact()
+
+
+class WithTest(OwnModule):
+    def test_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
+        self.log("test/loss", self.embed(batch[0]).sum())
+
+
+@pytest.mark.parametrize("name", ["only.ckpt", "state.pt", "model.safetensors"])
+def test_weights_alone_are_nothing_to_resume_from(name: str, tmp_path: Path) -> None:
+    path, module = tmp_path / name, WithTest()
+    if path.suffix == ".ckpt":
+        fit(tmp_path / "run", 2).save_checkpoint(path, weights_only=True)
+    elif path.suffix == ".pt":
+        torch.save(module.state_dict(), path)
+    else:
+        save_file(module.state_dict(), path)
+    with pytest.raises(CheckpointError, match=rf"{name} holds the weights of a model, and not the state of its train"):
+        fit(tmp_path / "run", 4, ckpt_path=str(path))
+    if path.suffix == ".ckpt":  # which is enough to test it
+        trainer = make_trainer(0, 1)
+        trainer.test(module, DataLoader(RandomTokens(8), batch_size=4), ckpt_path=path, verbose=False)
+        assert torch.equal(module.out.weight, torch.load(path)["state_dict"]["out.weight"])
