@@ -110,6 +110,8 @@ def read_settings(
     Raises:
         ConfigurationError: a setting that is explained, or a word that is none.
     """
+    for word in arguments:
+        _require_decoded(word)
     reader = _Reader(vocabulary, top, known_keys)
     words, read, changed = list(arguments), list[str](), list[str]()
     while words:
@@ -129,6 +131,18 @@ def read_settings(
             _tell(f"{vocabulary.program}: with it goes {further}")
             read.append(further)
     return read
+
+
+def _require_decoded(word: str) -> None:
+    """
+    Raises:
+        ConfigurationError: Python could not decode a word of the command line, and put surrogates for its bytes.
+    """
+    if not any("\udc80" <= character <= "\udcff" for character in word):
+        return
+    encoding, typed = sys.getfilesystemencoding(), os.fsencode(word).decode(errors="replace")
+    cure = "rename it in UTF-8" if encoding == "utf-8" else "set PYTHONUTF8=1, or LC_ALL to a locale of UTF-8"
+    raise ConfigurationError(f"{shown(typed)} is no text in {encoding}, the encoding of this locale: {cure}")
 
 
 def _tell(line: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,19 @@ def test_reading(typed: str, read: list[str] | None) -> None:
 def test_refusals_name_what_was_typed(typed: str, refusal: str) -> None:
     with pytest.raises(ConfigurationError, match=refusal):
         read_settings(typed.split(), TRAIN, TOP, lambda: KNOWN)
+
+
+@pytest.mark.parametrize("word", ["data.source=тексты", "--config-dir=рецепты", "data.source='\"a,тексты\"'"])
+@pytest.mark.parametrize(
+    ("encoding", "cure"), [("ascii", "set PYTHONUTF8=1, or LC_ALL to a locale of UTF-8"), ("utf-8", "rename it")]
+)
+def test_words_that_the_locale_cannot_decode(
+    word: str, encoding: str, cure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = word.encode("utf-8" if encoding == "ascii" else "cp1251").decode(encoding, errors="surrogateescape")
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: encoding)
+    with pytest.raises(ConfigurationError, match=f"is no text in {encoding}, the encoding of this locale: {cure}"):
+        read_settings([typed], TRAIN, TOP, lambda: KNOWN)
 
 
 def test_a_path_may_have_a_name_that_stands_for_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
