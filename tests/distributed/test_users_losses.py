@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from moe_lightning import ContextParallel, auxiliary_loss, global_mean, global_s
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.strategies.steps import StepWeights
 from tests.distributed.harness import connect, run_ranks
-from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
+from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
 from tests.parameters import slow
 
 
@@ -261,3 +261,24 @@ def untrained(rank: int, world_size: int) -> list[Tensor]:
     make_trainer(rank, world_size, {})
     module = TwoTerms()
     return [parameter.detach().clone() for parameter in (module.embed.weight, module.out.weight, module.out.bias)]
+
+
+# ---------------------------------------------------------------------- penalties on the weights of experts
+
+
+class Penalized(OwnModule):
+    """A penalty on experts as docs/limits.md says: each replica gets its whole gradient, once a step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        experts = [p for p in self.moe.experts.parameters() if p.grad is not None]
+        penalty = 0.5 * sum(p.square().sum() for p in experts)
+        for parameter, gradient in zip(experts, torch.autograd.grad(penalty, experts), strict=True):  # type: ignore[arg-type]
+            parameter.grad += gradient
+
+
+@pytest.mark.parametrize("strategy", [{}, {"copies": 2}])
+def test_a_penalty_on_experts_is_that_of_one_rank(strategy: dict[str, Any]) -> None:
+    options = partial(train, own_module=Penalized, steps=6, batch_size=5, dataset_size=11)
+    (alone,) = run_ranks(1, options)
+    for result in run_ranks(3, partial(options, strategy=strategy)):
+        assert result["losses"] == pytest.approx(alone["losses"], rel=0, abs=1e-5)
