@@ -6,7 +6,7 @@ each private name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -188,6 +188,38 @@ def leave_open_step_out(loops: dict[str, Any], micros: int) -> None:
         progress |= {"ready": ready, "started": ready, "processed": ready, "completed": ready - 1}
     batches["is_last_batch"] = False
     loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # the loop counts that batch again as it restarts
+
+
+def scheduler_steps(trainer: pl.Trainer) -> list[object]:
+    """Return how often each learning rate scheduler has stepped; None for one that is not of torch."""
+    return [getattr(config.scheduler, "_step_count", None) for config in trainer.lr_scheduler_configs]
+
+
+def schedulers_behind(trainer: pl.Trainer, before: Sequence[object]) -> list[int]:
+    """Return the indices of schedulers that did not follow the last update, because `lr_scheduler_step` failed.
+
+    Args:
+        before: their steps before the update.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.scheduler_progress.current
+    if progress.ready == progress.completed:
+        return []
+    return [
+        index
+        for index, (config, steps) in enumerate(zip(trainer.lr_scheduler_configs, before, strict=True))
+        if config.interval == "step" and not config.reduce_on_plateau and (loop.batch_idx + 1) % config.frequency == 0
+        if getattr(config.scheduler, "_step_count", None) == steps
+    ]
+
+
+def step_schedulers(trainer: pl.Trainer, indices: Sequence[int]) -> None:
+    """Let schedulers follow an update, as the epoch loop does, which has no public name for it."""
+    progress = trainer.fit_loop.epoch_loop.scheduler_progress
+    for index in indices:
+        progress.increment_ready()
+        trainer.lightning_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, None)
+        progress.increment_completed()
 
 
 def steps_of_training(trainer: pl.Trainer) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,9 @@ from moe_lightning.strategies.worlds import Worlds
 
 T = TypeVar("T")
 
+_SCHEDULERS_KEY = "lr_schedulers_behind"
+"""Indices of schedulers that have not followed the last update."""
+
 _LONGEST_SEARCH_S = 60.0
 
 
@@ -50,6 +53,8 @@ class Checkpoints:
         self._worlds, self._state = worlds, state
         self._leases = ExitStack()
         self._without_state = False
+        self._scheduler_steps: Sequence[object] = ()
+        self._schedulers_behind: Sequence[int] = ()
         self._plain_values = PlainValues(private_lightning.plain_container)
 
     # ------------------------------------------------------------------ saving
@@ -90,6 +95,22 @@ class Checkpoints:
         checkpoint[LOADERS_KEY] = loader_states(trainer.train_dataloader, is_in_step=is_open)
         if is_open and checkpoint[LOADERS_KEY] and "loops" in checkpoint:
             private_lightning.leave_open_step_out(checkpoint["loops"]["fit_loop"], trainer.accumulate_grad_batches)
+
+        if self._scheduler_steps and (behind := private_lightning.schedulers_behind(trainer, self._scheduler_steps)):
+            checkpoint[_SCHEDULERS_KEY] = behind
+
+    def begin_update(self) -> None:
+        """Note the steps of the schedulers: an exception may keep some from following the update."""
+        self._scheduler_steps = private_lightning.scheduler_steps(self._state.trainer)
+
+    def restore_schedulers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take from a checkpoint which schedulers are to be stepped by `begin_training`."""
+        self._schedulers_behind = checkpoint.get(_SCHEDULERS_KEY, ())
+
+    def begin_training(self) -> None:
+        """Let schedulers follow the last update before the checkpoint, where an exception has kept them from it."""
+        behind, self._schedulers_behind = self._schedulers_behind, ()
+        private_lightning.step_schedulers(self._state.trainer, behind)
 
     def may_change(self, file: object) -> bool:
         """True if a file of Lightning's own may be written or deleted. False while steps of a window are repeated,

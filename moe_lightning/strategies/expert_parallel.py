@@ -504,6 +504,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self.checkpoints.begin_training()
         follow_schedule(self.state.trainer)
         private_lightning.end_resumed_epochs(self.state.trainer)
 
@@ -668,6 +669,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             if not {"optimizer_states", "lr_schedulers"} <= checkpoint.keys():
                 raise weights_alone(checkpoint_path)
             self.step_data.restore(positions, trainer.train_dataloader)
+            self.checkpoints.restore_schedulers(checkpoint)
         return checkpoint
 
     @override
@@ -755,6 +757,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         step before it changes anything.
         """
         elastic, state, output = self.elastic, self.state, None
+        self.checkpoints.begin_update()
 
         def prepare() -> None:
             self._look_at_update(optimizer)

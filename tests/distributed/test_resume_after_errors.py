@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
@@ -22,6 +23,7 @@ HOOKS = (
     "on_before_batch_transfer", "on_train_batch_start", "training_step", "on_before_backward",
     "on_before_optimizer_step", "on_train_batch_end",
 )  # fmt: skip
+AFTER_THE_UPDATE = ("lr_scheduler_step", "after lr_scheduler_step", "on_train_batch_end")
 SAVERS = ("OnExceptionCheckpoint", "save_on_exception", "save_checkpoint")
 
 
@@ -64,6 +66,18 @@ class Breaking(OwnModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.break_in("on_train_batch_end")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma) for gamma in (0.9, 0.8)]
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"} for scheduler in schedulers]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if scheduler.gamma == 0.8:  # the other one has stepped
+            self.break_in("lr_scheduler_step")
+        super().lr_scheduler_step(scheduler, metric)
+        if scheduler.gamma == 0.8:
+            self.break_in("after lr_scheduler_step")
 
 
 class Steps(Recorder):
@@ -150,7 +164,7 @@ def fit_all(
 def assert_all_go_on(tmp_path: Path, world_size: int, broken: list[dict[str, Any]], **options: Any) -> None:
     whole, *resumed = run_ranks(world_size, fit_all, str(tmp_path), broken, options)[0]
     for case, found in zip(broken, resumed, strict=True):
-        done = (case["batch"] + (case["hook"] == "on_train_batch_end")) // options.get("micros", 1)
+        done = (case["batch"] + (case["hook"] in AFTER_THE_UPDATE)) // options.get("micros", 1)
         expected = {step: losses for step, losses in whole["steps"].items() if step >= done}
         assert found["steps"] == expected, case
         assert found["epochs"] == whole["epochs"][len(whole["epochs"]) - len(found["epochs"]) :]
@@ -177,6 +191,17 @@ def test_the_batches_of_the_step_come_again(
     ends = ("on_before_optimizer_step", "on_train_batch_end")
     broken = [case for case in broken if case["hook"] not in ends or (case["batch"] + 1) % micros == 0]  # type: ignore[operator]
     assert_all_go_on(tmp_path, world_size, broken, micros=micros)
+
+
+@pytest.mark.parametrize("world_size", [1, slow(2)])
+def test_schedulers_follow_the_last_update(world_size: int, tmp_path: Path) -> None:
+    """An error between the update and a scheduler does not leave the rate one step behind, nor one ahead."""
+    savers = ("OnExceptionCheckpoint", "save_on_exception", "save_checkpoint")
+    hooks = ("lr_scheduler_step", "after lr_scheduler_step")
+    broken = [
+        {"hook": hook, "batch": 3 + 4 * index, "saver": saver} for index, saver in enumerate(savers) for hook in hooks
+    ]
+    assert_all_go_on(tmp_path, world_size, broken)
 
 
 def test_two_ranks_go_on(tmp_path: Path) -> None:
