@@ -224,7 +224,7 @@ def _require_common_weight(samplers: Sequence[StepSampler]) -> None:
         )
     if parts > 1 and len(lengths) > 1 and any(epoch % batch for batch, epoch in lengths):
         raise ConfigurationError(
-            f"training loaders of {sorted(epoch for _, epoch in lengths)} samples end in partial batches at unlike "
+            f"training loaders of {sorted(epoch for _, epoch in lengths)} samples end in partial batches at different "
             f"steps, so their losses have no common weight in {parts} parts: set drop_last=True"
         )
 

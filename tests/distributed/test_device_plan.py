@@ -124,7 +124,8 @@ def test_what_it_does_not_do_is_a_sentence() -> None:
     parts = (
         "does not support dispatch groups", "'padded' does not", "elastic runs", "equally fast ranks", "does not "
         "support shadows",
-        "no word of other ranks", "tells nobody the counts", "room for the 2 tokens that a rank had at first, but this",
+        "no word of other ranks", "does not provide the counts",
+        "room for the 2 tokens that a rank had at first, but this",
         "the placement of MoE layer 0 of ranks [1] differs", "with capacity_factor: use plan='host'", "with bias",
         "plan='gpu' is not known",
     )  # fmt: skip
