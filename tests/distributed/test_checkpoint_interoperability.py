@@ -206,7 +206,7 @@ def damaged(folder: Path, good: Path) -> dict[str, Path]:
     add("text.ckpt", "text.ckpt", b"hello, this is not a checkpoint at all")
     add("code.ckpt holds more than tensors and plain values", "code.ckpt", {"state_dict": {}, "x": Payload()})
     add("list.ckpt has no 'state_dict'", "list.ckpt", [1, 2, 3])
-    add("weights.ckpt has no 'state_dict'", "weights.ckpt", checkpoint["state_dict"])
+    add("weights.ckpt holds the weights of a model", "weights.ckpt", checkpoint["state_dict"])
     add("foreign.ckpt has no 'pytorch-lightning_version'", "foreign.ckpt", {"state_dict": checkpoint["state_dict"]})
     state = dict(checkpoint["state_dict"])
     lost = state.pop("model.norm.weight")
