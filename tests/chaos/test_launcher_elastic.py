@@ -172,7 +172,7 @@ def test_rank_0_is_killed_and_comes_back(commands: Callable[..., Command]) -> No
     os.kill(victim["pid"], signal.SIGKILL)
     survivors = command.wait_for_world(2, after=3)
     assert {w["pid"] for w in survivors} == {first[1]["pid"], first[2]["pid"]}
-    assert {w["reason"] for w in survivors} == {"rank 0 on node local was killed by SIGKILL"}
+    assert {w["reason"] for w in survivors} == {"rank 0 on node local-0 was killed by SIGKILL"}
     again = command.wait_for_world(3, after=5)
     assert again[2]["slot"] == victim["slot"], "the fresh process is the youngest"
     assert again[2]["starts"] == 2

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import moe_lightning
-from moe_lightning import GPT, GPTConfig, GPTModule, kernels
+from moe_lightning import GPT, GPTConfig, GPTModule, MoELayer, kernels
 from moe_lightning.cli import bench, ckpt, sim, train
 from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
 from tests.distributed.training import TINY, OwnModule, RandomTokens
@@ -222,6 +223,7 @@ def test_every_snippet_is_run_here() -> None:
         "import StreamingDataset",
         "import LocalDataset",
         "ParityDoctor(",
+        "torch.autograd.grad(penalty",
     )
     shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)
@@ -380,3 +382,13 @@ def test_throughput_of_the_own_module() -> None:
     matrices = 8 * 32 + 2 * 2 * 32 * 64 + 32 * 4  # the router, two experts, the head
     assert module.flops_per_batch == 8 * 6 * matrices
     assert monitor._throughputs[trainer.state.stage or "train"]._samples[-1] == 32
+
+
+def test_a_penalty_on_experts_adds_its_gradient() -> None:
+    hook = run(snippet("docs/limits.md", "torch.autograd.grad(penalty"), {"torch": torch})["on_before_optimizer_step"]
+    module = SimpleNamespace(moe=MoELayer(8, 8, 4))
+    module.moe(torch.randn(16, 8)).sum().backward()
+    before = {name: p.grad.clone() for name, p in module.moe.experts.named_parameters()}
+    hook(module, None)
+    for name, parameter in module.moe.experts.named_parameters():
+        torch.testing.assert_close(parameter.grad, before[name] + 2 * 0.01 * parameter.detach())

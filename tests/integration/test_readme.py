@@ -25,7 +25,7 @@ def block_after(marker: str) -> str:
 
 
 SHORT = (
-    "trainer.max_steps=40", "trainer.log_every_n_steps=5", "trainer.val_check_interval=40",
+    "optimizer.warmup_steps=5", "trainer.max_steps=40", "trainer.log_every_n_steps=5", "trainer.val_check_interval=40",
     "trainer.limit_val_batches=2", "data.global_batch_size=8",
 )  # fmt: skip
 """Settings that make the trainings of README and Start take seconds."""
