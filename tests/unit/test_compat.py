@@ -107,6 +107,7 @@ ATTRIBUTES = {
     "lightning.pytorch.loggers.WandbLogger": {"_experiment", "_id", "_save_dir", "_wandb_init"},
     "lightning.pytorch.loops.fit_loop._FitLoop": {"_data_fetcher"},
     "lightning.pytorch.loops.optimization.automatic.Closure": {"_result"},
+    "torch.optim.lr_scheduler.LRScheduler": {"_step_count"},
     "torch.utils.data.DataLoader": {"_iterator"},
     "lightning.pytorch.loops.loop._Loop": {"_restarting"},
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": {"_results", "_skip_next_val"},
