@@ -74,7 +74,9 @@ class Console(ProgressBar):
         is_described, self._is_described = self._is_described, True
         if not self._enabled:
             return
-        self._close()  # the bar of a world that broke
+        if self._bar is not None and self._task is not None:  # after a recovery: its clock goes on
+            self._bar.update(self._task, completed=trainer.global_step)
+            return
         if not is_described:  # a recovery has a line of its own
             print(in_columns(describe(trainer, pl_module)), flush=True)
         if self._style == "bar" or (self._style == "auto" and sys.stdout.isatty()):

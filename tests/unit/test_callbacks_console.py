@@ -124,6 +124,21 @@ def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
+def test_a_recovery_continues_the_same_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[object] = []
+
+    class Watched(_StartsAgain):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
+            bars.append(console._bar)
+            super().on_train_batch_end(trainer, pl_module, *rest)
+
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    console = Console("bar")
+    _fit([console, Watched()])
+    assert len(bars) == 4
+    assert len({id(bar) for bar in bars}) == 1  # none is left behind on the screen, and the elapsed time goes on
+
+
 @pytest.mark.parametrize("columns", [40, 60, 80, 100, 160])
 def test_the_count_of_steps_is_shown_at_any_width(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     class Terminal(io.StringIO):
