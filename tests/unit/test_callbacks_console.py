@@ -136,6 +136,7 @@ def test_a_recovery_continues_the_same_bar(monkeypatch: pytest.MonkeyPatch) -> N
     console = Console("bar")
     _fit([console, Watched()])
     assert len(bars) == 4
+    assert bars[0] is not None
     assert len({id(bar) for bar in bars}) == 1  # none is left behind on the screen, and the elapsed time goes on
 
 
