@@ -108,38 +108,62 @@ def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-stock_norm, stock_scale = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+def norms_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the norm of each tensor in float32, summed in its own precision if that is higher, in few launches. The
+    public name computes in the tensors' precision.
+    """
+    norms = list[Tensor]()
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        wide = torch.promote_types(dtype, torch.float32)
+        found: Any = torch._foreach_norm([t for t in tensors if t.dtype == dtype], 2.0, dtype=wide)
+        norms += [norm.float() for norm in found]
+    return norms
+
+
+stock_norm: Callable[..., Tensor] = torch.no_grad()(clip_grad._get_total_norm.__wrapped__)  # type: ignore[attr-defined]
+"""`torch.nn.utils.get_total_norm`, which `clip_norms_by` leaves as it is."""
 
 
 def clip_norms_by(
-    norm_of: Callable[[list[Tensor], float], Tensor | None], scale: Callable[[list[nn.Parameter], Tensor, float], None]
+    counted: Callable[[list[Tensor], float], list[Tensor]],
+    scale: Callable[[list[nn.Parameter], Tensor, float], None],
 ) -> None:
-    """Let `torch.nn.utils.clip_grad_norm_` of this process, under whatever name it was imported, clip by another norm
-    until `clip_norms_as_usual`. torch has no public hook for it.
+    """Let `clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_` of `torch.nn.utils` clip by another norm
+    until `clip_norms_as_usual`, in this process and under whatever name they were imported. torch has no public hook.
 
     Args:
-        norm_of: returns the norm of gradients, given its order; None: torch computes it.
+        counted: returns the tensors whose norm replaces that of given ones, for an order of the norm.
         scale: scales the gradients of parameters, given their norm and the largest one, where some are DTensors.
     """
+    stock_scale: Any = _clipping_functions[1].__wrapped__
 
     def total_norm(tensors: Any, norm_type: float = 2.0, *options: Any, **named: Any) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        norm = norm_of(tensors, float(norm_type))
-        return stock_norm(tensors if norm is None else [norm], norm_type, *options, **named)
+        return stock_norm(counted(tensors, float(norm_type)), norm_type, *options, **named)
 
-    def clip(parameters: Any, max_norm: float, norm: Tensor, *options: Any, **named: Any) -> None:
+    def clip(parameters: Any, max_norm: float, total_norm: Tensor, *options: Any, **named: Any) -> None:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if any(isinstance(p.grad, DTensor) for p in parameters):
-            scale(parameters, norm, float(max_norm))
+            scale(parameters, total_norm, float(max_norm))
         else:
-            stock_scale(parameters, max_norm, norm, *options, **named)
+            stock_scale(parameters, max_norm, total_norm, *options, **named)
 
-    clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = total_norm, clip  # type: ignore[assignment]
+    _let_clipping_call(total_norm, clip)
 
 
 def clip_norms_as_usual() -> None:
     """Undo `clip_norms_by`."""
-    clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = stock_norm, stock_scale
+    _let_clipping_call(*(function.__wrapped__ for function in _clipping_functions))
+
+
+_clipping_functions: Any = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+
+
+def _let_clipping_call(*bodies: Callable[..., object]) -> None:
+    """Replace what torch's functions call inside of `no_grad`: modules may have imported the functions by name."""
+    for function, body in zip(_clipping_functions, bodies, strict=True):
+        (cell,) = function.__closure__
+        cell.cell_contents = body
 
 
 def version_of(tensor: Tensor) -> int:

@@ -521,7 +521,7 @@ def broadcast_(tensor: torch.Tensor, source: int, world: World, group: ProcessGr
         dist.broadcast(tensor, group=group or world.dense, group_src=source)
 
 
-def all_reduce_(tensor: torch.Tensor, world: World) -> None:
-    """Sum a tensor over all ranks in place."""
+def all_reduce_(tensor: torch.Tensor, world: World, op: Any = dist.ReduceOp.SUM) -> None:
+    """Sum a tensor over all ranks in place, or reduce it by another operation."""
     if world.is_connected:
-        dist.all_reduce(tensor, group=world.dense)
+        dist.all_reduce(tensor, op=op, group=world.dense)

@@ -437,7 +437,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if self._pipeline is not None:
             self._pipeline.synchronize(self.experts.stack_of, str(trainer.precision))
         private_lightning.clip_with(self.precision_plugin, self._clip, self.steps.clip_by_value)
-        private_torch.clip_norms_by(self.steps.norm_for_clipping, scale_gradients)
+        private_torch.clip_norms_by(self.steps.norms_for_clipping, scale_gradients)
         if self.elastic is not None and self.elastic.is_newcomer:
             trainer.num_sanity_val_steps = 0  # there are no peers to validate with yet
 
@@ -505,6 +505,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.checkpoints.begin_training()
+        self.steps.begin_training()
         follow_schedule(self.state.trainer)
         private_lightning.end_resumed_epochs(self.state.trainer)
 
@@ -802,7 +803,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         found = [p.grad for p in self.state.parameters_of(optimizer) if p.grad is not None]
         gradients = [values for gradient in found if (values := dense_values(local(gradient))).numel()]
         if gradients:
-            self._look_at_norm(optimizer, nn.utils.get_total_norm(gradients), is_used=False)
+            self._look_at_norm(optimizer, private_torch.stock_norm(gradients), is_used=False)
 
     def _look_at_norm(self, optimizer: Optimizer, norm: Tensor, *, is_used: bool) -> None:
         def named() -> dict[str, nn.Parameter]:

@@ -23,8 +23,8 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import grad_norm, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -36,6 +36,7 @@ from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.losses import IGNORED_TARGET
 from moe_lightning.moe.randomness import SampleStream
+from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.mesh import TensorCut
 from moe_lightning.parallel.sequence import ContextParallel, OtherAttention, Sharers, attach_context
@@ -251,7 +252,7 @@ def global_gradient_norm(
     world: World,
     pipe: World | None = None,
     *,
-    among: Collection[int] | None = None,
+    among: Collection[object] | None = None,
 ) -> Tensor:
     """Compute the 2-norm over the model, bit-identical on every rank.
 
@@ -264,7 +265,7 @@ def global_gradient_norm(
         stack_of: those that are expert stacks.
         world: the ranks that share the parameters.
         pipe: the stages of a pipeline, each with parameters of its own; None: there is one.
-        among: ids of the gradients that count; None: all.
+        among: `_memory_of` the gradients that count; None: all.
 
     Returns:
         A float32 scalar on the world's device.
@@ -273,7 +274,9 @@ def global_gradient_norm(
     for parameter in parameters:
         if parameter.is_meta:  # another stage's
             continue
-        gradient = parameter.grad if among is None or id(parameter.grad) in among else None
+        gradient = parameter.grad
+        if among is not None and gradient is not None and _memory_of(gradient) not in among:
+            gradient = None
         stack = stack_of.get(parameter)
         if stack is not None:
             spread.append(_squared_norms(gradient, stack, parameter.device))
@@ -301,6 +304,13 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         private_torch.scale_(gradients, factor.to(gradients[0].device))
+
+
+def _memory_of(gradient: Tensor) -> object:
+    """Return what a gradient has in common with `detach()`, `data` and `flatten()` of it."""
+    if gradient.layout is not torch.strided:
+        return id(gradient)
+    return local(gradient).data_ptr(), gradient.numel()
 
 
 def _norm(gradient: Tensor, dim: int | None = None) -> Tensor:
@@ -682,10 +692,11 @@ class Steps:
         self.stage_loss: Tensor | None = None
         self.last_gradient_norm: Tensor | None = None
         self.is_skipped = False
+        self._writers: list[str] | None = None  # hooks that may change gradients, on any rank
 
     def leave_world(self) -> None:
         """Abort the running step. All ranks compare replicas again together, since newcomers have not."""
-        self.is_blocked, self.batch, self._compared_step = False, None, -1
+        self.is_blocked, self.batch, self._compared_step, self._writers = False, None, -1, None
         self.sequences.leave_world()
 
     def draw_noise(self) -> None:
@@ -886,56 +897,109 @@ class Steps:
         look(norm)
         scale_gradients(parameters, norm, float(most))
 
-    def norm_for_clipping(self, gradients: Sequence[Tensor], order: float) -> Tensor | None:
-        """Return the norm over the whole model by which torch's `clip_grad_norm_` clips gradients of the module;
-        collective.
-
-        Returns:
-            None if these are gradients of others, or every rank has the whole model.
+    def norms_for_clipping(self, gradients: list[Tensor], order: float) -> list[Tensor]:
+        """Return the tensors whose norm is that by which functions of torch clip these gradients: for those of the
+        module their norm over all ranks; others are as they are on this rank. Collective.
 
         Raises:
-            ConfigurationError: a norm other than the 2-norm.
+            ConfigurationError: a norm of the module's gradients other than the 2-norm.
         """
         world, stack_of = self._worlds.present, self._state.experts.stack_of
         parameters = [p for p in self._state.module.parameters() if p.requires_grad]
-        among, own = {id(gradient) for gradient in gradients}, {id(p.grad) for p in parameters if p.grad is not None}
+        own = {_memory_of(p.grad) for p in parameters if p.grad is not None}
+        among = own & {_memory_of(gradient) for gradient in gradients}
         is_spread = world.pipe.size > 1 or any(p in stack_of or is_cut(p) for p in parameters)
-        if world.size == 1 or not is_spread or not among <= own:
-            return None
+        if world.size == 1 or not is_spread or (gradients and not among):
+            return gradients
         if order != 2.0:
             raise ConfigurationError(
-                f"clip_grad_norm_ with norm_type={order} is not computed over all ranks: use norm_type=2, or "
+                f"a norm of gradients with norm_type={order} is not computed over all ranks: use norm_type=2, or "
                 'self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm="value")'
             )
-        return global_gradient_norm(parameters, stack_of, world.stage, world.pipe, among=among)
+        norm = global_gradient_norm(parameters, stack_of, world.stage, world.pipe, among=among)
+        return [norm, *(gradient for gradient in gradients if _memory_of(gradient) not in among)]
 
+    def begin_training(self) -> None:
+        """Forget what callbacks and module of an earlier training may have done."""
+        self._writers = None
+
+    @torch.no_grad()
     def require_same_gradients(self, optimizer: Optimizer) -> None:
-        """Compare the gradients of replicated parameters over ranks before an update, where the module clips them or
-        steps by itself; collective then.
+        """Compare the norms of gradients that several ranks hold before an update, where hooks of the user may have
+        changed them, or the module steps by itself; collective then, and at the first update in a world.
 
         Raises:
             ConfigurationError: they differ, on every rank.
         """
-        module, world = self._state.module, self._worlds.present.stage
-        clips = is_overridden("configure_gradient_clipping", module)
-        if world.size == 1 or not (clips or not module.automatic_optimization):
+        world = self._worlds.present.stage
+        if world.size == 1:
             return
-        stack_of = self._state.experts.stack_of
-        dense = [p for p in self._state.parameters_of(optimizer) if p not in stack_of and not is_cut(p)]
-        gradients = [p.grad for p in dense if p.grad is not None and p.grad.layout is torch.strided]
-        norms = torch.zeros(world.size, dtype=torch.float32, device=world.device)
-        norms[world.rank] = torch.stack([_norm(gradient) for gradient in gradients]).norm() if gradients else 0.0
-        all_reduce_(norms, world)
-        found = world.read(norms).tolist()
-        other = max(range(world.size), key=lambda rank: abs(found[rank] - found[0]))
-        if not abs(found[other] - found[0]) > _SAME_NORM * max(found):  # NaN is another check's
+        if self._writers is None:  # a rank may have a callback that others lack
+            found = all_gather_json(_writers_of_gradients(self._state.trainer, self._state.module), world)
+            self._writers = sorted({name for names in found for name in names})
+        if not self._writers:
             return
-        culprit = "configure_gradient_clipping" if clips else "the training step"
+        norms = _norms_of_copies(self._state.parameters_of(optimizer), self._state.experts.stack_of, world)
+        bounds = torch.stack([norms, -norms.where(norms >= 0, torch.inf)])  # greatest, and minus the least
+        all_reduce_(bounds, world, dist.ReduceOp.MAX)
+        greatest, least = world.read(bounds) * torch.tensor([[1.0], [-1.0]])
+        differing = torch.nonzero(greatest * (1 - _SAME_NORM) > least).flatten().tolist()
+        if not differing:
+            return
+        first = differing[0]
+        whose = "replicas of experts" if first else "dense parameters"
         raise ConfigurationError(
-            f"{culprit} leaves the gradients of dense parameters different on the ranks (norm {found[0]:.6g} on rank "
-            f"0, {found[other]:.6g} on rank {other}), because a rank's own gradients are not those of the whole model: "
-            "clip with self.clip_gradients(optimizer, gradient_clip_val=...) or torch.nn.utils.clip_grad_norm_"
+            f"{' or '.join(self._writers)} leaves the gradients of {whose} different on the ranks (norms from "
+            f"{least[first]:.6g} to {greatest[first]:.6g}), because a rank's own gradients are not those of the whole "
+            "model: clip with self.clip_gradients(optimizer, gradient_clip_val=...) or "
+            "torch.nn.utils.clip_grad_norm_, and change gradients only by what is equal on all ranks"
         )
+
+
+_BEFORE_UPDATES = (
+    "backward", "on_after_backward", "optimizer_step", "on_before_optimizer_step", "configure_gradient_clipping"
+)  # fmt: skip
+"""Hooks in which a user may change gradients after they are summed over ranks."""
+
+
+def _writers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+    """Return the hooks of the user that may change gradients, in words."""
+    owners: list[Any] = [module, *trainer.callbacks]  # type: ignore[attr-defined]
+    found = [(name, owner, getattr(owner, name, None)) for owner in owners for name in _BEFORE_UPDATES]
+    writers = [
+        f"{name} of {type(owner).__name__}"
+        for name, owner, hook in found
+        if hook is not None and str(getattr(hook, "__module__", "")).partition(".")[0] not in _OURS
+    ]
+    return writers if module.automatic_optimization else ["the training step", *writers]
+
+
+def _norms_of_copies(
+    parameters: Iterable[nn.Parameter], stack_of: Mapping[nn.Parameter, ExpertStack], world: World
+) -> Tensor:
+    """Return the norms of gradients that several ranks hold: of all dense ones, and of each expert in a stack with
+    replicas; infinite where it is no number, and minus infinity for experts that this rank does not hold.
+    """
+    dense, of_experts = [], []
+    for parameter in parameters:
+        gradient, stack = parameter.grad, stack_of.get(parameter)
+        if stack is not None:
+            if stack.placement.is_replicated and parameter.requires_grad:
+                of_experts.append(_norms_of_experts(gradient, stack, world.device))
+        elif gradient is not None and gradient.layout is torch.strided and not is_cut(parameter):
+            dense.append(gradient)
+    norm = torch.zeros((), device=world.device) if not dense else torch.stack(private_torch.norms_of(dense)).norm()
+    return torch.cat([norm[None], *of_experts]).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def _norms_of_experts(gradient: Tensor | None, stack: ExpertStack, device: torch.device) -> Tensor:
+    norms_E = torch.full((stack.num_experts,), -torch.inf, device=device)
+    held = list(stack.held())
+    norms_S = torch.zeros(len(stack.slot_experts), device=device)
+    if gradient is not None:
+        norms_S = _norm(gradient.flatten(1), dim=1)
+    norms_E[[expert for _, expert in held]] = norms_S[[slot for slot, _ in held]]
+    return norms_E
 
 
 def _take_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:

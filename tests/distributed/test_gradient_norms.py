@@ -9,6 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moe_lightning import GPTModule, OptimizerConfig, gradient_norms
 from tests.distributed.harness import RankFailure, run_ranks
@@ -69,14 +71,45 @@ class Clips(GPTModule):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
 
 
+def clip_by_hand(module: nn.Module) -> None:
+    """Clip by the norm of the gradients that this rank has."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_((0.05 / norm).clamp(max=1.0))
+
+
 class ClipsByHand(Clips):
     """Computes the norm by itself, of the gradients that a rank has."""
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for gradient in gradients:
-            gradient.mul_((0.05 / norm).clamp(max=1.0))
+        clip_by_hand(self)
+
+
+class ClipsByHandBefore(GPTModule):
+    """Does so in a hook for all kinds of things."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_by_hand(self)
+
+
+class ClipsExpertsByHand(GPTModule):
+    """Trains experts alone."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(".experts." in name)
+
+    def on_after_backward(self) -> None:
+        clip_by_hand(self)
+
+
+class ClipsByHandInACallback(pl.Callback):
+    """Of one rank, beside a callback that changes nothing."""
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        clip_by_hand(pl_module)
 
 
 class ClipsByValue(Clips):
@@ -116,6 +149,24 @@ class ClipsInACallback(pl.Callback):
         torch.nn.utils.clip_grad_norm_(pl_module.parameters(), 0.05)
 
 
+class ClipsInTwoSteps(ClipsInACallback):
+    """By torch's public functions for the norm and for the scaling."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        parameters = [p for p in pl_module.parameters() if p.grad is not None]
+        norm = get_total_norm(p.grad.detach() for p in parameters if p.grad is not None)
+        clip_grads_with_norm_(parameters, 0.05, norm)
+
+
+class ClipsWithAnother(ClipsInACallback):
+    """With a parameter that is none of the module's, and has the same gradient on every rank."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        other = nn.Parameter(torch.zeros(2))
+        other.grad = torch.full((2,), 0.1)
+        torch.nn.utils.clip_grad_norm_([other, *pl_module.parameters()], 0.05)
+
+
 def gpt(kind: type[GPTModule]) -> pl.LightningModule:
     model = TINY | {"tie_embeddings": False, "router": {"aux_loss_coef": 0.0}}  # as pipelines need them
     return kind(model, OptimizerConfig(lr=3e-3, warmup_steps=2, decay="constant"))
@@ -124,8 +175,8 @@ def gpt(kind: type[GPTModule]) -> pl.LightningModule:
 def clipped(rank: int, world_size: int, kind: Any, strategy: dict[str, Any]) -> tuple[list[float], bytes]:
     """Losses, and the dense weights that every rank has."""
     with_module: dict[str, Any] = {"trainer": {"gradient_clip_val": None}}
-    if kind is ClipsInACallback:
-        with_module["callbacks"] = [ClipsInACallback()]
+    if issubclass(kind, pl.Callback):
+        with_module["callbacks"] = [kind()] if kind is not ClipsByHandInACallback or rank == 0 else []
     else:
         with_module["own_module"] = partial(gpt, kind) if issubclass(kind, GPTModule) else kind
     result = train(rank, world_size, strategy=strategy, steps=6, **with_module)
@@ -147,6 +198,9 @@ def clipped_on_one_rank(kind: type) -> list[float]:
         (ClipsManually, 3, {}),
         (ClipsByValue, 2, {}),
         (ClipsInACallback, 2, {"dense": "fsdp"}),
+        (ClipsInTwoSteps, 2, {}),
+        pytest.param(ClipsInTwoSteps, 2, {"dense": "fsdp"}, marks=pytest.mark.slow),
+        (ClipsWithAnother, 2, {}),
         (Clips, 2, {"mesh": {"tp": 2}}),
         (Clips, 2, {"mesh": {"pp": 2}}),
         pytest.param(Clips, 4, {"mesh": {"tp": 2}, "dense": "fsdp"}, marks=pytest.mark.slow),
@@ -157,13 +211,30 @@ def test_own_clipping_is_that_of_one_rank(kind: type, ranks: int, strategy: dict
         assert losses == pytest.approx(clipped_on_one_rank(kind), rel=0, abs=1e-5)
 
 
+ONE_REPLICATED = [[1, 1], [1, 0], [1, 0], [1, 0], [0, 1], [0, 1]]
+"""Only the first expert is on both ranks."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("kind", "strategy", "message"),
     [
-        (ClipsByHand, r"configure_gradient_clipping leaves .*norm .* on rank 0, .* self\.clip_gradients\(optimizer"),
-        (ClipsManuallyByInfinity, r"norm_type=inf is not computed over all ranks: use norm_type=2"),
+        (
+            ClipsByHand,
+            {},
+            r"configure_gradient_clipping of ClipsByHand leaves .*dense param.*self\.clip_gradients",
+        ),
+        (ClipsByHandBefore, {}, r"on_before_optimizer_step of ClipsByHandBefore leaves .* dense parameters different"),
+        (
+            ClipsByHandInACallback,
+            {},
+            r"on_after_backward of ClipsByHandInACallback .* dense parameters",
+        ),
+        (ClipsExpertsByHand, {"placement": ONE_REPLICATED}, r"on_after_backward of .* replicas of experts different"),
+        (ClipsManuallyByInfinity, {}, r"norm_type=inf is not computed over all ranks: use norm_type=2"),
     ],
 )
-def test_clipping_by_what_one_rank_knows_is_refused_before_the_update(kind: type, message: str) -> None:
+def test_clipping_by_what_one_rank_knows_is_refused_before_the_update(
+    kind: type, strategy: dict[str, Any], message: str
+) -> None:
     with pytest.raises(RankFailure, match=message):
-        run_ranks(2, clipped, kind, {})
+        run_ranks(2, clipped, kind, strategy)

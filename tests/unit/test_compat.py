@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 
+from moe_lightning.compat import private_torch
+
 PACKAGE = Path(__file__).parents[2] / "moe_lightning"
 COMPAT = tuple(path for path in sorted((PACKAGE / "compat").glob("*.py")) if path.name != "__init__.py")
 
@@ -144,6 +146,7 @@ OTHERS = {
     "_buffers",
     "_device_types",
     "_foreach_mul_",
+    "_foreach_norm",
     "_get_backend",
     "_get_sequence_number_for_group",
     "_group_end",
@@ -262,6 +265,31 @@ def test_tensors_count_changes_and_know_their_base() -> None:
     assert tensor._version == before + 1, gone("torch.Tensor._version")
 
 
+def test_norms_of_many_tensors_are_those_of_each() -> None:
+    tensors = [torch.full((4,), 3.0), torch.full((1,), 2.0, dtype=torch.bfloat16), torch.ones(4, dtype=torch.float64)]
+    assert sorted(float(norm) for norm in private_torch.norms_of(tensors)) == [2.0, 2.0, 6.0], gone(
+        "torch._foreach_norm"
+    )
+    assert {norm.dtype for norm in private_torch.norms_of(tensors)} == {torch.float32}
+
+
+def test_functions_that_clip_are_replaced_under_every_name() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    early = torch.nn.utils.get_total_norm  # as by `from torch.nn.utils import get_total_norm`
+    private_torch.clip_norms_by(lambda tensors, order: [*tensors, torch.tensor(12.0)], lambda *_: None)
+    try:
+        for norm_of in (early, torch.nn.utils.get_total_norm):
+            assert float(norm_of([parameter.grad])) == 13.0, gone("torch.nn.utils.get_total_norm", "calls another body")
+        assert float(torch.nn.utils.clip_grad_norm_([parameter], 1e9)) == 13.0
+        assert float(private_torch.stock_norm([parameter.grad])) == 5.0
+        torch.nn.utils.clip_grads_with_norm_([parameter], 1.0, torch.tensor(5.0))
+        assert parameter.grad.norm() == pytest.approx(1.0)
+    finally:
+        private_torch.clip_norms_as_usual()
+    assert float(early([parameter.grad])) == pytest.approx(1.0)
+
+
 def test_a_backward_pass_has_a_number() -> None:
     tensor, numbers = torch.ones(1, requires_grad=True), []
     tensor.register_hook(lambda gradient: numbers.append(torch._C._current_graph_task_id()))
@@ -351,7 +379,14 @@ def is_private(name: str) -> bool:
 def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
     known = {name.rpartition(".")[2] for name in (*METHODS, *PROPERTIES)} | set().union(*ATTRIBUTES.values()) | OTHERS
     known |= {part for name in (*METHODS, *PROPERTIES, *ATTRIBUTES) for part in name.split(".")}
-    of_the_files = {"_end_epoch_without_restart", "_fetcher", "_follow_rank_zero", "_gather_in", "_undo_group"}
+    of_the_files = {
+        "_end_epoch_without_restart",
+        "_fetcher",
+        "_follow_rank_zero",
+        "_gather_in",
+        "_let_clipping_call",
+        "_undo_group",
+    }
     assert {name for file in COMPAT for _, name in private_names(file)} - known == of_the_files
 
 
