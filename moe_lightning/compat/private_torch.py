@@ -201,7 +201,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 class Float32Module(nn.Module):
     """Module some of whose tensors stay in float32, bit by bit, when it is converted as by `half()`, `to(dtype)` or a
-    precision plugin. torch has no public hook for conversions.
+    precision plugin, and when `load_state_dict(assign=True)` gives others. torch has no public hook for conversions.
 
     Attributes:
         in_float32: names of these tensors, which may be missing.
@@ -220,6 +220,17 @@ class Float32Module(nn.Module):
             if tensor.dtype != before[name].dtype:
                 tensor.data = before[name].to(tensor.device)
         return self
+
+    @override
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        before = {name: getattr(self, name).dtype for name in self.in_float32 if hasattr(self, name)}
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        for name, dtype in before.items():
+            tensor: Tensor = getattr(self, name)
+            if tensor.dtype != dtype:
+                values = tensor.detach().to(dtype)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                setattr(self, name, nn.Parameter(values, tensor.requires_grad) if is_parameter else values)
 
 
 def is_compiled(module: nn.Module) -> bool:

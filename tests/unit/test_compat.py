@@ -39,6 +39,9 @@ SEEN = {"hydra": "1.3.8", "lightning": "2.6.6", "omegaconf": "2.3.1", "torch": "
 WORKERS = "lightning.pytorch.strategies.launchers.multiprocessing._MultiProcessingLauncher"
 METHODS = {
     "torch.nn.Module._apply": "self, fn, recurse",
+    "torch.nn.Module._load_from_state_dict": (
+        "self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs"
+    ),
     "torch.nn.modules.dropout._DropoutNd.extra_repr": "self",
     "hydra._internal.utils._run_hydra": (
         "args, args_parser, task_function, config_path, config_name, caller_stack_depth"

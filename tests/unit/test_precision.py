@@ -36,6 +36,21 @@ def test_small_steps_of_the_selection_bias_are_not_lost(precision: str) -> None:
     torch.testing.assert_close(router.expert_bias_E, torch.full((4,), 0.7), atol=1e-4, rtol=0.0)
 
 
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_assigned_tensors_stay_in_float32(is_quantised: bool) -> None:
+    layer = MoELayer(64, 64, 2, router={"bias_update_rate": 1e-3})
+    if is_quantised:
+        layer.experts.freeze(rank=2, scale=1.0, in_4_bits=True)
+    state = {name: t.bfloat16() if t.is_floating_point() else t for name, t in layer.state_dict().items()}
+    layer.load_state_dict(state, assign=True)
+    here = layer.state_dict()
+    kept = {name for name, tensor in here.items() if tensor.dtype == torch.float32}
+    expected = {name for name in here if name.endswith(("expert_bias_E", "_scales"))}
+    assert kept == expected
+    assert len(kept) == (3 if is_quantised else 1)
+    assert {t.dtype for t in state.values()} <= {torch.bfloat16, torch.uint8, torch.int64}  # the user's own tensors
+
+
 def test_what_is_built_in_half_precision_has_a_float32_bias() -> None:
     with pl.Trainer(precision="bf16-true", accelerator="cpu", logger=False).precision_plugin.module_init_context():
         router = Router(4, 4, RouterConfig(bias_update_rate=1e-3))
