@@ -224,7 +224,7 @@ class Float32Module(nn.Module):
     @override
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         before = {name: getattr(self, name).dtype for name in self.in_float32 if hasattr(self, name)}
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
         for name, dtype in before.items():
             tensor: Tensor = getattr(self, name)
             if tensor.dtype != dtype:

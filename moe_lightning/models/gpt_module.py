@@ -240,19 +240,34 @@ class WarmupAndDecay(LambdaLR):
         super().__init__(optimizer, lambda step: config.factor(step, total_steps or 0))
 
     @override
+    def get_lr(self) -> list[float | Tensor]:
+        self._follow_groups()
+        return super().get_lr()
+
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict | {"total_steps": self.total_steps})
-        rates = [rate * share(self.last_epoch) for rate, share in zip(self.base_lrs, self.lr_lambdas, strict=True)]
-        former = state_dict.get("total_steps")
-        if None not in (former, self.total_steps) and former != self.total_steps:
-            before, now = (values[0] / self.base_lrs[0] for values in (self._last_lr, rates))
+        self._follow_groups()
+        shares = [share_of(self.last_epoch) for share_of in self.lr_lambdas]
+        former, trained = state_dict.get("total_steps"), [n for n, rate in enumerate(self.base_lrs) if rate > 0]
+        if None not in (former, self.total_steps) and former != self.total_steps and trained:
+            before = self._last_lr[trained[0]] / self.base_lrs[trained[0]]
             rank_zero_warn(
                 f"the learning rate decays until step {self.total_steps}, not {former} as when the checkpoint was "
-                f"saved: step {self.last_epoch + 1} has {now:.3g} of the peak rate, in the former schedule {before:.3g}"
+                f"saved: step {self.last_epoch + 1} has {shares[trained[0]]:.3g} of the peak rate, in the former "
+                f"schedule {before:.3g}"
             )
-        self._last_lr = rates
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+        self._last_lr = [rate * share for rate, share in zip(self.base_lrs, shares, strict=True)]
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = rate  # the optimizer was restored with its former rate
+
+    def _follow_groups(self) -> None:
+        """Include groups that were added to the optimizer, as callbacks for finetuning do: their peak is the rate that
+        they came with.
+        """
+        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
+            self.base_lrs.append(group.setdefault("initial_lr", group["lr"]))
+        self.lr_lambdas += self.lr_lambdas[:1] * (len(self.base_lrs) - len(self.lr_lambdas))
 
 
 def optimizer_of(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

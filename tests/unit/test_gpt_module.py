@@ -7,6 +7,7 @@ import json
 import math
 import re
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from moe_lightning import ConfigurationError, GPTConfig, GPTModule, OptimizerConfig
+from moe_lightning.models.gpt_module import WarmupAndDecay
 from moe_lightning.models.optimizers import parameter_groups
 from moe_lightning.moe.router import RouterConfig
 
@@ -154,6 +157,44 @@ def test_a_resumed_training_of_the_same_length(tmp_path: Path, recwarn: pytest.W
     trained(4, save=tmp_path / "whole.ckpt")
     trained(4, tmp_path / "whole.ckpt")
     assert not told_of(list(recwarn), "decays until")
+
+
+def scheduled(rates: list[float], total: int) -> tuple[torch.optim.Optimizer, WarmupAndDecay]:
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))], "lr": rate} for rate in rates])
+    return optimizer, WarmupAndDecay(optimizer, OptimizerConfig(warmup_steps=2, decay="linear", min_lr_ratio=0), total)
+
+
+@pytest.mark.parametrize("rates", [[0.0, 0.1], [0.0]])
+def test_a_rate_of_zero_resumes_with_another_length(rates: list[float]) -> None:
+    optimizer, schedule = scheduled(rates, 10)
+    for _ in range(6):
+        optimizer.step()
+        schedule.step()
+    resumed, other = scheduled(rates, 6)
+    told = pytest.warns(UserWarning, match=r"has 0 of the peak rate, in the former schedule 0\.5$")
+    with told if any(rates) else nullcontext():
+        other.load_state_dict(schedule.state_dict())
+    assert [group["lr"] for group in resumed.param_groups] == [0.0] * len(rates)
+
+
+def test_groups_that_are_added_follow_the_schedule_and_resume() -> None:
+    optimizer, schedule = scheduled([0.1], 10)
+    added = {"params": [nn.Parameter(torch.ones(2))], "lr": 0.02}
+    for step in range(6):
+        if step == 3:
+            optimizer.add_param_group(dict(added))
+        optimizer.step()
+        schedule.step()
+    expected = pytest.approx([0.05, 0.01])
+    assert [group["lr"] for group in optimizer.param_groups] == schedule.get_last_lr() == expected
+    resumed, other = scheduled([0.1], 10)
+    resumed.add_param_group(dict(added))  # as Lightning does before it restores
+    resumed.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(schedule.state_dict())
+    assert [group["lr"] for group in resumed.param_groups] == expected
+    for each in (optimizer, schedule, resumed, other):
+        each.step()
+    assert [group["lr"] for group in resumed.param_groups] == [group["lr"] for group in optimizer.param_groups]
 
 
 @pytest.mark.parametrize(("warmup", "is_told"), [(100, True), (3, True), (2, False)])
