@@ -609,11 +609,11 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
             elif self.checkpoint_ledger is not None:
                 self.checkpoint_ledger.reassign(owners)
 
-    def _objects(self, strategy: ExpertParallelStrategy) -> dict[str, Any]:
+    def _objects(self, strategy: ExpertParallelStrategy, *, is_first: bool = False) -> dict[str, Any]:
         """Return the saved objects that are not tensors; collective."""
         self._is_saving = True
         try:
-            return strategy.checkpoints.training_objects()
+            return strategy.checkpoints.training_objects(is_first=is_first)
         finally:
             self._is_saving = False
 
@@ -634,7 +634,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
             self._root,
             self._run_name,
             self.settings,
-            objects=self._objects(strategy),
+            objects=self._objects(strategy, is_first=True),
             ledger_bytes=self.checkpoint_ledger.largest_dump_bytes if self.checkpoint_ledger is not None else 0,
             node_peers=strategy.world.node_peers,
             node=strategy.elastic.engine.node if strategy.elastic else "",

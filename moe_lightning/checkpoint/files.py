@@ -12,6 +12,8 @@ the archive itself, except tensors that repeat their elements, within a limit.
 from __future__ import annotations
 
 import io
+import itertools
+import operator
 import os
 import pickle
 import re
@@ -19,18 +21,20 @@ import secrets
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from enum import Enum
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import IO, Any, cast
 
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_lightning.checkpoint.storage.interface import sync_directory
+from moe_lightning.compat.containers import Rebuilt
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.files import check_written, open_regular
 
@@ -274,16 +278,16 @@ def _check_memory(value: Any, size: int, origin: str) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested mappings, lists and tuples; each container is looked into once."""
+    """Yield the tensors of nested dictionaries, lists and tuples; each container is looked into once."""
     seen: set[int] = set()
     left = [value]
     while left:
         entry = left.pop()
         if isinstance(entry, Tensor):
             yield entry
-        elif isinstance(entry, Mapping | list | tuple) and id(entry) not in seen:
+        elif isinstance(entry, dict | list | tuple) and id(entry) not in seen:
             seen.add(id(entry))
-            left += reversed(list(entry.values() if isinstance(entry, Mapping) else entry))
+            left += reversed(list(entry.values() if isinstance(entry, dict) else entry))
 
 
 def read_checkpoint(path: Path, *, is_trusted: bool = False) -> dict[str, Any]:
@@ -316,78 +320,175 @@ _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray),
     *(torch.dtype, torch.device, torch.layout, torch.Size),
 )
+_INT_BITS = 8 * 255 - 1
+"""Bits of the largest integer that torch.load reads without unpickling code."""
+
+
+Converters = Mapping[Any, Callable[[Any], Any]]
 
 
 class PlainValues:
     """Conversion of a run's saved values, which remembers the objects that it has found.
 
     NumPy scalars become numbers, arrays tensors (of text: lists), paths text, members of enumerations their values,
-    containers that the converter knows their plain values. The values of the run itself are not changed.
+    other libraries' containers what their converters return. The values of the run itself are not changed.
 
     Args:
-        converter: returns the plain value of another library's container, and any other value as it is; raises
-            ValueError where it has none.
+        converters: by class, returns the plain value of a container or what rebuilds it; raises ValueError where it
+            has none.
     """
 
-    def __init__(self, converter: Callable[[Any], Any] = lambda value: value) -> None:
-        self._converter = converter
+    def __init__(self, converters: Converters = MappingProxyType({})) -> None:
+        self._converters = converters
         self._known: set[str] = set()
 
-    def convert(self, value: Any, name: str = "") -> tuple[Any, dict[str, str]]:
+    def convert(self, value: Any, name: str = "", *, remember: bool = True) -> tuple[Any, dict[str, str]]:
         """Return the value as it is saved, and the objects in it that were not found before.
 
         Args:
             name: where it stands, for messages.
+            remember: leave out the objects found here from now on.
 
         Returns:
             The converted value, and by name the class of each object that only unsafe unpickling reads.
 
         Raises:
-            ConfigurationError: an object in it cannot be saved at all.
+            ConfigurationError: an object in it cannot be saved at all, or values that become the same would be lost.
         """
-        found: dict[str, str] = {}
-        converted = self._plain(value, name, found, ())
-        self._known |= found.keys()
-        return converted, found
+        conversion = _Conversion(self._converters, self._known)
+        converted = conversion.plain(value, name)
+        if remember:
+            self._known |= conversion.found.keys()
+        return converted, conversion.found
 
-    def _plain(self, value: Any, name: str, found: dict[str, str], around: tuple[int, ...]) -> Any:
-        kind = type(value)
-        if kind in _LEAVES or isinstance(value, Tensor) or id(value) in around:
+
+class _Conversion:
+    """Walk over a value that may be shared or hold itself."""
+
+    def __init__(self, converters: Converters, known: Set[str]) -> None:
+        self._converters, self._known = converters, known
+        self.found: dict[str, str] = {}
+        self._done: dict[int, tuple[Any, Any]] = {}  # holds each value, whose id no other one may get, and its result
+        self._open: dict[int, Any] = {}  # the copies of containers that are walked over now
+        self._inside: set[int] = set()  # those of them that hold themselves
+
+    def plain(self, value: Any, name: str) -> Any:
+        kind, key = type(value), id(value)
+        if kind in _LEAVES and not (kind is int and value.bit_length() > _INT_BITS):
             return value
-        walk = partial(self._plain, found=found, around=(*around, id(value)))
+        if key in self._open:
+            self._inside.add(key)
+            if self._open[key] is None:
+                raise ConfigurationError(f"{name} is a part of itself, which is not saved: keep a copy there")
+            return self._open[key]
+        if key not in self._done:
+            self._open[key] = kind() if kind in (dict, OrderedDict, Counter, list) else None
+            self._done[key] = value, self._converted(value, name)
+            del self._open[key]
+        return self._done[key][1]
+
+    def _converted(self, value: Any, name: str) -> Any:
+        kind = type(value)
+        simpler = _simplified(value)
+        convert = next((convert for known, convert in self._converters.items() if isinstance(value, known)), None)
         try:
-            simpler = self._converter(_simplified(value))
+            simpler = simpler if convert is None else convert(value)
         except ValueError as error:
             raise ConfigurationError(f"{name} cannot be saved ({error}): resolve it before training") from None
         if simpler is not value:
-            return walk(simpler, name)
+            return self.plain(simpler, name)
+        if kind is Rebuilt:
+            return Rebuilt(value.kind, self.plain(value.content, name))
+        if kind in (Tensor, nn.Parameter):
+            return self._tensor(value, name)
         if kind in (dict, OrderedDict, Counter):
-            return _mapped(value, name, walk)
+            return self._mapping(value, name)
         if kind in (list, tuple, set):
-            items = [walk(item, f"{name}[{number}]") for number, item in enumerate(value)]
-            return value if all(map(_is_same, items, value)) else kind(items)
+            return self._sequence(value, name)
         if name not in self._known and not _is_readable(value, name):
-            found[name] = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+            self.found[name] = _class_of(value)
         return value
 
+    def _mapping(self, value: Any, name: str) -> Any:
+        """Convert keys and values of a mapping; return the mapping itself where all are plain."""
+        pairs = [
+            (self.plain(key, name), self.plain(item, f"{name}[{key!r}]" if name else str(key)))
+            for key, item in value.items()
+        ]
+        attributes = self._attributes(value, name)
+        before = [*itertools.chain(*value.items()), *getattr(value, "__dict__", {}).values()]
+        if self._is_as_before(value, before, [*itertools.chain(*pairs), *attributes.values()]):
+            return value
+        _require_distinct([key for key, _ in pairs], value, name, "keys")
+        copy = self._open[id(value)]
+        for key, item in pairs:
+            copy[key] = item
+        if attributes:
+            vars(copy).update(attributes)
+        return copy
 
-def _is_same(one: object, other: object) -> bool:
-    return one is other
+    def _sequence(self, value: Any, name: str) -> Any:
+        items = [self.plain(item, f"{name}[{number}]") for number, item in enumerate(value)]
+        if self._is_as_before(value, value, items):
+            return value
+        if isinstance(value, set):
+            _require_distinct(items, value, name, "members")
+        if not isinstance(value, list):
+            return type(value)(items)
+        copy = self._open[id(value)]
+        copy += items
+        return copy
+
+    def _tensor(self, value: Tensor, name: str) -> Tensor:
+        """Convert the attributes of a tensor."""
+        attributes = self._attributes(value, name)
+        if self._is_as_before(value, vars(value).values(), attributes.values()):
+            return value
+        copy = value.detach()
+        copy = nn.Parameter(copy, value.requires_grad) if isinstance(value, nn.Parameter) else copy
+        vars(copy).update(attributes)
+        return copy.requires_grad_(value.requires_grad)
+
+    def _attributes(self, value: Any, name: str) -> dict[str, Any]:
+        """Return the attributes of a value that Python code has set, converted."""
+        return {key: self.plain(item, f"{name}.{key}") for key, item in getattr(value, "__dict__", {}).items()}
+
+    def _is_as_before(self, value: object, before: Iterable[Any], after: Iterable[Any]) -> bool:
+        return id(value) not in self._inside and all(map(operator.is_, before, after))
 
 
-def _mapped(value: Any, name: str, walk: Callable[..., Any]) -> Any:
-    """Convert keys and values of a mapping; return the mapping itself, with its attributes, where all are plain."""
-    pairs = [(walk(key, name), walk(item, f"{name}[{key!r}]" if name else str(key))) for key, item in value.items()]
-    if all(one is key and other is item for (one, other), (key, item) in zip(pairs, value.items(), strict=True)):
-        return value
-    return type(value)(dict(pairs))
+def _class_of(value: object) -> str:
+    kind = type(value)
+    size = f" of {value.bit_length()} bits" if isinstance(value, int) and kind is int else ""
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.") + size
+
+
+def _require_distinct(plain: list[Any], values: Iterable[Any], name: str, what: str) -> None:
+    """
+    Raises:
+        ConfigurationError: two keys of a mapping, or members of a set, become the same, or one becomes a container.
+    """
+    seen: dict[Any, Any] = {}
+    for one, value in zip(plain, values, strict=True):
+        try:
+            other = seen.setdefault(one, value)
+        except TypeError:
+            raise ConfigurationError(
+                f"{name} has {value!r} among its {what}, which would be saved as {one!r} and could not be one: give "
+                "it another"
+            ) from None
+        if other is not value:
+            raise ConfigurationError(
+                f"{name} has {other!r} and {value!r} among its {what}, which would both be saved as {one!r}: keep one "
+                "kind there"
+            )
 
 
 def _simplified(value: Any) -> Any:
     """Return what replaces a value of a known kind; the value itself if it is of none."""
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and value.dtype.kind not in "MmV":  # times and records would lose their meaning
         return _number(value)
     if type(value) is np.ndarray:
         return _array(value)

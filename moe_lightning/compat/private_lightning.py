@@ -34,8 +34,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
-from omegaconf import Container, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
@@ -431,21 +429,6 @@ def evaluate_without_inference_mode(trainer: pl.Trainer) -> None:
 def dump_trainer(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the content of Lightning's checkpoint of this moment; collective. The public name writes files only."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-
-
-def plain_container(value: Any) -> Any:
-    """Return the plain value of a container of OmegaConf, in which Lightning keeps hyper-parameters, and the name of a
-    container's class, which it saves beside them; any other value as it is.
-
-    Raises:
-        ValueError: an interpolation in it cannot be resolved.
-    """
-    if isinstance(value, type):
-        return value.__name__ if issubclass(value, Container) else value
-    try:
-        return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
-    except OmegaConfBaseException as error:
-        raise ValueError(str(error).splitlines()[0]) from None
 
 
 def callback_states(trainer: pl.Trainer) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.checkpoint.training_state import random_state
 from moe_lightning.compat import private_lightning
+from moe_lightning.compat.containers import AS_CONTAINERS
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World
@@ -55,7 +56,7 @@ class Checkpoints:
         self._without_state = False
         self._scheduler_steps: Sequence[object] = ()
         self._schedulers_behind: Sequence[int] = ()
-        self._plain_values = PlainValues(private_lightning.plain_container)
+        self._plain_values = PlainValues(AS_CONTAINERS)
 
     # ------------------------------------------------------------------ saving
 
@@ -123,9 +124,16 @@ class Checkpoints:
             )
         return replay is None
 
-    def training_objects(self) -> dict[str, Any]:
+    def training_objects(self, *, is_first: bool = False) -> dict[str, Any]:
         """Return this rank's objects, besides tensors, for a directory checkpoint; collective, as Lightning's own dump
         is.
+
+        Args:
+            is_first: what rank 0 refuses to save is raised on every rank. Later saves, which hold values of the same
+                kinds, do not wait for that.
+
+        Raises:
+            ConfigurationError: as `plain`.
         """
         trainer, rank = self._state.trainer, self._worlds.present.rank
         with self._leave_state_out():
@@ -137,17 +145,42 @@ class Checkpoints:
             kept |= {"state_dict": {}, "optimizer_states": [{} for _ in self._state.optimizers]}
             self._add_positions(kept)
             objects |= {"trainer": kept} | self._state.training_state().objects()
-        plain = {key: self.plain(value, "" if key == "trainer" else key) for key, value in objects.items()}
-        return {f"rng/{rank}": random_state(self._worlds.present.device)} | plain
 
-    def plain(self, value: Any, name: str = "") -> Any:
-        """Return a value as it is saved; warns of each object that is found in it for the first time.
+        def convert() -> dict[str, Any]:
+            return {key: self._plain(value, "" if key == "trainer" else key) for key, value in objects.items()}
+
+        plain = self._converted_together(convert) if is_first else convert()
+        return {f"rng/{rank}": random_state(self._worlds.present.device)} | (plain or {})
+
+    def plain(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the content of a file as rank 0 saves it, that of another rank as it is; warns of each object that is
+        found in it for the first time. Collective.
 
         Raises:
-            ConfigurationError: an object in it cannot be saved, or the run is elastic and its ranks could not read it.
+            ConfigurationError: on every rank; an object in it cannot be saved, or the run is elastic and its ranks
+                could not read it.
         """
-        converted, found = self._plain_values.convert(value, name)
-        if found and self._worlds.is_elastic:
+        return self._converted_together(lambda: self._plain(checkpoint)) or checkpoint
+
+    def _converted_together(self, convert: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """Return rank 0's values as they are saved, None on the others; collective.
+
+        Raises:
+            ConfigurationError: on every rank, that of rank 0.
+        """
+        converted: dict[str, Any] | None = None
+
+        def look() -> None:
+            nonlocal converted
+            converted = convert()
+
+        decided(look, self._worlds.present)
+        return converted
+
+    def _plain(self, value: Any, name: str = "") -> Any:
+        is_elastic = self._worlds.is_elastic
+        converted, found = self._plain_values.convert(value, name, remember=not is_elastic)
+        if found and is_elastic:
             raise ConfigurationError(advice_for(found, is_elastic=True))
         if found:
             rank_zero_warn(advice_for(found))

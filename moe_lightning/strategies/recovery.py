@@ -26,6 +26,7 @@ from moe_lightning.checkpoint.memory import MemoryCheckpoint, RecoverySources, f
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, StorageInventory, plan_recovery
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.compat import private_lightning
+from moe_lightning.compat.containers import AS_PLAIN
 from moe_lightning.data.loader import StepLoader, follow_schedule
 from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
@@ -241,7 +242,7 @@ class FitProgress:
             _NEXT_SCHEDULERS: self.lr_schedulers_next_epoch,
             _CALLBACKS: private_lightning.callback_states(trainer),
         }
-        plain, _ = PlainValues(private_lightning.plain_container).convert(progress)
+        plain, _ = PlainValues(AS_PLAIN).convert(progress)
         return dict(plain)
 
     @classmethod

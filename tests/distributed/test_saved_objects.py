@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from enum import Enum
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from moe_lightning import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.inspect import verify_all
@@ -81,7 +82,7 @@ def run(
     steps: int,
     **options: Any,
 ) -> Any:
-    keeps = Keeps(value)
+    keeps = Keeps(value(rank) if callable(value) else value)
     trainer = trainer_of(
         rank, world_size, {}, max_steps=steps, enable_checkpointing=True, callbacks=[keeps, saver(root, kind)]
     )
@@ -90,11 +91,11 @@ def run(
         warnings.simplefilter("always")
         try:
             trainer.fit(own, tokens(24, 6)(), **options)
-        except CheckpointError as error:
+        except (CheckpointError, ConfigurationError) as error:
             return str(error)
     told = [str(warning.message) for warning in caught if "hold" in str(warning.message)]
     loaded, others = keeps.loaded, getattr(own, "own", {})
-    if isinstance(loaded, dict):
+    if isinstance(loaded, dict) and "array" in loaded:
         loaded = loaded["array"].tolist(), np.random.RandomState(1).set_state(loaded["state"])
     return trainer.global_step, told, loaded, {name: value.tolist() for name, value in others.items()}
 
@@ -138,10 +139,56 @@ def test_objects_are_named_at_the_first_save_and_read_where_the_user_says_so(kin
     assert (step, type(loaded)) == (3, Own)
 
 
-def test_an_elastic_run_refuses_at_its_first_save_what_a_joining_rank_would_not_read() -> None:
-    checkpoints = Checkpoints(SimpleNamespace(is_elastic=True), SimpleNamespace())  # type: ignore[arg-type]
+def lock_on_rank_zero(rank: int) -> Any:
+    return threading.Lock() if rank == 0 else 1
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_what_rank_zero_cannot_save_ends_every_rank_with_its_sentence(kind: str, tmp_path: Path) -> None:
+    ended = run_ranks(2, run, tmp_path / "checkpoints", kind, Base, lock_on_rank_zero, 2)
+    assert ended[0] == ended[1]
+    assert ended[0].startswith("callbacks['Keeps']['value'] is of class lock, which cannot be saved")
+
+
+def test_an_elastic_run_refuses_at_every_save_what_a_joining_rank_would_not_read() -> None:
+    worlds = SimpleNamespace(is_elastic=True, present=SimpleNamespace(rank=0, is_connected=False))
+    checkpoints = Checkpoints(worlds, SimpleNamespace())  # type: ignore[arg-type]
     assert checkpoints.plain({"callbacks": {"Keeps": np.float64(1.0)}}) == {"callbacks": {"Keeps": 1.0}}
-    with pytest.raises(
-        ConfigurationError, match=r"callbacks\['Keeps'\] \(.*Own\) hold objects, which a rank that joins"
-    ):
-        checkpoints.plain({"callbacks": {"Keeps": Own()}})
+    for _ in range(2):  # a recovery saves again
+        with pytest.raises(
+            ConfigurationError, match=r"callbacks\['Keeps'\] \(.*Own\) hold objects, which a rank that joins"
+        ):
+            checkpoints.plain({"callbacks": {"Keeps": Own()}})
+
+
+class Configured(Base):
+    """A module whose hyper-parameters are a container of OmegaConf, or have one among them."""
+
+    def __init__(self, config: Any, lr: float = 0.01) -> None:
+        super().__init__()
+        self.save_hyperparameters(*([config] if config.get("alone") else []))
+        self.config = config
+
+
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "stock"])
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "argument"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_load_from_checkpoint_gives_a_module_its_container(alone: bool, is_ours: bool, tmp_path: Path) -> None:
+    config = OmegaConf.create({"alone": alone, "model": {"dim": 8, "same": "${model.dim}"}, "layers": [{"k": 1}]})
+    trainer = trainer_of(0, 1, {}, max_steps=1) if is_ours else pl.Trainer(max_steps=1, logger=False, devices=1)
+    trainer.fit(Configured(config), tokens(4, 4)())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    for weights_only in (None, True, False) if is_ours else (False,):
+        loaded = Configured.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only).config
+        assert isinstance(loaded, DictConfig)
+        assert (loaded.model.dim, loaded.model.same, loaded.layers[0].k) == (8, 8, 1)
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_a_run_with_a_container_is_resumed(kind: str, tmp_path: Path) -> None:
+    root, module = tmp_path / "checkpoints", partial(Configured, OmegaConf.create({"alone": True, "a": {"b": 1}}))
+    value = OmegaConf.create({"x": ["${y}"], "y": 2})
+    assert [(step, told) for step, told, *_ in ranks(2, root, kind, module, value, 2)] == [(2, [])] * 2
+    assert all(verdict.is_whole for verdict in verify_all(root))
+    for step, _, loaded, _ in ranks(2, root, kind, module, value, 3, ckpt_path="last"):
+        assert (step, type(loaded), loaded.x[0]) == (3, DictConfig, 2)

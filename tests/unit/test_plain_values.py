@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from enum import Enum, IntEnum
@@ -11,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.files import PlainValues, load_plain
-from moe_lightning.compat.private_lightning import plain_container
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.compat.containers import AS_CONTAINERS, Rebuilt
+from moe_lightning.errors import CheckpointError, ConfigurationError
 
 
 class Color(Enum):
@@ -27,7 +28,14 @@ class Size(IntEnum):
     SMALL = 1
 
 
+Many = Enum("Many", {"TWO": [1, 2]})
+
+
 class Own:
+    pass
+
+
+class OwnTensor(torch.Tensor):
     pass
 
 
@@ -44,9 +52,7 @@ class Own:
         (Path("/tmp/x"), "/tmp/x"),
         (Color.RED, 1.5),
         (Size.SMALL, 1),
-        (OmegaConf.create({"lr": 0.1, "same": "${lr}", "list": [1]}), {"lr": 0.1, "same": 0.1, "list": [1]}),
-        (OmegaConf.create([1, {"a": None}]), [1, {"a": None}]),
-        (type(OmegaConf.create({})), "DictConfig"),
+        ((2**127, -(2**2039)), (2**127, -(2**2039))),
         ({np.int64(1): (np.float32(2.0), {Size.SMALL})}, {1: (2.0, {1})}),
         (OrderedDict(a=[Path("x")]), OrderedDict(a=["x"])),
         (Counter("aab"), Counter("aab")),
@@ -54,15 +60,116 @@ class Own:
     ],
 )
 def test_values_become_plain(value: Any, expected: Any) -> None:
-    plain, found = PlainValues(plain_container).convert(value, "it")
+    plain, found = PlainValues(AS_CONTAINERS).convert(value, "it")
     assert (plain, type(plain), found) == (expected, type(expected), {})
     assert load_plain(dump_object(plain), "it") == expected
+
+
+def reread(value: Any, *, weights_only: bool = True) -> Any:
+    """A value that has been saved and loaded, without our reader."""
+    plain, found = PlainValues(AS_CONTAINERS).convert(value, "it")
+    assert not found
+    return torch.load(io.BytesIO(dump_object(plain)), weights_only=weights_only)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_containers_load_as_containers_with_their_values(*, weights_only: bool) -> None:
+    config = OmegaConf.create(
+        {"model": {"dim": 8, "same": "${.dim}"}, "files": [Path("x"), Size.SMALL], "text": r"\${a}", "none": None}
+    )
+    loaded = reread({"alone": config.model, "both": [config, config]}, weights_only=weights_only)
+    assert isinstance(loaded["alone"], DictConfig)
+    assert (loaded["alone"].dim, loaded["alone"].same) == (8, 8)
+    both = loaded["both"]
+    assert both[0] is both[1]
+    assert isinstance(both[0].files, ListConfig)
+    assert (both[0].files, both[0].text, both[0].none) == (["x", 1], "${a}", None)
+    assert OmegaConf.is_interpolation(both[0].model, "same") is False
+
+
+def test_a_container_of_an_untrusted_file_looks_nothing_up() -> None:
+    def called() -> None:
+        raise AssertionError("a resolver was called")
+
+    OmegaConf.register_new_resolver("called", called, replace=True)
+    data = dump_object({"a": Rebuilt(DictConfig, {"x": "${called:}", "y": [r"\${called:}"]})})
+    loaded = load_plain(data, "it")["a"]
+    assert (loaded.x, loaded.y[0]) == ("${called:}", "${called:}")
+    hostile = dump_object(OmegaConf.create({"x": "${called:}"}))  # as OmegaConf itself would be saved
+    with pytest.raises(CheckpointError, match=r"^it holds more than tensors and plain values \(omegaconf"):
+        load_plain(hostile, "it")
+
+
+def with_attribute(value: Any, attribute: Any) -> Any:
+    value.note = attribute
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(2), torch.nn.Parameter(torch.ones(2), requires_grad=False), OrderedDict(a=1)],
+    ids=["tensor", "parameter", "mapping"],
+)
+def test_attributes_become_plain(value: Any) -> None:
+    value = with_attribute(value, {"of": np.float64(1.5)})
+    loaded = reread({"a": value})["a"]
+    assert (type(loaded), type(loaded.note["of"]), loaded.note) == (type(value), float, {"of": 1.5})
+    assert type(value.note["of"]) is np.float64
+    if isinstance(value, torch.Tensor):
+        assert (loaded.tolist(), loaded.requires_grad) == (value.tolist(), value.requires_grad)
+    value = with_attribute(value, Own())
+    assert list(PlainValues().convert({"a": value})[1]) == ["a.note"]
+
+
+def cycle(kind: str) -> Any:
+    value: Any = {"x": np.float64(1)} if kind == "dict" else [np.float64(1)]
+    value.update(me=[value]) if kind == "dict" else value.append({"me": value})
+    return value
+
+
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_values_that_hold_themselves_become_plain(kind: str) -> None:
+    value = cycle(kind)
+    loaded = reread(value)
+    first, inner = (loaded["x"], loaded["me"][0]) if kind == "dict" else (loaded[0], loaded[1]["me"])
+    assert type(first) is float
+    assert inner is loaded
+
+
+def test_a_tuple_that_holds_itself_is_one_sentence() -> None:
+    inner: list[Any] = []
+    inner.append((inner,))
+    with pytest.raises(ConfigurationError, match=r"^it\[0\]\[0\] is a part of itself, .*: keep a copy"):
+        PlainValues().convert(inner[0], "it")
+
+
+def test_shared_values_stay_shared() -> None:
+    shared = [np.float64(1)]
+    loaded = reread({"a": shared, "b": (shared, shared)})
+    assert loaded["a"] is loaded["b"][0] is loaded["b"][1]
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ({Size.SMALL: 1, Path("a"): 2, "a": 3}, r"it has PosixPath\('a'\) and 'a' among its keys, .* as 'a': keep"),
+        (
+            {"x": {Color.RED: 1, 1.5: 2}},
+            r"it\['x'\] has <Color.RED: .*> and 1.5 among its keys, .* both be saved as 1.5",
+        ),
+        ({Path("a"), "a"}, r"it has .* among its members, which would both be saved as 'a': keep one kind"),
+        ({Many.TWO: 1}, r"it has <Many.TWO: \[1, 2\]> among its keys, which would be saved as \[1, 2\] and could not"),
+    ],
+)
+def test_keys_that_become_the_same_are_told(value: Any, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{sentence}"):
+        PlainValues().convert(value, "it")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", "uint32", ">f4", "complex64", "bool"])
 def test_arrays_become_tensors(dtype: str) -> None:
     value = np.arange(6).reshape(2, 3).astype(dtype)
-    plain, found = PlainValues(plain_container).convert({"a": value}, "it")
+    plain, found = PlainValues(AS_CONTAINERS).convert({"a": value}, "it")
     read = load_plain(dump_object(plain), "it")["a"]
     assert not found
     np.testing.assert_array_equal(read.numpy(), value)
@@ -70,7 +177,7 @@ def test_arrays_become_tensors(dtype: str) -> None:
 
 def test_the_random_state_of_numpy_can_be_set_again() -> None:
     generator = np.random.RandomState(0)
-    plain, found = PlainValues(plain_container).convert(generator.get_state(), "it")
+    plain, found = PlainValues(AS_CONTAINERS).convert(generator.get_state(), "it")
     other = np.random.RandomState(1)
     other.set_state(load_plain(dump_object(plain), "it"))
     assert not found
@@ -83,15 +190,24 @@ def test_the_runs_own_values_stay_as_they_are() -> None:
     itself: list[Any] = [1]
     itself.append(itself)
     value = {"state_dict": weights, "paths": [Path("x")], "itself": itself}
-    plain, _ = PlainValues(plain_container).convert(value)
+    plain, _ = PlainValues(AS_CONTAINERS).convert(value)
     assert plain["state_dict"] is weights
-    assert plain["itself"] is itself
+    assert plain["itself"][1] is plain["itself"]
+    assert itself[1] is itself
     assert value["paths"] == [Path("x")]
 
 
-@pytest.mark.parametrize("value", [Own(), len, defaultdict(int), frozenset(), np.array(["2020"], "datetime64[D]")])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(Own(), len, defaultdict(int), frozenset(), np.array(["2020"], "datetime64[D]")),
+        *(2**3000, -(2**3000), torch.ones(2).as_subclass(OwnTensor)),
+        *(np.datetime64("2020-01-01", "ns"), np.datetime64("NaT"), np.timedelta64(5, "ns"), np.timedelta64(5, "D")),
+        np.zeros(1, dtype=[("a", "i4")])[0],
+    ],
+)
 def test_objects_are_named_once(value: Any) -> None:
-    values = PlainValues(plain_container)
+    values = PlainValues(AS_CONTAINERS)
     plain, found = values.convert({"callbacks": {"Keeps": [0, value]}})
     assert list(found) == ["callbacks['Keeps'][1]"]
     assert type(value).__qualname__ in found["callbacks['Keeps'][1]"]
@@ -102,11 +218,11 @@ def test_objects_are_named_once(value: Any) -> None:
 
 def test_classes_that_are_declared_safe_are_no_objects() -> None:
     with torch.serialization.safe_globals([Own]):
-        assert PlainValues(plain_container).convert([Own()], "it")[1] == {}
+        assert PlainValues(AS_CONTAINERS).convert([Own()], "it")[1] == {}
 
 
 def test_what_cannot_be_saved_at_all_is_one_sentence() -> None:
     with pytest.raises(ConfigurationError, match=r"^loops\['x'\] is of class lock, which cannot be saved \(.*\): keep"):
-        PlainValues(plain_container).convert({"loops": {"x": threading.Lock()}})
+        PlainValues(AS_CONTAINERS).convert({"loops": {"x": threading.Lock()}})
     with pytest.raises(ConfigurationError, match=r"^hyper_parameters\['c'\] cannot be saved \(.*\): resolve it"):
-        PlainValues(plain_container).convert({"hyper_parameters": {"c": OmegaConf.create({"a": "${b}"})}})
+        PlainValues(AS_CONTAINERS).convert({"hyper_parameters": {"c": OmegaConf.create({"a": "${b}"})}})
