@@ -345,6 +345,9 @@ class Tokenizer(Protocol):
         holds the vocabulary: those of the whole text, wherever the chunks end.
         """
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens; U+FFFD stands for bytes that are not UTF-8, such as those of half a character."""
+
     def save(self, folder: Path) -> None:
         """Leave what decodes the tokens in `folder`."""
 
@@ -366,6 +369,9 @@ class ByteTokenizer:
 
     def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[npt.NDArray[np.integer]]:
         return (np.frombuffer(chunk, dtype=np.uint8) for chunk in chunks)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(index for index in ids if index < _BYTES).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
         """Bytes need nothing to be decoded."""
@@ -418,6 +424,9 @@ class BpeTokenizer:
             return windows[0]
         text = "".join(window.text[:_WINDOW] for window in windows[:-1]) + windows[-1].text
         return _Window(windows[0].start, text, self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def save(self, folder: Path) -> None:
         self._tokenizer.post_processor = self._processor

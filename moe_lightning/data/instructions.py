@@ -162,6 +162,8 @@ Piece = tuple[str, bool]
 """Text, and whether it is predicted."""
 
 _BYTES_END = "<|endoftext|>"
+_ANSWER = "\N{SECTION SIGN}"
+"""A text that no template has."""
 
 
 class ChatFormat(Protocol):
@@ -169,6 +171,10 @@ class ChatFormat(Protocol):
 
     padding: str
     """Text of the token that fills a window up."""
+
+    @property
+    def end(self) -> str:
+        """Text that ends an answer; empty where there is none."""
 
     def check(self, said: Conversation) -> None:
         """
@@ -183,6 +189,13 @@ class ChatFormat(Protocol):
             ValueError: it cannot be written so.
         """
 
+    def prompt(self, turns: Sequence[Turn]) -> str:
+        """The text that asks for the next answer.
+
+        Raises:
+            ValueError: the turns cannot be written so.
+        """
+
 
 class MarkedTurns:
     """Each turn after a line <|role|>, each answer ended by the end token, as in OLMoE-Instruct and Tulu.
@@ -193,6 +206,10 @@ class MarkedTurns:
 
     def __init__(self, end: str) -> None:
         self.padding = end
+
+    @property
+    def end(self) -> str:
+        return self.padding
 
     def check(self, said: Conversation) -> None:
         other = next((f"the role {turn.role}" for turn in said.turns if turn.role not in _MARKED_ROLES), None)
@@ -210,6 +227,9 @@ class MarkedTurns:
             written += [(f"<|{turn.role}|>\n", False), (turn.content or "", turn.is_learned)]
             written.append((self.padding, turn.is_learned) if turn.role == "assistant" else ("\n", False))
         return written
+
+    def prompt(self, turns: Sequence[Turn]) -> str:
+        return "".join(text for text, _ in self.pieces(Conversation(tuple(turns)))) + "<|assistant|>\n"
 
 
 class TemplatedTurns:
@@ -261,6 +281,13 @@ class TemplatedTurns:
             at = len(end)
         return [piece for piece in (*written, (whole[at:], False)) if piece[0]]
 
+    @property
+    def end(self) -> str:
+        return self._written(Conversation(_exchange("?", _ANSWER))).rpartition(_ANSWER)[2].strip()
+
+    def prompt(self, turns: Sequence[Turn]) -> str:
+        return self._written(Conversation(tuple(turns)), asks=True)
+
     def _before(self, said: Conversation, index: int) -> str:
         """The text up to an answer, with what asks for it."""
         if index:
@@ -299,10 +326,10 @@ def chat_format(tokenizer: str, end_token: str | None) -> ChatFormat:
     if tokenizer == "bytes":
         return MarkedTurns(end_token or _BYTES_END)
     folder = Path(tokenizer).expanduser().parent
-    settings = _settings(folder)
-    if settings.get("chat_template") or (folder / "chat_template.jinja").is_file():
-        return TemplatedTurns(_hugging_face_tokenizer(folder))
-    named = settings.get("eos_token")
+    templated = templated_turns(folder)
+    if templated is not None:
+        return templated
+    named = _settings(folder).get("eos_token")
     end = end_token or (named.get("content") if isinstance(named, dict) else named)
     if not end:
         raise ConfigurationError(
@@ -310,6 +337,17 @@ def chat_format(tokenizer: str, end_token: str | None) -> ChatFormat:
             "data.end_token"
         )
     return MarkedTurns(str(end))
+
+
+def templated_turns(folder: Path) -> TemplatedTurns | None:
+    """Return the format of the chat template of a tokenizer's folder; None without one.
+
+    Raises:
+        ConfigurationError: transformers is missing, or its tokenizer cannot be read.
+    """
+    if _settings(folder).get("chat_template") or (folder / "chat_template.jinja").is_file():
+        return TemplatedTurns(hugging_face_tokenizer(folder))
+    return None
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -330,7 +368,12 @@ def _settings(folder: Path) -> dict[str, Any]:
     return said
 
 
-def _hugging_face_tokenizer(folder: Path) -> Any:
+def hugging_face_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a Hugging Face folder.
+
+    Raises:
+        ConfigurationError: it cannot be read, or transformers is missing.
+    """
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -597,7 +640,7 @@ class InstructionData(StepDataModule):
 
     def prepare_data(self) -> None:
         """Check every conversation, once on every node."""
-        for name, _, record in _records(self._path):
+        for name, _, record in records(self._path):
             try:
                 said = read(record)
                 self.written.check(said)
@@ -608,7 +651,7 @@ class InstructionData(StepDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Find the conversations and split them."""
         digest, places = xxhash.xxh3_128(), list[tuple[int, int]]()
-        for _, offset, text in _records(self._path):
+        for _, offset, text in records(self._path):
             digest.update(text)
             places.append((offset, len(text)))
         spans = np.array(places, dtype=np.int64)
@@ -657,7 +700,7 @@ class InstructionData(StepDataModule):
         return found[0]
 
 
-def _records(path: Path) -> Iterator[tuple[str, int, bytes]]:
+def records(path: Path) -> Iterator[tuple[str, int, bytes]]:
     """Name in messages, first byte and content of each conversation.
 
     Raises:
