@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from datetime import UTC, datetime
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -12,12 +11,12 @@ from rich.table import Table
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint import inspect as checkpoints
 from moe_lightning.checkpoint.commit import prune as prune_all_but
-from moe_lightning.checkpoint.directory import has_manifest
 from moe_lightning.checkpoint.inspect import FileSummary, newest_file, summarise_file
 from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.storage import place_of, storage_of
-from moe_lightning.checkpoint.storage.interface import Place, exists
+from moe_lightning.checkpoint.storage.interface import exists
 from moe_lightning.cli.expert_edits import edit_file, least_loaded, parse_edits
+from moe_lightning.cli.saved_model import checkpoints_of
 from moe_lightning.cli.serving import form_of, measured_counts, plan_serving, write_form
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
@@ -25,14 +24,8 @@ from moe_lightning.errors import CheckpointError, ConfigurationError
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Run the command that was parsed; returns the exit code."""
     if isinstance(getattr(arguments, "path", None), str):
-        arguments.path = _of_run(place_of(arguments.path))
+        arguments.path = checkpoints_of(place_of(arguments.path))
     return _COMMANDS[arguments.command](arguments, console)
-
-
-def _of_run(path: Place) -> Place:
-    """The checkpoints of a run directory; any other path as it is."""
-    inside = path / "checkpoints" if isinstance(path, Path) else path
-    return inside if isinstance(inside, Path) and inside.is_dir() and not has_manifest(path) else path
 
 
 def _inspect(arguments: argparse.Namespace, console: Console) -> int:

@@ -5,41 +5,23 @@ The checkpoint is a file or a directory. One process writes one layer's experts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.files import read_file
-from moe_lightning.checkpoint.inspect import newest_file, resolve, trained_tokenizer
-from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.storage import storage_of
+from moe_lightning.checkpoint.inspect import trained_tokenizer
 from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.cli.saved_model import SavedModel, open_saved
 from moe_lightning.config import build_config
-from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
 
 if TYPE_CHECKING:
     from moe_lightning.models.huggingface.architecture import Architecture
     from moe_lightning.models.huggingface.module import HuggingFaceConfig
-
-_MODEL = "model."
-"""Where a HuggingFaceModule keeps the model."""
-
-
-class _Source(Protocol):
-    """A checkpoint of a HuggingFaceModule."""
-
-    values: Mapping[str, Any]
-    """What Lightning keeps beside tensors."""
-
-    def dense(self, name: str) -> Tensor:
-        """A parameter or buffer by its name in the model."""
-
-    def experts(self, layer: int, block: str, name: str, num_experts: int) -> Tensor:
-        """The stack [E, ...] of one parameter of an MoE layer."""
 
 
 def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, adapter_alone: bool = False) -> int:
@@ -65,8 +47,7 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
 
     if target.exists():
         raise existing(target)
-    file = newest_file(path)
-    source: _Source = _Directory(path) if file is None and storage_of(path).is_dir(path) else _File(Path(file or path))
+    source = open_saved(path)
     hyper_parameters = source.values.get("hyper_parameters", {})
     if "huggingface" not in hyper_parameters:
         raise ConfigurationError(f"{path} is not a checkpoint of a HuggingFaceModule: transformers has no class for it")
@@ -88,14 +69,14 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
     def stacks() -> Iterator[dict[str, Tensor]]:
         for index, (block, layer) in enumerate(architecture.layers.items()):
             names = layer.experts.stacked_parameters()
-            yield {name: source.experts(index, block, name, layer.num_experts) for name in names}
+            yield {name: source.experts(index, f"{block}.moe", name, layer.num_experts) for name in names}
 
     written = export.write(target, {name: source.dense(name) for name in export.dense}, stacks())
     _copy_companions(source, config.folder, target)
     return written
 
 
-def _copy_companions(source: _Source, folder: Path, target: Path) -> None:
+def _copy_companions(source: SavedModel, folder: Path, target: Path) -> None:
     """Give an exported folder the tokenizer that the run has trained, and from the original what else belongs to it."""
     from moe_lightning.models.huggingface.export import copy_companions
 
@@ -118,7 +99,9 @@ class _Adapted:
         CheckpointError: the folder holds other weights than those that the adapters were trained beside.
     """
 
-    def __init__(self, source: _Source, config: HuggingFaceConfig, architecture: Architecture, *, alone: bool) -> None:
+    def __init__(
+        self, source: SavedModel, config: HuggingFaceConfig, architecture: Architecture, *, alone: bool
+    ) -> None:
         from moe_lightning.models.huggingface.loading import build_skeleton, load_model
         from moe_lightning.models.huggingface.weights import WeightsFolder
         from moe_lightning.moe.adapters import adapt_dense
@@ -143,7 +126,7 @@ class _Adapted:
         """Adapters of each block's experts, in order, as stacks [E, ...]."""
         for index, (block, layer) in enumerate(self._architecture.layers.items()):
             names = [name for name in layer.experts.stacked_parameters() if name.startswith("lora_")]
-            yield {name: self._source.experts(index, block, name, layer.num_experts) for name in names}
+            yield {name: self._source.experts(index, f"{block}.moe", name, layer.num_experts) for name in names}
 
     def dense(self) -> dict[str, Tensor]:
         """The tensors outside of experts, by their names in the model, with the adapters added."""
@@ -162,50 +145,7 @@ class _Adapted:
             experts = layer.experts
             experts.place(range(layer.num_experts), torch.device("cpu"))
             stacks = {name: stack.detach() for name, stack in experts.stacked_parameters().items()} | adapters
-            saved = self._source.experts(index, block, BASE_DIGEST, layer.num_experts)
+            saved = self._source.experts(index, f"{block}.moe", BASE_DIGEST, layer.num_experts)
             require_same_base(saved, stacks[BASE_DIGEST], f"MoE layer {index}", self._folder)
             yield merged_experts(stacks, experts.shapes, self._config)
             experts.to_empty(device="meta")  # one layer at a time
-
-
-class _File:
-    """A single file, as stock Lightning writes it; tensors are mapped."""
-
-    def __init__(self, path: Path) -> None:
-        checkpoint = read_file(path)
-        self._path, self._state = path, checkpoint["state_dict"]
-        self.values: Mapping[str, Any] = checkpoint
-
-    def dense(self, name: str) -> Tensor:
-        return self._tensor(name)
-
-    def experts(self, layer: int, block: str, name: str, num_experts: int) -> Tensor:
-        return self._tensor(f"{block}.moe.experts.{name}")
-
-    def _tensor(self, name: str) -> Tensor:
-        if f"{_MODEL}{name}" not in self._state:
-            raise CheckpointError(
-                f"{self._path} has no tensor {_MODEL + name!r}: it does not belong to its configuration"
-            )
-        tensor: Tensor = self._state[f"{_MODEL}{name}"]
-        return tensor
-
-
-class _Directory:
-    """A checkpoint directory, verified."""
-
-    def __init__(self, path: Place) -> None:
-        self._checkpoint: Checkpoint = resolve(path)
-        self._checkpoint.verify()
-        self.values: Mapping[str, Any] = self._checkpoint.read_object("trainer")
-
-    def dense(self, name: str) -> Tensor:
-        prefix = f"dense/{_MODEL}{name}/"
-        keys = set(self._checkpoint.keys(prefix))
-        scope = next((s for s in ("master", "weight", "buffer") if f"{prefix}{s}" in keys), "weight")
-        return self._checkpoint.read(f"{prefix}{scope}")
-
-    def experts(self, layer: int, block: str, name: str, num_experts: int) -> Tensor:
-        scope = "master" if self._checkpoint.keys(f"expert/{layer}/0/master/") else "weight"
-        keys = (f"expert/{layer}/{expert}/{scope}/{name}" for expert in range(num_experts))
-        return torch.stack([self._checkpoint.read_first(key) for key in keys])

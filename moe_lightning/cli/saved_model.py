@@ -1,0 +1,207 @@
+"""Models of checkpoints, without a training: every tensor is read by its name, verified and without unpickling code.
+
+A checkpoint is a file, as stock Lightning writes it, or a directory. Experts that a partial checkpoint left behind come
+as they were saved last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moe_lightning.checkpoint.directory import has_manifest
+from moe_lightning.checkpoint.files import read_file
+from moe_lightning.checkpoint.inspect import checkpoint_files, newest_file, resolve
+from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.storage import storage_of
+from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.cli.run_directory import checkpoints
+from moe_lightning.config import build_config
+from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.moe.adapters import is_adapter
+from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
+
+if TYPE_CHECKING:
+    from moe_lightning.models.huggingface.module import HuggingFaceConfig
+
+_MODEL = "model."
+"""Where our modules keep the model."""
+
+
+class SavedModel(Protocol):
+    """A checkpoint of a GPTModule or a HuggingFaceModule."""
+
+    values: Mapping[str, Any]
+    """What Lightning keeps beside tensors."""
+
+    @property
+    def path(self) -> Place:
+        """Place of the file or directory."""
+
+    def dense(self, name: str) -> Tensor:
+        """A parameter or buffer by its name in the model."""
+
+    def experts(self, index: int, layer: str, name: str, num_experts: int) -> Tensor:
+        """The stack [E, ...] of one parameter of an MoE layer: its place among these, and its name in the model."""
+
+
+def checkpoints_of(path: Place) -> Place:
+    """The folder of checkpoints of a run directory; any other path as it is."""
+    inside = path / "checkpoints" if isinstance(path, Path) else path
+    return inside if isinstance(inside, Path) and inside.is_dir() and not has_manifest(path) else path
+
+
+def open_saved(path: Place, *, step: int | None = None, report: Callable[[str], None] | None = None) -> SavedModel:
+    """Open a checkpoint: a file, a directory, or the newest complete one of a directory of these.
+
+    Args:
+        path: where it is, or the directory of its run.
+        step: of a checkpoint in a directory of these; None: the newest.
+        report: called with a sentence for every damaged file that is passed over; None: the newest must be whole.
+
+    Raises:
+        ConfigurationError: there is none.
+        CheckpointError: it is damaged.
+    """
+    place = checkpoints_of(path)
+    if step is not None:
+        place = _of_step(place, step)
+    if newest_file(place) is None:
+        return _Directory(place) if storage_of(place).is_dir(place) else _File(Path(place))
+    problems: list[str] = []
+    for file in checkpoint_files(place):
+        try:
+            return _File(file)
+        except CheckpointError as error:
+            if report is None:
+                raise
+            report(str(error))
+            problems.append(str(error))
+    raise CheckpointError(f"{place} holds no complete checkpoint: {problems[0]}")
+
+
+def _of_step(place: Place, step: int) -> Place:
+    found = checkpoints(place) if isinstance(place, Path) else []
+    for checkpoint in found:
+        if checkpoint.step == step:
+            return checkpoint.path
+    steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found)) or "none"
+    raise ConfigurationError(f"{place} holds no checkpoint of step {step}: it has {steps}")
+
+
+def network_of(saved: SavedModel) -> Any:
+    """Build the model of a checkpoint: a GPT, or a model of transformers with our MoE layers.
+
+    Raises:
+        ConfigurationError: it is of another module.
+        CheckpointError: a tensor is missing or of another shape, or adapters were trained beside other weights.
+    """
+    hyper_parameters = saved.values.get("hyper_parameters", {})
+    config = hyper_parameters.get("config")
+    if "huggingface" in hyper_parameters:
+        from moe_lightning.models.huggingface.module import HuggingFaceConfig
+
+        trained = build_config(HuggingFaceConfig, config)
+        network = _transformers_model(trained, hyper_parameters["huggingface"])
+        _fill(network, saved, base=None if trained.adapter is None else trained.folder)
+        return network
+    if not isinstance(config, Mapping) or not {"vocab_size", "num_experts", "context_length"} <= set(config):
+        raise ConfigurationError(
+            f"{saved.path} is not a checkpoint of a GPTModule or a HuggingFaceModule: only their models are built here"
+        )
+    from moe_lightning.models.gpt import GPT, GPTConfig
+
+    network = GPT(build_config(GPTConfig, config))
+    _fill(network, saved, base=None)
+    return network
+
+
+def _transformers_model(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Any:
+    """Build the model with random weights, or with adapters beside those of the folder that it was trained from."""
+    from moe_lightning.models.huggingface.loading import load_model, new_model
+    from moe_lightning.models.huggingface.weights import WeightsFolder
+
+    architecture = config.architecture(values)
+    if config.adapter is None:
+        return new_model(architecture)
+    return load_model(architecture, WeightsFolder(config.folder), config.adapter)
+
+
+@torch.no_grad()
+def _fill(network: nn.Module, saved: SavedModel, *, base: Path | None) -> None:
+    """Copy the tensors of a checkpoint into a model.
+
+    Args:
+        base: folder of the weights that are in the model already, beside which adapters were trained; None: every
+            tensor is in the checkpoint.
+    """
+    from moe_lightning.moe.layer import MoELayer
+
+    layers = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, MoELayer)]
+    stacks = {
+        f"{layer}.experts.{name}": (index, layer, name, module.num_experts)
+        for index, (layer, module) in enumerate(layers)
+        for name in module.experts.stacked_parameters()
+    }
+    filled = set[Tensor]()  # by identity: tied weights are saved once
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        if tensor in filled or (base is not None and not is_adapter(name)):
+            continue
+        value = saved.experts(*stacks[name]) if name in stacks else saved.dense(name)
+        if base is not None and name.rpartition(".")[2] == BASE_DIGEST:
+            require_same_base(value, tensor, name, str(base))
+        if value.shape != tensor.shape:
+            raise CheckpointError(
+                f"{name!r} of {saved.path} has shape {list(value.shape)}, the model's {list(tensor.shape)}: "
+                "it does not belong to its configuration"
+            )
+        tensor.copy_(value)
+        filled.add(tensor)
+
+
+class _File:
+    """A single file, as stock Lightning writes it; tensors are mapped."""
+
+    def __init__(self, path: Path) -> None:
+        checkpoint = read_file(path)
+        self.path, self._state = path, checkpoint["state_dict"]
+        self.values: Mapping[str, Any] = checkpoint
+
+    def dense(self, name: str) -> Tensor:
+        return self._tensor(name)
+
+    def experts(self, index: int, layer: str, name: str, num_experts: int) -> Tensor:
+        return self._tensor(f"{layer}.experts.{name}")
+
+    def _tensor(self, name: str) -> Tensor:
+        if f"{_MODEL}{name}" not in self._state:
+            raise CheckpointError(
+                f"{self.path} has no tensor {_MODEL + name!r}: it does not belong to its configuration"
+            )
+        tensor: Tensor = self._state[f"{_MODEL}{name}"]
+        return tensor
+
+
+class _Directory:
+    """A checkpoint directory, verified."""
+
+    def __init__(self, path: Place) -> None:
+        self._checkpoint: Checkpoint = resolve(path)
+        self._checkpoint.verify()
+        self.path = self._checkpoint.path
+        self.values: Mapping[str, Any] = self._checkpoint.read_object("trainer")
+
+    def dense(self, name: str) -> Tensor:
+        prefix = f"dense/{_MODEL}{name}/"
+        keys = set(self._checkpoint.keys(prefix))
+        scope = next((s for s in ("master", "weight", "buffer") if f"{prefix}{s}" in keys), "weight")
+        return self._checkpoint.read(f"{prefix}{scope}")
+
+    def experts(self, index: int, layer: str, name: str, num_experts: int) -> Tensor:
+        scope = "master" if self._checkpoint.keys(f"expert/{index}/0/master/") else "weight"
+        keys = (f"expert/{index}/{expert}/{scope}/{name}" for expert in range(num_experts))
+        return torch.stack([self._checkpoint.read_first(key) for key in keys])
