@@ -30,6 +30,16 @@ def moe_ckpt() -> NoReturn:
     _run("moe-ckpt", "ckpt")
 
 
+def moe_generate() -> NoReturn:
+    """Run `moe-generate`."""
+    _run("moe-generate", "generate")
+
+
+def moe_eval() -> NoReturn:
+    """Run `moe-eval`."""
+    _run("moe-eval", "evaluate")
+
+
 def _run(program: str, module: str) -> NoReturn:
     try:
         sys.exit(importlib.import_module(f"moe_lightning.cli.{module}").main())

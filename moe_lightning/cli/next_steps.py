@@ -29,7 +29,9 @@ def next_steps(directory: RunDirectory, config: Mapping[str, Any]) -> str:
 def _steps(directory: RunDirectory, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Steps with their purpose."""
     place, newest = shlex.quote(str(directory)), directory.newest_checkpoint()
-    max_steps = config["trainer"].get("max_steps", -1)
+    max_steps, talk = config["trainer"].get("max_steps", -1), _talk(config.get("data") or {})
+    if newest is not None and talk:
+        yield f"moe-generate {place} {talk}", "talk to the model"
     if newest is not None and newest.step >= max_steps > 0:
         yield f"the same command with trainer.max_steps={2 * newest.step}", "train on"
     if directory.config.is_file():
@@ -47,3 +49,11 @@ def _steps(directory: RunDirectory, config: Mapping[str, Any]) -> Iterator[tuple
             yield f"moe-ckpt export {place} model.safetensors", "the weights in one file"
     if any(directory.path.glob("wandb/offline-run-*")):
         yield f"wandb sync {place}/wandb/offline-run-*", "upload the curves, after wandb login"
+
+
+def _talk(data: Mapping[str, Any]) -> str:
+    """Return the arguments with which a model of this data generates text; empty for one of images or other data."""
+    kind = str(data.get(TARGET)).rpartition(".")[2]
+    if kind == "InstructionData":
+        return "--chat"
+    return "" if kind != "TextData" else '"def "' if data.get("source") == "stdlib" else '"The "'

@@ -10,12 +10,19 @@ import pytest
 
 from moe_lightning import __version__
 from moe_lightning.cli import ckpt, train
-from moe_lightning.cli.commands import moe_bench, moe_ckpt, moe_sim, moe_train
+from moe_lightning.cli.commands import moe_bench, moe_ckpt, moe_eval, moe_generate, moe_sim, moe_train
 from moe_lightning.cli.train import with_ranks
 from moe_lightning.text_table import in_columns
 from tests.programs import users_environment
 
-COMMANDS = {"moe-train": moe_train, "moe-sim": moe_sim, "moe-bench": moe_bench, "moe-ckpt": moe_ckpt}
+COMMANDS = {
+    "moe-train": moe_train,
+    "moe-sim": moe_sim,
+    "moe-bench": moe_bench,
+    "moe-ckpt": moe_ckpt,
+    "moe-generate": moe_generate,
+    "moe-eval": moe_eval,
+}
 
 _INTERRUPTED_IMPORT = """
 import sys
@@ -58,7 +65,7 @@ class NoTorch:
 sys.meta_path.insert(0, NoTorch())
 from moe_lightning.cli.commands import *
 sys.argv = sys.argv[1:]
-{"moe-train": moe_train, "moe-sim": moe_sim, "moe-bench": moe_bench, "moe-ckpt": moe_ckpt}[sys.argv[0]]()
+globals()[sys.argv[0].replace("-", "_")]()
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -12,6 +13,8 @@ from hydra import compose
 
 import moe_lightning
 from benchmarks import BENCHMARKS
+from moe_lightning import arguments
+from moe_lightning.cli import evaluate, generate
 from moe_lightning.cli.bench import COMMANDS
 from moe_lightning.cli.composition import config_folder, with_quotes
 from tests.documented import PAGES, PLUGINS, RECIPES, ROOT, commands
@@ -59,6 +62,16 @@ def test_training_commands_compose(arguments: list[str]) -> None:
         pytest.importorskip(plugin)
     assert swept or plugins or "-m" not in arguments
     assert compose("train", first)
+
+
+@pytest.mark.parametrize("command", [generate, evaluate], ids=["moe-generate", "moe-eval"])
+def test_generation_commands_parse(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments.os.path, "isfile", lambda path: True)
+    monkeypatch.setattr(arguments.os, "access", lambda path, mode: True)
+    parser = command.parser()
+    shown = [given for page in PAGES for given in commands(page, parser.prog) if given and "--help" not in given]
+    assert shown
+    assert all(parser.parse_args(given) for given in shown)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

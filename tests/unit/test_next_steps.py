@@ -21,6 +21,9 @@ PRETRAINED = {
 }
 
 
+ALWAYS = "the same command with trainer.max_steps=8"
+
+
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run that has trained four steps, in the current folder."""
@@ -40,10 +43,27 @@ def steps(directory: RunDirectory, **changes: Any) -> list[str]:
 
 def test_a_finished_run_leads_on(directory: RunDirectory) -> None:
     assert steps(directory) == [
-        "the same command with trainer.max_steps=8",
+        ALWAYS,
         "moe-bench report 'outputs/my run'",
         "moe-ckpt export 'outputs/my run' model.safetensors",
     ]
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments"),
+    [
+        ({"_target_": "moe_lightning.data.text.TextData", "source": "stdlib"}, ' "def "'),
+        ({"_target_": "moe_lightning.data.text.TextData", "source": "books"}, ' "The "'),
+        ({"_target_": "moe_lightning.data.instructions.InstructionData"}, " --chat"),
+        ({"_target_": "moe_lightning.data.images.ImageData"}, None),
+        ({"_target_": "own.Data"}, None),
+    ],
+)
+def test_a_language_model_is_talked_to(data: dict[str, str], arguments: str | None, directory: RunDirectory) -> None:
+    first = steps(directory, data=data)[0]
+    assert first == (f"moe-generate 'outputs/my run'{arguments}" if arguments else ALWAYS)
+    (directory.path / "checkpoints/step-0000004.ckpt").unlink()
+    assert not any("moe-generate" in step for step in steps(directory, data=data))
 
 
 def test_curves_are_uploaded_only_where_they_are(directory: RunDirectory) -> None:

@@ -1,0 +1,213 @@
+"""`moe-eval RUN FILE`: loss, perplexity and bits per byte of a model on text, or on texts or conversations in JSONL.
+
+Text is cut into windows of the context, as in training and with the same loss. Each line of JSONL is a text of its own,
+{"text": ...}, or a conversation, of which the answers are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_lightning.arguments import Count, Parser, input_file, value
+from moe_lightning.cli.generate import add_model, open_model, run_command
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.text_table import table
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from moe_lightning.cli.language_model import LanguageModel
+    from moe_lightning.data.corpus import Tokenizer
+
+    Sample = tuple[NDArray[np.int64], NDArray[np.int64]]
+    """Inputs and, one token later, targets; -100 where nothing is predicted."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return run_command(parser(), _run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = Parser(prog="moe-eval", description="Measure a language model on text or JSONL.")
+    add_model(parser)
+    parser.add_argument("file", type=input_file, metavar="FILE", help="UTF-8 text, or .jsonl of texts or conversations")
+    parser.add_argument(
+        "--context-length", type=value(Count), metavar="L", help="tokens of a window (default: that of the run)"
+    )
+    parser.add_argument(
+        "--batch-size", type=value(Count), default=8, metavar="N", help="windows at a time (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Result of an evaluation.
+
+    Attributes:
+        loss: mean cross-entropy of the predicted tokens, in nats.
+        perplexity: exponential of the loss.
+        bits_per_byte: the loss in bits, for a byte of the text; None for conversations, of which a part is predicted.
+        tokens: number of predicted tokens.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """Tokens that do not see those of other documents.
+
+    Attributes:
+        ids: its tokens.
+        num_bytes: of its text.
+        is_predicted: bool for each token; None: all are.
+    """
+
+    ids: NDArray[np.int64]
+    num_bytes: int
+    is_predicted: NDArray[np.bool_] | None = None
+
+    def samples(self, length: int) -> Iterator[Sample]:
+        """Yield pieces of at most `length` tokens; each token but the first is predicted once."""
+        import numpy as np
+
+        from moe_lightning.moe.losses import IGNORED_TARGET
+
+        targets = self.ids if self.is_predicted is None else np.where(self.is_predicted, self.ids, IGNORED_TARGET)
+        for start in range(0, len(self.ids) - 1, length):
+            following = targets[start + 1 : start + 1 + length]
+            yield self.ids[start : start + len(following)], following
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    model = open_model(arguments, "moe-eval")
+    length = arguments.context_length or model.context_length
+    if length > model.positions:
+        raise ConfigurationError(
+            f"--context-length {length} is more than the {model.positions} positions of {model.name}: lower it"
+        )
+    measured = measure(model, arguments.file, length, arguments.batch_size)
+    if arguments.json:
+        print(json.dumps({"model": model.name, "file": str(arguments.file), **asdict(measured)}))
+        return
+    bits = "-" if measured.bits_per_byte is None else f"{measured.bits_per_byte:.4f}"
+    row = (f"{measured.tokens:,}", f"{measured.loss:.4f}", f"{measured.perplexity:.2f}", bits)
+    print(table(("tokens", "loss (nats)", "perplexity", "bits per byte"), [row], f"{model.name} on {arguments.file}"))
+
+
+def measure(model: LanguageModel, path: Path, context_length: int, batch_size: int) -> Measurement:
+    """Measure a model on a file.
+
+    Raises:
+        ConfigurationError: the file is not text, nothing in it is predicted, or a line has another form.
+    """
+    from moe_lightning.callbacks.telemetry import perplexity
+
+    total, count, num_tokens, num_bytes, is_text = 0.0, 0, 0, 0, True
+
+    def samples() -> Iterator[Sample]:
+        nonlocal num_tokens, num_bytes, is_text
+        for document in documents(model, path, context_length):
+            model.check_known(document.ids.tolist(), str(path))
+            num_tokens, num_bytes = num_tokens + len(document.ids), num_bytes + document.num_bytes
+            is_text &= document.is_predicted is None
+            yield from document.samples(context_length)
+
+    left = samples()
+    while batch := list(islice(left, batch_size)):
+        loss, number = _loss(model, batch)
+        total, count = total + loss * number, count + number
+    if not count:
+        raise ConfigurationError(f"{path} has no token to predict: give more text")
+    loss = total / count
+    return Measurement(
+        loss=loss,
+        perplexity=perplexity(loss),
+        bits_per_byte=loss / math.log(2) * num_tokens / num_bytes if is_text else None,
+        tokens=count,
+    )
+
+
+def _loss(model: LanguageModel, batch: Sequence[Sample]) -> tuple[float, int]:
+    """Return the mean loss of a batch and the number of its targets."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    from moe_lightning.moe.losses import IGNORED_TARGET, mean_over_targets, num_targets
+
+    inputs = pad_sequence([torch.from_numpy(ids) for ids, _ in batch], batch_first=True).to(model.device)
+    targets = [torch.from_numpy(ids) for _, ids in batch]
+    targets_BL = pad_sequence(targets, batch_first=True, padding_value=IGNORED_TARGET).to(model.device)
+    lengths = torch.tensor([[len(ids)] for ids, _ in batch], device=model.device)
+    with torch.no_grad():
+        logits = model.logits(inputs, torch.arange(inputs.shape[1], device=model.device) < lengths)
+        return float(mean_over_targets(logits, targets_BL)), int(num_targets(targets_BL))
+
+
+def documents(model: LanguageModel, path: Path, context_length: int) -> Iterator[Document]:
+    """Yield the documents of a file.
+
+    Raises:
+        ConfigurationError: see `measure`.
+    """
+    import numpy as np
+
+    from moe_lightning.data.corpus import TextSpan
+
+    tokenizer = model.tokenizer()
+    if path.suffix == ".jsonl":
+        yield from _records(model, tokenizer, path, context_length)
+        return
+    num_bytes = path.stat().st_size
+    chunks = tokenizer.encode_chunks(TextSpan(path=path, start=0, stop=num_bytes).chunks())
+    ids = np.concatenate([np.zeros(0, np.int64), *(chunk.astype(np.int64) for chunk in chunks)])
+    windows = (len(ids) - 1) // context_length
+    if windows > 0 and not model.data.get("packing"):  # training leaves out the end, which fills no window
+        kept = windows * context_length + 1
+        num_bytes, ids = num_bytes * kept // len(ids), ids[:kept]
+    yield Document(ids=ids, num_bytes=num_bytes)
+
+
+def _records(model: LanguageModel, tokenizer: Tokenizer, path: Path, context_length: int) -> Iterator[Document]:
+    import numpy as np
+
+    from moe_lightning.data.instructions import encode, read, records
+    from moe_lightning.files import decoded
+
+    for name, _, record in records(path):
+        try:
+            text = json.loads(decoded(record))
+            if isinstance(text, dict) and isinstance(text.get("text"), str):
+                ids = np.asarray(tokenizer.encode(text["text"])[0], np.int64)
+                yield Document(ids=ids, num_bytes=len(text["text"].encode()))
+                continue
+            said = encode(read(record), model.chat(), tokenizer)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(
+                f'{path}, {name}, is neither {{"text": ...}} nor a conversation: {error}'
+            ) from error
+        end = context_length + 1
+        ids, is_predicted = np.asarray(said.tokens[:end], np.int64), said.is_predicted[:end]
+        yield Document(ids=ids, num_bytes=len(said.text.encode()), is_predicted=is_predicted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,365 @@
+"""A language model with its tokenizer, from a run, a checkpoint or a Hugging Face folder, to generate and to evaluate.
+
+Models of transformers, and ours with its MoE layers in them, generate with `generate` of transformers; a GPT has no
+class there, and generates with `models.generation`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_lightning.checkpoint.inspect import trained_tokenizer
+from moe_lightning.checkpoint.storage import place_of
+from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.cli.resume import config_of
+from moe_lightning.cli.saved_model import network_of, open_saved
+from moe_lightning.config import TARGET
+from moe_lightning.data.corpus import TOKENIZER_FILE, Tokenizer, is_token_file, load_tokenizer, tokenizer_key
+from moe_lightning.data.instructions import ChatFormat, chat_format, hugging_face_tokenizer, templated_turns
+from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.files import read_text
+from moe_lightning.models.generation import Sampling, generate
+from moe_lightning.models.gpt import GPT
+from moe_lightning.models.huggingface.loading import transformers
+
+_MOST_EVALUATED = 1024
+"""Tokens of a window of a model whose training is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModel:
+    """A model in evaluation mode, with its tokenizer.
+
+    Attributes:
+        name: for messages.
+        network: a GPT, or a model of transformers.
+        positions: most tokens of a sequence.
+        context_length: tokens of the samples that it was trained on.
+        ends: tokens that end a text.
+        begin: returns the tokens of a text from its beginning, with those that a tokenizer of transformers puts there.
+        decode: returns the text of tokens.
+        tokenizer: returns the tokenizer of text as it is trained on.
+        spec: names that tokenizer; empty for one that the run has trained.
+        data: configuration of the data of its training; empty where that is not known.
+    """
+
+    name: str
+    network: Any
+    positions: int
+    context_length: int
+    ends: frozenset[int]
+    begin: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    tokenizer: Callable[[], Tokenizer]
+    spec: str
+    data: Mapping[str, Any]
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self.network.parameters()).device
+        return device
+
+    def check(self, ids: Sequence[int], what: str = "the prompt") -> None:
+        """
+        Raises:
+            ConfigurationError: the model cannot continue these tokens.
+        """
+        if not ids:
+            raise ConfigurationError(f"{what} is empty: give some text")
+        if len(ids) > self.positions:
+            raise ConfigurationError(
+                f"{what} has {len(ids):,} tokens, more than the {self.positions:,} of the context of {self.name}: "
+                "shorten it"
+            )
+        self.check_known(ids, what)
+
+    def check_known(self, ids: Sequence[int], what: str) -> None:
+        """
+        Raises:
+            ConfigurationError: one of these tokens is not in the model's vocabulary.
+        """
+        embedding = self.network.token_embedding if self.is_ours else self.network.get_input_embeddings()
+        if max(ids, default=0) >= embedding.num_embeddings:
+            raise ConfigurationError(
+                f"{what} has the token {max(ids)}, and {self.name} knows {embedding.num_embeddings}: give with "
+                "--tokenizer the one that it was trained with"
+            )
+
+    def chat(self) -> ChatFormat:
+        """Return the format of conversations.
+
+        Raises:
+            ConfigurationError: none is known.
+        """
+        if str(self.data.get(TARGET)).endswith(".InstructionData"):
+            return chat_format(self.spec, self.data.get("end_token"))
+        templated = None if self.spec in ("", "bytes") else templated_turns(Path(self.spec).expanduser().parent)
+        if templated is None:
+            raise ConfigurationError(
+                f"{self.name} has no chat template, and was not trained on conversations: only a text can be continued "
+                "or measured"
+            )
+        return templated
+
+    @property
+    def is_ours(self) -> bool:
+        """True for a GPT."""
+        return isinstance(self.network, GPT)
+
+    def generate(
+        self, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, is_done: Callable[[int], bool]
+    ) -> None:
+        """Continue a text.
+
+        Args:
+            ids: its tokens, see `check`.
+            is_done: called with each new token; True ends the text.
+        """
+        if self.is_ours:
+            for token in generate(self.network, ids, sampling, max_new_tokens):
+                if is_done(token):
+                    return
+            return
+        if (room := self.positions - len(ids)) < 1:
+            return
+
+        def stop(ids_BL: Tensor, *_: Any, **__: Any) -> Tensor:
+            return torch.tensor([is_done(int(ids_BL[0, -1]))], device=ids_BL.device)
+
+        ids_BL = torch.tensor([ids], device=self.device)
+        self.network.generate(
+            input_ids=ids_BL,
+            attention_mask=torch.ones_like(ids_BL),
+            max_new_tokens=min(max_new_tokens, room),
+            stopping_criteria=[stop],
+            **sampling.options(),
+        )
+
+    def logits(self, ids_BL: Tensor, is_token_BL: Tensor) -> Tensor:
+        """Logits [B, L, V] of sequences that may be padded at their ends."""
+        if self.is_ours:
+            logits: Tensor = self.network(ids_BL, is_token_BL)
+        else:
+            logits = self.network(input_ids=ids_BL, attention_mask=is_token_BL.long(), use_cache=False).logits
+        return logits
+
+
+def open_language_model(
+    path: str,
+    *,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    device: str = "auto",
+    report: Callable[[str], None] | None = None,
+) -> LanguageModel:
+    """Load the model that a path means, and its tokenizer.
+
+    Args:
+        path: a run directory, a checkpoint, the URL of one in a store, or a Hugging Face folder.
+        step: of a checkpoint of the run; None: its newest complete one.
+        tokenizer: "bytes" or the path of a tokenizer.json; None: that of the run or the folder.
+        device: as torch names it, or "auto".
+        report: called with a sentence for every damaged file that is passed over.
+
+    Raises:
+        ConfigurationError: there is no language model, or its tokenizer is not known.
+        CheckpointError: it is damaged.
+    """
+    chosen, place = _device(device), place_of(path)
+    if isinstance(place, Path) and not place.exists():
+        raise ConfigurationError(
+            f"{path} does not exist: give the directory of a run, such as outputs/quickstart, a checkpoint, or a "
+            "Hugging Face folder on this machine"
+        )
+    if isinstance(place, Path) and any((place / name).is_file() for name in (_CONFIG, _ADAPTER)):
+        if step is not None:
+            raise ConfigurationError(f"{path} is a Hugging Face folder, which has no steps: leave out --checkpoint")
+        model = _of_folder(place, tokenizer)
+    else:
+        model = _of_checkpoint(place, step, tokenizer, report)
+    model.network.to(chosen).eval()
+    return model
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(
+            f"--device {name} cannot be used ({str(error).splitlines()[0]}): give cpu, cuda, or cuda:N"
+        ) from None
+    return device
+
+
+# ---------------------------------------------------------------- our checkpoints
+
+
+def _of_checkpoint(
+    place: Place, step: int | None, given: str | None, report: Callable[[str], None] | None
+) -> LanguageModel:
+    try:
+        saved = open_saved(place, step=step, report=report)
+    except ConfigurationError:
+        if step is None and isinstance(place, Path) and (place / "config.yaml").is_file():
+            raise ConfigurationError(
+                f"{place} is a run without a checkpoint: train it to its end, or give another run"
+            ) from None
+        raise
+    network = network_of(saved)
+    data = (config_of(str(saved.path)) or {}).get("data") or {}
+    config = saved.values["hyper_parameters"]["config"]
+    spec, trained = given, trained_tokenizer(saved.values)
+    if spec is None and trained is None:
+        spec = _spec_of(data, str(config.get("pretrained", "")), str(saved.path))
+    tokenizer = load_tokenizer("bpe:", (), trained=trained) if spec is None else _named(spec)
+    if isinstance(network, GPT):
+        positions = network.config.context_length
+        ends = frozenset([data["end_of_document"]] if data.get("end_of_document") is not None else [])
+    else:
+        _take_generation_defaults(network, Path(config["pretrained"]).expanduser())
+        positions, ends = _positions(network), _ends(network)
+    return LanguageModel(
+        name=str(saved.path),
+        network=network,
+        positions=positions,
+        context_length=config["context_length"],
+        ends=ends,
+        begin=lambda text: tokenizer.encode(text)[0].tolist(),
+        decode=tokenizer.decode,
+        tokenizer=lambda: tokenizer,
+        spec=spec or "",
+        data=data,
+    )
+
+
+def _named(spec: str) -> Tokenizer:
+    if spec.startswith("bpe:"):
+        raise ConfigurationError(f"--tokenizer {spec} is to be trained: give bytes, or the path of a tokenizer.json")
+    tokenizer_key(spec)  # refuses what is not there
+    return load_tokenizer(spec, ())
+
+
+def _spec_of(data: Mapping[str, Any], pretrained: str, name: str) -> str:
+    """Return the tokenizer that a run has named, or that its base model has.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    spec, own = data.get("tokenizer"), Path(pretrained).expanduser() / TOKENIZER_FILE
+    if isinstance(spec, str) and not spec.startswith("bpe:") and not (spec == "bytes" and _of_tokens(data)):
+        return spec
+    if pretrained and own.is_file():
+        return str(own)
+    raise ConfigurationError(
+        f"the tokenizer of {name} is not known, which its run's config.yaml would name: give --tokenizer bytes, or "
+        "--tokenizer with the path of a tokenizer.json"
+    )
+
+
+def _of_tokens(data: Mapping[str, Any]) -> bool:
+    """True if a run has trained on a file of tokens, which only a tokenizer.json of its own says the text of."""
+    return is_token_file(str(data.get("source", "")))
+
+
+# ---------------------------------------------------------------- Hugging Face folders
+
+_CONFIG, _ADAPTER = "config.json", "adapter_config.json"
+_TOKENIZERS = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+
+
+def _of_folder(folder: Path, given: str | None) -> LanguageModel:
+    home = folder if (folder / _CONFIG).is_file() else _base_of(folder)
+    network = _pretrained(home)
+    positions, ends = _positions(network), _ends(network)
+    if home != folder:
+        network = _with_adapter(network, folder)
+    if given is None:
+        if not any((home / name).is_file() for name in _TOKENIZERS):  # transformers would make an empty one
+            raise ConfigurationError(
+                f"{home} holds no tokenizer: give --tokenizer bytes, or --tokenizer with the path of a tokenizer.json"
+            )
+        theirs, spec = hugging_face_tokenizer(home), str(home / TOKENIZER_FILE)
+        begin, decode = (lambda text: theirs(text)["input_ids"]), theirs.decode
+    else:
+        tokenizer, spec = _named(given), given
+        begin, decode = (lambda text: tokenizer.encode(text)[0].tolist()), tokenizer.decode
+    return LanguageModel(
+        name=str(folder),
+        network=network,
+        positions=positions,
+        context_length=min(positions, _MOST_EVALUATED),
+        ends=ends,
+        begin=begin,
+        decode=decode,
+        tokenizer=lambda: _named(spec),
+        spec=spec,
+        data={},
+    )
+
+
+def _pretrained(folder: Path) -> Any:
+    """Load the model of a folder: safetensors only, no code of the folder, and every tensor of it must be there."""
+    library = transformers()
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    try:
+        network, report = library.AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:  # each class has its own
+        reason = str(error).strip().splitlines() or [repr(error)]
+        raise ConfigurationError(f"transformers cannot load a language model from {folder}: {reason[0]}") from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} tensors of the model, such as {missing[0]!r}: it is incomplete"
+        )
+    return network
+
+
+def _base_of(folder: Path) -> Path:
+    """The folder of the model that an adapter belongs to."""
+    try:
+        base = Path(json.loads(read_text(folder / _ADAPTER))["base_model_name_or_path"]).expanduser()
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        raise ConfigurationError(f"{folder / _ADAPTER} names no base model: export the adapter again") from error
+    if not (base / _CONFIG).is_file():
+        raise ConfigurationError(f"{folder} is an adapter for {base}, which is not a Hugging Face folder here: get it")
+    return base
+
+
+def _with_adapter(network: Any, folder: Path) -> Any:
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ConfigurationError(f"{folder} is an adapter: pip install 'moe-lightning[peft]'") from error
+    return PeftModel.from_pretrained(network, str(folder))
+
+
+def _positions(network: Any) -> int:
+    """Most tokens of a sequence."""
+    return int(getattr(network.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize)
+
+
+def _ends(network: Any) -> frozenset[int]:
+    """The tokens at which generation ends."""
+    ends = network.generation_config.eos_token_id
+    return frozenset([] if ends is None else ends if isinstance(ends, list) else [ends])
+
+
+def _take_generation_defaults(network: Any, folder: Path) -> None:
+    """Give a model built here what its original folder says of generation, as an export has it."""
+    if (folder / "generation_config.json").is_file():
+        network.generation_config = transformers().GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -1,0 +1,399 @@
+"""moe-generate: greedy text is that of a loop without cache, or of transformers; streams, dialogues, mistakes."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import yaml
+
+from moe_lightning.checkpoint.files import write_file
+from moe_lightning.cli.generate import TextStream, main
+from moe_lightning.data.corpus import ByteTokenizer
+from moe_lightning.models.generation import Sampling, generate
+from moe_lightning.models.gpt import GPT
+from moe_lightning.models.gpt_module import GPTModule
+from tests.huggingface_models import DENSE, SPARSE, make_checkpoint, transformers
+
+PROMPT = "1 + 2 = "  # bytes below 64, which every small model knows
+IDS = list(PROMPT.encode())
+GREEDY = Sampling()
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "context_length": 24, "num_layers": 2, "num_heads": 4, "d_model": 32, "num_experts": 4,
+    "moe_every": 1, "init_std": 0.4,
+}  # fmt: skip
+STYLES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "dense": {"num_experts": 0},
+    "llama": {
+        "norm": "rmsnorm", "position": "rope", "activation": "swiglu", "bias": False, "qk_norm": True,
+        "num_kv_heads": 2, "tie_embeddings": False,
+    },
+    "deepseek": {"router": {"score": "sigmoid", "top_k": 2}, "num_shared_experts": 1, "num_dense_layers": 1},
+    "dropout": {"dropout": 0.5, "position": "rope"},
+}  # fmt: skip
+
+
+def gpt(**options: Any) -> GPTModule:
+    torch.manual_seed(1)
+    module = GPTModule({**SMALL, **options})
+    module.configure_model()
+    return module.eval()
+
+
+def save(module: Any, path: Path) -> Path:
+    """A checkpoint file, as a training writes it."""
+    values = {"hyper_parameters": dict(module.hparams), "pytorch-lightning_version": lightning.__version__}
+    write_file({"state_dict": module.state_dict(), "global_step": 3, **values}, path)
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command that must succeed; return what it wrote."""
+    assert main(list(map(str, arguments))) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+@torch.no_grad()
+def without_cache(model: GPT, ids: Sequence[int], count: int) -> list[int]:
+    """Compute everything for every token; of a full context the newer half is kept."""
+    sequence, new = list(ids), list[int]()
+    for _ in range(count):
+        if len(sequence) > model.config.context_length:
+            sequence = sequence[-(model.config.context_length // 2) :]
+        new.append(int(model(torch.tensor([sequence]))[0, -1].argmax()))
+        sequence.append(new[-1])
+    return new
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_cached_text_is_that_of_a_loop_without_cache(style: str) -> None:
+    module = gpt(**STYLES[style])
+    expected = without_cache(module.model, IDS, 40)
+    assert len(set(expected)) > 1
+    assert list(generate(module.model, IDS, GREEDY, 40)) == expected
+    logits = module.model(torch.tensor([IDS]))
+    assert logits.shape == (1, len(IDS), 64), "the model is as it was"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 1.0}, {"temperature": 0.5, "top_k": 5}, {"temperature": 1.5, "top_p": 0.7},
+     {"temperature": 0.8, "top_k": 9, "top_p": 0.4}, {"temperature": 1.0, "top_k": 1},
+     {"temperature": 2.0, "top_p": 1e-9}],
+)  # fmt: skip
+def test_tokens_are_sampled_as_transformers_samples_them(options: dict[str, Any]) -> None:
+    from transformers.generation.logits_process import (
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    processors = [TemperatureLogitsWarper(options["temperature"])]
+    processors += [TopKLogitsWarper(options["top_k"])] if "top_k" in options else []
+    processors += [TopPLogitsWarper(options["top_p"])] if "top_p" in options else []
+    for seed in range(20):
+        scores = torch.randn(1, 50, generator=torch.Generator().manual_seed(seed))
+        logits = scores[0].clone()
+        for processor in processors:
+            scores = processor(None, scores)
+        torch.manual_seed(seed)
+        expected = int(scores.softmax(-1).multinomial(1))
+        torch.manual_seed(seed)
+        assert Sampling(**options).choose(logits) == expected
+
+
+TEXT = {**SPARSE, **DENSE}
+del TEXT["swinv2"]
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_greedy_text_of_every_family_is_that_of_transformers(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the folder, and from a checkpoint of ours over it, whose experts are our layers."""
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    theirs = make_checkpoint(name, tmp_path / "theirs")
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = theirs.generate(torch.tensor([IDS]), attention_mask=torch.ones(1, len(IDS)), **options)[0].tolist()
+    upcycling = {"upcycling": {"num_experts": 4, "router": {"top_k": 2, "softmax_after_top_k": True}}}
+    config = {"pretrained": str(tmp_path / "theirs"), "context_length": 16, **(upcycling if name in DENSE else {})}
+    module = HuggingFaceModule(config)
+    module.configure_model()
+    for path in (tmp_path / "theirs", save(module, tmp_path / "run.ckpt")):
+        out = run(capsys, path, PROMPT, "--greedy", "--max-new-tokens", 20, "--tokenizer", "bytes")
+        assert list(out.removesuffix("\n").encode()) == expected
+    assert len(set(expected)) > len(set(IDS))
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_adapters_are_added_to_the_weights_of_their_base(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from moe_lightning.cli.huggingface import export_checkpoint
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    make_checkpoint("olmoe", tmp_path / "base")
+    options = {"adapter": {"kind": kind, "rank": 3, "alpha": 9.0, "targets": ["experts", "attention", "router"]}}
+    module = HuggingFaceModule({"pretrained": str(tmp_path / "base"), "context_length": 16, **options})
+    module.configure_model()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.5)
+    path = save(module, tmp_path / "run.ckpt")
+    export_checkpoint(path, tmp_path / "merged", dtype="float32")
+    texts = [
+        run(capsys, place, PROMPT, "--greedy", "--max-new-tokens", 20, "--tokenizer", "bytes")
+        for place in (path, tmp_path / "merged", tmp_path / "base")
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    if kind == "lora":
+        pytest.importorskip("peft")
+        export_checkpoint(path, tmp_path / "adapter", adapter_alone=True)
+        place = tmp_path / "adapter"
+        assert run(capsys, place, PROMPT, "--greedy", "--max-new-tokens", 20, "--tokenizer", "bytes") == texts[0]
+    make_checkpoint("olmoe", tmp_path / "base", initializer_range=0.3)
+    assert main([str(path), PROMPT, "--tokenizer", "bytes"]) == 2
+    assert "were trained beside other base weights" in capsys.readouterr().err
+
+
+def test_a_seed_repeats_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(gpt(), tmp_path / "run.ckpt")
+    texts = [run(capsys, path, PROMPT, "--tokenizer", "bytes", "--seed", seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith(PROMPT) for text in texts)
+
+
+# ---------------------------------------------------------------- text
+
+
+def streamed(text: str, end: str = "", rest: bytes = b"") -> list[str]:
+    stream = TextStream(ByteTokenizer().decode, list(b"before"), end)
+    parts = []
+    for token in [*text.encode(), *rest]:
+        parts.append(stream.add(token))
+        if stream.is_ended:
+            break
+    parts.append(stream.finish())
+    assert stream.text == "".join(parts)
+    return parts
+
+
+def test_characters_are_printed_whole() -> None:
+    parts = streamed("a\N{EURO SIGN}b\N{GRINNING FACE}")
+    assert parts == ["a", "", "", "\N{EURO SIGN}", "b", "", "", "", "\N{GRINNING FACE}", ""]
+    assert streamed("a", rest=b"\xe2\x82") == ["a", "", "", "\N{REPLACEMENT CHARACTER}"], "it ends inside of one"
+    assert "".join(streamed("", rest=b"\xff\xfeab")) == "\N{REPLACEMENT CHARACTER}" * 2 + "ab", "it is not UTF-8"
+
+
+def test_a_text_ends_before_its_end() -> None:
+    assert "".join(streamed("so<|x<|end|>more", "<|end|>")) == "so<|x"
+    assert "".join(streamed("so<|en", "<|end|>")) == "so<|en"
+    assert streamed("a<b", "<|end|>") == ["a", "", "<b", ""]
+
+
+# ---------------------------------------------------------------- tokenizers and dialogues
+
+
+def trained_run(folder: Path, data: dict[str, Any], **options: Any) -> Path:
+    """A run directory."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"data": data}))
+    save(gpt(**options), folder / "checkpoints" / "step-0000003.ckpt")
+    return folder
+
+
+def says(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+class Answers:
+    """Stands for a model that says what it was asked to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
+        self.prompts: list[str] = []
+        waiting = list(answers)
+
+        def generate(model: Any, ids: list[int], sampling: Any, count: int, is_done: Any) -> None:
+            self.prompts.append(model.decode(ids))
+            tokens = model.tokenizer().encode(waiting.pop(0))[0].tolist()
+            assert any(is_done(token) for token in tokens)
+
+        monkeypatch.setattr("moe_lightning.cli.language_model.LanguageModel.generate", generate)
+
+
+INSTRUCTIONS = {"_target_": "moe_lightning.data.instructions.InstructionData", "tokenizer": "bytes", "end_token": "</>"}
+
+
+def test_a_model_of_conversations_is_talked_to_as_it_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained_run(tmp_path / "run", INSTRUCTIONS, vocab_size=256, context_length=1024)
+    model = Answers(monkeypatch, "fine</>lost", "bye</>")
+    says(monkeypatch, "how?", "", "well")
+    assert run(capsys, folder, "--chat", "--system", "Be kind.") == "fine\nbye\n"
+    first = "<|system|>\nBe kind.\n<|user|>\nhow?\n<|assistant|>\n"
+    assert model.prompts == [first, f"{first}fine</><|user|>\nwell\n<|assistant|>\n"]
+
+
+def test_the_oldest_exchange_goes_when_the_context_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained_run(tmp_path / "run", INSTRUCTIONS, vocab_size=256, context_length=128)
+    model = Answers(monkeypatch, "x</>", "y</>")
+    says(monkeypatch, "a" * 20, "b" * 20)
+    run(capsys, folder, "--chat")
+    assert ["a" in prompt.replace("assistant", "") for prompt in model.prompts] == [True, False]
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, **settings: Any) -> Path:
+    """A tokenizer of bytes and an end token, as transformers writes it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", **settings)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def test_a_chat_template_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint("olmoe", tmp_path / "model", vocab_size=300, max_position_embeddings=512)
+    write_tokenizer(tmp_path / "model", chat_template=TEMPLATE)
+    model = Answers(monkeypatch, "h\N{LATIN SMALL LETTER E WITH ACUTE}<e>")
+    says(monkeypatch, "you?")
+    assert run(capsys, tmp_path / "model", "--chat") == "h\N{LATIN SMALL LETTER E WITH ACUTE}\n"
+    assert model.prompts == ["[user]you?<e>[assistant]"]
+
+
+def test_a_folder_has_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = make_checkpoint("qwen3", tmp_path / "model", vocab_size=300)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "model"))
+    out = run(capsys, tmp_path / "model", "abc", "--greedy", "--max-new-tokens", 9)
+    expected = theirs.generate(**tokenizer("abc", return_tensors="pt"), max_new_tokens=9, do_sample=False)[0]
+    assert out == tokenizer.decode(expected) + "\n"
+
+
+def test_generation_ends_at_the_end_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = make_checkpoint("olmoe", tmp_path / "theirs")
+    first = int(theirs.generate(torch.tensor([IDS]), max_new_tokens=1, do_sample=False)[0, -1])
+    theirs.generation_config.eos_token_id = [first]
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert run(capsys, tmp_path / "theirs", PROMPT, "--greedy", "--tokenizer", "bytes") == f"{PROMPT}\n"
+    data = {"tokenizer": "bytes", "end_of_document": without_cache(gpt().model, IDS, 1)[0]}
+    assert run(capsys, trained_run(tmp_path / "run", data), PROMPT, "--greedy") == f"{PROMPT}\n"
+
+
+def test_the_newest_complete_checkpoint_of_a_run_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = trained_run(tmp_path / "run", {"tokenizer": "bytes"})
+    expected = run(capsys, folder, PROMPT, "--greedy")
+    damaged = folder / "checkpoints" / "step-0000005.ckpt"
+    damaged.write_bytes((folder / "checkpoints" / "step-0000003.ckpt").read_bytes()[:-40])
+    assert main([str(folder), PROMPT, "--greedy"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected
+    assert captured.err.startswith(f"moe-generate: {damaged} is damaged")
+    assert captured.err.endswith("; the one before it is used\n")
+    assert run(capsys, folder, PROMPT, "--greedy", "--checkpoint", 3) == expected
+    assert main([str(folder), PROMPT, "--checkpoint", "5"]) == 2
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere", "a"], ["nowhere does not exist", "outputs/quickstart"]),
+        (["empty", "a"], ["empty is a run without a checkpoint", "train it"]),
+        (["run"], ["give either a PROMPT", "--chat"]),
+        (["run", "a", "--chat"], ["give either a PROMPT", "--chat"]),
+        (["run", ""], ["the prompt is empty", "give some text"]),
+        (["run", "\udcff"], ["the prompt is not UTF-8"]),
+        (["run", "a", "--system", "b"], ["--system is for a dialogue"]),
+        (["run", "0" * 25], ["the prompt has 25 tokens", "24 of the context", "shorten it"]),
+        (["run", "a"], ["the token 97", "knows 64", "--tokenizer"]),
+        (["run", "--chat"], ["has no chat template", "was not trained on conversations"]),
+        (["run", "0", "--checkpoint", "4"], ["no checkpoint of step 4", "it has 3"]),
+        (["run", "0", "--tokenizer", "gpt2"], ["tokenizer='gpt2' is neither", "nothing is downloaded"]),
+        (["run", "0", "--tokenizer", "bpe:300"], ["--tokenizer bpe:300", "give bytes"]),
+        (["run", "0", "--device", "tpu9"], ["--device tpu9", "give cpu, cuda"]),
+        (["run/checkpoints/../../lone.ckpt", "0"], ["the tokenizer of", "is not known", "--tokenizer bytes"]),
+        (["run", "0", "--temperature", "0"], ["0.0 must be a number above 0"]),
+        (["run", "0", "--temperature", "nan"], ["nan must be a number above 0"]),
+        (["run", "0", "--top-p", "1.5"], ["1.5 must be a number", "at most 1"]),
+        (["run", "0", "--top-p", "0"], ["0.0 must be a number above 0"]),
+        (["run", "0", "--top-k", "0"], ["0 must be an integer of at least 1"]),
+        (["run", "0", "--max-new-tokens", "0"], ["0 must be an integer"]),
+        (["run", "0", "--greedy", "--temperature", "1"], ["--temperature", "not allowed with", "--greedy"]),
+        (["folder", "0", "--checkpoint", "4"], ["a Hugging Face folder, which has no steps"]),
+        (["folder", "0"], ["folder holds no tokenizer", "--tokenizer bytes"]),
+        (["code", "0"], ["transformers cannot load a language model from code"]),
+        (["pickle", "0"], ["transformers cannot load a language model from pickle"]),
+        (["partial", "0"], ["partial lacks", "tensors of the model"]),
+        (["images.ckpt", "0"], ["is not a checkpoint of a GPTModule or a HuggingFaceModule"]),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    arguments: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    prepare(Path(arguments[0]).name)
+    says(monkeypatch, "0")
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert [word for word in words if word not in captured.err] == [], captured.err
+
+
+def prepare(name: str) -> None:
+    """Make what a mistake is made with, in the current folder."""
+    if name == "run":
+        trained_run(Path("run"), {"tokenizer": "bytes"})
+    elif name == "empty":
+        Path("empty").mkdir()
+        Path("empty/config.yaml").touch()
+    elif name == "lone.ckpt":
+        Path("run/checkpoints").mkdir(parents=True)
+        save(gpt(), Path(name))
+    elif name == "images.ckpt":
+        values = {"hyper_parameters": {"config": {"image_size": 8}}, "pytorch-lightning_version": "2"}
+        write_file({"state_dict": {"w": torch.zeros(1)}, **values, "global_step": 0}, Path(name))
+    elif name != "nowhere":
+        model = make_checkpoint("olmoe", Path(name))
+        config = json.loads(Path(name, "config.json").read_text())
+        weights = Path(name, "model.safetensors")
+        if name == "code":
+            config |= {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "model.Model"}}
+            Path(name, "model.py").write_text("raise SystemExit('code was run')")
+        elif name == "pickle":
+            weights.unlink()
+            torch.save(model.state_dict(), Path(name, "pytorch_model.bin"))
+        elif name == "partial":
+            from safetensors.torch import load_file, save_file
+
+            tensors = load_file(weights)
+            tensors.pop("lm_head.weight")
+            save_file(tensors, weights, {"format": "pt"})
+        Path(name, "config.json").write_text(json.dumps(config))
