@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +60,12 @@ class Verdict:
         return self.problem is None and not self.is_pruned
 
 
-def resolve(path: Place) -> Checkpoint:
+def resolve(path: Place, report: Callable[[str], None] | None = None) -> Checkpoint:
     """The checkpoint that a path means: a checkpoint directory itself, or the newest whole one in a directory of them.
+
+    Args:
+        path: of either.
+        report: called with a sentence for every damaged one that is passed over.
 
     Raises:
         ConfigurationError: there is no such directory, or nothing in it.
@@ -73,6 +77,9 @@ def resolve(path: Place) -> Checkpoint:
         return Checkpoint(path)
     found = find_newest(path)
     if found.checkpoint is not None:
+        if report is not None:
+            for problem in found.problems:
+                report(problem)
         return found.checkpoint
     if found.problems:
         raise CheckpointError(f"{path} holds no complete checkpoint: {found.problems[0]}")

@@ -33,7 +33,8 @@ _Seed = Annotated[int, Interval(ge=0, lt=1 << 63)]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return run_command(parser(), _run, argv)
+    words = sys.argv[1:] if argv is None else argv
+    return run_command(parser(has_prompt="--chat" not in words), _run, words)
 
 
 def run_command(
@@ -82,11 +83,16 @@ def open_model(arguments: argparse.Namespace, program: str) -> LanguageModel:
     )
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = Parser(prog="moe-generate", description="Continue a text, or hold a dialogue, with a trained model.")
+def parser(*, has_prompt: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of a command line with a prompt, or for a dialogue."""
+    parser = Parser(
+        prog="moe-generate",
+        usage='moe-generate RUN "PROMPT" [options]\n       moe-generate RUN --chat [options]',
+        description="Continue a text, or hold a dialogue, with a trained model.",
+    )
     add_model(parser)
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the text to continue")
+    if has_prompt:  # an optional one could not stand behind options
+        parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
     parser.add_argument("--chat", action="store_true", help="a dialogue: each line of the input is a message")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before a dialogue")
     parser.add_argument(
@@ -106,12 +112,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    if arguments.chat == (arguments.prompt is not None):
-        raise ConfigurationError("give either a PROMPT to continue, or --chat for a dialogue")
     if arguments.system is not None and not arguments.chat:
         raise ConfigurationError("--system is for a dialogue: give it with --chat")
-    for text in (arguments.prompt, arguments.system):
-        _check_text(text)
+    _check_text(
+        "--system" if arguments.chat else "the prompt", arguments.system if arguments.chat else arguments.prompt
+    )
     import torch
 
     from moe_lightning.models.generation import Sampling
@@ -133,13 +138,13 @@ def _run(arguments: argparse.Namespace) -> None:
     answer(model, ids, sampling, arguments.max_new_tokens)
 
 
-def _check_text(text: str | None) -> None:
+def _check_text(name: str, text: str | None) -> None:
     if text == "":
-        raise ConfigurationError("the prompt is empty: give some text")
+        raise ConfigurationError(f"{name} is empty: give some text")
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:
-        raise ConfigurationError(f"the prompt is not UTF-8 text at character {error.start}: fix it") from None
+        raise ConfigurationError(f"{name} is not UTF-8 text at character {error.start}: fix it") from None
 
 
 def _chat(model: LanguageModel, sampling: Sampling, system: str | None, max_new_tokens: int) -> None:

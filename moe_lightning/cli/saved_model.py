@@ -61,7 +61,7 @@ def open_saved(path: Place, *, step: int | None = None, report: Callable[[str], 
     Args:
         path: where it is, or the directory of its run.
         step: of a checkpoint in a directory of these; None: the newest.
-        report: called with a sentence for every damaged file that is passed over; None: the newest must be whole.
+        report: called with a sentence for every damaged one that is passed over; None: the newest file must be whole.
 
     Raises:
         ConfigurationError: there is none.
@@ -71,16 +71,21 @@ def open_saved(path: Place, *, step: int | None = None, report: Callable[[str], 
     if step is not None:
         place = _of_step(place, step)
     if newest_file(place) is None:
-        return _Directory(place) if storage_of(place).is_dir(place) else _File(Path(place))
+        is_directory = storage_of(place).is_dir(place)
+        return _Directory(resolve(place, report)) if is_directory else _File(Path(place))
     problems: list[str] = []
     for file in checkpoint_files(place):
         try:
-            return _File(file)
+            found = _File(file)
         except CheckpointError as error:
-            if report is None:
+            if report is None or file == place:
                 raise
-            report(str(error))
             problems.append(str(error))
+            continue
+        if report is not None:
+            for problem in problems:
+                report(problem)
+        return found
     raise CheckpointError(f"{place} holds no complete checkpoint: {problems[0]}")
 
 
@@ -189,10 +194,9 @@ class _File:
 class _Directory:
     """A checkpoint directory, verified."""
 
-    def __init__(self, path: Place) -> None:
-        self._checkpoint: Checkpoint = resolve(path)
-        self._checkpoint.verify()
-        self.path = self._checkpoint.path
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        checkpoint.verify()
+        self._checkpoint, self.path = checkpoint, checkpoint.path
         self.values: Mapping[str, Any] = self._checkpoint.read_object("trainer")
 
     def dense(self, name: str) -> Tensor:

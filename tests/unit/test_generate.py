@@ -314,7 +314,12 @@ def test_the_newest_complete_checkpoint_of_a_run_is_used(tmp_path: Path, capsys:
     assert captured.err.startswith(f"moe-generate: {damaged} is damaged")
     assert captured.err.endswith("; the one before it is used\n")
     assert run(capsys, folder, PROMPT, "--greedy", "--checkpoint", 3) == expected
-    assert main([str(folder), PROMPT, "--checkpoint", "5"]) == 2
+    for arguments in ([str(folder), "--checkpoint", "5"], [str(damaged)]):
+        assert main([*arguments, PROMPT]) == 2
+        assert capsys.readouterr().err.startswith(f"moe-generate: error: {damaged} is damaged")
+    (folder / "checkpoints" / "step-0000003.ckpt").unlink()
+    assert main([str(folder), PROMPT]) == 2
+    assert "holds no complete checkpoint" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- mistakes
@@ -325,8 +330,9 @@ def test_the_newest_complete_checkpoint_of_a_run_is_used(tmp_path: Path, capsys:
     [
         (["nowhere", "a"], ["nowhere does not exist", "outputs/quickstart"]),
         (["empty", "a"], ["empty is a run without a checkpoint", "train it"]),
-        (["run"], ["give either a PROMPT", "--chat"]),
-        (["run", "a", "--chat"], ["give either a PROMPT", "--chat"]),
+        (["run"], ["PROMPT must be given"]),
+        (["run", "a", "--chat"], ["'a' is one argument too many"]),
+        (["run", "--chat", "--system", ""], ["--system is empty"]),
         (["run", ""], ["the prompt is empty", "give some text"]),
         (["run", "\udcff"], ["the prompt is not UTF-8"]),
         (["run", "a", "--system", "b"], ["--system is for a dialogue"]),
