@@ -174,7 +174,10 @@ class Checkpoints:
             nonlocal converted
             converted = convert()
 
-        decided(look, self._worlds.present)
+        if self._worlds.is_joined:
+            decided(look, self._worlds.present)
+        else:  # a module that is only connected is saved by one rank
+            look()
         return converted
 
     def _plain(self, value: Any, name: str = "") -> Any:
