@@ -557,6 +557,11 @@ def encode(said: Conversation, written: ChatFormat, tokenizer: Tokenizer) -> Enc
     before = np.append(0, np.cumsum(of_answers))
     starts, ends = places.T
     ends = np.minimum(np.maximum(ends, starts + 1), len(text))  # a token may cover no character
+    # White space beside its text decides nothing: a special token may strip what belongs to the next or last piece.
+    is_text = np.append(0, np.cumsum([not letter.isspace() for letter in text]))
+    first, last = np.searchsorted(is_text, is_text[starts], side="right") - 1, np.searchsorted(is_text, is_text[ends])
+    has_text = is_text[ends] > is_text[starts]
+    starts, ends = np.where(has_text, first, starts), np.where(has_text, last, ends)
     return Encoded(text, tokens, places, before[ends] > before[starts])
 
 

@@ -12,7 +12,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from moe_lightning import ConfigurationError
-from moe_lightning.data.instructions import Conversation, InstructionData, MarkedTurns, chat_format
+from moe_lightning.data.corpus import load_tokenizer
+from moe_lightning.data.instructions import Conversation, InstructionData, MarkedTurns, chat_format, encode
 from moe_lightning.moe.losses import IGNORED_TARGET
 
 CHATML = (
@@ -267,3 +268,26 @@ def test_a_set_without_a_token_to_learn_is_refused(tmp_path: Path) -> None:
     mixed = InstructionData(path=tmp_path / "long.jsonl", context_length=40, global_batch_size=1, seed=seed)
     with pytest.warns(UserWarning, match=r"in 1 of 3 conversations"):
         mixed.setup()
+
+
+TIGHT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_end|>{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("strips", ["lstrip", "rstrip"])
+@pytest.mark.parametrize("answer", ["c", "  c", ""])
+def test_a_special_token_that_strips_white_space_belongs_to_its_own_turn(
+    tmp_path: Path, strips: str, answer: str
+) -> None:
+    """As those of Phi-3 do: they cover white space of the answer before or behind them."""
+    path = tokenizer_folder(tmp_path, TIGHT)
+    raw = json.loads(Path(path).read_text())
+    for token in raw["added_tokens"]:
+        token[strips] = True
+    Path(path).write_text(json.dumps(raw))
+    turns = [("user", "a"), ("assistant", answer), ("user", "d")]
+    encoded = encode(said(*turns), chat_format(path, None), load_tokenizer(path, ()))
+    learned = "".join(encoded.text[start:end] for start, end in encoded.places[encoded.is_predicted])
+    assert learned.strip() == f"{answer.strip()}<|end|>"
