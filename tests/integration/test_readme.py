@@ -83,6 +83,7 @@ def test_commands_run_in_order_in_one_folder(overrides: Sequence[str], tmp_path:
         "pip": "exit 0",
         "moe-train": f'exec {sys.executable} -m moe_lightning.cli.train "$@" {" ".join(overrides)}',
         "moe-bench": f'exec {sys.executable} -m moe_lightning.cli.bench "$@"',
+        "moe-generate": f'exec {sys.executable} -m moe_lightning.cli.generate "$@"',
         "moe-ckpt": f'exec {sys.executable} -m moe_lightning.cli.ckpt "$@"',
     }.items():
         (tools / name).write_text(f"#!/bin/sh\n{line}\n")
