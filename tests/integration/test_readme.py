@@ -102,7 +102,7 @@ def test_commands_run_in_order_in_one_folder(overrides: Sequence[str], tmp_path:
     assert not any("has finished its" in output for output in outputs[:2]), "README's second command must train"
 
     steps = [line[7:].split("  #")[0].strip() for line in outputs[0].partition("\nnext ")[2].splitlines()[1:]]
-    assert len(steps) == 3
+    assert len(steps) == 4
     for step in steps:
         if not step.startswith("wandb"):  # needs a login
             run_block(step, folder, tools, kills=False)
