@@ -1,0 +1,60 @@
+"""moe-bench silent: small trainings after public reports of silent errors, run against this project.
+
+Each case trains three steps on 1, 2 or 4 ranks, saves, and resumes for three more; losses, gradients, norms, parameters
+and moments are compared with one process. Then the fault of the report is put into the code, and the comparison must
+see it; the parity doctor runs beside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+
+from moe_lightning.arguments import OutputFile, option
+from moe_lightning.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of this benchmark."""
+
+    case: list[str] = option("names of cases or of kinds; all without it", [])
+    json: OutputFile | None = option("where to leave the results", None)
+    page: OutputFile | None = option("where to write them as a page of the documentation (.md), of all cases", None)
+
+
+def run(options: Options) -> int:
+    """Print one table; 0 if every case holds and sees its fault.
+
+    Raises:
+        ConfigurationError: an unknown case, or a page of some cases only.
+    """
+    from benchmarks.silent.catalogue import CASES
+    from benchmarks.silent.page import heading, line, written
+    from benchmarks.silent.runner import run_case
+
+    kinds = {case.kind for case in CASES.values()}
+    for name in options.case:
+        if name not in CASES and name not in kinds:
+            raise ConfigurationError(f"--case {name} is no case: choose of {', '.join([*sorted(kinds), *CASES])}")
+    if options.case and options.page is not None:
+        raise ConfigurationError("--page is for the results of all cases: drop --case")
+    start, results = time.perf_counter(), []
+    print(heading())
+    for case in CASES.values():
+        if not options.case or case.id in options.case or case.kind in options.case:
+            results.append(run_case(case))
+            print(line(case, results[-1]), flush=True)
+    failed = [result for result in results if not result.is_good(CASES[result.id])]
+    for result in failed:
+        print(f"\n{result.id}: {result.problem or 'the fault of the report is not seen'}")
+    if options.json is not None:
+        options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    seconds = time.perf_counter() - start
+    if options.page is not None:
+        options.page.write_text(written(CASES, {result.id: result for result in results}, seconds))
+    named = sum(result.doctor == "named" for result in results)
+    print(f"\n{len(results) - len(failed)} of {len(results)} cases hold; {named} named by the doctor; {seconds:.0f} s")
+    return int(bool(failed))

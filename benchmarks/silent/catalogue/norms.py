@@ -1,0 +1,197 @@
+"""Norm of gradients, and clipping by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.silent.case import Case, Fault, Training
+from benchmarks.silent.faults import clips_by, dense_and_expert, over_ranks, replace, squared
+from benchmarks.silent.model import Language
+
+KIND = "norm and clipping"
+CLIPPED = {"gradient_clip_val": 0.5}
+NO_BALANCE = {"router": {"aux_loss_coef": 0.0}}
+"""In a pipeline the loss that balances experts is that of its micro-batches."""
+
+
+def of_this_rank(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+    """As if all experts were here."""
+    dense, experts = dense_and_expert(trainer, module)
+    norm = squared(dense + experts).sqrt()
+    return norm, norm
+
+
+def averaged(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+    """The mean over ranks of what each has."""
+    norm = over_ranks(of_this_rank(trainer, module)[0]) / trainer.world_size
+    return norm, norm
+
+
+def without_experts(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+    """Of what every rank has."""
+    norm = squared(dense_and_expert(trainer, module)[0]).sqrt()
+    return norm, norm
+
+
+def dense_for_each_rank(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+    """All squares of all ranks, those of copies too."""
+    norm = over_ranks(squared([g for gradients in dense_and_expert(trainer, module) for g in gradients])).sqrt()
+    return norm, norm
+
+
+def apart(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+    """One for each kind of parameter."""
+    dense, experts = dense_and_expert(trainer, module)
+    return squared(dense).sqrt(), over_ranks(squared(experts)).sqrt()
+
+
+def experts_of_first(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+    """Experts of the first rank alone."""
+    dense, experts = dense_and_expert(trainer, module)
+    norm = (squared(dense) + over_ranks(squared(experts) * (trainer.global_rank == 0))).sqrt()
+    return norm, norm
+
+
+def sums_of_norms(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+    """Norms of ranks added, not their squares."""
+    dense, experts = dense_and_expert(trainer, module)
+    norm = squared(dense).sqrt() + over_ranks(squared(experts).sqrt())
+    return norm, norm
+
+
+def _never_clipped(trainer: Any, module: Any) -> None:
+    trainer.strategy.precision_plugin.clip_grad_by_norm = lambda *args: None
+
+
+def _clipped_before_sum(trainer: Any, module: Any) -> None:
+    def around(own: Any, *args: Any, **kwargs: Any) -> Any:
+        for parameter in module.parameters():
+            if parameter.grad is not None and parameter not in trainer.strategy.experts.stack_of:
+                parameter.grad.clamp_(-1e-3, 1e-3)
+        return own(*args, **kwargs)
+
+    replace(trainer.strategy.precision_plugin, "clip_grad_by_value", lambda own, *args: None)
+    replace(trainer.strategy.experts, "sum_replica_gradients", around)
+
+
+class ByHand(Language):
+    """Clips in its own hook by torch's function, by the largest element."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5, norm_type=float("inf"))
+
+
+CASES = (
+    Case(
+        id="norm-of-own-experts",
+        kind=KIND,
+        report="NVIDIA-NeMo/Automodel#3816",
+        symptom="every expert-parallel group clips by a norm of its own, and shared dense weights drift apart",
+        subject=Training(trainer=CLIPPED),
+        fault=clips_by(of_this_rank),
+        doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="norm-averaged-over-ranks",
+        kind=KIND,
+        report="deepspeedai/DeepSpeed#8475",
+        symptom="norms of ranks that hold other experts are averaged, so the factor depends on where experts lie",
+        subject=Training(trainer=CLIPPED),
+        fault=clips_by(averaged),
+        doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="norm-without-experts",
+        kind=KIND,
+        report="deepspeedai/DeepSpeed#8613",
+        symptom="the clipping norm is that of shared parameters alone, so every gradient is clipped too little",
+        subject=Training(trainer=CLIPPED),
+        fault=clips_by(without_experts),
+        doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="norm-counts-copies",
+        kind=KIND,
+        report="ROCm/TransformerEngine#715",
+        symptom="weights that every rank holds count once for each rank: the norm is 1.4 to 1.5 times too large",
+        subject=Training(trainer=CLIPPED, strategy={"mesh": {"tp": 2}}),
+        fault=clips_by(dense_for_each_rank),
+        doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="norm-counts-expert-replicas",
+        kind=KIND,
+        report="pytorch/pytorch#88955",
+        symptom="gradients that are not sharded count as often as there are ranks",
+        subject=Training(trainer=CLIPPED, strategy={"copies": 2}),
+        fault=clips_by(dense_for_each_rank),
+        doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="norms-of-two-optimizers",
+        kind=KIND,
+        report="NVIDIA/Megatron-LM#785",
+        symptom="dense weights and experts are clipped apart, each by its own norm, once experts are parallel",
+        subject=Training(trainer=CLIPPED, ranks=4),
+        fault=clips_by(apart),
+        doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="norm-under-tensor-parallelism",
+        kind=KIND,
+        report="NVIDIA/Megatron-LM#5916",
+        symptom="with tensor and expert parallelism the norm leaves some experts out, and clips too little",
+        subject=Training(trainer=CLIPPED, ranks=4, strategy={"mesh": {"tp": 2}}),
+        fault=clips_by(experts_of_first),
+        doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="norm-of-own-shards",
+        kind=KIND,
+        report="pytorch/pytorch#170862",
+        symptom="clipping under FSDP2 takes the norm of this rank's shards",
+        subject=Training(trainer=CLIPPED, strategy={"dense": "fsdp"}),
+        fault=clips_by(of_this_rank),
+        doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="norm-of-norms",
+        kind=KIND,
+        report="laekov/fastmoe#65",
+        symptom="norms of experts are summed over ranks where their squares should be",
+        subject=Training(trainer=CLIPPED, ranks=4),
+        fault=clips_by(sums_of_norms),
+        doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="no-clipping-in-a-pipeline",
+        kind=KIND,
+        report="NVIDIA-NeMo/Automodel#576",
+        symptom="clipping is left out under pipeline and tensor parallelism",
+        subject=Training(trainer=CLIPPED, strategy={"mesh": {"pp": 2}}, model=NO_BALANCE),
+        fault=Fault(run=_never_clipped),
+        doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="values-clipped-per-shard",
+        kind=KIND,
+        report="meta-pytorch/torchrec#4388",
+        symptom="clipping by value was not possible for shards, whose elements it treats one by one",
+        subject=Training(
+            trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}, strategy={"copies": 2}
+        ),
+        fault=Fault(run=_clipped_before_sum),
+        doctor=("the gradient of",),
+    ),
+    Case(
+        id="largest-element-as-norm",
+        kind=KIND,
+        report="pytorch/pytorch#73405",
+        symptom="an infinity norm needs a maximum over ranks, where others need a sum of powers",
+        subject=Training(module=ByHand),
+        refused=r"norm_type=inf is not computed over all ranks: use norm_type=2",
+    ),
+)

@@ -1,0 +1,88 @@
+"""Tools to put faults into code and into the objects of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.silent.case import Fault
+from moe_lightning.compat import private_lightning
+
+Around = Callable[..., Any]
+"""(own, *arguments) -> result, with the function that is replaced."""
+
+
+def replace(owner: Any, name: str, around: Around) -> None:
+    """Replace a function of a class, module or object by one that gets it as first argument."""
+    own = getattr(owner, name)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return around(own, *args, **kwargs)
+
+    setattr(owner, name, replaced)
+
+
+def dense_and_expert(trainer: Any, module: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients on this rank: of dense parameters, or this rank's parts of them, and of experts."""
+    stacks = trainer.strategy.experts.stack_of
+    named = [(p, p.grad) for p in module.parameters() if p.grad is not None and not p.is_meta]
+    dense = [_local(g) for p, g in named if p not in stacks]
+    return dense, [g for p, g in named if p in stacks]
+
+
+def _local(gradient: Any) -> Tensor:
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient  # type: ignore[no-any-return]
+
+
+def squared(gradients: list[Tensor]) -> Tensor:
+    """The sum of squares."""
+    return torch.stack([torch.zeros(()), *(g.float().square().sum() for g in gradients)]).sum()
+
+
+def over_ranks(value: Tensor) -> Tensor:
+    """The sum over all ranks."""
+    value = value.clone()
+    torch.distributed.all_reduce(value)
+    return value
+
+
+Norms = Callable[[Any, Any], tuple[Tensor, Tensor]]
+"""(trainer, module) -> the norms by which dense gradients and those of experts are clipped."""
+
+
+def clips_by(norms: Norms) -> Fault:
+    """Clip by other norms than that of the whole model."""
+
+    def run(trainer: Any, module: Any) -> None:
+        def clip(optimizer: Any, most: float) -> None:
+            both = norms(trainer, module)
+            for gradients, norm in zip(dense_and_expert(trainer, module), both, strict=True):
+                for gradient in gradients:
+                    gradient.mul_((float(most) / (norm + 1e-6)).clamp(max=1.0))
+
+        trainer.strategy.precision_plugin.clip_grad_by_norm = clip
+
+    return Fault(run=run)
+
+
+def at_gradients(change: Callable[[Any, Any], object]) -> Fault:
+    """Change gradients before the hooks of an update, as if they had come so from the backward pass.
+
+    Args:
+        change: of (trainer, module).
+    """
+
+    def run(trainer: Any, module: Any) -> None:
+        def around(own: Any, *args: Any, **kwargs: Any) -> Any:
+            result = own(*args, **kwargs)
+            if not private_lightning.is_accumulating(trainer):
+                with torch.no_grad():
+                    change(trainer, module)
+            return result
+
+        replace(trainer.strategy, "backward", around)
+
+    return Fault(run=run)

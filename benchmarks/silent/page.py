@@ -1,0 +1,99 @@
+"""Results as lines of a table, and as a page of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks.silent.case import KINDS, Case, Check
+from benchmarks.silent.runner import Result
+
+_DOCTOR = {"named": "named", "seen": "seen", "silent": "no", "": "-"}
+
+_INTRODUCTION = """\
+# Silent errors
+
+The worst errors of a training stack raise nothing: the loss falls, and gradients are wrong, or a resume looks like one
+and is none. These are public reports of such errors, tried on this project:
+
+```bash
+moe-bench silent                                          # all of them, in a checkout, on two cores
+moe-bench silent --case norm-without-experts              # one, in seconds
+```
+
+Each case trains a tiny GPT with experts for three steps on 1, 2 or 4 ranks, saves a checkpoint, and resumes from it in
+new processes for three more. The loss, every gradient, the gradient norm, parameters and buffers, the optimizer's
+moments and learning rates are compared with a loop of plain PyTorch in one process, whose experts are computed one by
+one; cases of kernels and exports compare with arithmetic. Limits: loss 1e-5; gradients 1e-4 and moments 2e-4 of the
+largest element of their tensor; norm 1e-5; parameters 1e-5, in float32.
+
+Then **the fault of the report is put into our code**, in the processes of that run, and the comparison must see it: a
+case without teeth is no case. The last column says whether the [parity doctor](doctor.md), which knows nothing of the
+case, names tensor, step and cause in a run with the fault; `seen` means that it reports a difference in other words,
+and `-` that the fault lies where it does not look, such as in a resume.
+"""
+
+
+def heading() -> str:
+    """The first line of the table."""
+    return f"{'case':<34}{'holds':<9}{'loss':>8}{'gradient':>10}  {'fault':<7}{'doctor':<8}{'s':>5}"
+
+
+def line(case: Case, result: Result) -> str:
+    """A case's line of the table."""
+    fault = "-" if case.fault is None else "seen" if result.seen else "MISSED"
+    holds = "refused" if case.refused and result.holds else "yes" if result.holds else "NO"
+    loss, gradient = (_number(result, *names) for names in (("loss",), ("gradient", "value")))
+    return (
+        f"{case.id:<34}{holds:<9}{loss:>8}{gradient:>10}  {fault:<7}{_DOCTOR[result.doctor]:<8}{result.seconds:>5.1f}"
+    )
+
+
+def _number(result: Result, *names: str) -> str:
+    return next((f"{result.largest[name]:.0e}" for name in names if name in result.largest), "")
+
+
+def written(cases: Mapping[str, Case], results: Mapping[str, Result], seconds: float) -> str:
+    """The page."""
+    parts = [_INTRODUCTION]
+    named = sum(result.doctor == "named" for result in results.values())
+    refused = sum(bool(case.refused) for case in cases.values())
+    asked = sum(bool(result.doctor) for result in results.values())
+    parts.append(
+        f"{len(cases)} cases in {seconds / 60:.0f} minutes on two cores: {len(cases) - refused} hold, {refused} are "
+        f"refused in one line, and every fault is seen. The doctor examined {asked} and names {named}.\n"
+    )
+    for kind in KINDS:
+        of_kind = [case for case in cases.values() if case.kind == kind]
+        if of_kind:
+            parts.append(f"## {kind.capitalize()}\n")
+            parts.append(
+                "\n".join(["| case | report | what happened there | here | with its fault | doctor |", "|-|-|-|-|-|-|"])
+            )
+            parts[-1] += "\n" + "\n".join(_row(case, results[case.id]) for case in of_kind) + "\n"
+    parts.append("Next: [the laws](expert-parallelism.md#laws), [the parity doctor](doctor.md), [limits](limits.md).\n")
+    return "\n".join(parts)
+
+
+def _row(case: Case, result: Result) -> str:
+    repository, number = case.report.split("#")
+    link = f"[{repository.partition('/')[2]}#{number}](https://github.com/{repository}/issues/{number})"
+    cells = (f"`{case.id}`", link, case.symptom, _here(case, result), _fault(case, result), _DOCTOR[result.doctor])
+    return f"| {' | '.join(cells)} |"
+
+
+def _here(case: Case, result: Result) -> str:
+    if case.refused:
+        return "refused: " + result.told.replace("|", "\\|")
+    if isinstance(case.subject, Check):
+        return f"{result.largest['value']:.0e}"
+    names = [name for name in ("loss", "gradient", "norm", "moment") if name in result.largest]
+    return ", ".join(f"{name} {result.largest[name]:.0e}" for name in names)
+
+
+def _fault(case: Case, result: Result) -> str:
+    if case.fault is None:
+        return "-"
+    if result.seen.startswith("stopped"):
+        return "stopped by an error"
+    what = result.seen.partition(" (limit")[0].replace("model.", "").replace("|", "\\|")
+    return what + (f"; loss {result.loss_apart:.0e}" if result.loss_apart is not None else "")

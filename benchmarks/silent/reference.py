@@ -1,0 +1,172 @@
+"""The same training in plain PyTorch: a loop over batches, experts one after the other, no ranks, no Trainer."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmarks.silent.case import Training
+from benchmarks.silent.comparison import Run, Snapshot
+from moe_lightning import MoELayer
+from moe_lightning.moe.layer import moe_layers
+
+
+class PlainMoE(MoELayer):
+    """The parameters of an MoELayer, computed as the papers write it: no dispatch, no kernels, no reuse of memory.
+
+    Attributes:
+        counts_E: assignments of tokens since the last update of the selection bias.
+    """
+
+    counts_E: Tensor
+
+    def forward(self, x: Tensor, is_token: Tensor | None = None) -> Tensor:
+        router: Any = self.router
+        config, experts = router.config, self.experts
+        x_TD = x.reshape(-1, x.shape[-1])
+        is_token_T = torch.ones(len(x_TD), dtype=torch.bool) if is_token is None else is_token.reshape(-1)
+        with torch.autocast("cpu", enabled=False):
+            logits_TE = F.linear(x_TD.float(), router.weight.float())
+            scores_TE = logits_TE.softmax(-1) if config.score == "softmax" else logits_TE.sigmoid()
+            bias_E = getattr(router, "expert_bias_E", torch.zeros(self.num_experts))
+            ids_TK = (scores_TE.detach() + bias_E).topk(config.top_k, dim=-1).indices
+            weights_TK = scores_TE.gather(-1, ids_TK)
+            if config.normalize_top_k:
+                weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+            weights_TK = weights_TK * config.scale
+        out_TD = x_TD.new_zeros(x_TD.shape)
+        counts = []
+        for expert in range(self.num_experts):
+            rows, choices = torch.where((ids_TK == expert) & is_token_T.unsqueeze(1))
+            counts.append(len(rows))
+            y = expert_of(experts, expert, x_TD[rows])
+            out_TD = out_TD.index_add(0, rows, (y * weights_TK[rows, choices, None].to(y.dtype)).to(out_TD.dtype))
+        if self.training:
+            self._add_losses(logits_TE[is_token_T], scores_TE[is_token_T], torch.tensor(counts))
+        if self.shared_expert is not None:
+            out_TD = out_TD + self.shared_expert(x_TD)
+        return out_TD.view(x.shape)
+
+    def _add_losses(self, logits_TE: Tensor, scores_TE: Tensor, counts_E: Tensor) -> None:
+        config = self.router.config
+        self.counts_E = getattr(self, "counts_E", 0) + counts_E
+        shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        balance = self.num_experts * (counts_E / counts_E.sum() * shares_TE.mean(0)).sum()
+        z_loss = logits_TE.logsumexp(-1).square().mean()
+        self.auxiliary_loss = config.aux_loss_coef * balance + config.z_loss_coef * z_loss
+
+    def update(self) -> None:
+        """Move the selection bias by the counts of a step."""
+        router: Any = self.router
+        if router.config.bias_update_rate:
+            counts_E = self.counts_E.float()
+            router.expert_bias_E += router.config.bias_update_rate * torch.sign(counts_E.mean() - counts_E)
+        self.counts_E = torch.zeros(self.num_experts)
+
+
+def expert_of(experts: nn.Module, expert: int, x_MD: Tensor) -> Tensor:
+    """One expert applied to rows."""
+    stacks: dict[str, Tensor] = experts.stacked_parameters()  # type: ignore[operator]
+    row = {name: stack[expert] for name, stack in stacks.items()}
+
+    def product(x: Tensor, name: str) -> Tensor:
+        y = x @ row[f"w_{name}"]
+        if f"lora_w_{name}_a" in row:
+            y = y + experts.adapter * (x @ row[f"lora_w_{name}_a"] @ row[f"lora_w_{name}_b"])  # type: ignore[operator]
+        return y + row[f"b_{name}"].to(y.dtype) if f"b_{name}" in row else y
+
+    h_MF = product(x_MD, "up")
+    if experts.activation == "swiglu":
+        gate, up = h_MF.chunk(2, dim=-1)
+        return product(F.silu(gate) * up, "down")
+    return product(F.gelu(h_MF), "down")
+
+
+def build(training: Training) -> pl.LightningModule:
+    """Build the module, with the first weights of every world."""
+    pl.seed_everything(7, verbose=False)
+    module = training.module(training.model)
+    module.configure_model()
+    for layer in moe_layers(module):
+        layer.__class__ = PlainMoE
+    return module
+
+
+def plain_run(training: Training, steps: int, saved_at: int) -> Run:
+    """Train for so many steps, with snapshots of the state at `saved_at` and at the end."""
+    warnings.filterwarnings("ignore", module="lightning.pytorch.*")
+    module = build(training)
+    found: Any = module.configure_optimizers()
+    optimizer, schedule = found["optimizer"], found["lr_scheduler"]["scheduler"]
+    run = Run()
+    batches = iter(DataLoader(training.data(), batch_size=training.batch_size))
+    module.train()
+    bf16 = "bf16" in str(training.trainer.get("precision", ""))
+    for step in range(1, steps + 1):
+        micros = [next(batches) for _ in range(training.micro_batches)]
+        weights = [int((micro[1] != -100).sum()) for micro in micros]
+        optimizer.zero_grad()
+        step_loss = 0.0
+        for micro, weight in zip(micros, weights, strict=True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+                loss: Any = module.training_step(micro, 0)
+                share = weight / sum(weights)
+                (loss * share).backward()
+                auxiliary = sum(
+                    float(layer.auxiliary_loss.detach())
+                    for layer in moe_layers(module)
+                    if layer.auxiliary_loss is not None
+                )
+            step_loss = float(loss.detach()) - auxiliary  # as logged: of the last micro-batch
+        run.losses.append(step_loss)
+        run.gradients.append(gradients_of(module))
+        most, algorithm = training.trainer.get("gradient_clip_val"), training.trainer.get("gradient_clip_algorithm")
+        parameters = [p for p in module.parameters() if p.grad is not None]
+        if most is not None and algorithm == "value":
+            nn.utils.clip_grad_value_(parameters, most)
+        elif most is not None:
+            run.norms.append(float(nn.utils.clip_grad_norm_(parameters, most)))
+        optimizer.step()
+        schedule.step()
+        for layer in moe_layers(module):
+            layer.update()  # type: ignore[operator]
+        if step in (saved_at, steps):
+            run.snapshots.append(snapshot_of(module, optimizer))
+    return run
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    """Gradients by name, those of experts each by itself."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if ".experts." in name:
+                found |= {f"{name} of expert {expert}": row.clone() for expert, row in enumerate(gradient)}
+            else:
+                found[name] = gradient.clone()
+    return found
+
+
+def snapshot_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+    """The state as a checkpoint of stock Lightning has it."""
+    return Snapshot.of(
+        {
+            "state_dict": copy.deepcopy(module.state_dict()),
+            "optimizer_states": [copy.deepcopy(optimizer.state_dict())],
+        },
+        names_of(module, optimizer),
+    )
+
+
+def names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of an optimizer's parameters in the order of its state."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,134 @@
+"""Runs cases: as they are, with the fault of their report, and that with the parity doctor."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.silent.case import Case, Check, Training
+from benchmarks.silent.comparison import Difference, Run, differences, values
+from benchmarks.silent.ranks import RankFailure, run_ranks
+from benchmarks.silent.reference import build, names_of, plain_run
+from benchmarks.silent.training import STEPS, diagnosed, observed, whole_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Outcome of a case.
+
+    Attributes:
+        id: of the case.
+        holds: it is right, or refused as it should be.
+        largest: largest difference of a number by what it is; empty for a refusal.
+        problem: what is wrong where it does not hold.
+        seen: first difference under the fault; empty: none.
+        loss_apart: largest difference of a loss under the fault, which is what a user would see.
+        doctor: "named", "seen" where words lack, "silent", or empty where it was not asked.
+        told: its sentence.
+        seconds: of the whole case.
+    """
+
+    id: str
+    holds: bool
+    largest: dict[str, float]
+    problem: str = ""
+    seen: str = ""
+    loss_apart: float | None = None
+    doctor: str = ""
+    told: str = ""
+    seconds: float = 0.0
+
+    def is_good(self, case: Case) -> bool:
+        """True if the case holds, and its fault is seen."""
+        return self.holds and (case.fault is None or bool(self.seen))
+
+
+def run_case(case: Case) -> Result:
+    """Run a case."""
+    start = time.perf_counter()
+    try:
+        found = _check(case, case.subject) if isinstance(case.subject, Check) else _training(case, case.subject)
+    except RankFailure as failure:
+        found = {"holds": False, "largest": {}, "problem": str(failure)}
+    return Result(id=case.id, seconds=round(time.perf_counter() - start, 1), **found)
+
+
+def _training(case: Case, training: Training) -> dict[str, Any]:
+    expected, names = run_ranks(1, _reference, case.id)[0]
+    right = _run(case, training, names, is_faulty=False)
+    if case.refused or isinstance(right, str):
+        is_right = bool(case.refused) and isinstance(right, str) and re.search(case.refused, right) is not None
+        told = right if isinstance(right, str) else "it was not refused"
+        return {"holds": is_right, "largest": {}, "problem": "" if is_right else told, "told": told}
+    outcome = _judged(differences(right, expected, case.limits))
+    if case.fault is None:
+        return outcome
+    wrong = _run(case, training, names, is_faulty=True)
+    if isinstance(wrong, str):
+        outcome["seen"] = f"stopped: {wrong.splitlines()[0]}"
+    else:
+        apart = differences(wrong, expected, case.limits)
+        outcome["seen"] = next((str(difference) for difference in apart if difference.is_seen), "")
+        outcome["loss_apart"] = max((d.apart for d in apart if d.what == "loss"), default=None)
+    if not case.beyond:
+        with tempfile.TemporaryDirectory(prefix="moe-silent-") as folder:
+            told = run_ranks(training.ranks, diagnosed, case.id, folder)[0]
+        is_named = bool(told) and all(word in told for word in case.doctor)
+        outcome |= {"doctor": "named" if is_named else "seen" if told[:1] not in ("", "(") else "silent", "told": told}
+    return outcome
+
+
+def _judged(compared: Sequence[Difference]) -> dict[str, Any]:
+    largest: dict[str, float] = {}
+    for difference in compared:
+        largest[difference.what] = max(largest.get(difference.what, 0.0), difference.apart)
+    wrong = [str(difference) for difference in compared if difference.is_seen]
+    return {"holds": not wrong, "largest": largest, "problem": "; ".join(wrong[:3])}
+
+
+def _run(case: Case, training: Training, names: Sequence[str], *, is_faulty: bool) -> Run | str:
+    """Run both phases; a refusal is its sentence."""
+    with tempfile.TemporaryDirectory(prefix="moe-silent-") as folder:
+        phases = []
+        for ranks, resumes in ((training.ranks, False), (training.resumed_ranks or training.ranks, True)):
+            phases.append(run_ranks(ranks, observed, case.id, is_faulty, folder, resumes))
+            refusals = [seen["refused"] for seen in phases[-1] if "refused" in seen]
+            if refusals:
+                return str(refusals[0])
+        return whole_run(phases, Path(folder), names)
+
+
+def _reference(rank: int, size: int, id: str) -> tuple[Run, list[str]]:
+    from benchmarks.silent.catalogue import CASES
+
+    training: Any = CASES[id].subject
+    module = build(training)
+    found: Any = module.configure_optimizers()
+    return plain_run(training, 2 * STEPS, STEPS), names_of(module, found["optimizer"])
+
+
+def _check(case: Case, check: Check) -> dict[str, Any]:
+    right = run_ranks(check.ranks, _checked, case.id, False)[0]
+    outcome = _judged(values(right[0], right[1], case.limits.gradient))
+    if case.fault is not None:
+        try:
+            wrong = run_ranks(check.ranks, _checked, case.id, True)[0]
+            apart = values(wrong[0], wrong[1], case.limits.gradient)
+            outcome["seen"] = next((str(difference) for difference in apart if difference.is_seen), "")
+        except RankFailure as failure:
+            outcome["seen"] = f"stopped: {str(failure).splitlines()[-1]}"
+    return outcome
+
+
+def _checked(rank: int, size: int, id: str, is_faulty: bool) -> Any:
+    from benchmarks.silent.catalogue import CASES
+
+    case = CASES[id]
+    if is_faulty and case.fault is not None and case.fault.process is not None:
+        case.fault.process()
+    return case.subject.function(rank)  # type: ignore[union-attr]
