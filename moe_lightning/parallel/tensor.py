@@ -10,7 +10,8 @@ vocabulary. Sources: Megatron-LM, and Korthikanti et al. 2022 for the positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.exchange import all_gather_flat, linear
+from moe_lightning.parallel.mesh import TensorCut
 
 # Before torch 2.13 it had another name, which warns there.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -394,3 +396,74 @@ def _call(
     if argument >= len(args) or args[argument] is None:
         return own(*args, **kwargs)
     return own(*args[:argument], change(args[argument]), *args[argument + 1 :], **kwargs)
+
+
+def planned_styles(module: nn.Module, size: int) -> Iterator[tuple[str, Style]]:
+    """Yield the names and styles of the modules that plans cut.
+
+    Args:
+        module: has modules with a `tensor_parallel_plan`, or is one.
+        size: parts of each layer.
+
+    Raises:
+        ConfigurationError: no module has a plan.
+    """
+    planned: list[str] = []
+    names = [name for name, _ in module.named_modules()]
+    for prefix, part in module.named_modules():
+        if any(prefix.startswith(f"{done}.") or not done for done in planned):
+            continue
+        plan = getattr(part, "tensor_parallel_plan", None)
+        if plan is None:
+            continue
+        planned.append(prefix)
+        for pattern, style in plan().items():
+            wanted = re.compile(
+                (f"{prefix}.{pattern}" if prefix else pattern).replace(".", r"\.").replace("*", r"[^.]+")
+            )
+            yield from ((name, style) for name in names if wanted.fullmatch(name))
+    if not planned:
+        raise ConfigurationError(
+            f"mesh.tp={size} cuts layers, and {type(module).__name__} does not say which: give it a method "
+            "tensor_parallel_plan (docs/expert-parallelism.md), or use dense=fsdp to share memory"
+        )
+
+
+def planned_cuts(module: nn.Module, size: int) -> dict[nn.Parameter, TensorCut]:
+    """Return the cut of each parameter by the plans of a module whose parameters are whole.
+
+    Args:
+        size: parts of each layer.
+
+    Raises:
+        ConfigurationError: no module has a plan, parameters cannot be cut equally, or one is cut in two ways.
+    """
+    found: dict[nn.Parameter, TensorCut] = {}
+    for name, style in dict(planned_styles(module, size)).items():
+        part = module.get_submodule(name)
+        for own_name, share in style.shares(part).items():
+            parameter = part.get_parameter(own_name)
+            _require_equal(name, share, size)
+            cut = TensorCut(shape=tuple(parameter.shape), dim=share.dim, sections=tuple(share.sections))
+            if found.setdefault(parameter, cut) != cut or sum(cut.sections) != parameter.shape[cut.dim]:
+                raise ConfigurationError(f"{name}.{own_name} cannot be cut as the plan says: give it one way to be cut")
+    return found
+
+
+def _require_equal(name: str, share: Shares, size: int) -> None:
+    for section in share.sections:
+        units, rest = divmod(section, share.unit)
+        if units % size or rest:
+            raise ConfigurationError(
+                f"mesh.tp={size} does not divide the {units} {share.of} of {name}: use a divisor, or another model"
+            )
+
+
+def all_reduce_by_dtype(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Sum tensors over the ranks of a group in place, in one collective for each dtype."""
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        chosen = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
+        dist.all_reduce(flat, group=group)
+        for tensor, values in zip(chosen, torch.split(flat, [tensor.numel() for tensor in chosen]), strict=True):
+            tensor.copy_(values.view_as(tensor))

@@ -16,8 +16,7 @@ states are transferred in units: the state of a parameter, or of one of its part
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,6 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -41,7 +39,16 @@ from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_
 from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
 from moe_lightning.parallel.mesh import Groups, MeshShape, Part, RowCut, TensorCut, hybrid_shard_size, shard_groups
-from moe_lightning.parallel.tensor import Embedding, Parted, PartedForward, Shares, Style, TensorRanks, undo_parts
+from moe_lightning.parallel.tensor import (
+    Embedding,
+    Parted,
+    PartedForward,
+    TensorRanks,
+    all_reduce_by_dtype,
+    planned_cuts,
+    planned_styles,
+    undo_parts,
+)
 from moe_lightning.registry import Registry
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import (
@@ -55,7 +62,7 @@ from moe_lightning.state.tensors import (
     part_of_whole,
     whole_shape,
 )
-from moe_lightning.strategies.checks import cut_parameters, identical_buffers
+from moe_lightning.strategies.checks import identical_buffers
 from moe_lightning.strategies.fsdp import (
     is_sharded,
     materialise,
@@ -66,7 +73,7 @@ from moe_lightning.strategies.fsdp import (
     undo_shard,
 )
 from moe_lightning.strategies.placed_experts import PlacedExperts
-from moe_lightning.strategies.stages import StageCut, StageState
+from moe_lightning.strategies.stages import StageState
 
 
 class DenseSharding(Protocol):
@@ -431,155 +438,10 @@ def check_parts(axes: MeshShape, dense: str) -> None:
         )
 
 
-class TensorParts:
-    """Layers of modules cut by tensor index, and their computation.
-
-    Args:
-        size: parts of each layer.
-
-    Attributes:
-        stages: of a pipeline, those on this rank; None without one.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.stages: StageCut | None = None
-
-    def _all_layers(self) -> AbstractContextManager[None]:
-        """Restore the layers of all stages inside, because plans are of whole models."""
-        return nullcontext() if self.stages is None else self.stages.whole()
-
-    def begin(self, module: pl.LightningModule, world: World) -> None:
-        """Broadcast rank 0's values and cut them to this rank's part; collective. A module that an earlier training has
-        left in parts keeps its own.
-
-        Raises:
-            ConfigurationError: a module without a plan, or layers that cannot be cut equally.
-        """
-        if not cut_parameters(module):
-            for parameter, cut in self.cuts(module).items():
-                if not parameter.is_meta:  # as those of other stages are
-                    broadcast_(parameter.data, 0, world)
-                    own = part_of_whole(parameter.data, cut, replace(world.row_cut.part, row=0, rows=1))
-                    parameter.data = own.clone(memory_format=torch.contiguous_format)
-                mark(parameter, cut)
-        self.enter(module, world)
-
-    def enter(self, module: pl.LightningModule, world: World) -> None:
-        """Compute this rank's parts with the ranks of a world; or whole layers, if it has those."""
-        self.leave(module)
-        if not any(has_index(parameter) for parameter in module.parameters()):
-            return
-        ranks = TensorRanks(world.groups["tp"], world.row_cut.part.tensor, self._size)
-        with self._all_layers():
-            for name, style in _styles(module, self._size):
-                self._cut_layer(module.get_submodule(name), style, ranks)
-
-    def _cut_layer(self, part: nn.Module, style: Style, ranks: TensorRanks) -> None:
-        block = None if self.stages is None else self.stages.number_of(part)
-        if self.stages is not None and block is not None and style == Parted():
-            self.stages.entering[block] = partial(ranks.own, dim=1)  # hidden states of other stages are parts, too
-        elif not (isinstance(style, Embedding) and part.weight.is_meta):  # else zeros, which are not summed
-            PartedForward(part, style, ranks)
-
-    def leave(self, module: pl.LightningModule) -> None:
-        """Restore the forward methods of layers; parameters stay parts."""
-        with self._all_layers():
-            undo_parts(module)
-
-    def forget(self, module: pl.LightningModule) -> None:
-        """Mark all parameters as whole, those of other stages too."""
-        with self._all_layers():
-            for parameter in module.parameters():
-                mark(parameter, None)
-
-    def cuts(self, module: pl.LightningModule) -> dict[nn.Parameter, TensorCut]:
-        """Return the cut of each parameter by tensor index, present or planned.
-
-        Raises:
-            ConfigurationError: see `begin`.
-        """
-        with self._all_layers():
-            cuts = {parameter: cut_of(parameter) for parameter in module.parameters() if has_index(parameter)}
-            known = {parameter: cut for parameter, cut in cuts.items() if cut is not None}
-            return known or _cuts(module, dict(_styles(module, self._size)), self._size)
-
-    @torch.no_grad()
-    def sum_gradients(self, dense: Iterable[nn.Parameter], world: World) -> None:
-        """Sum the gradients that are summed nowhere else: those of parts over the ranks that hold them, or where
-        torch's fully_shard does that, those of the rest over the ranks of a tensor group; collective.
-        """
-        in_rows = "shard" in world.groups
-        group = world.group("tp" if in_rows else "copy")
-        parameters = [p for p in dense if p.ndim and has_index(p) != in_rows]
-        found = [local(p.grad) for p in parameters if p.grad is not None]
-        for dtype in sorted({gradient.dtype for gradient in found}, key=str) if group is not None else ():
-            gradients = [gradient for gradient in found if gradient.dtype == dtype]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat, group=group)
-            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-            for gradient, values in zip(gradients, parts, strict=True):
-                gradient.copy_(values.view_as(gradient))
-
-
 def has_index(parameter: nn.Parameter) -> bool:
     """True if a parameter is cut by tensor index."""
     cut = cut_of(parameter)
     return cut is not None and bool(cut.sections)
-
-
-def _styles(module: pl.LightningModule, size: int) -> Iterator[tuple[str, Style]]:
-    """Yield the names and styles of the modules that are cut.
-
-    Raises:
-        ConfigurationError: no module has a plan.
-    """
-    planned: list[str] = []
-    names = [name for name, _ in module.named_modules()]
-    for prefix, part in module.named_modules():
-        if any(prefix.startswith(f"{done}.") or not done for done in planned):
-            continue
-        plan = getattr(part, "tensor_parallel_plan", None)
-        if plan is None:
-            continue
-        planned.append(prefix)
-        for pattern, style in plan().items():
-            wanted = re.compile(
-                (f"{prefix}.{pattern}" if prefix else pattern).replace(".", r"\.").replace("*", r"[^.]+")
-            )
-            yield from ((name, style) for name in names if wanted.fullmatch(name))
-    if not planned:
-        raise ConfigurationError(
-            f"mesh.tp={size} cuts layers, and {type(module).__name__} does not say which: give it a method "
-            "tensor_parallel_plan (docs/expert-parallelism.md), or use dense=fsdp to share memory"
-        )
-
-
-def _cuts(module: nn.Module, styles: Mapping[str, Style], size: int) -> dict[nn.Parameter, TensorCut]:
-    """Return the cut of each parameter by the plan.
-
-    Raises:
-        ConfigurationError: they cannot be cut equally, or one is to be cut in two ways.
-    """
-    found: dict[nn.Parameter, TensorCut] = {}
-    for name, style in styles.items():
-        part = module.get_submodule(name)
-        for own_name, share in style.shares(part).items():
-            parameter = part.get_parameter(own_name)
-            _require_equal(name, share, size)
-            cut = TensorCut(shape=tuple(parameter.shape), dim=share.dim, sections=tuple(share.sections))
-            if found.setdefault(parameter, cut) != cut or sum(cut.sections) != parameter.shape[cut.dim]:
-                raise ConfigurationError(f"{name}.{own_name} cannot be cut as the plan says: give it one way to be cut")
-    return found
-
-
-def _require_equal(name: str, share: Shares, size: int) -> None:
-    for section in share.sections:
-        units, rest = divmod(section, share.unit)
-        if units % size or rest:
-            raise ConfigurationError(
-                f"mesh.tp={size} does not divide the {units} {share.of} of {name}: use a divisor, or another model"
-            )
 
 
 class ParameterHolder(Protocol):
@@ -612,13 +474,11 @@ class DenseParts:
 
     Attributes:
         with_moments: as given.
-        layers: the parts by tensor index.
         departed_parts: parts of ranks that have left, by name, until the next world has them.
     """
 
     def __init__(self, state: ParameterHolder, *, in_rows: bool, tensors: int, with_moments: bool) -> None:
         self._state, self._in_rows, self._tensors, self.with_moments = state, in_rows, tensors, with_moments
-        self.layers = TensorParts(tensors)
         self.departed_parts: dict[str, Rows] = {}
         self._buffers: list[str] = []
         self._scalars: list[nn.Parameter] = []
@@ -646,7 +506,7 @@ class DenseParts:
     def ways(self) -> dict[str, TensorCut]:
         """Return the cut of each parameter by name, present or planned."""
         dense = self._state.training_state().dense
-        cuts = self.layers.cuts(self._state.module) if self._tensors > 1 else {}
+        cuts = self._layer_cuts()
         if not self._in_rows:
             return {name: cuts[parameter] for name, parameter in dense.items() if parameter in cuts}
         return {
@@ -654,6 +514,77 @@ class DenseParts:
             for name, parameter in dense.items()
             if parameter.ndim
         }
+
+    # ------------------------------------------------------------------ layers cut by tensor index
+
+    def begin_layers(self, world: World) -> None:
+        """Broadcast rank 0's values and cut them to this rank's part; collective. A module that an earlier training has
+        left in parts keeps its own.
+
+        Raises:
+            ConfigurationError: see `_layer_cuts`.
+        """
+        if not cuts_of(self._state.module):
+            for parameter, cut in self._layer_cuts().items():
+                if not parameter.is_meta:  # as those of other stages are
+                    broadcast_(parameter.data, 0, world)
+                    own = part_of_whole(parameter.data, cut, replace(world.row_cut.part, row=0, rows=1))
+                    parameter.data = own.clone(memory_format=torch.contiguous_format)
+                mark(parameter, cut)
+        self._cut_layers(world)
+
+    def _layer_cuts(self) -> dict[nn.Parameter, TensorCut]:
+        """Return the cut of each parameter by tensor index, present or planned.
+
+        Raises:
+            ConfigurationError: a module without a plan, or layers that cannot be cut equally.
+        """
+        if self._tensors == 1:
+            return {}
+        module = self._state.module
+        with self._all_stages():
+            cuts = {p: cut for p in module.parameters() if (cut := cut_of(p)) is not None and cut.sections}
+            return cuts or planned_cuts(module, self._tensors)
+
+    def _cut_layers(self, world: World) -> None:
+        """Compute this rank's parts with the ranks of a world; or whole layers, if it has those."""
+        self._undo_layers()
+        if not self.layers_are_cut:
+            return
+        module, stages = self._state.module, self._state.stages
+        ranks = TensorRanks(world.groups["tp"], world.row_cut.part.tensor, self._tensors)
+        with self._all_stages():
+            for name, style in planned_styles(module, self._tensors):
+                part = module.get_submodule(name)
+                block = None if stages is None else stages.cut.number_of(part)
+                if stages is not None and block is not None and style == Parted():
+                    stages.cut.entering[block] = partial(ranks.own, dim=1)  # other stages' hidden states are parts, too
+                elif not (isinstance(style, Embedding) and part.weight.is_meta):  # else zeros, which are not summed
+                    PartedForward(part, style, ranks)
+
+    def _undo_layers(self) -> None:
+        """Restore the forward methods of layers; parameters stay parts."""
+        if self._tensors > 1:
+            with self._all_stages():
+                undo_parts(self._state.module)
+
+    def _all_stages(self) -> AbstractContextManager[None]:
+        """Restore the layers of all stages inside, because plans are for whole models."""
+        stages = self._state.stages
+        return nullcontext() if stages is None else stages.cut.whole()
+
+    @torch.no_grad()
+    def _sum_parts(self, world: World) -> None:
+        """Sum the gradients that are summed nowhere else: those of parts over the ranks that hold them, or where
+        torch's fully_shard does that, those of the rest over the ranks of a tensor group.
+        """
+        in_rows = "shard" in world.groups
+        group = world.group("tp" if in_rows else "copy")
+        if group is None:
+            return
+        module, stack_of = self._state.module, self._state.experts.stack_of
+        dense = [p for p in module.parameters() if p not in stack_of and p.ndim and has_index(p) != in_rows]
+        all_reduce_by_dtype([local(p.grad) for p in dense if p.grad is not None], group)
 
     # ------------------------------------------------------------------ a world that stays
 
@@ -667,7 +598,7 @@ class DenseParts:
         for tensor in self._replicated():
             broadcast_(tensor, 0, world)
         self._shard(world)
-        self._mark_absent(self.layers.cuts(self._state.module) if self._tensors > 1 else {})
+        self._mark_absent(self._layer_cuts())
 
     def _shard(self, world: World) -> None:
         module, stack_of = self._state.module, self._state.experts.stack_of
@@ -720,7 +651,9 @@ class DenseParts:
         rows = self._transfer(sources, targets, world).exchange()
         self.leave()
         self.install(rows, World.single(world.device))
-        self.layers.forget(self._state.module)
+        with self._all_stages():
+            for parameter in self._state.module.parameters():
+                mark(parameter, None)
         return True
 
     def _replicated(self) -> Iterator[Tensor]:
@@ -772,8 +705,7 @@ class DenseParts:
         if self.is_in_rows:
             self._sum_scalars(world)
         if self._tensors > 1:
-            stack_of = self._state.experts.stack_of
-            self.layers.sum_gradients((p for p in self._state.module.parameters() if p not in stack_of), world)
+            self._sum_parts(world)
 
     @torch.no_grad()
     def _sum_scalars(self, world: World) -> None:
@@ -805,7 +737,7 @@ class DenseParts:
 
     def leave(self) -> None:
         """Leave a world that has ended: parts stay, what computes with those of other ranks is removed."""
-        self.layers.leave(self._state.module)
+        self._undo_layers()
         if self.is_in_rows:
             undo_shard(self._state.module)
 
@@ -873,8 +805,8 @@ class DenseParts:
 
         Not collective.
         """
-        state, module, part = self._state.training_state(), self._state.module, world.row_cut.part
-        ways, cuts = self.ways(), self.layers.cuts(module) if self._tensors > 1 else {}
+        state, part = self._state.training_state(), world.row_cut.part
+        ways, cuts = self.ways(), self._layer_cuts()
         before = {name: state.dense[name] for name in ways}
         moments = {name: state.moments(p) if self.with_moments else {} for name, p in before.items()}
         after = self._anew(before, ways, world) if self._in_rows else before
@@ -891,7 +823,7 @@ class DenseParts:
                     tensor.copy_(rows[f"dense/{name}/{scope}"])
         self.departed_parts = {}
         self._mark_absent(cuts if part.tensors > 1 else {})
-        self.layers.enter(module, world)
+        self._cut_layers(world)
 
     def _anew(
         self, before: Mapping[str, nn.Parameter], ways: Mapping[str, TensorCut], world: World

@@ -429,7 +429,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         assert module is not None
         self.place_module(trainer)
         if "tp" in self.world.groups and (trainer.state.fn == TrainerFn.FITTING or cut_parameters(module)):
-            self.state.parts.layers.begin(module, self.world.stage)
+            self.state.parts.begin_layers(self.world.stage)
         self.steps.draw_noise()
         self._ignore_in_ddp()
         self._stalls.begin(self.world)

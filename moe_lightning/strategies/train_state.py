@@ -133,7 +133,6 @@ class TrainState:
         if self._worlds.is_elastic:
             check_for_recovery(self._worlds.axes, self._dense)
         self._module, self._experts, self.stages = module, experts, stages
-        self.parts.layers.stages = None if stages is None else stages.cut
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Set the optimizers of a fit; raises as `require_host_updates` if they update on the host."""
