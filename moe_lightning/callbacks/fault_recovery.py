@@ -23,8 +23,9 @@ from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.protection import PROTECTIONS, ProtectionLayout, choose_protection, protected_by
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
+from moe_lightning.elastic.faults import WorldChanged
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.elastic_worlds import ElasticWorlds, WorldChanged
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.recovery import RecoveryListener, RecoveryReport
 from moe_lightning.strategies.train_state import replay_peer, verify_replay

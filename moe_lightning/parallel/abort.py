@@ -1,4 +1,4 @@
-"""Abort of process groups: collectives that wait for a dead or stopped peer raise at once.
+"""Process groups that can be aborted: collectives that wait for a dead or stopped peer raise at once.
 
 gloo's own abort and shutdown do nothing, and a peer of a stopped process never sees an error. Shutting a *connected*
 TCP socket down wakes every operation that waits on it, from any thread, also in DDP's reducer and third-party code.
@@ -10,11 +10,16 @@ gloo has no authentication and accepts any connection. Once the groups are built
 packets that would open new connections; established connections do not pass the filter. Linux only.
 
 `tune` sets TCP options for small messages with a waiting reader, also where packets are lost.
+
+gloo waits for another rank's first connection for five times the timeout of the group. So `build_world` builds groups
+with a short timeout, after all members have met in the store (a wait that can be aborted), and sets the timeout of
+their collectives afterwards; a lost member is then detected soon, and the next attempt works.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import secrets
@@ -26,14 +31,25 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch.distributed import ProcessGroup
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
-from moe_lightning.parallel.context import abort_together
+from moe_lightning.compat import private_torch
+from moe_lightning.parallel.collectives import all_gather_json, check_versions
+from moe_lightning.parallel.context import (
+    World,
+    abort_together,
+    first_group_options,
+    is_silent,
+    prepare_environment,
+)
+from moe_lightning.parallel.mesh import Layout
 
 # <linux/tcp.h>
 _THIN_LINEAR_TIMEOUTS = 16  # a lost small segment is sent again at once and again, without backing off
@@ -298,3 +314,110 @@ def _drop_all(listener: socket.socket) -> None:
     instructions = ctypes.create_string_buffer(_DROP, len(_DROP))
     program = struct.pack("HP", 1, ctypes.addressof(instructions))
     listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+# ---------------------------------------------------------------------- groups that can be aborted
+
+_GLOO_PATIENCE = 5  # timeouts that gloo waits for another rank's first connection
+
+
+def store_barrier(store: Store, purpose: str, size: int, timeout_s: float) -> None:
+    """Wait in a store until so many ranks have come here; unlike a collective, this needs no group.
+
+    Args:
+        store: of the world.
+        purpose: words after "came to", used once in a world.
+
+    Raises:
+        TimeoutError: not all came in time.
+        RuntimeError: the store was closed.
+    """
+    arrived, everybody = f"{purpose}: met", f"{purpose}: all"
+    if store.add(arrived, 1) == size:
+        store.set(everybody, "")
+    try:
+        store.wait([everybody], timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
+        came = store.add(arrived, 0)
+        raise TimeoutError(f"only {came} of {size} ranks came to {purpose} within {timeout_s:g} s") from None
+
+
+def begin_build(store: Store, size: int, timeout_s: float) -> timedelta:
+    """Wait until every member of a world has come to build its groups; return the timeout to build them with.
+
+    With it building ends within `timeout_s`, even if a member is lost. Set the timeout of its collectives on each group
+    afterwards.
+
+    Args:
+        store: with a prefix of this world alone.
+        size: number of members, each of which calls this once.
+
+    Raises:
+        TimeoutError: not all came in time.
+        RuntimeError: the store was closed.
+    """
+    assert not dist.is_initialized(), "destroy the former groups first"
+    private_torch.reset_group_names()
+    store_barrier(store, "build their groups", size, timeout_s)
+    return timedelta(seconds=timeout_s / _GLOO_PATIENCE)
+
+
+def build_world(
+    name: str,
+    *,
+    store: Store,
+    rank: int,
+    size: int,
+    backend: str,
+    timeout: timedelta,
+    build_timeout_s: float,
+    device: torch.device,
+    layout: Layout | None = None,
+    generation: int = 0,
+    guard: Callable[[Callable[[], None]], None],
+) -> World:
+    """Build torch's default group and ours for one world, so that any thread can abort them.
+
+    Args:
+        name: unique for ever; prefix of the groups' keys in the store.
+        store: outlives its members.
+        timeout: of every collective.
+        build_timeout_s: of building; a member may die meanwhile.
+        layout: as of `World.connect`.
+        generation: number of the world.
+        guard: receives the function that aborts the groups, before any connection is made.
+
+    Raises:
+        WorldCutError: the world was aborted meanwhile.
+        ConfigurationError: this rank has other versions than rank 0, and would plan otherwise.
+    """
+    aborter = GroupAborter()
+    guard(aborter.abort)
+    if size == 1:
+        return World.single(device, generation=generation)
+    prefixed = PrefixStore(name, store)
+    prefixed.set_timeout(timedelta(seconds=build_timeout_s))
+    with aborter:
+        short = begin_build(prefixed, size, build_timeout_s)
+        prepare_environment(is_elastic=True)
+        own = first_group_options(device)
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=short, **own)
+        world = World.connect(device, short, layout, is_cut=lambda: aborter.is_cut, generation=generation)
+    aborter.tune()
+    for group in world.all_groups:
+        private_torch.set_group_timeout(group, timeout)
+    aborter.add_groups([group for group in world.all_groups if is_silent(group, device)], device)
+    aborter.confirm(lambda value: all_gather_json(value, world))
+    reject_unknown_connections(aborter.connections)
+    check_versions(world, recovers=True)
+    return world
+
+
+def destroy_groups() -> None:
+    """Destroy the groups of a world that has ended, and the objects that refer to them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # The next backward pass clears the rest of a failed one from autograd's queue of this thread; until then it keeps
+    # the gradient accumulators of parameters alive, which have the old number of slots.
+    torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    gc.collect()  # graphs of the failed step, their threads and connections

@@ -6,67 +6,40 @@ later. A recovery does not leave `trainer.fit`: the fit loop runs again with the
 in the same process, with the same module, optimizers, loggers and callbacks, as Lightning does on a resume. A retry
 inside the strategy could not restore the micro-batches before a failed one, and `trainer.fit` would run the user's
 setup hooks once more. Sources: Lazarus 4.3 and REFT 4; here live state replaces the checkpoint.
-
-Process groups are built so that a lost member is detected soon and the next attempt works: gloo waits for another
-rank's first connection for five times the group's timeout. So groups are built with a short timeout, after all
-members have met in the store (a wait that can be aborted), and get the timeout of their collectives afterwards.
-
-Exceptions of lost peers are recognized by their type and place. Messages count only where torch or this package has
-written them: a service that a user's code asks may refuse connections, too.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import opcode
-import re
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    ProcessGroup,
-    Store,
-)
-from torch.nn import parallel
 from torch.optim import Optimizer
 
-from moe_lightning import dispatch
-from moe_lightning import kernels as ops
-from moe_lightning import parallel as own_parallel
 from moe_lightning.balancing.repair import Repair, repair_placements
 from moe_lightning.checkpoint.memory import DamagedSnapshots
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, without_snapshots
-from moe_lightning.compat import private_lightning, private_torch
+from moe_lightning.compat import private_lightning
 from moe_lightning.data.loader import leave_schedule
-from moe_lightning.dispatch.dispatcher import Dispatcher
-from moe_lightning.dispatch.transports import AllToAllSpec, ExchangeBackend
+from moe_lightning.elastic.faults import WorldChanged, is_network_fault, is_world_fault, reason_of, release_frames
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.elastic.rendezvous_client import WorldTooSmall
-from moe_lightning.elastic.worker import KILLED, PeerFailed, Preempted, RunFinished, signature_of, take_over_terminal
-from moe_lightning.errors import ConfigurationError, WorldCutError
-from moe_lightning.moe.layer import MoELayer
-from moe_lightning.moe.losses import load_balancing_loss, router_z_loss
-from moe_lightning.moe.randomness import StreamDropout
-from moe_lightning.moe.router import Router, drop_overflow
-from moe_lightning.parallel.abort import GroupAborter, reject_unknown_connections
-from moe_lightning.parallel.collectives import all_gather_json, check_versions
-from moe_lightning.parallel.context import World, agree, any_says, first_group_options, is_silent, prepare_environment
-from moe_lightning.parallel.mesh import Layout
+from moe_lightning.elastic.worker import PeerFailed, Preempted, RunFinished, signature_of, take_over_terminal
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.moe.warm_up import warm_up
+from moe_lightning.parallel.abort import build_world, destroy_groups, store_barrier
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World, agree, any_says
 from moe_lightning.strategies.recovery import (
     FitProgress,
     RecoveryListener,
@@ -88,200 +61,11 @@ from moe_lightning.strategies.recovery import (
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import WorldListener, Worlds
 
-_GLOO_PATIENCE = 5
-
-
-def begin_building(store: Store, size: int, timeout_s: float) -> timedelta:
-    """Wait until every member of a world has come to build its groups; the timeout to build them with.
-
-    With it building ends within `timeout_s`, whoever is lost meanwhile. Give each group the timeout of its collectives
-    with `set_collectives_timeout` afterwards.
-
-    Args:
-        store: under a prefix that is this world's alone.
-        size: number of members, each of which calls this once.
-
-    Raises:
-        TimeoutError: not all came in time.
-        RuntimeError: the store was cut.
-    """
-    assert not dist.is_initialized(), "destroy the former groups first"
-    private_torch.reset_group_names()
-    meet(store, "build their groups", size, timeout_s)
-    return timedelta(seconds=timeout_s / _GLOO_PATIENCE)
-
-
-def meet(store: Store, purpose: str, size: int, timeout_s: float) -> None:
-    """Wait until so many ranks have come here.
-
-    Args:
-        store: a world's.
-        purpose: what they come for, as words after "came to"; once in a world.
-
-    Raises:
-        TimeoutError: not all came in time.
-        RuntimeError: the store was cut.
-    """
-    met, everybody = f"{purpose}: met", f"{purpose}: all"
-    if store.add(met, 1) == size:
-        store.set(everybody, "")
-    try:
-        store.wait([everybody], timedelta(seconds=timeout_s))
-    except dist.DistStoreError:
-        came = store.add(met, 0)
-        raise TimeoutError(f"only {came} of {size} ranks came to {purpose} within {timeout_s:g} s") from None
-
-
-def set_collectives_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Give a group that has been built the timeout of its collectives."""
-    private_torch.set_group_timeout(group, timeout)
-
-
-def build_world(
-    name: str,
-    *,
-    store: Store,
-    rank: int,
-    size: int,
-    backend: str,
-    timeout: timedelta,
-    build_timeout_s: float,
-    device: torch.device,
-    layout: Layout | None = None,
-    generation: int = 0,
-    guard: Callable[[Callable[[], None]], None],
-) -> World:
-    """Make torch's default group and ours for one membership, so that they can be cut from any thread.
-
-    Args:
-        name: unique for ever; the prefix of what the groups keep in the store.
-        store: outlives its members.
-        timeout: of every collective.
-        build_timeout_s: of building; a member may die meanwhile.
-        layout: as of `World.connect`.
-        generation: number of the membership.
-        guard: told how to cut the connections, before any is made.
-
-    Raises:
-        WorldCutError: the world broke meanwhile.
-        ConfigurationError: this rank has other versions than rank 0, and would plan otherwise.
-    """
-    aborter = GroupAborter()
-    guard(aborter.abort)
-    if size == 1:
-        return World.single(device, generation=generation)
-    prefixed = PrefixStore(name, store)
-    prefixed.set_timeout(timedelta(seconds=build_timeout_s))
-    with aborter:
-        short = begin_building(prefixed, size, build_timeout_s)
-        prepare_environment(is_elastic=True)
-        own = first_group_options(device)
-        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=short, **own)
-        world = World.connect(device, short, layout, is_cut=lambda: aborter.is_cut, generation=generation)
-    aborter.tune()
-    for group in world.all_groups:
-        set_collectives_timeout(group, timeout)
-    aborter.add_groups([group for group in world.all_groups if is_silent(group, device)], device)
-    aborter.confirm(lambda value: all_gather_json(value, world))
-    reject_unknown_connections(aborter.connections)
-    check_versions(world, recovers=True)
-    return world
-
-
-ROWS_PER_SLOT = (16, 128)
-"""Few and many: kernels have tiles of their own for each, see `kernels.triton.tiles`."""
-
 logger = logging.getLogger(__name__)
 
-
-def warm_up(module: nn.Module, layers: Iterable[MoELayer], device: torch.device) -> None:
-    """Compute layers on numbers of no meaning, forward and backward, without a word to other ranks; nothing of the
-    module changes, and no random number is drawn. Does nothing on a CPU.
-
-    Autocast is that of the caller. A layer's slots, and the ranks that its dispatcher knows, are those of its steps.
-
-    Args:
-        module: has the layers, and dropout that follows samples, perhaps.
-        layers: as they are placed.
-        device: of the steps.
-    """
-    if device.type == "cpu":
-        return
-    began = time.perf_counter()
-    dropout = next((part.p for part in module.modules() if isinstance(part, StreamDropout) and part.p), 0.0)
-    for layer in {_kind(layer): layer for layer in layers}.values():
-        dtypes = {layer.experts.dtype}
-        if torch.is_autocast_enabled(device.type):
-            dtypes.add(torch.get_autocast_dtype(device.type))
-        for dtype in sorted(dtypes, key=str):
-            for rows in ROWS_PER_SLOT:
-                _compute(layer, rows, dtype, device, dropout)
-        if (layer.dispatcher.placement.replicas.sum(axis=1) > 1).any():
-            for length in (1024, 1023):  # sizes of gradients that memory takes in wide words, and others
-                gradients = torch.zeros(2, length, dtype=layer.experts.dtype, device=device)
-                ops.sum_in_rank_order(gradients, out=gradients[0].clone())
-    logger.info("kernels were launched for the first time in %.1f s", time.perf_counter() - began)
-
-
-def _kind(layer: MoELayer) -> Hashable:
-    """Alike for layers that launch the same kernels."""
-    sizes = tuple((name, p.shape, p.dtype) for name, p in layer.experts.stacked_parameters().items())
-    return sizes, layer.experts.activation, layer.num_experts, repr(layer.router.config), layer.dispatcher.world.size
-
-
-def _compute(layer: MoELayer, rows: int, dtype: torch.dtype, device: torch.device, dropout: float) -> None:
-    experts, config, dispatcher = layer.experts, layer.router.config, layer.dispatcher
-    num_tokens = -(-rows * max(1, experts.num_slots) // (16 * config.top_k)) * 16
-    generator = torch.Generator().manual_seed(0)
-    scores_TE = torch.rand(num_tokens, layer.num_experts, generator=generator).to(device)
-    given_TD = torch.randn(num_tokens, experts.width, generator=generator).to(device, dtype).requires_grad_()
-    router, x_TD = layer.router, given_TD
-    if isinstance(router, Router) and router.is_plain:
-        with torch.autocast(device.type, enabled=False):
-            logits_TE, scores_TE, weights_TK, ids_TK, alike_TD = router.routed(given_TD)
-        x_TD = given_TD if alike_TD is None else alike_TD
-    else:
-        ids_TK = router.choose(scores_TE) if isinstance(router, Router) else ops.top_k_experts(scores_TE, config.top_k)
-        logits_TE, weights_TK = scores_TE.requires_grad_(), scores_TE.gather(-1, ids_TK)
-    if config.capacity_factor is not None:
-        limit = config.capacity(ids_TK.numel(), layer.num_experts)
-        ids_TK = drop_overflow(ids_TK, weights_TK, limit, layer.num_experts, config.drop_policy)
-    counts_E = ops.count_by_expert(ids_TK, layer.num_experts)
-    if dispatcher.world.size > 1:
-        planner = Dispatcher(
-            dispatcher.placement, dispatcher.world, dispatcher.groups, "balanced", experts.slot_experts
-        )
-        plan, alone = planner.plan(counts_E.cpu().expand(dispatcher.world.size, -1)), _Alone(dispatcher.world)
-        rows_MD, tokens_S, route = alone.dispatch(x_TD, ids_TK, plan, None)
-        y_TD = alone.combine(experts(rows_MD, tokens_S), route, weights_TK)
-    elif experts.takes_tokens(x_TD):
-        y_TD = experts.of_tokens(x_TD, dispatcher.sorted_by_slot(ids_TK), weights_TK, None)
-    else:
-        sent = dispatcher.dispatch(x_TD, ids_TK, counts_E.unsqueeze(0))
-        y_TD = dispatcher.combine(experts(sent.rows_MD, sent.tokens_per_slot_S), sent, weights_TK)
-    if dropout:  # keys fill 64 bits
-        y_TD = ops.keyed_dropout(y_TD, dropout, ops.Draw(key=1 << 62, first=0, here=1, parts=1, part=0))
-    result = y_TD.sum()
-    if config.aux_loss_coef:
-        result = result + load_balancing_loss(scores_TE, counts_E)
-    if config.z_loss_coef:
-        result = result + router_z_loss(logits_TE)
-    leaves = [given_TD, *(p for p in layer.parameters() if p.requires_grad)]
-    torch.autograd.grad(result, leaves, allow_unused=True)
-
-
-class _Alone(ExchangeBackend):
-    """Exchange without peers: as many rows arrive as others would send, but they are this rank's own, and zeros."""
-
-    def exchange(self, rows_MD: Tensor, spec: AllToAllSpec) -> Tensor:
-        return F.pad(rows_MD, (0, 0, 0, sum(spec.recv_splits) - len(rows_MD)))
-
-
-_LOOK_S = 0.1
-
-
-class WorldChanged(Exception):
-    """The ranks agreed, between two steps, to form another world: somebody wants in, or leaves."""
+_POLL_S = 0.1
+_ATTEMPTS = 3  # to build the groups of the first world
+_MOST_REPEATS = 3  # of one fault in one step, without a lost rank
 
 
 def hand_over(
@@ -328,7 +112,7 @@ def hand_over(
         state.experts.hand_over(staying, repair.placements, state.optimizers, nodes)
         state.hand_over(staying, world)
     try:
-        meet(engine.store, "hand over", world.size, timeout.total_seconds())
+        store_barrier(engine.store, "hand over", world.size, timeout.total_seconds())
     except (dist.DistError, TimeoutError):
         if engine.reason != reason:
             raise
@@ -350,18 +134,8 @@ def starts_anew(engine: Membership, world: World, timeout: timedelta, can_restor
     """
     is_later = can_restore and max(all_gather_json(engine.task.starts, world)) > 1
     if is_later and world.is_connected:
-        meet(engine.store, "go back to what was saved", world.size, timeout.total_seconds())
+        store_barrier(engine.store, "go back to what was saved", world.size, timeout.total_seconds())
     return is_later
-
-
-def drop_groups() -> None:
-    """Release the groups of a world that has ended, and the objects tied to them."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    # What a failed backward pass left in autograd's queue of this thread goes with the next pass; until then it keeps
-    # the gradient accumulators of parameters alive, which remember the old number of slots.
-    torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-    gc.collect()  # graphs of the failed step, their threads and connections
 
 
 def wait_for_ranks(world: World, engine: Membership, limit: int) -> WorldTooSmall:
@@ -390,120 +164,7 @@ def wait_for_ranks(world: World, engine: Membership, limit: int) -> WorldTooSmal
                 f"only {size} of at least {limit} ranks ({name}) came together within {timeout_s:g} s: the run ends "
                 f"here; start it again with more workers, or lower {name}"
             )
-        time.sleep(_LOOK_S)
-
-
-_COLLECTIVES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (dist, parallel, own_parallel, dispatch))
-"""The folders whose code talks to other ranks."""
-
-_NETWORK_FAULT = re.compile(
-    r"gloo|NCCL|TCPStore|process group|is not registered|connection (closed|reset|refused|aborted)|broken pipe|"
-    r"socket (timeout|error)|timed out (waiting|after)|wait timeout",
-    re.I,
-)
-_NATIVE_FAULT = re.compile(r"gloo|NCCL|TCPStore|process ?group", re.I)
-"""In the words of compiled code that any frame may have called: a backward pass, or a `wait` in a user's code."""
-
-_LOST_DEVICE = re.compile(
-    r"CUDA error: .*(illegal memory access|illegal instruction|device-side assert|misaligned address|launch failure|"
-    r"hardware stack error|invalid program counter|uncorrectable ECC|unspecified)",
-    re.I,
-)
-"""Errors after which every call of the process to its GPU fails: what an aborted exchange left was used as an index."""
-
-
-def is_worlds_fault(error: BaseException, known_reason: str | None) -> bool:
-    """True if an exception was caused by a lost peer or an agreed change, not by an error of this process.
-
-    Args:
-        known_reason: why the world ended, where the monitor has heard of it.
-
-    Raises:
-        PeerFailed: the device context of this process is of no use any more, so a fresh process must take its place.
-    """
-    if _LOST_DEVICE.search(str(error)):
-        raise PeerFailed(f"a rank lost its device ({str(error).splitlines()[0]}), so a process starts over", "death")
-    if isinstance(error, WorldChanged):
-        return True
-    if isinstance(error, ConfigurationError | PeerFailed | Preempted | RunFinished):
-        return False
-    if known_reason is not None:
-        return True
-    return is_network_fault(error)
-
-
-def is_network_fault(error: BaseException | None) -> bool:
-    """True if a collective, or what surrounds it, raised an exception because of its connections."""
-    return any(_raised_in_collective(cause) for cause in _causes(error))
-
-
-def reason_of(fault: BaseException | None, known_reason: str | None) -> str:
-    """The words for the console: what is known, before what an exception says."""
-    if isinstance(fault, WorldChanged):
-        return str(fault)
-    if known_reason is not None:
-        return known_reason
-    if is_network_fault(fault):
-        return "the connection to another rank broke"
-    return f"{type(fault).__name__}: {fault}"
-
-
-def _raised_in_collective(error: BaseException) -> bool:
-    if isinstance(error, dist.DistError | WorldCutError):
-        return True
-    place = _innermost(error.__traceback__)
-    if place is None or not isinstance(error, RuntimeError | ValueError | ConnectionError | TimeoutError):
-        return False
-    code = place.tb_frame.f_code
-    if code.co_filename.startswith(_COLLECTIVES):
-        return isinstance(error, ConnectionError | TimeoutError) or bool(_NETWORK_FAULT.search(str(error)))
-    # Compiled code has no frame of its own: what raised is then the instruction that called it.
-    is_native = opcode.opname[code.co_code[place.tb_lasti]] != "RAISE_VARARGS"
-    return is_native and isinstance(error, RuntimeError) and bool(_NATIVE_FAULT.search(str(error)))
-
-
-def _innermost(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and what it came of: a pipeline wraps what a stage raises."""
-    found, seen = [error], set()
-    while found:
-        error = found.pop()
-        if error is not None and id(error) not in seen:
-            seen.add(id(error))
-            found += [error.__context__, error.__cause__]
-            yield error
-
-
-def explained(error: Exception, engine: Membership) -> Exception:
-    """Return the exception to raise instead of one that leaves the Trainer: a lost connection is another rank's end,
-    whose cause a launcher or the rendezvous host reports some moments later.
-    """
-    if not is_worlds_fault(error, None) or isinstance(error, WorldChanged):
-        return error
-    cause = engine.wait_for_cause()
-    if cause is None:
-        return error
-    if KILLED in cause and not engine.is_finished():
-        return PeerFailed(f"{cause} before it trained, so all ranks start again", "death")
-    return PeerFailed(
-        f"{cause}, outside the training loop, where the others cannot continue without it: fix that, then give "
-        "the same "
-        "command again"
-    )
-
-
-def scrub(error: BaseException | None) -> None:
-    """Release the frames of an exception: they refer to groups whose connections would stay open."""
-    for cause in list(_causes(error)):
-        cause.__traceback__ = cause.__context__ = cause.__cause__ = None
-
-
-_ATTEMPTS = 3
+        time.sleep(_POLL_S)
 
 
 def first_world(engine: Membership, build: Callable[[Members], World]) -> tuple[Members, World] | None:
@@ -526,16 +187,13 @@ def first_world(engine: Membership, build: Callable[[Members], World]) -> tuple[
         try:
             return members, build(members)
         except Exception as error:
-            if attempts == _ATTEMPTS or not is_worlds_fault(error, engine.reason):
+            if attempts == _ATTEMPTS or not is_world_fault(error, engine.reason):
                 raise
             engine.abort(reason_of(error, engine.reason))
-            drop_groups()
+            destroy_groups()
             if engine.wait_for_cause() is not None:
                 raise
-            scrub(error)
-
-
-_MOST_REPEATS = 3  # of one fault in one step, without a lost rank
+            release_frames(error)
 
 
 class ElasticWorlds:
@@ -742,7 +400,7 @@ class ElasticWorlds:
                 fit()
                 return self.engine.finish()
             except Exception as error:
-                if not is_worlds_fault(error, self.engine.reason):
+                if not is_world_fault(error, self.engine.reason):
                     error.add_note(self._place())
                     raise
                 fault = error
@@ -820,7 +478,7 @@ class ElasticWorlds:
         began_at, began = time.time(), time.perf_counter()
         self._cause = None
         reason, details = self._reason(fault), self._look_into(fault)
-        scrub(fault)
+        release_frames(fault)
         before, version = (0 if self.is_newcomer else self._worlds.present.size), self.version
         former = self._require_members().ids if before else ()
         while True:
@@ -842,10 +500,10 @@ class ElasticWorlds:
                 plan, repair = self._join_and_transfer(watch)
                 break
             except Exception as error:
-                if not is_worlds_fault(error, self.engine.reason):
+                if not is_world_fault(error, self.engine.reason):
                     raise
                 fault, reason = error, self._reason(error)
-                scrub(error)
+                release_frames(error)
         seconds = watch.seconds | {"total": time.perf_counter() - began}
         self.report = RecoveryReport(
             reason=reason if isinstance(fault, WorldChanged) or before == 0 else self._cause or reason,
@@ -896,7 +554,7 @@ class ElasticWorlds:
         """Abort the old world on all ranks, so that nothing waits on its connections."""
         self.engine.abort(reason)
         self._wrapped.leave()
-        drop_groups()
+        destroy_groups()
 
     def _join_and_transfer(self, watch: Stopwatch) -> tuple[RecoveryPlan, Repair]:
         """Join the next world and bring every rank to the same committed step."""

@@ -14,8 +14,8 @@ from contextlib import suppress
 from functools import cached_property
 
 from moe_lightning.compat import private_torch
+from moe_lightning.elastic.faults import is_network_fault
 from moe_lightning.parallel.context import World, common_store
-from moe_lightning.strategies.elastic_worlds import is_network_fault
 from moe_lightning.user_errors import one_line
 
 _PATIENCE_S, _LOOK_S = 5.0, 0.05

@@ -36,6 +36,7 @@ from typing_extensions import override
 from moe_lightning.checkpoint.files import write_file
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.compat.private_lightning import SubprocessLauncher, WorkersLauncher
+from moe_lightning.elastic.faults import explain
 from moe_lightning.elastic.membership import ElasticTask, Membership, membership_from_environment
 from moe_lightning.elastic.worker import PeerFailed, leave_process_groups_at_exit
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
@@ -44,7 +45,7 @@ from moe_lightning.parallel.collectives import broadcast_object, carry_objects_w
 from moe_lightning.parallel.context import STORE_VARIABLE, World, all_reduce_, broadcast_, join_local_world
 from moe_lightning.parallel.gradient_hook import DenseSum, sum_over_ranks
 from moe_lightning.strategies.checkpoints import decided
-from moe_lightning.strategies.elastic_worlds import ElasticWorlds, explained
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.failures import Failure
 from moe_lightning.strategies.steps import explained_norm
 from moe_lightning.strategies.worlds import Worlds
@@ -339,7 +340,7 @@ class WorldDDPStrategy(DDPStrategy):
                 "its parts, and use its weights nowhere else, or use dense=zero1"
             )
         if self.elastic is not None:
-            return explained(error, self.elastic.engine)
+            return explain(error, self.elastic.engine)
         if self._failure is not None and self._failure.is_of_network and (cause := self._failure.cause()):
             return PeerFailed(f"{cause}; see its traceback")
         return error

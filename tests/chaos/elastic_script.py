@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from moe_lightning.compat import private_torch
 from moe_lightning.elastic.membership import membership_from_environment
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.elastic.worker import take_over_terminal
-from moe_lightning.parallel.abort import GroupAborter
-from moe_lightning.strategies.elastic_worlds import begin_building, set_collectives_timeout
+from moe_lightning.parallel.abort import GroupAborter, begin_build
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)
@@ -37,9 +37,9 @@ while not stop:
         store = dist.PrefixStore(members.name, engine.store)
         with GroupAborter() as aborter:
             engine.guard(members, aborter.abort)
-            timeout = begin_building(store, members.size, engine.settings.build_timeout_s)
+            timeout = begin_build(store, members.size, engine.settings.build_timeout_s)
             dist.init_process_group("gloo", store=store, rank=members.rank, world_size=members.size, timeout=timeout)
-        set_collectives_timeout(dist.group.WORLD, timedelta(seconds=30))
+        private_torch.set_group_timeout(dist.group.WORLD, timedelta(seconds=30))
         state = torch.zeros(3)
         worlds += 1
         while not state[0]:

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_lightning.compat import private_torch
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members, membership_from_environment
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import EXIT_HANGING
-from moe_lightning.parallel.abort import GroupAborter
-from moe_lightning.strategies.elastic_worlds import begin_building, set_collectives_timeout
+from moe_lightning.parallel.abort import GroupAborter, begin_build
 from tests.forks import FORKS, PATIENCE_S, fork, kill
 
 FAST = ElasticSettings(
@@ -114,12 +114,12 @@ def _build(engine: RendezvousClient, members: Members) -> None:
     store = dist.PrefixStore(members.name, engine.store)
     with GroupAborter() as aborter:
         engine.guard(members, aborter.abort)
-        short = begin_building(store, members.size, engine.settings.build_timeout_s)
+        short = begin_build(store, members.size, engine.settings.build_timeout_s)
         dist.init_process_group("gloo", store=store, rank=members.rank, world_size=members.size, timeout=short)
         second = dist.new_group(timeout=short)
     assert dist.group.WORLD is not None
     for group in (dist.group.WORLD, second):
-        set_collectives_timeout(group, timedelta(seconds=60))
+        private_torch.set_group_timeout(group, timedelta(seconds=60))
     aborter.confirm(gather_json)
     assert len(aborter.connections) >= 2 * (members.size - 1)
 

@@ -18,8 +18,8 @@ from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.randomness import StreamDropout
+from moe_lightning.moe.warm_up import warm_up
 from moe_lightning.parallel.context import World
-from moe_lightning.strategies.elastic_worlds import warm_up
 from tests.distributed.harness import connect
 from tests.gpu.answers import answer
 from tests.gpu.fake_device import FakeDevice, OnDevice, on_hosts, set_up

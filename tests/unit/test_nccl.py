@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
+from moe_lightning.compat import private_torch
 from moe_lightning.errors import WorldCutError
 from moe_lightning.parallel import context
 from moe_lightning.parallel.abort import GroupAborter
 from moe_lightning.parallel.context import World
-from moe_lightning.strategies import elastic_worlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -88,7 +88,7 @@ def test_what_ends_a_groups_collectives_is_asked_of_the_group() -> None:
 def test_groups_on_other_devices_get_their_timeout_too() -> None:
     given: list[Any] = []
     other: Any = SimpleNamespace(_device_types=[torch.device("xpu")], set_timeout=given.append)
-    elastic_worlds.set_collectives_timeout(other, MINUTE)
+    private_torch.set_group_timeout(other, MINUTE)
     assert given == [MINUTE]
 
 

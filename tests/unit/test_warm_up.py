@@ -14,8 +14,9 @@ import torch
 
 from moe_lightning.elastic.worker import RunFinished
 from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.warm_up import warm_up
 from moe_lightning.strategies import elastic_worlds
-from moe_lightning.strategies.elastic_worlds import ElasticWorlds, warm_up
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -34,7 +35,7 @@ def test_a_newcomer_warms_up_before_it_says_that_it_is_ready(monkeypatch: pytest
     engine.join = join
     monkeypatch.setattr(elastic_worlds, "set_up_data", lambda trainer: None)
     monkeypatch.setattr(elastic_worlds, "warm_up", lambda module, layers, of: done.append(f"warms {of} up"))
-    monkeypatch.setattr(elastic_worlds, "drop_groups", lambda: None)
+    monkeypatch.setattr(elastic_worlds, "destroy_groups", lambda: None)
     worlds = ElasticWorlds(
         Worlds(), state, MagicMock(), lambda world: None, engine, device, "nccl", timedelta(seconds=1)
     )

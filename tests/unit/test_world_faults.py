@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from moe_lightning import parallel
+from moe_lightning.elastic.faults import explain, is_world_fault, reason_of, release_frames
 from moe_lightning.elastic.worker import PeerFailed, RunFinished
 from moe_lightning.errors import ConfigurationError, WorldCutError
-from moe_lightning.strategies.elastic_worlds import explained, is_worlds_fault, reason_of, scrub
 
 COLLECTIVE, OURS, USERS = str(dist.__file__), str(parallel.__file__), "/home/user/train.py"
 
@@ -42,7 +42,7 @@ GLOO = "[gloo/transport/tcp/pair.cc] Connection closed by peer"
 
 
 @pytest.mark.parametrize(
-    ("error", "known", "is_worlds"),
+    ("error", "known", "expected"),
     [
         (raised(RuntimeError(GLOO), COLLECTIVE), None, True),
         (called(RuntimeError(GLOO), COLLECTIVE), None, True),
@@ -67,17 +67,17 @@ GLOO = "[gloo/transport/tcp/pair.cc] Connection closed by peer"
         (RunFinished("too late"), "rank 1 was killed", False),
     ],
 )
-def test_only_faults_of_the_world_are_recovered_from(error: Exception, known: str | None, is_worlds: bool) -> None:
-    assert is_worlds_fault(error, known) is is_worlds
+def test_only_faults_of_the_world_are_recovered_from(error: Exception, known: str | None, expected: bool) -> None:
+    assert is_world_fault(error, known) is expected
 
 
 @pytest.mark.parametrize("words", ["device-side assert triggered", "an illegal memory access was encountered"])
 @pytest.mark.parametrize("known", [None, "rank 1 was killed"])
 def test_a_process_whose_device_is_lost_makes_room_for_a_fresh_one(words: str, known: str | None) -> None:
     with pytest.raises(PeerFailed, match=f"CUDA error: {words}") as told:
-        is_worlds_fault(RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be reported later"), known)
+        is_world_fault(RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be reported later"), known)
     assert told.value.kind == "death"
-    assert not is_worlds_fault(RuntimeError("CUDA error: out of memory"), None)
+    assert not is_world_fault(RuntimeError("CUDA error: out of memory"), None)
 
 
 class Engine:
@@ -93,7 +93,7 @@ class Engine:
 
 def test_outside_the_training_loop_a_lost_connection_is_the_end_of_the_rank_that_caused_it() -> None:
     lost = raised(RuntimeError(GLOO), COLLECTIVE)
-    told = explained(lost, Engine("rank 1 on node b exited with code 1 (ValueError: no)"))  # type: ignore[arg-type]
+    told = explain(lost, Engine("rank 1 on node b exited with code 1 (ValueError: no)"))  # type: ignore[arg-type]
     assert isinstance(told, PeerFailed)
     assert str(told).startswith("rank 1 on node b exited with code 1 (ValueError: no), outside the training loop")
     assert told.kind == "peer"
@@ -102,7 +102,7 @@ def test_outside_the_training_loop_a_lost_connection_is_the_end_of_the_rank_that
 @pytest.mark.parametrize(("has_finished", "kind"), [(False, "death"), (True, "peer")])
 def test_before_training_all_ranks_may_start_again_after_one_was_killed(has_finished: bool, kind: str) -> None:
     lost = raised(RuntimeError(GLOO), COLLECTIVE)
-    told = explained(lost, Engine("rank 1 was killed by SIGKILL", has_finished=has_finished))  # type: ignore[arg-type]
+    told = explain(lost, Engine("rank 1 was killed by SIGKILL", has_finished=has_finished))  # type: ignore[arg-type]
     assert isinstance(told, PeerFailed)
     assert told.kind == kind
 
@@ -116,7 +116,7 @@ def test_before_training_all_ranks_may_start_again_after_one_was_killed(has_fini
     ],
 )
 def test_an_error_of_its_own_stays_what_it_is(error: Exception, cause: str | None) -> None:
-    assert explained(error, Engine(cause)) is error  # type: ignore[arg-type]
+    assert explain(error, Engine(cause)) is error  # type: ignore[arg-type]
 
 
 def test_what_is_known_is_said_before_what_an_exception_says() -> None:
@@ -149,7 +149,7 @@ def test_scrubbed_exceptions_hold_no_frame() -> None:
         kept = error
     gc.collect()
     assert seen[0]() is not None
-    scrub(kept)
+    release_frames(kept)
     gc.collect()
     assert seen[0]() is None
 
@@ -162,10 +162,10 @@ def test_what_a_pipeline_wraps_is_looked_into_and_let_go() -> None:
             raise ValueError("Failed to run stage backward: args: ...") from error
     except ValueError as error:
         fault = error
-    assert is_worlds_fault(fault, None)
+    assert is_world_fault(fault, None)
     assert reason_of(fault, None) == "the connection to another rank broke"
     cause = fault.__cause__
-    scrub(fault)
+    release_frames(fault)
     assert cause is not None
     assert (fault.__cause__, fault.__context__, cause.__traceback__) == (None, None, None)
-    assert not is_worlds_fault(ValueError("a mistake"), None)
+    assert not is_world_fault(ValueError("a mistake"), None)

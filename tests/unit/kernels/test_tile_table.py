@@ -13,7 +13,7 @@ from benchmarks import tiles
 from moe_lightning import kernels
 from moe_lightning.cli.bench import main
 from moe_lightning.kernels import tile_table
-from moe_lightning.strategies.elastic_worlds import ROWS_PER_SLOT
+from moe_lightning.moe.warm_up import ROWS_PER_SLOT
 
 TILE = (128, 128, 32, 8, 3)
 
