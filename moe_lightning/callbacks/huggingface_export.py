@@ -13,6 +13,7 @@ from typing_extensions import override
 from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.huggingface.card import TrainingFacts, write_card
 from moe_lightning.models.huggingface.export import (
     Export,
     check_target,
@@ -69,7 +70,8 @@ def export_to_huggingface(
     """Write the trainer's HuggingFaceModule as a checkpoint that plain transformers loads; collective.
 
     Rank 0 writes: the dense weights, which it has, then the experts of one layer after the other, which it collects
-    from their lowest holders. The tokenizer and other small files of the checkpoint it came from are taken over.
+    from their lowest holders. The tokenizer and other small files of the checkpoint it came from are taken over, and a
+    model card is written.
 
     Args:
         trainer: with a model, under ExpertParallelStrategy or any strategy of one rank.
@@ -94,18 +96,26 @@ def export_to_huggingface(
     dense, stacks = module.model.state_dict(), _stacks(trainer, module, export)
     if isinstance(trainer.strategy, ExpertParallelStrategy):
         dense = full_model_state(dense, {}, trainer.strategy.world, cuts=cuts_of(module.model))
-    adapter = module.config.adapter
+    adapter, data = module.config.adapter, getattr(trainer, "datamodule", None)
     if trainer.is_global_zero and adapter is not None and form == "adapter":
-        write_adapter(path, export, adapter, module.config.pretrained, dense, stacks)
+        write_adapter(path, export, adapter, module.config.pretrained, dense, stacks, run=_run(trainer))
     elif trainer.is_global_zero:
         if adapter is not None:
             dense, shapes = merged_dense(dense, adapter), [_experts(module, b).shapes for b in export.blocks]
             stacks = (merged_experts(s, shape, adapter) for s, shape in zip(stacks, shapes, strict=True))
         export.write(path, dense, stacks, run=_run(trainer))
-        copy_companions(module.config.folder, path)
+        copy_companions(module.config.folder, path, getattr(data, "trained_tokenizer", None))
     else:
         for _ in stacks:  # gives rank 0 what it asks for
             continue
+    if trainer.is_global_zero:
+        facts = TrainingFacts(
+            steps=trainer.global_step,
+            source=str(getattr(data, "source", "")),
+            global_batch_size=getattr(data, "global_batch_size", None),
+            metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+        )
+        write_card(path, module.config, module.optimizer_config, facts, is_adapter=form == "adapter")
     trainer.strategy.barrier("export_to_huggingface")
 
 

@@ -5,7 +5,7 @@ The checkpoint is a file or a directory. One process writes one layer's experts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from moe_lightning.checkpoint.inspect import trained_tokenizer
 from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.cli.plot import metrics_files, read_metrics
+from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.saved_model import SavedModel, open_saved
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
@@ -21,6 +23,7 @@ from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
 
 if TYPE_CHECKING:
     from moe_lightning.models.huggingface.architecture import Architecture
+    from moe_lightning.models.huggingface.card import TrainingFacts
     from moe_lightning.models.huggingface.module import HuggingFaceConfig
 
 
@@ -28,7 +31,7 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
     """Write the model of a checkpoint for plain transformers; returns the bytes of its tensors.
 
     Experts that a partial checkpoint left behind come as they were saved last. Adapters are added to the weights of the
-    checkpoint that training began with.
+    checkpoint that training began with. Tokenizer and model card are written beside them.
 
     Args:
         path: a Lightning checkpoint file, a checkpoint directory, or a directory of these: its newest.
@@ -41,7 +44,15 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
             for the model, or the folder exists.
         CheckpointError: it is missing or damaged.
     """
-    from moe_lightning.models.huggingface.export import existing, plan_export, require_peft_knows, write_adapter
+    from moe_lightning.models.gpt_module import OptimizerConfig
+    from moe_lightning.models.huggingface.card import write_card
+    from moe_lightning.models.huggingface.export import (
+        copy_companions,
+        existing,
+        plan_export,
+        require_peft_knows,
+        write_adapter,
+    )
     from moe_lightning.models.huggingface.loading import build_skeleton
     from moe_lightning.models.huggingface.module import HuggingFaceConfig
 
@@ -55,35 +66,49 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
     architecture = config.architecture(hyper_parameters["huggingface"])
     export = plan_export(architecture, build_skeleton(architecture), dtype)
 
-    if config.adapter is not None:
+    optimizer, facts = build_config(OptimizerConfig, hyper_parameters["optimizer"]), _facts(source)
+    if adapter_alone:
+        require_peft_knows(config.adapter)
+    if config.adapter is None:
+        dense, stacks = {name: source.dense(name) for name in export.dense}, _stacks(source, architecture)
+    else:
         trained = _Adapted(source, config, architecture, alone=adapter_alone)
         if adapter_alone:
-            dense, blocks = trained.adapters(), trained.expert_adapters()
-            return write_adapter(target, export, config.adapter, config.pretrained, dense, blocks)
-        written = export.write(target, trained.dense(), trained.experts())
-        _copy_companions(source, config.folder, target)
-        return written
-    if adapter_alone:
-        require_peft_knows(None)
-
-    def stacks() -> Iterator[dict[str, Tensor]]:
-        for index, (block, layer) in enumerate(architecture.layers.items()):
-            names = layer.experts.stacked_parameters()
-            yield {name: source.experts(index, f"{block}.moe", name, layer.num_experts) for name in names}
-
-    written = export.write(target, {name: source.dense(name) for name in export.dense}, stacks())
-    _copy_companions(source, config.folder, target)
+            dense, stacks = trained.adapters(), trained.expert_adapters()
+            written = write_adapter(target, export, config.adapter, config.pretrained, dense, stacks)
+        else:
+            dense, stacks = trained.dense(), trained.experts()
+    if not adapter_alone:
+        written = export.write(target, dense, stacks)
+        copy_companions(config.folder, target, trained_tokenizer(source.values))
+    write_card(target, config, optimizer, facts, is_adapter=adapter_alone)
     return written
 
 
-def _copy_companions(source: SavedModel, folder: Path, target: Path) -> None:
-    """Give an exported folder the tokenizer that the run has trained, and from the original what else belongs to it."""
-    from moe_lightning.models.huggingface.export import copy_companions
+def _stacks(source: SavedModel, architecture: Architecture) -> Iterator[dict[str, Tensor]]:
+    """The stacks [E, ...] of one block after the other."""
+    for index, (block, layer) in enumerate(architecture.layers.items()):
+        names = layer.experts.stacked_parameters()
+        yield {name: source.experts(index, f"{block}.moe", name, layer.num_experts) for name in names}
 
-    tokenizer = trained_tokenizer(source.values)
-    if tokenizer is not None:
-        (target / "tokenizer.json").write_text(tokenizer)
-    copy_companions(folder, target)
+
+def _facts(source: SavedModel) -> TrainingFacts:
+    """What the run of a checkpoint says of its training; steps alone of one that was copied away from it."""
+    from moe_lightning.models.huggingface.card import TrainingFacts
+
+    steps = int(source.values["global_step"])
+    data = (config_of(str(source.path)) or {}).get("data")
+    if not isinstance(data, Mapping):
+        return TrainingFacts(steps=steps)
+    batch_size = data.get("global_batch_size")
+    logged = read_metrics(metrics_files(Path(str(source.path)).absolute().parents[1]))
+    before = {name: [value for step, value in values.items() if step <= steps] for name, values in logged.items()}
+    return TrainingFacts(
+        steps=steps,
+        source=str(data.get("source") or data.get("path") or ""),
+        global_batch_size=batch_size if isinstance(batch_size, int) else None,
+        metrics={name: values[-1] for name, values in before.items() if values},
+    )
 
 
 class _Adapted:

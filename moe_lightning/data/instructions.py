@@ -618,6 +618,11 @@ class InstructionData(StepDataModule):
         self._tokenizer: Tokenizer | None = None
         self._packs = self._example = ""  # what is said of them
 
+    @property
+    def source(self) -> Path:
+        """The file of the conversations."""
+        return self._path
+
     @cached_property
     def written(self) -> ChatFormat:
         """Format that writes conversations as text."""

@@ -175,7 +175,7 @@ class TextData(StepDataModule):
         return self._corpus
 
     def _prepared(self) -> Corpus:
-        source, share = str(self._source["source"]), self._source["val_fraction"]
+        source, share = self.source, self._source["val_fraction"]
         check_local("source", source)
         if not is_token_file(source) and not self.packing:
             # No tokenizer makes more tokens of a text than it has bytes, up to what it puts before each file.
@@ -190,9 +190,14 @@ class TextData(StepDataModule):
         return prepare_corpus(**self._source)
 
     @property
+    def source(self) -> str:
+        """The source of the text, as given."""
+        return str(self._source["source"])
+
+    @property
     def tokenizer(self) -> str | None:
         """The tokenizer of the text, as given; None where the source is a file of tokens."""
-        return None if is_token_file(str(self._source["source"])) else str(self._source["tokenizer"])
+        return None if is_token_file(self.source) else str(self._source["tokenizer"])
 
     @property
     def trained_tokenizer(self) -> str | None:

@@ -147,6 +147,12 @@ def check_exports(name: str, path: Path, adapter: dict[str, Any], *, in_peft: bo
     export_checkpoint(path / "run.ckpt", path / "adapter_later", adapter_alone=True)
     names = [(path / folder / "adapter_model.safetensors").read_bytes() for folder in ("adapter", "adapter_later")]
     assert names[0] == names[1]
+    cards = {folder: (path / folder / "README.md").read_text() for folder in ("merged", "adapter", "adapter_later")}
+    assert "library_name: peft" in cards["adapter"]
+    assert "trained and are stored without them." in cards["adapter"]
+    assert "| steps | 1 |" in cards["adapter_later"]
+    assert "trained and are merged into them." in cards["merged"]
+    assert str(path) not in "".join(cards.values())
 
 
 @pytest.mark.parametrize(
@@ -154,6 +160,27 @@ def check_exports(name: str, path: Path, adapter: dict[str, Any], *, in_peft: bo
 )
 def test_peft_loads_the_adapters_and_plain_transformers_the_sum(name: str, tmp_path: Path) -> None:
     check_exports(name, tmp_path, {"targets": TARGETS}, in_peft=True)
+
+
+def test_a_run_that_goes_on_replaces_its_own_adapters_only(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    from moe_lightning.callbacks.huggingface_export import export_to_huggingface
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+    from tests.huggingface_models import make_checkpoint
+
+    make_checkpoint("olmoe", tmp_path / "theirs")
+    config = {"pretrained": str(tmp_path / "theirs"), "context_length": 16, "adapter": {"rank": 3}}
+    trainer = trainer_with(HuggingFaceModule(config), tmp_path, default_root_dir=tmp_path / "run")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    before = file.read_bytes()
+    disturb(trainer.lightning_module)
+    export_to_huggingface(trainer, tmp_path / "adapter", form="adapter")
+    assert file.read_bytes() != before
+    other = trainer_with(HuggingFaceModule(config), tmp_path / "other", default_root_dir=tmp_path / "other")
+    assert isinstance(other, pl.Trainer)
+    with pytest.raises(ConfigurationError, match="adapter exists already"):
+        export_to_huggingface(other, tmp_path / "adapter", form="adapter")
 
 
 def test_four_bit_weights_merge_as_the_numbers_they_stand_for(tmp_path: Path) -> None:

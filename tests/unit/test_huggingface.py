@@ -246,11 +246,10 @@ def fit(module: Any, steps: int = 3, loader: Any = None, **options: Any) -> pl.T
     trainer = pl.Trainer(
         accelerator="cpu",
         max_steps=steps,
-        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"logger": False, **options},
     )
     trainer.fit(module, loader or torch.utils.data.DataLoader(RandomTokens(24), batch_size=8))
     return trainer
@@ -324,6 +323,118 @@ def test_export_of_a_lightning_checkpoint(tmp_path: Path, capsys: pytest.Capture
     assert_same_logits(module.eval(), logits_of(reloaded(target), inputs), inputs)
     assert main(["export-hf", str(tmp_path / "last.ckpt"), str(target)]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_a_trained_tokenizer_is_exported(tmp_path: Path) -> None:
+    """By the callback and from the checkpoint; transformers reads the tokens of the training with it."""
+    from tokenizers import Tokenizer
+
+    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
+    from moe_lightning.cli.ckpt import main
+
+    make_checkpoint("mixtral", tmp_path / "theirs", vocab_size=300)
+    text = "The quick brown fox. " * 300
+    (tmp_path / "book.txt").write_text(text)
+    data = TextData(
+        source=str(tmp_path / "book.txt"), tokenizer="bpe:300", context_length=8, global_batch_size=2,
+        cache_dir=tmp_path / "cache",
+    )  # fmt: skip
+    trainer = fit(load(tmp_path / "theirs"), 1, data, callbacks=[HuggingFaceExport(tmp_path / "ours")])
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "later")]) == 0
+    expected = Tokenizer.from_str(data.trained_tokenizer).encode(text).ids
+    for folder in ("ours", "later"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / folder, local_files_only=True)
+        ids = tokenizer(text)["input_ids"]
+        assert ids == expected
+        assert tokenizer.decode(ids) == text
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == {
+        path.name for path in (tmp_path / "later").iterdir()
+    }
+
+
+# ---------------------------------------------------------------- model cards
+
+
+def card(folder: Path) -> str:
+    """The card of an exported folder, which names no folder of this machine."""
+    text = (folder / "README.md").read_text()
+    assert text.startswith("---\nlibrary_name: ")
+    assert not [part for part in text.split() if part.startswith("/")]
+    assert str(folder.parent) not in text
+    return text
+
+
+def test_the_card_of_an_export_says_how_the_model_was_trained(tmp_path: Path) -> None:
+    """That of the callback and that of the run's checkpoint are the same."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
+    from moe_lightning.cli.ckpt import main
+
+    make_checkpoint("qwen3", tmp_path / "theirs", vocab_size=256)
+    book = tmp_path / "a | b.txt"
+    book.write_text("The quick brown fox. " * 300)
+    data = TextData(source=str(book), context_length=8, global_batch_size=2, cache_dir=tmp_path / "cache")
+    run = tmp_path / "outputs" / "run"
+    options = {"callbacks": [HuggingFaceExport(tmp_path / "ours")], "val_check_interval": 3, "limit_val_batches": 1}
+    trainer = fit(load(tmp_path / "theirs"), 3, data, log_every_n_steps=1, **options, logger=CSVLogger(run, name="csv"))
+    trainer.save_checkpoint(run / "checkpoints" / "step-0000003.ckpt")
+    (run / "config.yaml").write_text(f"data: {{source: '{book}', global_batch_size: 2}}")
+    losses = {name: float(trainer.callback_metrics[f"{name}/loss"]) for name in ("val", "train")}
+    said = card(tmp_path / "ours")
+    assert said.splitlines()[1:] == [
+        "library_name: transformers",
+        "tags:",
+        "- mixture-of-experts",
+        "- moe-lightning",
+        "---",
+        "",
+        "# theirs, trained with moe-lightning",
+        "",
+        "The training began with the weights of theirs.",
+        "",
+        "| | |",
+        "|---|---|",
+        "| data | a &#124; b.txt |",
+        "| steps | 3 |",
+        "| samples of a step | 2 |",
+        "| most tokens of a sample | 16 |",
+        "| optimizer | adamw, peak learning rate 0.0003, weight decay 0.1 |",
+        f"| validation loss | {losses['val']:.4f} nats per token |",
+        f"| training loss of the last step | {losses['train']:.4f} nats per token |",
+        "",
+        "To generate text, in this folder:",
+        "",
+        "```bash",
+        'moe-generate . "PROMPT"',
+        "```",
+    ]
+    assert main(["export-hf", str(run), str(tmp_path / "later")]) == 0
+    assert card(tmp_path / "later") == said
+    (run / "checkpoints" / "step-0000003.ckpt").rename(tmp_path / "copied.ckpt")
+    assert main(["export-hf", str(tmp_path / "copied.ckpt"), str(tmp_path / "copied")]) == 0
+    assert [line for line in card(tmp_path / "copied").splitlines() if line.startswith("| ") and line != "| | |"] == [
+        "| steps | 3 |", "| most tokens of a sample | 16 |", said.splitlines()[17],
+    ]  # fmt: skip
+
+
+def test_the_card_names_a_model_of_a_cache_as_the_hub_does(tmp_path: Path) -> None:
+    from moe_lightning.models.gpt_module import OptimizerConfig
+    from moe_lightning.models.huggingface.card import TrainingFacts, write_card
+    from moe_lightning.models.huggingface.module import HuggingFaceConfig
+
+    cached = tmp_path / "hub" / "models--allenai--OLMoE-1B--7B" / "snapshots" / "0a1b"
+    for folder, upcycling in ((cached, None), (tmp_path / "gpt2", {"num_experts": 4})):
+        config = HuggingFaceConfig(pretrained=str(folder), upcycling=upcycling)
+        write_card(tmp_path, config, OptimizerConfig(), TrainingFacts(steps=1))
+        text = card(tmp_path)
+        if upcycling is None:
+            assert "\nbase_model: allenai/OLMoE-1B--7B\n" in text
+            assert "\n# allenai/OLMoE-1B--7B, trained" in text
+        else:
+            assert "base_model" not in text
+            assert "the weights of gpt2, whose feed-forward layers became layers of 4 experts." in text
 
 
 @pytest.mark.parametrize(

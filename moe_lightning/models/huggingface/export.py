@@ -92,13 +92,9 @@ class Export:
         Raises:
             ConfigurationError: the folder exists already.
         """
-        if path.exists() and not is_export_of(run, path):
-            raise existing(path)
-        with _new_folder(path) as staged:
+        with _new_folder(path, run) as staged:
             self.config.save_pretrained(staged)
-            written = write_weights(staged, self._files(dense, experts))
-            (staged / _MARK).write_text(json.dumps({"run": run}) + "\n")
-        return written
+            return write_weights(staged, self._files(dense, experts))
 
     def _files(
         self, dense: Mapping[str, Tensor], experts: Iterable[Mapping[str, Tensor]]
@@ -133,12 +129,19 @@ def plan_export(architecture: Architecture, model: nn.Module, dtype: str | None 
 
 
 @contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder that gets its name when it is whole, in place of what has that name."""
+def _new_folder(path: Path, run: str | None) -> Iterator[Path]:
+    """Yield a folder that gets its name when it is whole, in place of an earlier export of the same run.
+
+    Raises:
+        ConfigurationError: something else has that name.
+    """
+    if path.exists() and not is_export_of(run, path):
+        raise existing(path)
     staged, former = (path.with_name(f".{path.name}.{os.getpid()}.{what}") for what in ("new", "old"))
     staged.mkdir(parents=True)
     try:
         yield staged
+        (staged / _MARK).write_text(json.dumps({"run": run}) + "\n")
         if path.exists():
             os.rename(path, former)
         os.rename(staged, path)
@@ -179,9 +182,19 @@ def check_target(path: Path, run: str | None) -> None:
         ) from None
 
 
-def copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path, tokenizer: str | None = None) -> None:
     """Take tokenizer, templates and generation defaults over into an exported folder; links out of `source` are not
-    followed, except into the store of files that a Hugging Face cache keeps beside its snapshots."""
+    followed, except into the store of files that a Hugging Face cache keeps beside its snapshots.
+
+    Args:
+        source: folder of the original.
+        target: the exported folder.
+        tokenizer: content of the tokenizer.json that the run has trained in the place of the original's; None: none.
+    """
+    if tokenizer is not None:
+        (target / "tokenizer.json").write_text(tokenizer)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}  # else transformers takes the class of the model
+        (target / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
     inside = source.resolve()
     allowed = (inside, inside.parent.parent / "blobs") if inside.parent.name == "snapshots" else (inside,)
     for name in _COMPANIONS:
@@ -245,22 +258,23 @@ def write_adapter(
     base: str,
     dense: Mapping[str, Tensor],
     experts: Iterable[Mapping[str, Tensor]],
+    *,
+    run: str | None = None,
 ) -> int:
     """Write a folder that `peft.PeftModel.from_pretrained` loads onto the plain checkpoint; returns the bytes of it.
 
     Args:
-        path: of the folder, which must not exist.
+        path: of the folder.
         export: of the model.
         base: the plain checkpoint, for peft's own notes.
         dense: tensors by the names in our model, the adapters of layers among them.
         experts: for each block the full stacks [E, ...], of which only the adapters are taken.
+        run: names the run that exports; it may replace what it exported before. None: nothing is replaced.
 
     Raises:
         ConfigurationError: the folder exists already, or peft cannot load these adapters.
     """
     require_peft_knows(config)
-    if path.exists():
-        raise existing(path)
     tensors, modules, parameters = _dense_adapters(export, dense)
     for block, stacks in zip(export.blocks, experts, strict=True):
         for ours, (theirs, place) in _STACKS.items():
@@ -286,7 +300,7 @@ def write_adapter(
         "inference_mode": True,
     }
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with _new_folder(path) as staged:
+    with _new_folder(path, run) as staged:
         (staged / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
         save_safetensors(plain, staged / "adapter_model.safetensors", {"format": "pt"})
     return sum(tensor.nbytes for tensor in plain.values())
