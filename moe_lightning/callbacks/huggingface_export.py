@@ -21,7 +21,7 @@ from moe_lightning.models.huggingface.export import (
     merged_dense,
     merged_experts,
     plan_export,
-    require_peft_knows,
+    require_adapters,
     write_adapter,
 )
 from moe_lightning.models.huggingface.module import HuggingFaceModule
@@ -138,7 +138,7 @@ def _experts(module: HuggingFaceModule, block: str) -> Experts:
 
 def _check_form(module: HuggingFaceModule, form: Form) -> None:
     if form == "adapter":
-        require_peft_knows(module.config.adapter)
+        require_adapters(module.config.adapter)
 
 
 def _require_whole(trainer: pl.Trainer) -> None:

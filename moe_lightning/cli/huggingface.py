@@ -50,7 +50,7 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
         copy_companions,
         existing,
         plan_export,
-        require_peft_knows,
+        require_adapters,
         write_adapter,
     )
     from moe_lightning.models.huggingface.loading import build_skeleton
@@ -68,7 +68,7 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
 
     optimizer, facts = build_config(OptimizerConfig, hyper_parameters["optimizer"]), _facts(source)
     if adapter_alone:
-        require_peft_knows(config.adapter)
+        require_adapters(config.adapter)
     if config.adapter is None:
         dense, stacks = {name: source.dense(name) for name in export.dense}, _stacks(source, architecture)
     else:

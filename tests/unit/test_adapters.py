@@ -93,7 +93,6 @@ def test_frozen_rows_come_from_the_source_when_no_rank_has_them() -> None:
 
 
 TARGETS = ["experts", "attention", "router"]
-FAMILIES = ("mixtral_tied", "olmoe", "qwen3", "deepseek", "gpt_oss")
 
 
 def disturb(model: nn.Module) -> None:
@@ -156,10 +155,46 @@ def check_exports(name: str, path: Path, adapter: dict[str, Any], *, in_peft: bo
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt_oss", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES if n != "gpt_oss")]
+    ("name", "targets"),
+    [
+        *((name, TARGETS) for name in ("mixtral_tied", "olmoe", "gpt_oss")),
+        *((name, [*TARGETS, "dense"]) for name in ("qwen3", "deepseek")),
+        *(("deepseek", [target]) for target in (*TARGETS, "dense")),
+        ("mixtral", ["router"]),
+        ("gpt_oss", ["experts"]),
+    ],
 )
-def test_peft_loads_the_adapters_and_plain_transformers_the_sum(name: str, tmp_path: Path) -> None:
-    check_exports(name, tmp_path, {"targets": TARGETS}, in_peft=True)
+def test_peft_loads_the_adapters_and_plain_transformers_the_sum(name: str, targets: list[str], tmp_path: Path) -> None:
+    check_exports(name, tmp_path, {"targets": targets}, in_peft=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "expert", "shapes"),
+    [
+        ("mixtral", "block_sparse_moe.experts.5.w{}", {"1": (48, 32), "2": (32, 48), "3": (48, 32)}),
+        ("qwen3", "mlp.experts.5.{}_proj", {"gate": (24, 32), "up": (24, 32), "down": (32, 24)}),
+    ],
+)
+def test_adapters_of_experts_have_the_names_that_vllm_reads(
+    name: str, expert: str, shapes: dict[str, tuple[int, int]], tmp_path: Path
+) -> None:
+    """A pair of matrices for each matrix of each expert, by the names of the weights."""
+    from safetensors.torch import load_file
+
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+    from tests.huggingface_models import make_checkpoint
+
+    make_checkpoint(name, tmp_path / "theirs")
+    trainer_with(HuggingFaceModule({"pretrained": str(tmp_path / "theirs"), "context_length": 16,
+                                    "adapter": {"rank": 3}}), tmp_path)  # fmt: skip
+    weights = load_file(tmp_path / "theirs" / "model.safetensors")
+    adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for matrix, (outputs, inputs) in shapes.items():
+        key = f"model.layers.1.{expert.format(matrix)}"
+        assert weights[f"{key}.weight"].shape == (outputs, inputs)
+        assert adapters[f"base_model.model.{key}.lora_A.weight"].shape == (3, inputs)
+        assert adapters[f"base_model.model.{key}.lora_B.weight"].shape == (outputs, 3)
+    assert all(".experts." in key for key in adapters)
 
 
 def test_a_run_that_goes_on_replaces_its_own_adapters_only(tmp_path: Path) -> None:
@@ -187,12 +222,11 @@ def test_four_bit_weights_merge_as_the_numbers_they_stand_for(tmp_path: Path) ->
     check_exports("olmoe", tmp_path, {"kind": "qlora"}, in_peft=False)
 
 
-def test_what_peft_would_take_for_experts_is_refused(tmp_path: Path) -> None:
-    from moe_lightning.models.huggingface.export import require_peft_knows
+def test_a_model_without_adapters_has_none_to_write() -> None:
+    from moe_lightning.models.huggingface.export import require_adapters
 
-    for config, sentence in ((AdapterConfig(targets=("dense",)), "peft takes the linear"), (None, "has no adapters")):
-        with pytest.raises(ConfigurationError, match=sentence):
-            require_peft_knows(config)
+    with pytest.raises(ConfigurationError, match="has no adapters"):
+        require_adapters(None)
 
 
 def test_a_matrix_of_any_layout_is_quantised_without_a_warning() -> None:

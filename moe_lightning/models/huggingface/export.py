@@ -2,9 +2,6 @@
 
 A trained model is written as a checkpoint that plain transformers loads. Adapters are added to the weights of a plain
 checkpoint, or written alone into a folder that peft loads.
-
-peft keeps the products of all experts of a stack in one pair of matrices: A has a row for each (expert, rank), B a
-column for each (rank, expert). The stack that comes second in transformers' module wraps the first one.
 """
 
 from __future__ import annotations
@@ -210,8 +207,6 @@ def _class_name(config: Any, auto_class: str) -> str:
 
 _DENSE = ".adapter.lora_"
 _PREFIX = "base_model.model."
-_STACKS = {"w_up": ("gate_up_proj", ".base_layer"), "w_down": ("down_proj", "")}
-"""Of our stacks: what transformers calls them, and where peft puts their adapters."""
 
 
 def merged_dense(tensors: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, Tensor]:
@@ -261,7 +256,7 @@ def write_adapter(
     *,
     run: str | None = None,
 ) -> int:
-    """Write a folder that `peft.PeftModel.from_pretrained` loads onto the plain checkpoint; returns the bytes of it.
+    """Write a folder that `peft.PeftModel.from_pretrained` and vLLM load onto the plain checkpoint; returns its bytes.
 
     Args:
         path: of the folder.
@@ -272,21 +267,16 @@ def write_adapter(
         run: names the run that exports; it may replace what it exported before. None: nothing is replaced.
 
     Raises:
-        ConfigurationError: the folder exists already, or peft cannot load these adapters.
+        ConfigurationError: the folder exists already.
     """
-    require_peft_knows(config)
     tensors, modules, parameters = _dense_adapters(export, dense)
     for block, stacks in zip(export.blocks, experts, strict=True):
-        for ours, (theirs, place) in _STACKS.items():
-            if f"lora_{ours}_a" not in stacks:
-                continue
-            a_EDR, b_ERF = stacks[f"lora_{ours}_a"], stacks[f"lora_{ours}_b"]
-            if ours == "w_up":
-                b_ERF = export.family.layout.columns(b_ERF)
-            stem = f"{_PREFIX}{block}.experts{place}"
-            tensors[f"{stem}.lora_A.weight"] = a_EDR.transpose(1, 2).flatten(0, 1)
-            tensors[f"{stem}.lora_B.weight"] = b_ERF.permute(2, 1, 0).flatten(1)
-            parameters.add(f"{MODEL_BLOCK}.experts.{theirs}")
+        if "experts" in config.targets:
+            found = export.family.layout.adapters(export.family.disk_prefix(block), stacks)
+            tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in found.items()}
+    if "experts" in config.targets:
+        expert_modules, expert_parameters = export.family.layout.targets
+        modules, parameters = modules | expert_modules, parameters | expert_parameters
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -309,28 +299,26 @@ def write_adapter(
 def _dense_adapters(export: Export, dense: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[str], set[str]]:
     """Tensors by peft's names, adapted linear layers, adapted parameters."""
     tensors, modules, parameters = dict[str, Tensor](), set[str](), set[str]()
+    expert_modules, _ = export.family.layout.targets
     for name, tensor in dense.items():
         layer, found, part = name.partition(_DENSE)
         if not found:
             continue
         if layer.endswith(OUR_ROUTER):
-            layer = f"{layer.removesuffix(OUR_ROUTER)}{export.family.router}"
+            layer = export.family.disk_name(f"{layer}.weight").removesuffix(".weight")
             parameters.add(f"{MODEL_BLOCK}.{export.family.router}.weight")
+        elif layer.rpartition(".")[2] in expert_modules:  # peft takes modules of these names for experts
+            parameters.add(f"{layer}.weight")
         else:
             modules.add(layer)
         tensors[f"{_PREFIX}{layer}.lora_{part.upper()}.weight"] = tensor
     return tensors, modules, parameters
 
 
-def require_peft_knows(config: AdapterConfig | None) -> None:
+def require_adapters(config: AdapterConfig | None) -> None:
     """
     Raises:
-        ConfigurationError: there are no adapters, or peft cannot load them.
+        ConfigurationError: there are no adapters.
     """
     if config is None:
         raise ConfigurationError("the model has no adapters (model.adapter) to be written alone: write it whole")
-    if "dense" in config.targets:  # its conversion of old configurations goes by these names
-        raise ConfigurationError(
-            "peft takes the linear layers of targets=dense for those of experts: write the model merged, or train "
-            "without dense"
-        )

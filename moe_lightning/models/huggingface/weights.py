@@ -224,8 +224,12 @@ class ExpertLayout(Protocol):
     def names(self, prefix: str, num_experts: int) -> set[str]:
         """Return the names of these tensors on disk."""
 
-    def columns(self, up_EXH: Tensor) -> Tensor:
-        """Return values with one column for each column of our `w_up`, in the order of the model's own stack."""
+    def adapters(self, prefix: str, stacks_EX: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return adapters as peft names them, from our stacks of A and B."""
+
+    @property
+    def targets(self) -> tuple[set[str], set[str]]:
+        """Modules and parameters that are the experts in peft's configuration of adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,8 +268,25 @@ class SeparateExperts:
         separate = (name for expert in range(num_experts) for name in self._of_expert(prefix, expert))
         return {*separate, *self._stacks(prefix)}
 
-    def columns(self, up_EXH: Tensor) -> Tensor:
-        return up_EXH
+    def adapters(self, prefix: str, stacks_EX: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One pair of matrices for each matrix, which vLLM reads; peft stacks them again. The two that we multiply as
+        one share their A.
+        """
+        a_up, b_up, a_down, b_down = (
+            stacks_EX[f"lora_{name}_{part}"].transpose(1, 2) for name in ("w_up", "w_down") for part in "ab"
+        )
+        tensors: dict[str, Tensor] = {}
+        for expert in range(len(a_up)):
+            pairs = (*((a_up[expert], b_FR) for b_FR in b_up[expert].chunk(2)), (a_down[expert], b_down[expert]))
+            for name, pair in zip(self._of_expert(prefix, expert), pairs, strict=True):
+                layer = name.removesuffix(".weight")
+                for part, matrix in zip("AB", pair, strict=True):
+                    tensors[f"{layer}.lora_{part}.weight"] = matrix.clone(memory_format=torch.contiguous_format)
+        return tensors
+
+    @property
+    def targets(self) -> tuple[set[str], set[str]]:
+        return {self.gate, self.up, self.down}, set()
 
     def _stacks(self, prefix: str) -> tuple[str, str]:
         return f"{prefix}experts.{_STACKED['w_up']}", f"{prefix}experts.{_STACKED['w_down']}"
@@ -290,8 +311,21 @@ class InterleavedStacks:
     def names(self, prefix: str, num_experts: int) -> set[str]:
         return {f"{prefix}experts.{theirs}" for theirs in _STACKED.values()}
 
-    def columns(self, up_EXH: Tensor) -> Tensor:
-        return _alternate(up_EXH)
+    def adapters(self, prefix: str, stacks_EX: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The products of all experts in one pair of matrices, which peft and vLLM read: A has a row for each (expert,
+        rank), B a column for each (rank, expert). The stack that comes second in the model wraps the first one.
+        """
+        stacks = dict(stacks_EX) | {"lora_w_up_b": _alternate(stacks_EX["lora_w_up_b"])}
+        tensors: dict[str, Tensor] = {}
+        for ours, place in (("w_up", ".base_layer"), ("w_down", "")):
+            a_EDR, b_ERF = stacks[f"lora_{ours}_a"], stacks[f"lora_{ours}_b"]
+            tensors[f"{prefix}experts{place}.lora_A.weight"] = a_EDR.transpose(1, 2).flatten(0, 1)
+            tensors[f"{prefix}experts{place}.lora_B.weight"] = b_ERF.permute(2, 1, 0).flatten(1)
+        return tensors
+
+    @property
+    def targets(self) -> tuple[set[str], set[str]]:
+        return set(), {f"experts.{_STACKED[name]}" for name in ("w_up", "w_down")}
 
 
 _STACKED = {"w_up": "gate_up_proj", "b_up": "gate_up_proj_bias", "w_down": "down_proj", "b_down": "down_proj_bias"}
