@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -345,7 +346,9 @@ def _with_adapter(network: Any, folder: Path) -> Any:
         from peft import PeftModel
     except ImportError as error:
         raise ConfigurationError(f"{folder} is an adapter: pip install 'moe-lightning[peft]'") from error
-    return PeftModel.from_pretrained(network, str(folder))
+    with warnings.catch_warnings():  # of patterns that peft makes itself, and of names that transformers has changed
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(network, str(folder))
 
 
 def _positions(network: Any) -> int:

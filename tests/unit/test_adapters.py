@@ -148,9 +148,9 @@ def check_exports(name: str, path: Path, adapter: dict[str, Any], *, in_peft: bo
     assert names[0] == names[1]
     cards = {folder: (path / folder / "README.md").read_text() for folder in ("merged", "adapter", "adapter_later")}
     assert "library_name: peft" in cards["adapter"]
-    assert "trained and are stored without them." in cards["adapter"]
+    assert "were trained; this folder has nothing else." in cards["adapter"]
     assert "| steps | 1 |" in cards["adapter_later"]
-    assert "trained and are merged into them." in cards["merged"]
+    assert "were trained; they are merged into the weights." in cards["merged"]
     assert str(path) not in "".join(cards.values())
 
 

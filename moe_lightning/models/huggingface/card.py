@@ -72,10 +72,10 @@ def write_card(
     if config.upcycling is not None:
         change = f", whose feed-forward layers became layers of {config.upcycling.num_experts} experts"
     elif config.adapter is not None:
-        result = "are stored without them" if is_adapter else "are merged into them"
+        result = "this folder has nothing else" if is_adapter else "they are merged into the weights"
         change = (
             f", which stayed as they were. Low-rank adapters ({config.adapter.kind}, rank {config.adapter.rank}) on "
-            f"{', '.join(config.adapter.targets)} were trained and {result}"
+            f"{', '.join(config.adapter.targets)} were trained; {result}"
         )
     text = _CARD.format(
         library="peft" if is_adapter else "transformers",
