@@ -6,9 +6,13 @@ import os
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FLATTENS = not INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+"""Nested loops can become one. The compiler of Triton 3.6, which torch 2.11 needs, fails on loops whose inner bound is
+known to be positive."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], data: Tensor, *arguments: object, **meta: object) -> None:

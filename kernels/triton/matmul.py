@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moe_lightning.kernels.interface import ACTIVATIONS, HiddenGradients, is_gated
 from moe_lightning.kernels.triton.activation import activated, slopes
-from moe_lightning.kernels.triton.launch import INTERPRETED, ceil_div, launch, power_of_two
+from moe_lightning.kernels.triton.launch import FLATTENS, INTERPRETED, ceil_div, launch, power_of_two
 from moe_lightning.kernels.triton.tiles import RowTiles, Tiles, described, limits, precision, row_tiles, tiles_for
 
 _PROGRAMS = 4
@@ -426,7 +426,7 @@ def rows_matmul(
         DIVISOR=divisor, GATHERED=gather_M is not None, TRANSPOSED=transposed, SCALED=weights_TK is not None,
         EPILOGUE=epilogue, KIND=ACTIVATIONS.index(kind), TWO=is_gated(kind), PRECISION=precision(),
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=_GROUP,
-        FLATTEN=found.has_copy_engine and not INTERPRETED, FAR=x.numel() >= 1 << 31, EVEN=inner % tile.k == 0,
+        FLATTEN=found.has_copy_engine and FLATTENS, FAR=x.numel() >= 1 << 31, EVEN=inner % tile.k == 0,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

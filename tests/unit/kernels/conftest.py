@@ -1,6 +1,7 @@
 """Which bodies the tests of this folder exercise, and poison for every uninitialised buffer.
 
-The process runs the torch bodies; with TRITON_INTERPRET=1 (see test_triton_interpreter.py) or a GPU the Triton ones.
+The process runs the torch bodies; with TRITON_INTERPRET=1 (see test_triton_interpreter.py) the Triton ones; with a GPU
+the Triton ones for tensors there, and the torch ones for the others.
 """
 
 import os
@@ -12,12 +13,12 @@ from moe_lightning import kernels as ops
 from tests.gpu.interpreter import widen_bf16
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-TRITON = INTERPRETED or torch.cuda.is_available()
+BACKEND = "triton" if INTERPRETED else "auto" if torch.cuda.is_available() else "torch"
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _body():
-    with ops.backend("triton" if TRITON else "torch"):
+    with ops.backend(BACKEND):
         yield
 
 

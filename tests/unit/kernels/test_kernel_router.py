@@ -59,7 +59,8 @@ def test_values_and_gradients_are_those_of_fp64(num_tokens, num_experts, choice,
         leaves[0].detach().float(), leaves[1].detach(), leaves[2].detach() if is_biased else None, routed.ids_TK, choice
     )
     for found, truth, fp32 in zip(routed[:3], wanted, single, strict=True):
-        assert worst(found, truth) <= 2 * worst(fp32, truth) + 1e-7
+        # Tensor cores add products of bf16 with fewer digits than fp32 has.
+        assert worst(found, truth) <= 2 * worst(fp32, truth) + (1e-7 if DEVICE.type == "cpu" else 1e-6)
 
     upstream = [randn(*part.shape, seed=seed) for seed, part in enumerate(routed[:3], 4)]
     grads = torch.autograd.grad(routed[:3], leaves, upstream)
