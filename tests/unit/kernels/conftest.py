@@ -13,7 +13,8 @@ from moe_lightning import kernels as ops
 from tests.gpu.interpreter import widen_bf16
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKEND = "triton" if INTERPRETED else "auto" if torch.cuda.is_available() else "torch"
+TRITON = INTERPRETED or torch.cuda.is_available()
+BACKEND = "triton" if INTERPRETED else "auto" if TRITON else "torch"
 
 
 @pytest.fixture(autouse=True, scope="module")
