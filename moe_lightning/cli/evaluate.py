@@ -1,4 +1,7 @@
-"""`moe-eval RUN FILE`: loss, perplexity and bits per byte of a model on text, or on texts or conversations in JSONL.
+"""`moe-eval`: measures a language model.
+
+    moe-eval RUN FILE             loss, perplexity and bits per byte on text, or on texts or conversations in JSONL
+    moe-eval RUN --tasks NAMES    tasks of lm-eval, such as hellaswag
 
 Text is cut into windows of the context, as in training and with the same loss. Each line of JSONL is a text of its own,
 {"text": ...}, or a conversation, of which the answers are measured.
@@ -10,20 +13,22 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_lightning.arguments import Count, Parser, input_file, value
 from moe_lightning.cli.generate import add_model, open_model, run_command
+from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import table
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from moe_lightning.cli.language_model import LanguageModel
     from moe_lightning.data.corpus import Tokenizer
@@ -34,20 +39,35 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return run_command(parser(), _run, argv)
+    words = sys.argv[1:] if argv is None else argv
+    return run_command(parser(has_file=not any(word.partition("=")[0] == "--tasks" for word in words)), _run, words)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = Parser(prog="moe-eval", description="Measure a language model on text or JSONL.")
+def parser(*, has_file: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of a command line with a file, or with tasks."""
+    parser = Parser(
+        prog="moe-eval",
+        usage="moe-eval RUN FILE [options]\n       moe-eval RUN --tasks NAME[,NAME] [options]",
+        description="Measure a language model on text, JSONL or tasks of lm-eval.",
+    )
     add_model(parser)
-    parser.add_argument("file", type=input_file, metavar="FILE", help="UTF-8 text, or .jsonl of texts or conversations")
+    if has_file:
+        parser.add_argument(
+            "file", type=input_file, metavar="FILE", help="UTF-8 text, or .jsonl of texts or conversations"
+        )
     parser.add_argument(
         "--context-length", type=value(Count), metavar="L", help="tokens of a window (default: that of the run)"
     )
     parser.add_argument(
-        "--batch-size", type=value(Count), default=8, metavar="N", help="windows at a time (default: %(default)s)"
+        "--batch-size", type=value(Count), default=8, metavar="N", help="sequences at a time (default: %(default)s)"
     )
+    parser.add_argument(
+        "--tasks", metavar="NAME[,NAME]", help="of lm-eval, or YAML files of tasks; what they need is downloaded"
+    )
+    parser.add_argument(
+        "--num-fewshot", type=value(NonNegativeInt), metavar="N", help="solved examples before each question of a task"
+    )
+    parser.add_argument("--limit", type=value(Count), metavar="N", help="samples of each task (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -96,6 +116,12 @@ class Document:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    if arguments.tasks is not None:
+        _run_tasks(arguments)
+        return
+    for name in ("num_fewshot", "limit"):
+        if getattr(arguments, name) is not None:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for tasks: give it with --tasks")
     model = open_model(arguments, "moe-eval")
     length = arguments.context_length or model.context_length
     if length > model.positions:
@@ -109,6 +135,36 @@ def _run(arguments: argparse.Namespace) -> None:
     bits = "-" if measured.bits_per_byte is None else f"{measured.bits_per_byte:.4f}"
     row = (f"{measured.tokens:,}", f"{measured.loss:.4f}", f"{measured.perplexity:.2f}", bits)
     print(table(("tokens", "loss (nats)", "perplexity", "bits per byte"), [row], f"{model.name} on {arguments.file}"))
+
+
+def _run_tasks(arguments: argparse.Namespace) -> None:
+    if arguments.context_length is not None:
+        raise ConfigurationError("--context-length is for a file: leave it out with --tasks")
+    names = [name for name in arguments.tasks.split(",") if name]
+    if not names:
+        raise ConfigurationError("--tasks is empty: name one, such as hellaswag")
+    try:
+        from moe_lightning.cli.benchmark_tasks import measure_tasks
+    except ImportError as error:
+        raise ConfigurationError(f"--tasks needs lm-eval ({error}): pip install 'moe-lightning[lm-eval]'") from error
+    model = open_model(arguments, "moe-eval")
+    options = {"batch_size": arguments.batch_size, "num_fewshot": arguments.num_fewshot, "limit": arguments.limit}
+    results = measure_tasks(model, names, **options)
+    if arguments.json:
+        print(json.dumps({"model": model.name, "tasks": results}))
+        return
+    rows = [row for task, metrics in results.items() for row in _rows(task, metrics)]
+    print(table(("task", "metric", "value", "standard error"), rows, f"{model.name} on tasks of lm-eval"))
+
+
+def _rows(task: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    for name, number in metrics.items():
+        metric, comma, chosen = name.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(number, int | float):
+            continue
+        error = metrics.get(f"{metric}_stderr,{chosen}")
+        title = metric if chosen == "none" else f"{metric} ({chosen})"
+        yield task, title, f"{number:.4f}", f"{error:.4f}" if isinstance(error, float) else "-"
 
 
 def measure(model: LanguageModel, path: Path, context_length: int, batch_size: int) -> Measurement:
@@ -151,13 +207,21 @@ def _loss(model: LanguageModel, batch: Sequence[Sample]) -> tuple[float, int]:
 
     from moe_lightning.moe.losses import IGNORED_TARGET, mean_over_targets, num_targets
 
-    inputs = pad_sequence([torch.from_numpy(ids) for ids, _ in batch], batch_first=True).to(model.device)
+    logits_BLV = next_token_logits(model, [torch.from_numpy(ids) for ids, _ in batch])
     targets = [torch.from_numpy(ids) for _, ids in batch]
     targets_BL = pad_sequence(targets, batch_first=True, padding_value=IGNORED_TARGET).to(model.device)
-    lengths = torch.tensor([[len(ids)] for ids, _ in batch], device=model.device)
+    return float(mean_over_targets(logits_BLV, targets_BL)), int(num_targets(targets_BL))
+
+
+def next_token_logits(model: LanguageModel, sequences: Sequence[Tensor]) -> Tensor:
+    """Logits [B, L, V] of sequences of token ids of any lengths; those behind the end of one mean nothing."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    ids_BL = pad_sequence(list(sequences), batch_first=True).to(model.device)
+    lengths_B1 = torch.tensor([[len(ids)] for ids in sequences], device=model.device)
     with torch.no_grad():
-        logits = model.logits(inputs, torch.arange(inputs.shape[1], device=model.device) < lengths)
-        return float(mean_over_targets(logits, targets_BL)), int(num_targets(targets_BL))
+        return model.logits(ids_BL, torch.arange(ids_BL.shape[1], device=model.device) < lengths_B1)
 
 
 def documents(model: LanguageModel, path: Path, context_length: int) -> Iterator[Document]:

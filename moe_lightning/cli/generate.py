@@ -48,7 +48,8 @@ def run_command(
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
+    if getattr(arguments, "tasks", None) is None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
     try:
         run(arguments)
         sys.stdout.flush()

@@ -70,7 +70,8 @@ def test_generation_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len([name for given, name in shown if given]) > 5
     for given, name in shown:
         if given and "--help" not in given:
-            parser = evaluate.parser() if name == "moe-eval" else generate.parser(has_prompt="--chat" not in given)
+            for_file = evaluate.parser(has_file="--tasks" not in given)
+            parser = for_file if name == "moe-eval" else generate.parser(has_prompt="--chat" not in given)
             assert parser.parse_args(given)
 
 

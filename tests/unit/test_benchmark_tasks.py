@@ -1,0 +1,131 @@
+"""moe-eval --tasks: the numbers of lm-eval's own adapter for transformers, and those of a GPT; mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from moe_lightning.cli.evaluate import main
+from tests.huggingface_models import make_checkpoint
+from tests.unit.test_generate import gpt, trained_run, write_tokenizer
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[lm-eval]'")
+
+TASKS: dict[str, dict[str, Any]] = {
+    "sums": {
+        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_target": "answer",
+        "doc_to_choice": "{{choices}}",
+        "num_fewshot": 1, "fewshot_split": "test", "fewshot_config": {"sampler": "first_n"},
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
+    },
+    "texts": {
+        "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{text}}",
+        "generation_kwargs": {"until": ["7", "a"], "max_gen_toks": 12}, "metric_list": [{"metric": "bleu"}],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tasks on a file of five questions, as their arguments; the last text is longer than the context."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    questions = [
+        {
+            "question": f"{i} + 1 =",
+            "choices": [f" {i + 1}", f" {i}", " 123"],
+            "answer": i % 2,
+            "text": "3 + 4 = " * 4**i,
+        }
+        for i in range(4)
+    ]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "questions.jsonl")}}}
+    for name, task in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, "test_split": "test", **data, **task}))
+    return ",".join(str(tmp_path / f"{name}.yaml") for name in TASKS)
+
+
+def measured(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, dict[str, Any]]:
+    assert main([*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)["tasks"]
+
+
+def numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    return {
+        f"{task} {name}": value for task, metrics in results.items() for name, value in metrics.items()
+        if isinstance(value, float)
+    }  # fmt: skip
+
+
+def test_a_folder_has_the_results_of_the_adapter_for_transformers(
+    tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    folder = tmp_path / "model"
+    make_checkpoint("olmoe", folder, vocab_size=300, max_position_embeddings=64, eos_token_id=256, bos_token_id=256)
+    write_tokenizer(folder)
+    theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=2, max_length=64)
+    expected = numbers(simple_evaluate(model=theirs, tasks=tasks.split(","), log_samples=False)["results"])
+    capsys.readouterr()
+    found = numbers(measured(capsys, folder, "--tasks", tasks, "--batch-size", 3))
+    assert len(expected) >= 6
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert main([str(folder), f"--tasks={tasks}", "--limit", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{folder} on tasks of lm-eval"
+    assert lines[1].split() == ["task", "metric", "value", "standard", "error"]
+    assert {line.split()[0] for line in lines[2:]} == set(TASKS)
+
+
+def test_a_run_of_a_gpt(tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its text is in one window, whose first token follows a new line."""
+    options = {"vocab_size": 256, "context_length": 64}
+    run = trained_run(tmp_path / "run", {"tokenizer": "bytes"}, **options)
+    found = numbers(measured(capsys, run, "--tasks", tasks, "--limit", 1))
+    ids = torch.tensor(list(b"\n" + b"3 + 4 = "))
+    logits = gpt(**options).model(ids[None, :-1])[0].detach()
+    loss = torch.nn.functional.cross_entropy(logits, ids[1:]) / torch.log(torch.tensor(2.0))
+    assert found["rolling bits_per_byte,none"] == pytest.approx(float(loss), rel=1e-5)
+    assert {"sums acc,none", "texts bleu,none"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tasks", "no_such_task"], ["--tasks no_such_task is neither a task of lm-eval", "lm-eval ls tasks"]),
+        (["--tasks", ","], ["--tasks is empty"]),
+        (["--tasks", "broken.yaml"], ["--tasks broken.yaml cannot be loaded"]),
+        (["--tasks", "arc_easy", "text.txt"], ["'text.txt' is one argument too many"]),
+        (["--tasks", "arc_easy", "--context-length", "8"], ["--context-length is for a file"]),
+        (["text.txt", "--limit", "8"], ["--limit is for tasks: give it with --tasks"]),
+        (["text.txt", "--num-fewshot", "0"], ["--num-fewshot is for tasks"]),
+        (["--tasks", "arc_easy", "--limit", "0"], ["0 must be an integer of at least 1"]),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    arguments: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    trained_run(Path("run"), {"tokenizer": "bytes"})
+    Path("text.txt").write_text("0123")
+    Path("broken.yaml").write_text("task: broken\ndataset_path: json\ndataset_kwargs: {data_files: nowhere.jsonl}\n")
+    assert main(["run", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert [word for word in words if word not in captured.err] == [], captured.err
