@@ -9,6 +9,7 @@ from torch import Tensor
 from moe_lightning import kernels as ops
 from moe_lightning.kernels import torch_kernels
 from tests.unit.kernels.conftest import TRITON
+from tests.unit.kernels.kernel_cases import DEVICE
 
 DRAWS = (
     ops.Draw(key=torch_kernels.mixed(3), first=0, here=1, parts=1, part=0),
@@ -26,8 +27,8 @@ def in_torch(x_MD: Tensor, p: float, draw: ops.Draw) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_dropout_is_that_of_the_torch_body(draw: ops.Draw, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x_MD = torch.randn(36, 21).to(dtype).requires_grad_()
-    upstream = torch.randn(36, 21).to(dtype)
+    x_MD = torch.randn(36, 21).to(DEVICE, dtype).requires_grad_()
+    upstream = torch.randn(36, 21).to(DEVICE, dtype)
     for p in (0.1, 0.7):
         found, wanted = (drop(x_MD, p, draw) for drop in (ops.keyed_dropout, in_torch))
         assert torch.equal(found, wanted)
