@@ -47,6 +47,7 @@ class StepRecord:
         counts: assignments of each expert by layer, before and after drops.
         loss: as it is differentiated, over all micro-batches; None: nobody has it.
         ranks: that held each sample.
+        biases: changes of selection biases, by router.
         batches_of_ranks: a sample is the whole batch of a rank.
     """
 
@@ -58,6 +59,7 @@ class StepRecord:
     counts: Mapping[str, Sequence[Sequence[int]]]
     loss: float | None
     ranks: Mapping[int, int]
+    biases: Mapping[str, Digest] = field(default_factory=dict)
     batches_of_ranks: bool = False
 
 
@@ -84,7 +86,7 @@ def merged(notes: Sequence[Mapping[str, Any]]) -> StepRecord:
                     ]
             if micro["loss"] is not None:
                 loss = micro["loss"] if loss is None else loss + micro["loss"]
-    kinds = {kind: tensors_of(notes, kind) for kind in ("weights", "gradients", "clipped", "updates")}
+    kinds = {kind: tensors_of(notes, kind) for kind in ("weights", "gradients", "clipped", "updates", "biases")}
     return StepRecord(
         **kinds,
         rows={
@@ -129,7 +131,9 @@ def _disagreement(held: Sequence[tuple[int, float, float, int, float]]) -> tuple
     return None
 
 
-Kind = Literal["weights", "inputs", "activation", "counts", "loss", "gradient", "clipped gradient", "update"]
+Kind = Literal[
+    "weights", "inputs", "activation", "counts", "loss", "gradient", "clipped gradient", "update", "selection bias"
+]
 
 NOISE = 0.01
 """Share of the tolerance, of the norm over all tensors, below which a tensor is rounding errors only."""
@@ -246,10 +250,13 @@ def _partings(step: int, run: StepRecord, alone: StepRecord, tolerance: float, s
     moved = {  # where a gradient is noise, an optimizer that divides by its size moves anywhere
         name: digest
         for name, digest in alone.updates.items()
-        if name not in alone.gradients or alone.gradients[name].norm > tolerance * total * NOISE * 10
+        if name not in alone.gradients
+        or alone.gradients[name].norm == 0
+        or alone.gradients[name].norm > tolerance * total * NOISE * 10
     }
     is_low = 10 * tolerance > NOISE
     yield from _of_tensors(step, "update", run.updates, moved, tolerance * (_PASSED_ON if is_low else 1.0), seen)
+    yield from _of_tensors(step, "selection bias", run.biases, alone.biases, tolerance, seen)
 
 
 def _of_loss(step: int, here: float, there: float, tolerance: float) -> Iterator[Parting]:

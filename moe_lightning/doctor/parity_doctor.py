@@ -75,6 +75,8 @@ def _what(parting: Parting) -> str:
         return f"the output of {name}"
     if parting.kind == "counts":
         return f"the assignments of {name}"
+    if parting.kind == "selection bias":
+        return f"the change of the selection bias of {name}"
     return f"the {'weights' if parting.kind == 'weights' else parting.kind} of {name}"
 
 
@@ -110,6 +112,11 @@ def _cause(partings: Sequence[Parting], num_ranks: int) -> str:
         return "all layers are the same, so the mean over ranks, a weight, or an auxiliary loss is not"
     if first.kind == "update":
         return _of_update(first)
+    if first.kind == "selection bias":
+        return (
+            "assignments were the same, so the bias is moved by other counts (padding, evaluation, one rank's alone), "
+            f"in other steps, or rounded{_all(alike)}"
+        )
     if first.kind == "clipped gradient":
         return f"gradients were the same before clipping, so the norm is not that of the whole model{_all(alike)}"
     return _of_gradient(first, alike, num_ranks)

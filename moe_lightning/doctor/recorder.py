@@ -30,6 +30,7 @@ from moe_lightning.doctor.comparison import NOISE, tensors_of
 from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import AbsentBlock
+from moe_lightning.moe.router import Router
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.tensor import Columns, PartedForward
@@ -257,6 +258,8 @@ class Recorder(Callback):
         self._micro: _Micro | None = None
         self._pieces: dict[StepSlice, _Micro] = {}
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        self._biases: dict[str, Tensor] = {}
+        self._had_gradient: set[str] = set()
         self._running: Callable[[nn.Module], StepSlice | None] | None = None
 
     # ------------------------------------------------------------------ hooks of modules
@@ -294,8 +297,16 @@ class Recorder(Callback):
     ) -> None:
         self._place = place = places_of(trainer)
         if not self._note:
-            self._note = {"rank": self.world.rank, "micros": [], "gradients": [], "clipped": [], "updates": []}
+            self._note = {
+                "rank": self.world.rank,
+                "micros": [],
+                "gradients": [],
+                "clipped": [],
+                "updates": [],
+                "biases": [],
+            }
             self._note["weights"] = [note_of(b, b.of(local(b.parameter.detach()))) for b in blocks(trainer, pl_module)]
+            self._biases = {name: bias.clone() for name, bias in selection_biases(pl_module)}
         leaves = [leaf for leaf in private_lightning.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         self._micro, self._pieces = _Micro(None), {}
         if place.knows_samples:
@@ -336,14 +347,16 @@ class Recorder(Callback):
         gathered = all_gather_json({k: self._note[k] for k in ("rank", "gradients")}, self.world)
         whole = tensors_of(gathered, "gradients")
         for block in here:
-            if block.parameter.grad is None:
-                continue
             value = block.of(local(block.parameter.detach()))
-            gradient = block.of(local(block.parameter.grad)).abs().float()
-            digest = whole[block.name]
-            limit = max(NOISE, 10 * self.tolerance) * digest.norm / math.sqrt(max(1, digest.size))
-            certain = (gradient / limit).clamp_(max=1.0) if limit > 0 else torch.zeros_like(gradient)
+            digest = whole.get(block.name)
+            if digest is not None and digest.norm > 0 and block.parameter.grad is not None:
+                gradient = block.of(local(block.parameter.grad)).abs().float()
+                limit = max(NOISE, 10 * self.tolerance) * digest.norm / math.sqrt(max(1, digest.size))
+                certain = (gradient / limit).clamp_(max=1.0)
+            else:  # what has never had a gradient decays only, as is certain; later its moments may be noise
+                certain = torch.full_like(value, float(block.name not in self._had_gradient), dtype=torch.float32)
             self._before[_key(block)] = value.clone(), certain
+        self._had_gradient |= {name for name, digest in whole.items() if digest.norm != 0}
 
     @override
     @torch.no_grad()
@@ -362,14 +375,29 @@ class Recorder(Callback):
                 moved = (value.float() - before.float()) * certain.to(value.device)
                 slack = _ULP * float(torch.linalg.vector_norm(before.double()))
                 self._note["updates"].append(note_of(block, moved, slack))
+        self._note["biases"] = [
+            _note(name, (0,), bias - self._biases[name], _ULP * float(bias.norm()))
+            for name, bias in selection_biases(pl_module)
+            if name in self._biases
+        ]
         self.notes.append(all_gather_json(self._note, self.world))
         self._note, self._before = {}, {}
 
 
 def note_of(block: Block, values: Tensor, slack: float = 0.0) -> Note:
     """The digest of a block."""
-    values = values.detach()
-    return [block.name, list(block.offsets), projection(values, block.offsets), square(values), values.numel(), slack]
+    return _note(block.name, block.offsets, values.detach(), slack)
+
+
+def _note(name: str, offsets: Sequence[int], values: Tensor, slack: float) -> Note:
+    return [name, list(offsets), projection(values, offsets), square(values), values.numel(), slack]
+
+
+def selection_biases(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The selection bias of each router that has one, by the router's name."""
+    for name, router in module.named_modules():
+        if isinstance(router, Router) and router.has_selection_bias:
+            yield name, router.expert_bias_E
 
 
 def _key(block: Block) -> str:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from moe_lightning.compat import private_lightning
 from moe_lightning.moe.layer import moe_layers
 
 REPLICATED = {"copies": 2}
@@ -32,14 +33,25 @@ class Seed(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._at_start:
             self._at_start(trainer, pl_module, trainer.global_rank)
+        if self._at_gradients:
+            self._after_backward(trainer, pl_module, self._at_gradients)
+
+    @staticmethod
+    def _after_backward(trainer: pl.Trainer, pl_module: Any, change: Callable[[pl.Trainer, Any, int], object]) -> None:
+        """Change gradients as a backward pass would: what a hook of Lightning's changes is compared between ranks."""
+        own = trainer.strategy.backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            loss = own(*args, **kwargs)
+            if not private_lightning.is_accumulating(trainer):
+                change(trainer, pl_module, trainer.global_rank)
+            return loss
+
+        trainer.strategy.backward = backward
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._at_batch:
             self._at_batch(trainer, pl_module, trainer.global_rank, batch)
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
-        if self._at_gradients:
-            self._at_gradients(trainer, pl_module, trainer.global_rank)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         if self._at_end:
@@ -226,6 +238,30 @@ def _flip_head(trainer: pl.Trainer, module: Any, rank: int) -> None:
     module.model.norm.weight.grad.neg_()
 
 
+def _bias_of_one_layer(trainer: pl.Trainer, module: Any, rank: int) -> None:
+    router: Any = moe_layers(module)[1].router
+    router.update_bias = router.forget_counts
+
+
+def _bias_by_own_counts(trainer: pl.Trainer, module: Any, rank: int) -> None:
+    router: Any = moe_layers(module)[0].router
+    own = router.count_for_bias
+    router.count_for_bias = lambda counts_E: own(counts_E.flip(0) if rank else counts_E)
+
+
+def _choose_first_half(trainer: pl.Trainer, module: Any, rank: int) -> None:
+    for layer in moe_layers(module):
+        layer.router.expert_bias_E[3:] = -10.0  # type: ignore[index, operator]
+
+
+def _idle_left_out(trainer: pl.Trainer, module: Any, rank: int) -> None:
+    for stack in trainer.strategy.experts.stack_of if trainer.global_step else ():  # type: ignore[attr-defined]
+        if stack.grad is not None and not stack.grad.any():
+            stack.grad = None
+
+
+BIASED = {"model": {"router": {"bias_update_rate": 0.01}}}
+
 BUGS: dict[str, SeededBug] = {
     "expert_gradient_times_ranks": SeededBug(lambda: _times(2.0), "gradient", "experts", "sum over 2 ranks"),
     "expert_gradient_divided_twice": SeededBug(lambda: _times(0.5), "gradient", "experts", "divided by 2"),
@@ -276,6 +312,28 @@ BUGS: dict[str, SeededBug] = {
     ),
     "loss_of_a_stage": SeededBug(
         lambda: Seed(at_start=_heavier_last_micro), "loss", "", "the mean over", options=STAGED
+    ),
+    "bias_of_one_layer": SeededBug(
+        lambda: Seed(at_start=_bias_of_one_layer),
+        "selection bias",
+        "1.feed_forward.router",
+        "other counts",
+        options=BIASED,
+    ),
+    "bias_by_own_counts": SeededBug(
+        lambda: Seed(at_start=_bias_by_own_counts),
+        "selection bias",
+        "0.feed_forward.router",
+        "ranks 0 and 1",
+        options=BIASED,
+    ),
+    "idle_experts_left_out": SeededBug(
+        lambda: Seed(at_start=_choose_first_half, at_gradients=_idle_left_out),
+        "update",
+        "experts",
+        "leaves it out",
+        step=2,
+        options=BIASED,
     ),
     "sign": SeededBug(lambda: Seed(at_gradients=_flip_head), "gradient", "model.norm.weight", "sign"),
 }

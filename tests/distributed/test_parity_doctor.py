@@ -24,7 +24,7 @@ from tests.parameters import slow
 from tests.programs import TESTS, run_program
 
 QUICK = ["expert_gradient_times_ranks", "replicas_not_summed", "dropped_token", "learning_rate_of_a_group"]
-QUICK += ["rows_not_summed", "scaled_stage"]
+QUICK += ["rows_not_summed", "scaled_stage", "bias_of_one_layer", "idle_experts_left_out"]
 HERE: dict[str, dict[str, Any]] = {
     "untied": {"model": {"tie_embeddings": False}},
     "deep": {"model": {"tie_embeddings": False, "num_layers": 4, "dropout": 0.1}},
