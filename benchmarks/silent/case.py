@@ -58,10 +58,10 @@ class Training:
         module: builds the module of these.
         data: its samples.
         batch_size: samples of a micro-batch over all ranks.
+        shuffles: in another order in every epoch; plain PyTorch has another one.
         resumed_ranks, resumed_strategy: of the training that resumes; None: as before.
         callbacks: further ones.
         validates: a validation after every step.
-        skipped: optimizer steps that the training leaves out, from 1.
         reference: "plain": a loop of plain PyTorch with experts one by one; "one rank": ours on one.
     """
 
@@ -72,11 +72,11 @@ class Training:
     module: Callable[..., pl.LightningModule] = Language
     data: Callable[[], Dataset[Any]] = Tokens
     batch_size: int = 8
+    shuffles: bool = False
     resumed_ranks: int | None = None
     resumed_strategy: Mapping[str, Any] | None = None
     callbacks: Callable[[], Sequence[pl.Callback]] = tuple
     validates: bool = False
-    skipped: tuple[int, ...] = ()
     reference: str = "plain"
 
     @property

@@ -46,7 +46,8 @@ class Snapshot:
             for at, group in enumerate(optimizer["param_groups"]):
                 for key in ("lr", "weight_decay"):
                     rates[f"{key} of group {at} of optimizer {number}"] = float(group[key])
-        return cls(tensors=checkpoint["state_dict"], moments=moments, rates=rates)
+        tensors = checkpoint.get("current_model_state", checkpoint["state_dict"])  # beside an average
+        return cls(tensors=tensors, moments=moments, rates=rates)
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Run:
 
     Attributes:
         losses: of each step, as logged.
+        validations: losses after each step, where there are any.
         norms: of the gradients over the whole model, where they are clipped.
         gradients: of each step, by name.
         snapshots: before and after the resume.
@@ -62,6 +64,7 @@ class Run:
     """
 
     losses: list[float] = field(default_factory=list)
+    validations: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
@@ -73,7 +76,8 @@ class Difference:
     """A number of a run beside that of the reference.
 
     Attributes:
-        what: "loss", "gradient", "norm", "parameter", "moment", "schedule", "replicas", "value", or "steps".
+        what: "loss", "gradient", "validation", "norm", "parameter", "moment",
+            "schedule", "replicas", "value", or "steps".
         name: of the tensor, with its step.
         apart: how far.
         limit: how far it may be.
@@ -110,10 +114,13 @@ def _differences(found: Run, expected: Run, limits: Limits) -> Iterator[Differen
         if at < len(found.losses):
             apart = _apart(found.losses[at], expected.losses[at])
             yield Difference(what="loss", name=f"of step {step}", apart=apart, limit=limits.loss)
-        if at < len(found.gradients):
+        if at < len(found.gradients) and math.isfinite(expected.losses[at]):  # else the step is left out
             largest = max((float(g.abs().max()) for g in expected.gradients[at].values()), default=0.0)
             for name, apart in _tensors(found.gradients[at], expected.gradients[at], _FLOOR * largest):
                 yield Difference(what="gradient", name=f"of {name}, step {step}", apart=apart, limit=limits.gradient)
+        if at < min(len(found.validations), len(expected.validations)):
+            apart = _apart(found.validations[at], expected.validations[at])
+            yield Difference(what="validation", name=f"after step {step}", apart=apart, limit=limits.loss)
         if at < min(len(found.norms), len(expected.norms)):
             apart = _apart(found.norms[at], expected.norms[at]) / expected.norms[at]
             yield Difference(what="norm", name=f"of step {step}", apart=apart, limit=limits.norm)
@@ -162,7 +169,7 @@ def _tensors(
 
 
 def _apart(found: float, expected: float) -> float:
-    apart = abs(found - expected)
+    apart = 0.0 if math.isnan(found) and math.isnan(expected) else abs(found - expected)
     return math.inf if math.isnan(apart) else apart
 
 

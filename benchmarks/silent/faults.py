@@ -75,14 +75,46 @@ def at_gradients(change: Callable[[Any, Any], object]) -> Fault:
         change: of (trainer, module).
     """
 
+    return after_backward(lambda trainer, module, is_last: change(trainer, module) if is_last else None)
+
+
+def around_backward(change: Callable[[Any, Any, bool], object]) -> Fault:
+    """Change gradients before the backward pass of each micro-batch.
+
+    Args:
+        change: of (trainer, module, is the last of its step).
+    """
+
+    def run(trainer: Any, module: Any) -> None:
+        def around(own: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                change(trainer, module, not private_lightning.is_accumulating(trainer))
+            return own(*args, **kwargs)
+
+        replace(trainer.strategy, "backward", around)
+
+    return Fault(run=run)
+
+
+def after_backward(change: Callable[[Any, Any, bool], object]) -> Fault:
+    """Do something after the backward pass of each micro-batch.
+
+    Args:
+        change: of (trainer, module, is the last of its step).
+    """
+
     def run(trainer: Any, module: Any) -> None:
         def around(own: Any, *args: Any, **kwargs: Any) -> Any:
             result = own(*args, **kwargs)
-            if not private_lightning.is_accumulating(trainer):
-                with torch.no_grad():
-                    change(trainer, module)
+            with torch.no_grad():
+                change(trainer, module, not private_lightning.is_accumulating(trainer))
             return result
 
         replace(trainer.strategy, "backward", around)
 
     return Fault(run=run)
+
+
+def blocked(name: str) -> Fault:
+    """Leave out a method of the strategy."""
+    return Fault(run=lambda trainer, module: setattr(trainer.strategy, name, lambda *args, **kwargs: None))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from moe_lightning import GPTModule
+from moe_lightning.moe.adapters import add_adapters
+from moe_lightning.moe.layer import moe_layers
 
 TINY = {
     "vocab_size": 48,
@@ -28,44 +31,115 @@ TINY = {
 
 
 class Language(GPTModule):
-    """A tiny GPT whose optimizer needs no Trainer: AdamW with a large epsilon, which divides by no rounding errors, and
-    a rate that decays from the first step on.
+    """A tiny GPT whose optimizer needs no Trainer.
 
     Args:
         config: of the model, beside `TINY`.
-        frozen: pattern of names of parameters that are not trained.
-        momentum: SGD with this momentum instead of AdamW.
     """
 
-    def __init__(self, config: Mapping[str, Any], frozen: str = "", momentum: float | None = None) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(TINY | dict(config))
-        self._frozen, self._momentum = frozen, momentum
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_of([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+def optimizer_of(parameters: list[torch.nn.Parameter]) -> Any:
+    """AdamW with a large epsilon, which divides by no rounding errors, and a rate that decays from the first step."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+    schedule = LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.3 * step))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Idle(Language):
+    """No token chooses the second half of the experts."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for layer in moe_layers(self):
+            bias_E: Any = layer.router.expert_bias_E  # type: ignore[attr-defined]
+            bias_E[len(bias_E) // 2 :] = -10.0
+
+
+class Biased(Language):
+    """Selection biases far from zero."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for layer in moe_layers(self):
+            layer.router.expert_bias_E += 3.0  # type: ignore[attr-defined]
+
+
+class Recomputed(Language):
+    """MoE layers are computed again in the backward pass."""
+
+    reentrant = False
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for layer in moe_layers(self):
+            own = type(layer).forward
+            layer.forward = partial(self._again, own, layer)  # type: ignore[method-assign]
+
+    def _again(self, own: Any, layer: torch.nn.Module, *args: Any) -> Any:
+        if not layer.training:
+            return own(layer, *args)
+        return checkpoint(own, layer, *args, use_reentrant=self.reentrant)
+
+
+class RecomputedReentrant(Recomputed):
+    """The same in torch's older form."""
+
+    reentrant = True
+
+
+MARK = 47
+"""A token that stands in no sample but one that poisons the loss."""
+
+
+class Poisoned(Language):
+    """The loss of a batch with `MARK` is not a number."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * (float("nan") if (batch[0] == MARK).any() else 1.0)
+
+
+class Unfrozen(Language):
+    """The attention of all blocks is trained from the third step on."""
 
     def configure_model(self) -> None:
         super().configure_model()
         for name, parameter in self.named_parameters():
-            if self._frozen and re.search(self._frozen, name):
-                parameter.requires_grad_(False)
+            parameter.requires_grad_(".attention." not in name)
 
     def configure_optimizers(self) -> Any:
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
-            if self._momentum is None
-            else torch.optim.SGD(groups, lr=0.1, momentum=self._momentum)
-        )
-        schedule = LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.3 * step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return optimizer_of(list(self.parameters()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.at_step(self.trainer.global_step + 1)
+
+    def at_step(self, step: int) -> None:
+        """Prepare a step, from 1."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(step > 2 or parameter.requires_grad)
+
+
+class Adapted(Language):
+    """Low-rank adapters of experts and attention are trained, whose second matrices are not zero from the start."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        add_adapters(self.model, {"rank": 2, "targets": ["experts", "attention"]})
 
 
 class Tokens(Dataset[tuple[Tensor, ...]]):
     """Sequences from their index alone: each token follows the one before by a rule with some noise."""
 
-    def __init__(self, size: int = 96, length: int = 8, vocab: int = 48) -> None:
+    def __init__(self, size: int = 160, length: int = 8, vocab: int = 48) -> None:
         self._size, self._length, self._vocab = size, length, vocab
 
     def __len__(self) -> int:
@@ -77,6 +151,30 @@ class Tokens(Dataset[tuple[Tensor, ...]]):
         noise = torch.randint(0, 3, (self._length + 1,), generator=generator)
         ids = (start + 5 * torch.arange(self._length + 1) + noise) % self._vocab
         return ids[:-1], ids[1:]
+
+
+class FewTokens(Tokens):
+    """So few that an epoch ends in the third step, with half a batch."""
+
+    def __init__(self) -> None:
+        super().__init__(size=44)
+
+
+class OneMore(Tokens):
+    """The third step has one sample."""
+
+    def __init__(self) -> None:
+        super().__init__(size=17)
+
+
+class PoisonedTokens(Tokens):
+    """The same, with `MARK` in a sample of the second step."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, targets = (part.clone().clamp(max=MARK - 1) for part in super().__getitem__(index))
+        if index == 14:
+            inputs[0] = MARK
+        return inputs, targets
 
 
 class UnequalTokens(Tokens):

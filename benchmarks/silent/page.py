@@ -35,7 +35,7 @@ and `-` that the fault lies where it does not look, such as in a resume.
 
 def heading() -> str:
     """The first line of the table."""
-    return f"{'case':<34}{'holds':<9}{'loss':>8}{'gradient':>10}  {'fault':<7}{'doctor':<8}{'s':>5}"
+    return f"{'case':<44}{'holds':<9}{'loss':>8}{'gradient':>10}  {'fault':<7}{'doctor':<8}{'s':>5}"
 
 
 def line(case: Case, result: Result) -> str:
@@ -44,7 +44,7 @@ def line(case: Case, result: Result) -> str:
     holds = "refused" if case.refused and result.holds else "yes" if result.holds else "NO"
     loss, gradient = (_number(result, *names) for names in (("loss",), ("gradient", "value")))
     return (
-        f"{case.id:<34}{holds:<9}{loss:>8}{gradient:>10}  {fault:<7}{_DOCTOR[result.doctor]:<8}{result.seconds:>5.1f}"
+        f"{case.id:<44}{holds:<9}{loss:>8}{gradient:>10}  {fault:<7}{_DOCTOR[result.doctor]:<8}{result.seconds:>5.1f}"
     )
 
 

@@ -22,6 +22,8 @@ _FORKS.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "benchmarks.silent.catalogue",
         "benchmarks.silent.training",
+        "moe_lightning.callbacks.huggingface_export",
+        "transformers.models.auto.modeling_auto",
         "moe_lightning.doctor.parity_doctor",
         "moe_lightning.strategies",
     ]
@@ -30,7 +32,16 @@ _LEAVE_S = 5.0
 
 
 class RankFailure(Exception):
-    """A rank raised, died or did not finish in time."""
+    """A rank raised, died or did not finish in time.
+
+    Attributes:
+        sentence: what a user would be told, or the error's own words.
+        is_mistake: the error is a user's mistake.
+    """
+
+    def __init__(self, message: str, sentence: str = "", *, is_mistake: bool = False) -> None:
+        super().__init__(message)
+        self.sentence, self.is_mistake = sentence or message, is_mistake
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -74,7 +85,8 @@ def _results(pipes: list[Connection], deadline: float) -> list[Any]:
             except EOFError:
                 raise RankFailure(f"rank {rank} died") from None
             if not is_done:
-                raise RankFailure(f"rank {rank} failed:\n{value}")
+                trace, sentence, is_mistake = value
+                raise RankFailure(f"rank {rank} failed:\n{trace}", sentence, is_mistake=is_mistake)
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
 
@@ -85,9 +97,13 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    from moe_lightning.user_errors import sentence_of
+
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     os.chdir(folder)
+    for stream in (1, 2):  # what is to be known comes through the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     try:
         if size > 1:
             store = dist.FileStore(  # type: ignore[attr-defined]
@@ -95,9 +111,10 @@ def _rank_main(
             )
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         outcome = True, function(rank, size, *args)
-    except BaseException:
-        outcome = False, traceback.format_exc()
-    pipe.send_bytes(pickle.dumps(outcome))
+    except BaseException as error:
+        told = sentence_of(error) if isinstance(error, Exception) else None
+        outcome = False, (traceback.format_exc(), told or f"{type(error).__name__}: {error}", told is not None)
     with contextlib.suppress(EOFError, OSError):
+        pipe.send_bytes(pickle.dumps(outcome))
         pipe.recv_bytes()  # one that leaves early would break connections that others still build
     os._exit(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import warnings
 from typing import Any
 
@@ -96,6 +98,7 @@ def build(training: Training) -> pl.LightningModule:
     module.configure_model()
     for layer in moe_layers(module):
         layer.__class__ = PlainMoE
+        vars(layer).pop("forward", None)  # nothing is computed again here
     return module
 
 
@@ -106,10 +109,13 @@ def plain_run(training: Training, steps: int, saved_at: int) -> Run:
     found: Any = module.configure_optimizers()
     optimizer, schedule = found["optimizer"], found["lr_scheduler"]["scheduler"]
     run = Run()
-    batches = iter(DataLoader(training.data(), batch_size=training.batch_size))
+    epochs = itertools.repeat(DataLoader(training.data(), batch_size=training.batch_size))
+    batches = itertools.chain.from_iterable(epochs)
     module.train()
     bf16 = "bf16" in str(training.trainer.get("precision", ""))
     for step in range(1, steps + 1):
+        if hasattr(module, "at_step"):
+            module.at_step(step)  # type: ignore[operator]
         micros = [next(batches) for _ in range(training.micro_batches)]
         weights = [int((micro[1] != -100).sum()) for micro in micros]
         optimizer.zero_grad()
@@ -126,7 +132,12 @@ def plain_run(training: Training, steps: int, saved_at: int) -> Run:
                 )
             step_loss = float(loss.detach()) - auxiliary  # as logged: of the last micro-batch
         run.losses.append(step_loss)
-        run.gradients.append(gradients_of(module))
+        run.gradients.append(gradients_of(module) | counts_of(module))
+        if not math.isfinite(step_loss):
+            schedule.step()
+            for layer in moe_layers(module):
+                layer.counts_E = torch.zeros(layer.num_experts)
+            continue
         most, algorithm = training.trainer.get("gradient_clip_val"), training.trainer.get("gradient_clip_algorithm")
         parameters = [p for p in module.parameters() if p.grad is not None]
         if most is not None and algorithm == "value":
@@ -137,9 +148,23 @@ def plain_run(training: Training, steps: int, saved_at: int) -> Run:
         schedule.step()
         for layer in moe_layers(module):
             layer.update()  # type: ignore[operator]
+        if training.validates:
+            run.validations.append(validated(module, training))
         if step in (saved_at, steps):
             run.snapshots.append(snapshot_of(module, optimizer))
     return run
+
+
+@torch.no_grad()
+def validated(module: Any, training: Training) -> float:
+    """The mean loss over all targets of the held-out samples."""
+    module.eval()
+    total, count = 0.0, 0
+    for batch in DataLoader(training.data(), batch_size=6):
+        weight = int((batch[1] != -100).sum())
+        total, count = total + float(module.loss(batch)) * weight, count + weight
+    module.train()
+    return total / count
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
@@ -153,6 +178,15 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor]:
             else:
                 found[name] = gradient.clone()
     return found
+
+
+def counts_of(module: nn.Module) -> dict[str, Tensor]:
+    """Tokens of each expert since the last update of its selection bias."""
+    return {
+        f"counts of {name}": layer.counts_E.float()
+        for name, layer in module.named_modules()
+        if isinstance(layer, PlainMoE) and layer.router.config.bias_update_rate
+    }
 
 
 def snapshot_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:

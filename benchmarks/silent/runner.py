@@ -14,7 +14,7 @@ from benchmarks.silent.case import Case, Check, Training
 from benchmarks.silent.comparison import Difference, Run, differences, values
 from benchmarks.silent.ranks import RankFailure, run_ranks
 from benchmarks.silent.reference import build, names_of, plain_run
-from benchmarks.silent.training import STEPS, diagnosed, observed, whole_run
+from benchmarks.silent.training import STEPS, diagnosed, observed, unbroken, whole_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,8 @@ def run_case(case: Case) -> Result:
 
 def _training(case: Case, training: Training) -> dict[str, Any]:
     expected, names = run_ranks(1, _reference, case.id)[0]
+    if training.reference == "one rank":
+        expected = _alone(case, names)
     right = _run(case, training, names, is_faulty=False)
     if case.refused or isinstance(right, str):
         is_right = bool(case.refused) and isinstance(right, str) and re.search(case.refused, right) is not None
@@ -76,11 +78,19 @@ def _training(case: Case, training: Training) -> dict[str, Any]:
         outcome["seen"] = next((str(difference) for difference in apart if difference.is_seen), "")
         outcome["loss_apart"] = max((d.apart for d in apart if d.what == "loss"), default=None)
     if not case.beyond:
-        with tempfile.TemporaryDirectory(prefix="moe-silent-") as folder:
-            told = run_ranks(training.ranks, diagnosed, case.id, folder)[0]
+        try:
+            told = run_ranks(training.ranks, diagnosed, case.id)[0]
+        except RankFailure as failure:
+            told = f"({failure.sentence})"
         is_named = bool(told) and all(word in told for word in case.doctor)
         outcome |= {"doctor": "named" if is_named else "seen" if told[:1] not in ("", "(") else "silent", "told": told}
     return outcome
+
+
+def _alone(case: Case, names: Sequence[str]) -> Run:
+    """One rank that trains without a break."""
+    with tempfile.TemporaryDirectory(prefix="moe-silent-") as folder:
+        return whole_run([run_ranks(1, unbroken, case.id, folder)], Path(folder), names)
 
 
 def _judged(compared: Sequence[Difference]) -> dict[str, Any]:
@@ -96,10 +106,12 @@ def _run(case: Case, training: Training, names: Sequence[str], *, is_faulty: boo
     with tempfile.TemporaryDirectory(prefix="moe-silent-") as folder:
         phases = []
         for ranks, resumes in ((training.ranks, False), (training.resumed_ranks or training.ranks, True)):
-            phases.append(run_ranks(ranks, observed, case.id, is_faulty, folder, resumes))
-            refusals = [seen["refused"] for seen in phases[-1] if "refused" in seen]
-            if refusals:
-                return str(refusals[0])
+            try:
+                phases.append(run_ranks(ranks, observed, case.id, is_faulty, folder, resumes))
+            except RankFailure as failure:
+                if is_faulty or failure.is_mistake:
+                    return failure.sentence
+                raise
         return whole_run(phases, Path(folder), names)
 
 
@@ -109,7 +121,8 @@ def _reference(rank: int, size: int, id: str) -> tuple[Run, list[str]]:
     training: Any = CASES[id].subject
     module = build(training)
     found: Any = module.configure_optimizers()
-    return plain_run(training, 2 * STEPS, STEPS), names_of(module, found["optimizer"])
+    run = Run() if training.reference == "one rank" else plain_run(training, 2 * STEPS, STEPS)
+    return run, names_of(module, found["optimizer"])
 
 
 def _check(case: Case, check: Check) -> dict[str, Any]:
@@ -121,7 +134,7 @@ def _check(case: Case, check: Check) -> dict[str, Any]:
             apart = values(wrong[0], wrong[1], case.limits.gradient)
             outcome["seen"] = next((str(difference) for difference in apart if difference.is_seen), "")
         except RankFailure as failure:
-            outcome["seen"] = f"stopped: {str(failure).splitlines()[-1]}"
+            outcome["seen"] = f"stopped: {failure.sentence}"
     return outcome
 
 

@@ -6,7 +6,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,11 @@ from torch.utils.data import DataLoader
 from benchmarks.silent.case import Fault, Training
 from benchmarks.silent.comparison import Run, Snapshot
 from benchmarks.silent.faults import replace
-from moe_lightning import ExpertParallelStrategy
+from moe_lightning import ExpertParallelStrategy, MoELayer
 from moe_lightning.compat import private_lightning
 from moe_lightning.doctor.recorder import blocks
 from moe_lightning.errors import ParityError
 from moe_lightning.state.tensors import local
-from moe_lightning.user_errors import sentence_of
 
 STEPS = 3
 """Before the checkpoint, and again after the resume."""
@@ -46,17 +45,17 @@ class Seed(pl.Callback):
 
 
 class Observer(pl.Callback):
-    """Keeps losses, norms and gradients of this rank, saves a checkpoint, and ends the training with it.
+    """Keeps losses, norms and gradients of this rank, saves checkpoints, and ends the training with the last.
 
     Args:
-        last: step with which it ends.
-        path: of the checkpoint.
+        paths: of the checkpoints, by the step that they follow.
     """
 
-    def __init__(self, last: int, path: str) -> None:
-        self._last, self._path = last, path
+    def __init__(self, paths: Mapping[int, str]) -> None:
+        self._paths = paths
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.validations: list[float] = []
         self.gradients: list[list[Piece]] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -72,6 +71,14 @@ class Observer(pl.Callback):
 
         replace(trainer.strategy, "backward", around)
 
+    def found(self) -> dict[str, Any]:
+        """What this rank has seen."""
+        lists = {"losses": self.losses, "norms": self.norms, "validations": self.validations}
+        return lists | {"gradients": self.gradients}
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.validations.append(float(trainer.callback_metrics["val/loss"]))
+
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if len(self.losses) == trainer.global_step or private_lightning.is_accumulating(trainer):
             return
@@ -79,9 +86,9 @@ class Observer(pl.Callback):
         norm = trainer.strategy.last_gradient_norm  # type: ignore[attr-defined]
         if norm is not None:
             self.norms.append(float(norm))
-        if trainer.global_step == self._last:
-            trainer.save_checkpoint(self._path)
-            trainer.should_stop = True
+        if trainer.global_step in self._paths:
+            trainer.save_checkpoint(self._paths[trainer.global_step])
+            trainer.should_stop = trainer.global_step == max(self._paths)
 
 
 def _gradients(trainer: pl.Trainer, module: pl.LightningModule) -> list[Piece]:
@@ -90,17 +97,23 @@ def _gradients(trainer: pl.Trainer, module: pl.LightningModule) -> list[Piece]:
         gradient = block.parameter.grad
         whole = torch.zeros_like(local(block.parameter)) if gradient is None else local(gradient)
         pieces.append((block.name, tuple(block.offsets), block.of(whole).detach().clone()))
+    for name, layer in module.named_modules():
+        if isinstance(layer, MoELayer) and layer.router.config.bias_update_rate:
+            counts: Any = layer.router.unbalanced_tokens_E  # type: ignore[attr-defined]
+            pieces.append((f"counts of {name}", (0,), counts.float()))
     return pieces
 
 
 def train(
-    rank: int, size: int, training: Training, fault: Fault | None, folder: str, resumes: bool, doctor: Any = None
-) -> dict[str, Any]:
-    """Train on a rank of a world for `STEPS` steps, from the beginning or from the checkpoint of these.
-
-    Args:
-        doctor: examines the training, which then is not recorded.
-    """
+    rank: int,
+    size: int,
+    training: Training,
+    callbacks: Sequence[pl.Callback],
+    *,
+    strategy: Mapping[str, Any] | None = None,
+    ckpt_path: str | None = None,
+) -> None:
+    """Train on a rank of a world, from the beginning or from a checkpoint."""
     os.environ.update(
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "NODE_RANK": "0"},
         MASTER_ADDR="127.0.0.1",
@@ -108,23 +121,17 @@ def train(
     )
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.pytorch.*")
-    if fault is not None and fault.process is not None:
-        fault.process()
-    paths = [f"{folder}/{last}.ckpt" for last in (STEPS, 2 * STEPS)]
-    observer = Observer(STEPS * (1 + resumes), paths[resumes])
-    seeds = [Seed(fault)] if fault is not None else []
     pl.seed_everything(7, verbose=False)
-    options = training.resumed_strategy if resumes and training.resumed_strategy is not None else training.strategy
     flags: dict[str, Any] = dict(training.trainer)
     if training.validates:
         flags["val_check_interval"] = training.micro_batches
     trainer = pl.Trainer(
-        strategy=ExpertParallelStrategy(**options),
+        strategy=ExpertParallelStrategy(**(training.strategy if strategy is None else strategy)),
         plugins=[LightningEnvironment()],
         accelerator="cpu",
         devices=size,
         max_steps=2 * STEPS,
-        callbacks=[*seeds, *training.callbacks(), observer if doctor is None else doctor],
+        callbacks=[*callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -133,38 +140,52 @@ def train(
         log_every_n_steps=1,
         **flags,
     )
-    module = training.module(training.model)
-    loader = DataLoader(training.data(), batch_size=training.batch_size)
+    loader = DataLoader(training.data(), batch_size=training.batch_size, shuffle=training.shuffles)
     held_out = DataLoader(training.data(), batch_size=6) if training.validates else None
-    trainer.fit(module, loader, held_out, ckpt_path=paths[0] if resumes else None)
-    return {"losses": observer.losses, "norms": observer.norms, "gradients": observer.gradients}
+    trainer.fit(training.module(training.model), loader, held_out, ckpt_path=ckpt_path)
 
 
 def observed(rank: int, size: int, id: str, is_faulty: bool, folder: str, resumes: bool) -> dict[str, Any]:
-    """Run a phase of a case on a rank; a user's mistake is its sentence."""
+    """Run a phase of a case on a rank, from the beginning or from the checkpoint."""
     case = _case(id)
-    try:
-        return train(rank, size, case.subject, case.fault if is_faulty else None, folder, resumes)
-    except Exception as error:
-        told = sentence_of(error)
-        if told is None and not is_faulty:
-            raise
-        return {"refused": told or f"{type(error).__name__}: {error}"}
+    training, paths = case.subject, _paths(folder)
+    last = STEPS * (1 + resumes)
+    observer = Observer({last: paths[last]})
+    strategy, ckpt_path = (training.resumed_strategy, paths[STEPS]) if resumes else (None, None)
+    seeds = _seeds(case) if is_faulty else []
+    callbacks = [*seeds, *training.callbacks(), observer]
+    train(rank, size, training, callbacks, strategy=strategy, ckpt_path=ckpt_path)
+    return observer.found()
 
 
-def diagnosed(rank: int, size: int, id: str, folder: str) -> str:
+def unbroken(rank: int, size: int, id: str, folder: str) -> dict[str, Any]:
+    """Run both phases of a case in one training on one rank, without its callbacks."""
+    training, observer = _case(id).subject, Observer(_paths(folder))
+    train(rank, size, training, [observer], strategy={})
+    return observer.found()
+
+
+def diagnosed(rank: int, size: int, id: str) -> str:
     """Return what the parity doctor says of a faulty run; empty if it finds nothing."""
     from moe_lightning import ParityDoctor
 
     case = _case(id)
     try:
         with redirect_stdout(io.StringIO()):
-            train(rank, size, case.subject, case.fault, folder, False, ParityDoctor())
+            train(rank, size, case.subject, [*_seeds(case), *case.subject.callbacks(), ParityDoctor()])
     except ParityError as error:
         return str(error)
-    except Exception as error:
-        return f"({sentence_of(error) or type(error).__name__})"
     return ""
+
+
+def _paths(folder: str) -> dict[int, str]:
+    return {step: f"{folder}/{step}.ckpt" for step in (STEPS, 2 * STEPS)}
+
+
+def _seeds(case: Any) -> list[pl.Callback]:
+    if case.fault.process is not None:
+        case.fault.process()
+    return [Seed(case.fault)]
 
 
 def _case(id: str) -> Any:
@@ -183,15 +204,14 @@ def whole_run(phases: Sequence[Sequence[dict[str, Any]]], folder: Path, names: S
     for phase in phases:
         run.losses += phase[0]["losses"]
         run.norms += phase[0]["norms"]
+        run.validations += phase[0]["validations"]
         for rank, seen in enumerate(phase):
-            if seen["losses"] != phase[0]["losses"]:
-                run.unlike.append(f"losses of ranks 0 and {rank}")
-            if seen["norms"] != phase[0]["norms"]:
-                run.unlike.append(f"norms of ranks 0 and {rank}")
+            for what in ("losses", "norms", "validations"):
+                if str(seen[what]) != str(phase[0][what]):
+                    run.unlike.append(f"{what} of ranks 0 and {rank}")
         for step in range(min(len(seen["gradients"]) for seen in phase)):
             run.gradients.append(_joined([seen["gradients"][step] for seen in phase], run.unlike))
-    for last in (STEPS, 2 * STEPS):
-        path = folder / f"{last}.ckpt"
+    for path in map(Path, _paths(str(folder)).values()):
         if path.exists():
             run.snapshots.append(Snapshot.of(torch.load(path, weights_only=False), names))
     return run
@@ -202,7 +222,7 @@ def _joined(ranks: Sequence[Sequence[Piece]], unlike: list[str]) -> dict[str, Te
     for rank, held in enumerate(ranks):
         for name, offsets, values in held:
             first = pieces.setdefault(name, {}).setdefault(offsets, values)
-            if not torch.equal(first, values):
+            if not torch.equal(first.nan_to_num(), values.nan_to_num()):
                 unlike.append(f"gradient of {name} on rank {rank}")
     found = {}
     for name, by_place in pieces.items():

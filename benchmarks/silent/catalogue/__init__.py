@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.silent.case import Case
-from benchmarks.silent.catalogue import norms
+from benchmarks.silent.catalogue import data, export, gradients, norms, products, routing, saving, tensor
 
-CASES: dict[str, Case] = {case.id: case for part in (norms,) for case in part.CASES}
+CASES: dict[str, Case] = {
+    case.id: case for part in (norms, gradients, tensor, routing, products, data, saving, export) for case in part.CASES
+}

@@ -1,0 +1,315 @@
+"""Checkpoints, and trainings that resume from them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from benchmarks.silent.case import Case, Check, Fault, Training
+from benchmarks.silent.faults import replace
+from benchmarks.silent.model import Adapted
+from moe_lightning import ExpertParallelStrategy, StepSampler
+from moe_lightning.checkpoint import files, full_state
+from moe_lightning.dispatch.replicas import ExpertStack
+from moe_lightning.moe.randomness import SampleStream
+
+KIND = "saving and resuming"
+AFTER = "it examines a training's first steps, not a resume"
+
+
+def _experts_of_first_rank() -> None:
+    def around(own: Any, collected: Mapping[str, Tensor], key: str, stack: ExpertStack) -> Tensor:
+        half = stack.num_experts // 2
+        return torch.stack([collected[f"{key}/{e % half}"] for e in range(stack.num_experts)])
+
+    replace(full_state, "_stack", around)
+
+
+def _of_optimizers(change: Callable[[dict[int, Any]], None]) -> Fault:
+    """Change the states of optimizers before they are restored."""
+
+    def process() -> None:
+        def around(own: Any, strategy: Any, checkpoint: Mapping[str, Any]) -> None:
+            changed = {**checkpoint, "optimizer_states": copy.deepcopy(checkpoint["optimizer_states"])}
+            for state in changed["optimizer_states"]:
+                change(state["state"])
+            own(strategy, changed)
+
+        replace(ExpertParallelStrategy, "load_optimizer_state_dict", around)
+
+    return Fault(process=process)
+
+
+def _no_expert_moments(state: dict[int, Any]) -> None:
+    for entry in state.values():
+        for value in entry.values():
+            if isinstance(value, Tensor) and value.ndim == 3:
+                value.zero_()
+
+
+def _first_step(state: dict[int, Any]) -> None:
+    for entry in state.values():
+        entry["step"] = torch.ones_like(entry["step"])
+
+
+def _of_model(change: Callable[[dict[str, Tensor]], None]) -> Fault:
+    """Change the weights of a checkpoint before they are restored."""
+
+    def process() -> None:
+        def around(own: Any, strategy: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+            changed = {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}
+            change(changed["state_dict"])
+            own(strategy, changed, strict=strict)
+
+        replace(ExpertParallelStrategy, "load_model_state_dict", around)
+
+    return Fault(process=process)
+
+
+def _fresh_adapters(state: dict[str, Tensor]) -> None:
+    for name, tensor in state.items():
+        if ".experts.lora_" in name:
+            state[name] = torch.zeros_like(tensor) if name.endswith("_b") else tensor.roll(1, 0)
+
+
+def _local_layers(state: dict[str, Tensor]) -> None:
+    for name in [name for name in state if ".blocks.1." in name]:
+        state[name] = state[name.replace(".blocks.1.", ".blocks.0.")]
+
+
+def _no_biases(state: dict[str, Tensor]) -> None:
+    for name, tensor in state.items():
+        if "expert_bias" in name:
+            state[name] = torch.zeros_like(tensor)
+
+
+def _half_precision(state: dict[str, Tensor]) -> None:
+    state.update({name: t.bfloat16().float() if t.is_floating_point() else t for name, t in state.items()})
+
+
+def _fresh_schedule() -> None:
+    replace(LambdaLR, "load_state_dict", lambda own, *args: None)
+
+
+def _from_the_first_sample() -> None:
+    replace(StepSampler, "load_state_dict", lambda own, *args: None)
+
+
+def _noise_of_first_steps() -> None:
+    replace(SampleStream, "advance", lambda own, stream, *, step, **rest: own(stream, step=step % 3, **rest))
+
+
+def _experts_by_place() -> None:
+    """A rank's experts are the first of the file."""
+    replace(ExpertStack, "select", lambda own, stack, tensor: tensor[: len(stack.slot_experts)].clone())
+
+
+def _experts_in_reverse() -> None:
+    replace(ExpertStack, "select", lambda own, stack, tensor: own(stack, tensor.flip(0)))
+
+
+class _Killed(Exception):
+    """In the place of SIGKILL."""
+
+
+def _interrupted(rank: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """What a checkpoint holds, if the process that overwrites it ends in the middle."""
+    path = Path("last.ckpt")
+    old, new = ({"pytorch-lightning_version": "2", "state_dict": {"w": torch.full((1000,), x)}} for x in (1.0, 2.0))
+    files.write_file(old, path)
+    own, written = torch.save, [0]
+
+    def dying(obj: object, file: Any, *args: Any, **kwargs: Any) -> None:
+        class Dying:
+            def write(self, data: bytes) -> int:
+                written[0] += len(data)
+                if written[0] > 2000:
+                    raise _Killed
+                return int(file.write(data))
+
+            def flush(self) -> None:
+                file.flush()
+
+        own(obj, Dying(), *args, **kwargs)  # type: ignore[arg-type]
+
+    torch.save = dying  # type: ignore[assignment]
+    try:
+        files.write_file(new, path)
+    except (_Killed, RuntimeError):
+        pass
+    finally:
+        torch.save = own
+    return files.read_file(path)["state_dict"], old["state_dict"]  # type: ignore[return-value]
+
+
+def _written_in_place() -> None:
+    def written(own: Any, checkpoint: Any, path: Path) -> None:
+        with open(path, "wb") as file:
+            torch.save(checkpoint, file)
+
+    replace(files, "write_file", written)
+
+
+BIASED = {"router": {"bias_update_rate": 0.02, "score": "sigmoid"}}
+
+CASES = (
+    Case(
+        id="experts-of-one-rank-saved",
+        kind=KIND,
+        report="KempnerInstitute/KempnerForge#202",
+        symptom="a checkpoint holds the experts of one rank, and a resume gives them to all",
+        subject=Training(),
+        fault=Fault(process=_experts_of_first_rank),
+        beyond=AFTER,
+    ),
+    Case(
+        id="moments-lost",
+        kind=KIND,
+        report="KempnerInstitute/KempnerForge#115",
+        symptom="a new optimizer has no moments to restore into, and begins again from zero",
+        subject=Training(),
+        fault=_of_optimizers(lambda state: state.clear()),
+        beyond=AFTER,
+    ),
+    Case(
+        id="moments-of-experts-stale",
+        kind=KIND,
+        report="deepspeedai/DeepSpeed#8147",
+        symptom="conversion of a checkpoint leaves the moments of experts as they were",
+        subject=Training(strategy={"dense": "zero1"}),
+        fault=_of_optimizers(_no_expert_moments),
+        beyond=AFTER,
+    ),
+    Case(
+        id="number-of-updates-lost",
+        kind=KIND,
+        report="deepspeedai/DeepSpeed#4396",
+        symptom="the optimizer's count of steps is not saved, and its bias corrections begin again",
+        subject=Training(strategy={"dense": "fsdp"}),
+        fault=_of_optimizers(_first_step),
+        beyond=AFTER,
+    ),
+    Case(
+        id="schedule-lost",
+        kind=KIND,
+        report="lightly-ai/lightly-train#301",
+        symptom="the learning-rate schedule is not saved, and begins again",
+        subject=Training(),
+        fault=Fault(process=_fresh_schedule),
+        beyond=AFTER,
+    ),
+    Case(
+        id="samples-repeat",
+        kind=KIND,
+        report="facebookresearch/fairchem#639",
+        symptom="a checkpoint inside of an epoch resumes at the epoch's first sample",
+        subject=Training(),
+        fault=Fault(process=_from_the_first_sample),
+        beyond=AFTER,
+    ),
+    Case(
+        id="shuffle-lost",
+        kind=KIND,
+        report="huggingface/accelerate#4233",
+        symptom="batches are skipped of another permutation than the one that was trained on",
+        subject=Training(shuffles=True, reference="one rank"),
+        fault=Fault(process=_from_the_first_sample),
+        beyond=AFTER,
+    ),
+    Case(
+        id="noise-repeats",
+        kind=KIND,
+        report="NVIDIA/Megatron-LM#6858",
+        symptom="random streams of most ranks are not restored, and dropout and routing noise are others",
+        subject=Training(model={"dropout": 0.2}, reference="one rank"),
+        fault=Fault(process=_noise_of_first_steps),
+        beyond=AFTER,
+    ),
+    Case(
+        id="more-ranks",
+        kind=KIND,
+        report="NVIDIA-NeMo/Megatron-Bridge#1716",
+        symptom="experts of a checkpoint of several ranks do not come together on another number of ranks",
+        subject=Training(resumed_ranks=4),
+        fault=Fault(process=_experts_in_reverse),
+        beyond=AFTER,
+    ),
+    Case(
+        id="another-placement",
+        kind=KIND,
+        report="Tencent-Hunyuan/UniRL#158",
+        symptom="every rank takes the first block of experts, whose shapes fit",
+        subject=Training(resumed_strategy={"placement": [[1, 0], [0, 1], [1, 1], [0, 1]]}),
+        fault=Fault(process=_experts_by_place),
+        beyond=AFTER,
+    ),
+    Case(
+        id="another-sharding",
+        kind=KIND,
+        report="areal-project/AReaL#1468",
+        symptom="a checkpoint loads under another sharding, and drops the moments without a word",
+        subject=Training(strategy={"dense": "fsdp"}, resumed_ranks=4, resumed_strategy={"dense": "zero1", "copies": 2}),
+        fault=_of_optimizers(lambda state: state.clear()),
+        beyond=AFTER,
+    ),
+    Case(
+        id="stages-by-local-names",
+        kind=KIND,
+        report="NVIDIA/Megatron-LM#7452",
+        symptom="pipeline stages name layers from zero each, so a checkpoint of one stage loads wrong layers in two",
+        subject=Training(model={"router": {"aux_loss_coef": 0.0}}, resumed_strategy={"mesh": {"pp": 2}}),
+        fault=_of_model(_local_layers),
+        beyond=AFTER,
+    ),
+    Case(
+        id="adapters-from-scratch",
+        kind=KIND,
+        report="NVIDIA-NeMo/Automodel#1325",
+        symptom="adapters of experts are skipped when a checkpoint is loaded, and start from scratch",
+        subject=Training(module=Adapted),
+        fault=_of_model(_fresh_adapters),
+        beyond=AFTER,
+    ),
+    Case(
+        id="selection-bias-not-saved",
+        kind=KIND,
+        report="modelscope/mcore-bridge#195",
+        symptom="what is saved leaves the selection bias out, and other experts are chosen after a reload",
+        subject=Training(model=BIASED),
+        fault=_of_model(_no_biases),
+        beyond=AFTER,
+    ),
+    Case(
+        id="weights-rounded-by-a-resume",
+        kind=KIND,
+        report="TensorAuto/OpenTau#185",
+        symptom="master weights are made again of rounded ones by every resume",
+        subject=Training(),
+        fault=_of_model(_half_precision),
+        beyond=AFTER,
+    ),
+    Case(
+        id="average-trained-on",
+        kind=KIND,
+        report="ecmwf/anemoi-core#1373",
+        symptom="a checkpoint holds averaged weights, and a resume trains on from these",
+        subject=Training(callbacks=lambda: [EMAWeightAveraging(decay=0.5)]),
+        refused="average checkpoints after training",
+    ),
+    Case(
+        id="killed-while-saving",
+        kind=KIND,
+        report="Lightning-AI/pytorch-lightning#688",
+        symptom="a process that is killed while it saves leaves half a file in the place of the last checkpoint",
+        subject=Check(function=_interrupted),
+        fault=Fault(process=_written_in_place),
+        beyond="nothing is trained",
+    ),
+)
