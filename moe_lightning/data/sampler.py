@@ -328,7 +328,7 @@ class StepSampler(Sampler[list[int]]):
             self._permutation = (epoch, self._given_order(epoch))
         else:
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-            self._permutation = (epoch, torch.randperm(self.num_samples, generator=generator))
+            self._permutation = (epoch, torch.randperm(self.num_samples, generator=generator, device="cpu"))
         return self._permutation[1]
 
     # ------------------------------------------------------------------ iteration

@@ -90,8 +90,8 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 @cache
 def _pairs(device: torch.device) -> Tensor:
     """int64 [256]: of each byte both numbers, in the bits of an integer."""
-    values = torch.tensor(_NF4)
-    byte = torch.arange(256)
+    values = torch.tensor(_NF4, dtype=torch.float32, device="cpu")
+    byte = torch.arange(256, device="cpu")
     return torch.stack([values[byte & 15], values[byte >> 4]], dim=1).view(torch.int64).flatten().to(device)
 
 
@@ -305,7 +305,7 @@ class Experts(private_torch.Float32Module):
         """
         for parameter in self.parameters():
             parameter.zero_()  # what vacant slots keep
-        for slot in self._taken_slots():
+        for slot in () if any(stack.is_meta for stack in self.stacked_parameters().values()) else self._taken_slots():
             self._put_base(slot, self._first_rows(self.slot_experts[slot]))
             self._reset_adapters(slot)
 
@@ -342,11 +342,14 @@ class Experts(private_torch.Float32Module):
 
     def _drawn(self, expert: int, index: int, name: str) -> Tensor:
         if name.startswith("b_"):
-            return torch.zeros(self.shapes[name])
+            return torch.zeros(self.shapes[name], device="cpu")
         std = self._down_init_std if name == "w_down" else self._init_std
-        return torch.randn(self.shapes[name], generator=self._generator(expert, index)) * std
+        return torch.randn(self.shapes[name], generator=self._generator(expert, index), device="cpu") * std
 
     def _generator(self, expert: int, index: int) -> torch.Generator:
+        """Return a generator of the CPU, whose draws are the same for every device, and need it as theirs: a model may
+        be built where another device is the default.
+        """
         return torch.Generator().manual_seed((self.init_seed + 1_000_003 * expert + 7919 * index) % (1 << 63))
 
     def _put_base(self, slot: int, rows: Mapping[str, Tensor]) -> None:
@@ -363,7 +366,7 @@ class Experts(private_torch.Float32Module):
         """Return the weights of nn.Linear for A, and zeros for B."""
         for index, name in enumerate(_MATRICES if self.adapter is not None else (), start=len(_MATRICES) + 2):
             a_DR = self.get_parameter(f"lora_{name}_a").data[slot]
-            uniform = torch.rand(a_DR.shape, generator=self._generator(self.slot_experts[slot], index))
+            uniform = torch.rand(a_DR.shape, generator=self._generator(self.slot_experts[slot], index), device="cpu")
             a_DR.copy_((2.0 * uniform - 1.0) / a_DR.shape[0] ** 0.5)
             self.get_parameter(f"lora_{name}_b").data[slot] = 0
 

@@ -63,8 +63,10 @@ def _compute(layer: MoELayer, rows: int, dtype: torch.dtype, device: torch.devic
     experts, config, dispatcher = layer.experts, layer.router.config, layer.dispatcher
     num_tokens = -(-rows * max(1, experts.num_slots) // (16 * config.top_k)) * 16
     generator = torch.Generator().manual_seed(0)
-    scores_TE = torch.rand(num_tokens, layer.num_experts, generator=generator).to(device)
-    given_TD = torch.randn(num_tokens, experts.width, generator=generator).to(device, dtype).requires_grad_()
+    scores_TE = torch.rand(num_tokens, layer.num_experts, generator=generator, device="cpu").to(device)
+    given_TD = (
+        torch.randn(num_tokens, experts.width, generator=generator, device="cpu").to(device, dtype).requires_grad_()
+    )
     router, x_TD = layer.router, given_TD
     if isinstance(router, Router) and router.is_plain:
         with torch.autocast(device.type, enabled=False):

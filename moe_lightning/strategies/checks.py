@@ -267,8 +267,8 @@ def _updated(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
     shape = [1] * (ndim - 2) + [_VECTOR + rest]
 
     def rows(seed: int) -> Tensor:
-        expert = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed))
-        others = torch.randn(slots - 1, *shape, generator=torch.Generator().manual_seed(1000 + seed))
+        expert = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+        others = torch.randn(slots - 1, *shape, generator=torch.Generator().manual_seed(1000 + seed), device="cpu")
         return torch.cat([100.0 * others, expert]).to(parameter.device, dtype)
 
     trial = nn.Parameter(_FIRST_WEIGHTS * rows(0))

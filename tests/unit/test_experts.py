@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import Experts, deferred_experts
 
@@ -200,3 +202,27 @@ def test_double_precision() -> None:
 def test_wrong_experts(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make(**options)
+
+
+class NeedsDevices(TorchFunctionMode):
+    """Refuses draws that would be made on the default device with a generator of the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        drawn = func in (torch.rand, torch.randn, torch.randint, torch.randperm)
+        assert not (drawn and kwargs.get("generator") is not None and kwargs.get("device") is None)
+        return func(*args, **kwargs)
+
+
+def test_draws_from_a_generator_name_its_device() -> None:
+    """Stock Lightning builds a module where the GPU is the default device."""
+    with NeedsDevices():
+        make().freeze(rank=2, scale=1.0, in_4_bits=False)
+        next(iter(StepSampler(num_samples=8, global_batch_size=2)))
+
+
+def test_nothing_is_drawn_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "randn", None)
+    with torch.device("meta"):
+        experts = Experts(5, 6, 7)
+    assert all(stack.is_meta for stack in experts.stacked_parameters().values())
