@@ -135,6 +135,14 @@ def _export_hf(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _export_gguf(arguments: argparse.Namespace, console: Console) -> int:
+    from moe_lightning.cli.huggingface import export_gguf
+
+    written = export_gguf(arguments.path, arguments.target, dtype=arguments.dtype)
+    console.print(f"{arguments.target}: {_size(written)} for llama.cpp", soft_wrap=True)
+    return 0
+
+
 def _export_loads(arguments: argparse.Namespace, console: Console) -> int:
     counts_LE = measured_counts(arguments.source, arguments.last)
     plan = plan_serving(counts_LE, arguments.ranks, arguments.slots)
@@ -227,6 +235,7 @@ _COMMANDS = {
     "verify": _verify,
     "export": _export,
     "export-hf": _export_hf,
+    "export-gguf": _export_gguf,
     "export-loads": _export_loads,
     "edit": _edit,
     "prune": _prune,

@@ -4,6 +4,7 @@
     moe-ckpt verify DIR           checksums and coverage of one checkpoint, or of all in a directory
     moe-ckpt export DIR FILE      one safetensors file
     moe-ckpt export-hf CKPT DIR   a Hugging Face folder that plain transformers loads
+    moe-ckpt export-gguf CKPT FILE   a GGUF file that llama.cpp loads
     moe-ckpt export-loads LOADS FILE --ranks N --slots S   measured loads as an inference engine's first placement
     moe-ckpt edit CKPT FILE       prune, merge and duplicate experts, with the loss before and after
     moe-ckpt prune DIR --keep N   keep the newest N
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="compare every file with its checksum")
     export = commands.add_parser("export", help="write one safetensors file")
     export_hf = commands.add_parser("export-hf", help="write a folder that plain transformers loads")
+    export_gguf = commands.add_parser("export-gguf", help="write a GGUF file that llama.cpp loads")
     export_loads = commands.add_parser("export-loads", help="write the placement that an inference engine begins with")
     edit = commands.add_parser("edit", help="prune, merge and duplicate the experts of a checkpoint file")
     _add_edits(edit)
@@ -92,10 +94,14 @@ def _parser() -> argparse.ArgumentParser:
         )
     export.add_argument("target", type=_target, metavar="FILE", help="the safetensors file to write; a path or a URL")
     export.add_argument("--prefix", default="", help="only keys that begin with this, such as expert/0/")
-    export_hf.add_argument("path", metavar="CKPT", help="a .ckpt file, or a directory as above")
+    for command in (export_hf, export_gguf):
+        command.add_argument("path", metavar="CKPT", help="a .ckpt file, or a directory as above")
+        command.add_argument("--dtype", help="of its tensors, such as bfloat16; default: that of the original")
     export_hf.add_argument("target", type=Path, metavar="DIR", help="the folder to write; it must not exist")
+    export_gguf.add_argument(
+        "target", type=output_file, metavar="FILE", help="the .gguf file to write; it must not exist"
+    )
     export_hf.add_argument("--adapter", action="store_true", help="write the adapters alone, as peft loads them")
-    export_hf.add_argument("--dtype", help="of its tensors, such as bfloat16; default: that of the original")
     export_loads.add_argument(
         "source", type=input_file, metavar="LOADS", help="routing_trace.npz or expert_load.csv of a run"
     )

@@ -212,7 +212,7 @@ class TextStream:
         is_ended: True once the end has come.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], ids: Sequence[int] = (), end: str = "") -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], ids: Sequence[int], end: str = "") -> None:
         self._decode, self._end = decode, end
         self._ids = list(ids)[-_BEFORE:]
         self._begin, self._read, self._held = 0, len(self._ids), ""

@@ -1,10 +1,12 @@
-"""`moe-ckpt export-hf`: checkpoint of a HuggingFaceModule to a folder that plain transformers loads.
+"""`moe-ckpt export-hf` and `export-gguf`: checkpoint of a HuggingFaceModule to a folder that plain transformers loads,
+or to a file that llama.cpp loads.
 
 The checkpoint is a file or a directory. One process writes one layer's experts at a time.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,45 +46,92 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
             for the model, or the folder exists.
         CheckpointError: it is missing or damaged.
     """
-    from moe_lightning.models.gpt_module import OptimizerConfig
     from moe_lightning.models.huggingface.card import write_card
-    from moe_lightning.models.huggingface.export import (
-        copy_companions,
-        existing,
-        plan_export,
-        require_adapters,
-        write_adapter,
-    )
-    from moe_lightning.models.huggingface.loading import build_skeleton
-    from moe_lightning.models.huggingface.module import HuggingFaceConfig
+    from moe_lightning.models.huggingface.export import copy_companions, existing, require_adapters, write_adapter
 
     if target.exists():
         raise existing(target)
-    source = open_saved(path)
-    hyper_parameters = source.values.get("hyper_parameters", {})
-    if "huggingface" not in hyper_parameters:
-        raise ConfigurationError(f"{path} is not a checkpoint of a HuggingFaceModule: transformers has no class for it")
-    config = build_config(HuggingFaceConfig, hyper_parameters["config"])
-    architecture = config.architecture(hyper_parameters["huggingface"])
-    export = plan_export(architecture, build_skeleton(architecture), dtype)
-
-    optimizer, facts = build_config(OptimizerConfig, hyper_parameters["optimizer"]), _facts(source)
+    trained = _Trained(path, dtype)
+    config, export, facts = trained.config, trained.export, _facts(trained.source)
     if adapter_alone:
         require_adapters(config.adapter)
-    if config.adapter is None:
-        dense, stacks = {name: source.dense(name) for name in export.dense}, _stacks(source, architecture)
+        adapted = trained.adapted(alone=True)
+        dense, stacks = adapted.adapters(), adapted.expert_adapters()
+        written = write_adapter(target, export, adapted.config, config.pretrained, dense, stacks)
     else:
-        trained = _Adapted(source, config, architecture, alone=adapter_alone)
-        if adapter_alone:
-            dense, stacks = trained.adapters(), trained.expert_adapters()
-            written = write_adapter(target, export, config.adapter, config.pretrained, dense, stacks)
-        else:
-            dense, stacks = trained.dense(), trained.experts()
-    if not adapter_alone:
-        written = export.write(target, dense, stacks)
-        copy_companions(config.folder, target, trained_tokenizer(source.values))
-    write_card(target, config, optimizer, facts, is_adapter=adapter_alone)
+        written = export.write(target, *trained.weights())
+        copy_companions(config.folder, target, trained_tokenizer(trained.source.values))
+    write_card(target, config, trained.optimizer, facts, is_adapter=adapter_alone)
     return written
+
+
+def export_gguf(path: Place, target: Path, *, dtype: str | None = None) -> int:
+    """Write the model of a checkpoint, with its tokenizer, for llama.cpp; returns the bytes of the file.
+
+    Args:
+        path, dtype: see `export_checkpoint`; adapters are added to the weights.
+        target: a file that does not exist.
+
+    Raises:
+        ConfigurationError: it is of another module, llama.cpp does not know its family, an option of it or its
+            tokenizer, the package gguf is missing, or the file exists.
+        CheckpointError: it is missing or damaged.
+    """
+    try:
+        from moe_lightning.models.huggingface.gguf_file import check_gguf, write_gguf
+    except ImportError as error:
+        raise ConfigurationError(f"GGUF needs the package gguf ({error}): pip install 'moe-lightning[gguf]'") from error
+    if target.exists():
+        raise ConfigurationError(f"{target} exists already: name another file")
+    trained = _Trained(path, dtype)
+    check_gguf(trained.export)
+    tokenizer = trained_tokenizer(trained.source.values)
+    with tempfile.TemporaryDirectory() as made:
+        folder = trained.config.folder
+        if tokenizer is not None:
+            folder = Path(made)
+            (folder / "tokenizer.json").write_text(tokenizer)
+        if not (folder / "tokenizer.json").is_file():
+            raise ConfigurationError(f"{folder} has no tokenizer.json, which a GGUF file needs: put it there")
+        return write_gguf(target, trained.export, *trained.weights(), folder)
+
+
+class _Trained:
+    """A checkpoint of a HuggingFaceModule, whose tensors are read when they are asked for.
+
+    Args:
+        path, dtype: see `export_checkpoint`.
+    """
+
+    def __init__(self, path: Place, dtype: str | None) -> None:
+        from moe_lightning.models.gpt_module import OptimizerConfig
+        from moe_lightning.models.huggingface.export import plan_export
+        from moe_lightning.models.huggingface.loading import build_skeleton
+        from moe_lightning.models.huggingface.module import HuggingFaceConfig
+
+        self.source = open_saved(path)
+        values = self.source.values.get("hyper_parameters", {})
+        if "huggingface" not in values:
+            raise ConfigurationError(
+                f"{path} is not a checkpoint of a HuggingFaceModule: transformers has no class for it"
+            )
+        self.config = build_config(HuggingFaceConfig, values["config"])
+        self.optimizer = build_config(OptimizerConfig, values["optimizer"])
+        self.architecture = self.config.architecture(values["huggingface"])
+        self.export = plan_export(self.architecture, build_skeleton(self.architecture), dtype)
+
+    def adapted(self, *, alone: bool) -> _Adapted:
+        """Return the model with its adapters."""
+        return _Adapted(self.source, self.config, self.architecture, alone=alone)
+
+    def weights(self) -> tuple[Mapping[str, Tensor], Iterator[dict[str, Tensor]]]:
+        """Return the tensors outside of experts by their names in the model, and the stacks of one block after the
+        other; adapters are added."""
+        if self.config.adapter is not None:
+            adapted = self.adapted(alone=False)
+            return adapted.dense(), adapted.experts()
+        dense = {name: self.source.dense(name) for name in self.export.dense}
+        return dense, _stacks(self.source, self.architecture)
 
 
 def _stacks(source: SavedModel, architecture: Architecture) -> Iterator[dict[str, Tensor]]:
@@ -133,7 +182,7 @@ class _Adapted:
         from moe_lightning.moe.experts import deferred_experts
 
         assert config.adapter is not None
-        self._source, self._config, self._architecture = source, config.adapter, architecture
+        self._source, self.config, self._architecture = source, config.adapter, architecture
         self._folder = str(config.folder)
         if alone:
             self._model = build_skeleton(architecture, config.adapter)
@@ -159,7 +208,7 @@ class _Adapted:
 
         here = self._model.state_dict()
         require_same_base(self._source.dense(BASE_DIGEST), here[BASE_DIGEST], BASE_DIGEST, self._folder)
-        return merged_dense(here | self.adapters(), self._config)
+        return merged_dense(here | self.adapters(), self.config)
 
     def experts(self) -> Iterator[dict[str, Tensor]]:
         """The stacks [E, ...] of one block after the other, with the adapters added."""
@@ -172,5 +221,5 @@ class _Adapted:
             stacks = {name: stack.detach() for name, stack in experts.stacked_parameters().items()} | adapters
             saved = self._source.experts(index, f"{block}.moe", BASE_DIGEST, layer.num_experts)
             require_same_base(saved, stacks[BASE_DIGEST], f"MoE layer {index}", self._folder)
-            yield merged_experts(stacks, experts.shapes, self._config)
+            yield merged_experts(stacks, experts.shapes, self.config)
             experts.to_empty(device="meta")  # one layer at a time

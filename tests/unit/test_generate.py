@@ -48,9 +48,9 @@ def gpt(**options: Any) -> GPTModule:
     return module.eval()
 
 
-def save(module: Any, path: Path) -> Path:
+def save(module: Any, path: Path, **more: Any) -> Path:
     """A checkpoint file, as a training writes it."""
-    values = {"hyper_parameters": dict(module.hparams), "pytorch-lightning_version": lightning.__version__}
+    values = {**more, "hyper_parameters": dict(module.hparams), "pytorch-lightning_version": lightning.__version__}
     write_file({"state_dict": module.state_dict(), "global_step": 3, **values}, path)
     return path
 

@@ -79,12 +79,21 @@ _FOREIGN = (BaseException, enum.Enum, argparse.ArgumentParser, dict, Protocol)
 """Whose constructors are Python's."""
 
 
+_EXTRAS = ("lm_eval", "gguf")
+"""Packages that some modules need as a whole."""
+
+
 def _buildable() -> Iterator[tuple[type, dict[str, Any]]]:
     """Classes of the package that can be made from plain values, and such values for what they need."""
     for info in pkgutil.walk_packages([str(PACKAGE)], "moe_lightning."):
         if {"kernels", "conf", "compat"} & set(info.name.split(".")):  # compat: constructors of Lightning's own classes
             continue
-        module = importlib.import_module(info.name)
+        try:
+            module = importlib.import_module(info.name)
+        except ModuleNotFoundError as error:
+            if error.name in _EXTRAS:
+                continue
+            raise
         for name, cls in vars(module).items():
             is_ours = inspect.isclass(cls) and cls.__module__ == info.name and not name.startswith("_")
             if not is_ours or issubclass(cls, _FOREIGN) or cls.__init__ in (object.__init__, nn.RMSNorm.__init__):
