@@ -132,6 +132,31 @@ def test_buffers_of_a_run_and_of_its_resume(precision: str, tmp_path: Path) -> N
     assert all(torch.equal(found[name], resumed[name]) for name in found)
 
 
+class LateBuffers(Module):
+    """Builds a module with buffers in `configure_model`, where half precision is the default."""
+
+    def configure_model(self) -> None:
+        if hasattr(self, "late"):
+            return
+        self.late = nn.Module()
+        self.late._keep_in_fp32_modules = "table"
+        self.late.register_buffer("table", torch.tensor([0.1]))
+        self.late.register_buffer("zeros", torch.zeros(1))
+        self.late.register_buffer("rotations", torch.tensor([1 + 2j], dtype=torch.complex64))
+
+
+@pytest.mark.filterwarnings("ignore:Precision bf16-true")
+def test_buffers_that_are_built_in_half_precision_are_named(tmp_path: Path) -> None:
+    module = LateBuffers()
+    said = r"buffer table of Module is to stay in float32, but was built in bfloat16.*dtype=torch.float32"
+    with pytest.warns(UserWarning, match=said):
+        fit(module, tmp_path, "bf16-true", 1)
+    assert module.late.table.dtype == torch.float32
+    assert module.late.zeros.dtype == torch.bfloat16
+    assert module.late.rotations.dtype == torch.complex64
+    assert module.late.rotations.imag.abs().min() > 0
+
+
 def test_pretrained_biases_and_rotary_frequencies_stay_exact(tmp_path: Path) -> None:
     from moe_lightning.models.huggingface.module import HuggingFaceModule
 
