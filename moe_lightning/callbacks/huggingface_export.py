@@ -104,7 +104,8 @@ def export_to_huggingface(
             dense, shapes = merged_dense(dense, adapter), [_experts(module, b).shapes for b in export.blocks]
             stacks = (merged_experts(s, shape, adapter) for s, shape in zip(stacks, shapes, strict=True))
         export.write(path, dense, stacks, run=_run(trainer))
-        copy_companions(module.config.folder, path, getattr(data, "trained_tokenizer", None))
+        own = {"tokenizer": "trained_tokenizer", "chat_template": "chat_template"}
+        copy_companions(module.config.folder, path, **{key: getattr(data, name, None) for key, name in own.items()})
     else:
         for _ in stacks:  # gives rank 0 what it asks for
             continue

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.inspect import trained_tokenizer
+from moe_lightning.checkpoint.inspect import chat_template, trained_tokenizer
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.plot import metrics_files, read_metrics
 from moe_lightning.cli.resume import config_of
@@ -47,7 +47,7 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
         CheckpointError: it is missing or damaged.
     """
     from moe_lightning.models.huggingface.card import write_card
-    from moe_lightning.models.huggingface.export import copy_companions, existing, require_adapters, write_adapter
+    from moe_lightning.models.huggingface.export import existing, require_adapters, write_adapter
 
     if target.exists():
         raise existing(target)
@@ -60,7 +60,7 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
         written = write_adapter(target, export, adapted.config, config.pretrained, dense, stacks)
     else:
         written = export.write(target, *trained.weights())
-        copy_companions(config.folder, target, trained_tokenizer(trained.source.values))
+        trained.copy_companions(target)
     write_card(target, config, trained.optimizer, facts, is_adapter=adapter_alone)
     return written
 
@@ -85,14 +85,14 @@ def export_gguf(path: Place, target: Path, *, dtype: str | None = None) -> int:
         raise ConfigurationError(f"{target} exists already: name another file")
     trained = _Trained(path, dtype)
     check_gguf(trained.export)
-    tokenizer = trained_tokenizer(trained.source.values)
     with tempfile.TemporaryDirectory() as made:
-        folder = trained.config.folder
-        if tokenizer is not None:
-            folder = Path(made)
-            (folder / "tokenizer.json").write_text(tokenizer)
+        folder = Path(made)
+        trained.copy_companions(folder)
         if not (folder / "tokenizer.json").is_file():
-            raise ConfigurationError(f"{folder} has no tokenizer.json, which a GGUF file needs: put it there")
+            raise ConfigurationError(
+                f"{trained.config.folder} has no tokenizer.json, which a GGUF file needs: put it there"
+            )
+        trained.export.config.save_pretrained(folder)
         return write_gguf(target, trained.export, *trained.weights(), folder)
 
 
@@ -119,6 +119,14 @@ class _Trained:
         self.optimizer = build_config(OptimizerConfig, values["optimizer"])
         self.architecture = self.config.architecture(values["huggingface"])
         self.export = plan_export(self.architecture, build_skeleton(self.architecture), dtype)
+
+    def copy_companions(self, target: Path) -> None:
+        """Give a folder the tokenizer, with what belongs to it, of the run or of the model that it began with."""
+        from moe_lightning.models.huggingface.export import copy_companions
+
+        values = self.source.values
+        own = {"tokenizer": trained_tokenizer(values), "chat_template": chat_template(values)}
+        copy_companions(self.config.folder, target, **own)
 
     def adapted(self, *, alone: bool) -> _Adapted:
         """Return the model with its adapters."""

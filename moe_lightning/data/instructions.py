@@ -231,6 +231,11 @@ class MarkedTurns:
     def prompt(self, turns: Sequence[Turn]) -> str:
         return "".join(text for text, _ in self.pieces(Conversation(tuple(turns)))) + "<|assistant|>\n"
 
+    @property
+    def template(self) -> str:
+        """The format as a chat template of transformers."""
+        return _MARKED_TEMPLATE.replace("END", repr(self.end))
+
 
 class TemplatedTurns:
     """As the chat template of a Hugging Face tokenizer writes them.
@@ -388,6 +393,13 @@ def hugging_face_tokenizer(folder: Path) -> Any:
 
 _SAMPLE = 256
 """Conversations whose windows are looked at before training."""
+
+_MARKED_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|' + message['role'] + '|>\\n' + message['content'] + (END if message['role'] == 'assistant' else '\\n') -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}
+"""
 
 _MARKED_ROLES = ("system", "user", "assistant")
 _ROLES = (*_MARKED_ROLES, "developer", "tool")
@@ -627,6 +639,15 @@ class InstructionData(StepDataModule):
     def written(self) -> ChatFormat:
         """Format that writes conversations as text."""
         return chat_format(self._tokenizer_spec, self._end_token)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The format as a chat template of transformers; None where it is that of the tokenizer."""
+        return self.written.template if isinstance(self.written, MarkedTurns) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what every checkpoint keeps: the chat template that no file has."""
+        return {} if self.chat_template is None else {"chat_template": self.chat_template}
 
     @property
     def tokenizer(self) -> Tokenizer:

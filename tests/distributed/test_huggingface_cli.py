@@ -43,7 +43,8 @@ def test_fine_tuning(name: str, tmp_path: Path) -> None:
     trained = moe_train(tmp_path, *recipe, *partial, "trainer.max_steps=4", "optimizer.lr=0.01", *COMMON)
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == ""
-    assert re.search(r"next .*\n.*\n +outputs/small/huggingface +# .* of transformers\n", trained.stdout)
+    steps = r"next   moe-generate outputs/small --chat .*\n.*\n.*\n +outputs/small/huggingface +# .* of transformers\n"
+    assert re.search(steps, trained.stdout)
 
     run = tmp_path / "outputs" / "small"
     exported = reloaded(run / "huggingface")

@@ -234,7 +234,7 @@ def test_other_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
     check_refusal(tmp_path, ["dtype=float64 cannot be written"], capsys, "--dtype", "float64")
     content["pre_tokenizer"]["add_prefix_space"] = True
     tokenizer.write_text(json.dumps(content))
-    check_refusal(tmp_path, ["the tokenizer of", "only byte-level BPE"], capsys)
+    check_refusal(tmp_path, ["the tokenizer cannot be", "only byte-level BPE"], capsys)
     tokenizer.write_text("{}")
     check_refusal(tmp_path, ["tokenizer.json is not a file of the package", "get it again"], capsys)
     tokenizer.unlink()

@@ -353,6 +353,35 @@ def test_a_trained_tokenizer_is_exported(tmp_path: Path) -> None:
     }
 
 
+def test_the_format_of_conversations_is_exported_as_a_chat_template(tmp_path: Path) -> None:
+    """Of a tokenizer without one; transformers writes a conversation as the training did."""
+    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
+    from moe_lightning.cli.ckpt import main
+    from moe_lightning.data.instructions import InstructionData, Turn, templated_turns
+    from tests.unit.test_generate import write_tokenizer
+
+    make_checkpoint("mixtral", tmp_path / "theirs", vocab_size=300)
+    write_tokenizer(tmp_path / "theirs")
+    lines = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "x"}]} for i in range(9)
+    ]
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = InstructionData(
+        path=tmp_path / "talk.jsonl", tokenizer=str(tmp_path / "theirs" / "tokenizer.json"), context_length=64,
+        global_batch_size=2, end_token="<e>'\"\\\N{EURO SIGN}\N{GRINNING FACE}",
+    )  # fmt: skip
+    trainer = fit(load(tmp_path / "theirs"), 1, data, callbacks=[HuggingFaceExport(tmp_path / "ours")])
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "later")]) == 0
+    turns = [Turn("system", " Be brief. "), Turn("user", "one\n"), Turn("assistant", "two"), Turn("user", "\nthree")]
+    for folder in ("ours", "later"):
+        written = templated_turns(tmp_path / folder)
+        assert written is not None
+        assert written.prompt(turns) == data.written.prompt(turns)
+        assert written.end == data.written.end
+        assert "moe-generate . --chat" in (tmp_path / folder / "README.md").read_text()
+
+
 # ---------------------------------------------------------------- model cards
 
 

@@ -30,7 +30,7 @@ The training began with the weights of {name}{change}.
 To generate text, in this folder:
 
 ```bash
-moe-generate . "PROMPT"
+moe-generate . {prompt}
 ```
 """
 
@@ -82,6 +82,7 @@ def write_card(
         base_model=f"base_model: {name}\n" if "/" in name else "",
         name=name,
         change=change,
+        prompt="--chat" if (folder / "chat_template.jinja").is_file() else '"PROMPT"',
         rows="\n".join(f"| {title} | {value} |" for title, value in _rows(config, optimizer, training)),
     )
     (folder / "README.md").write_text(text)

@@ -179,7 +179,9 @@ def check_target(path: Path, run: str | None) -> None:
         ) from None
 
 
-def copy_companions(source: Path, target: Path, tokenizer: str | None = None) -> None:
+def copy_companions(
+    source: Path, target: Path, *, tokenizer: str | None = None, chat_template: str | None = None
+) -> None:
     """Take tokenizer, templates and generation defaults over into an exported folder; links out of `source` are not
     followed, except into the store of files that a Hugging Face cache keeps beside its snapshots.
 
@@ -187,7 +189,10 @@ def copy_companions(source: Path, target: Path, tokenizer: str | None = None) ->
         source: folder of the original.
         target: the exported folder.
         tokenizer: content of the tokenizer.json that the run has trained in the place of the original's; None: none.
+        chat_template: by which the run wrote its conversations in the place of the original's; None: none.
     """
+    if chat_template is not None:
+        (target / "chat_template.jinja").write_text(chat_template)
     if tokenizer is not None:
         (target / "tokenizer.json").write_text(tokenizer)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}  # else transformers takes the class of the model

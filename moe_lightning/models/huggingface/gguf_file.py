@@ -207,14 +207,14 @@ def _add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
         is_byte_level = _split(content) in _SPLITS
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigurationError(
-            f"{folder / 'tokenizer.json'} is not a file of the package tokenizers ({error!r}): get it again"
+            f"tokenizer.json is not a file of the package tokenizers ({error!r}): get it again"
         ) from error
     texts |= {index: token["content"] for index, token in added.items()}
     if model["type"] != "BPE" or not (is_byte_level or _is_sentence_piece(model)):
-        raise _refused(f"the tokenizer of {folder}", "byte-level BPE that splits as GPT-2 or Qwen, and SentencePiece")
+        raise _refused("the tokenizer", "byte-level BPE that splits as GPT-2 or Qwen, and SentencePiece")
     if max(texts, default=0) >= config.vocab_size:
         raise ConfigurationError(
-            f"the tokenizer of {folder} has the token {max(texts)}, the model has {config.vocab_size}: get the model's"
+            f"the tokenizer has the token {max(texts)}, the model has {config.vocab_size}: get the model's"
         )
 
     def kind(index: int) -> Any:
