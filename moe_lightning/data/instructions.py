@@ -421,7 +421,10 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         tokenizer: of the model.
         written: how a conversation becomes text.
         context_length: L.
-        data_key: digest of the file.
+        file_key: digest of the file.
+
+    Attributes:
+        data_key: a text that changes with the file, the choice of conversations, and the tokens of the first of them.
     """
 
     def __init__(
@@ -432,15 +435,18 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         written: ChatFormat,
         context_length: int,
         *,
-        data_key: str,
+        file_key: str,
     ) -> None:
         self._path = path
-        self.data_key = data_key
         self._spans = spans
         self._tokenizer = tokenizer
         self._written = written
         self._padding = int(tokenizer.encode(written.padding)[0][-1])
         self._length = context_length
+        digest = xxhash.xxh3_128(file_key.encode() + spans.tobytes())
+        if len(spans):
+            digest.update(self.encoded(0).tokens.tobytes())
+        self.data_key = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -697,7 +703,7 @@ class InstructionData(StepDataModule):
         spread = np.arange(measured) * held_out // measured
         val, train = (
             Conversations(
-                self._path, chosen, self.tokenizer, self.written, self.context_length, data_key=digest.hexdigest()
+                self._path, chosen, self.tokenizer, self.written, self.context_length, file_key=digest.hexdigest()
             )
             for chosen in (spans[np.sort(order[:held_out])[spread]], spans[np.sort(order[held_out:])])
         )

@@ -353,9 +353,9 @@ class StepSampler(Sampler[list[int]]):
     # ------------------------------------------------------------------ state and world
 
     def state_dict(self) -> dict[str, Any]:
-        """{"consumed": samples of the global stream consumed so far, "data_size", "data_key": of which data, as far as
-        that is known}; the same on every rank."""
-        data = {"data_size": self.data_size, "data_key": self.data_key}
+        """{"consumed": samples of the global stream consumed so far, "data_size", "data_key", "data_order": of which
+        data in which order, as far as that is known}; the same on every rank."""
+        data = {"data_size": self.data_size, "data_key": self.data_key, "data_order": self._data_order}
         return {"consumed": self.consumed, **{name: value for name, value in data.items() if value is not None}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -391,7 +391,16 @@ class StepSampler(Sampler[list[int]]):
             return f"they had {size:,} samples and have {self.data_size:,}"
         if key is not None and self.data_key is not None and key != self.data_key:
             return "they have other content"
+        order = saved.get("data_order")
+        if order is not None and self._data_order is not None and order != self._data_order:
+            return f"they were {order} and are {self._data_order}"
         return ""
+
+    @property
+    def _data_order(self) -> str | None:
+        if self._given_order is not None:
+            return None
+        return f"shuffled with seed {self.seed}" if self.shuffle else "in the order of the data set"
 
     def _position_from(self, consumed: int, num_samples: int) -> int:
         """The step of the same number in the same epoch, or the end of that, as the Trainer counts them."""

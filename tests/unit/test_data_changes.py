@@ -47,11 +47,11 @@ def tokens(folder: Path) -> StepDataModule:
     return TextData(source=str(file), cache_dir=folder / "c", context_length=16, global_batch_size=4)
 
 
-def instructions(folder: Path) -> StepDataModule:
+def instructions(folder: Path, **options: Any) -> StepDataModule:
     file = folder / "chat.jsonl"
     if not file.exists():
         file.write_text(CHAT)
-    return InstructionData(path=file, context_length=64, global_batch_size=4)
+    return InstructionData(path=file, context_length=64, global_batch_size=4, **options)
 
 
 def images(folder: Path) -> StepDataModule:
@@ -189,3 +189,30 @@ def test_data_sets_of_the_users(tmp_path: Path, before: Any, after: Any, what: s
 def test_the_limits_of_a_stream_without_a_length_are_no_other_data(tmp_path: Path) -> None:
     fit(tmp_path, OwnStream(24, is_sized=False), 2)
     assert fit(tmp_path, OwnStream(24, is_sized=False), 4) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"seed": 1}, "other content"),
+        ({"val_fraction": 0.2}, "samples and have"),
+        ({"end_token": "!"}, "other content"),
+    ],
+)
+def test_other_conversations_or_tokens_than_those_of_a_position_are_refused(
+    tmp_path: Path, options: dict[str, Any], what: str
+) -> None:
+    state = loader(instructions(tmp_path)).state_dict()
+    loader(instructions(tmp_path)).load_state_dict(state)
+    with pytest.raises(ConfigurationError, match=rf"not those of the checkpoint: .*{what}"):
+        loader(instructions(tmp_path, **options)).load_state_dict(state)
+
+
+def test_another_order_than_that_of_a_position_is_refused() -> None:
+    state = StepSampler(num_samples=16, global_batch_size=4, seed=1).state_dict()
+    for options, order in (
+        ({"seed": 2}, "shuffled with seed 2"),
+        ({"shuffle": False, "seed": 1}, "in the order of the data set"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"they were shuffled with seed 1 and are {order}"):
+            StepSampler(num_samples=16, global_batch_size=4, **options).load_state_dict(state)

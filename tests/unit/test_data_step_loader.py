@@ -70,11 +70,11 @@ def test_position_is_counted_where_batches_are_consumed(workers: int) -> None:
         assert read(iter([next(iterator)])) == [whole[step]]
         assert loader.current is not None
         assert (loader.current.step, loader.current.count) == (step, 4)
-        assert loader.state_dict() == {"consumed": 4 * (step + 1), "data_size": 23}
+        assert loader.state_dict()["consumed"] == 4 * (step + 1)
     resumed = step_loader(workers=workers)
     resumed.load_state_dict(loader.state_dict())
     assert read(resumed) == whole[2:]
-    assert resumed.state_dict() == {"consumed": 20, "data_size": 23}
+    assert resumed.state_dict()["consumed"] == 20
 
 
 class Odd(Exception):
