@@ -117,7 +117,7 @@ def read_all_metrics(files: list[Path]) -> Metrics:
                         found.setdefault(name, {})[made] = value
             except (ValueError, KeyError, TypeError, csv.Error) as error:
                 raise ConfigurationError(
-                    f"{path} is not a table of metrics by step (see line {rows.line_num}): mend it, move it away, or "
+                    f"{path} is not a table of metrics by step (see line {rows.line_num}): repair it, move it away, or "
                     "give a run directory"
                 ) from error
     return {name: dict(sorted(values.items())) for name, values in found.items()}

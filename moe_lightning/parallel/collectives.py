@@ -233,8 +233,8 @@ def decode(
     except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, MemoryError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ForeignMessageError(
-            f"a message of {sender} is not one of moe-lightning's ({reason}): nothing of it is used; keep strangers "
-            "off the run's network, and the same version on all ranks"
+            f"a message of {sender} is not one of moe-lightning's ({reason}): nothing of it is used; use a private "
+            "network, and the same version on all ranks"
         ) from None
 
 

@@ -49,6 +49,7 @@ _MOST_SKIPPED = 10
 """Steps in a row; the weights are then beyond repair."""
 
 _WARNED = "warned of a number"
+_NORM = "the norm of the gradients"
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class FiniteWatch:
             what = _named_gradients(named()) if is_read_now else ""
             if is_read_now and not what and not is_used:
                 return None
-            return _Finding(what or f"the norm of the gradients is {value}", where or place, is_cause)
+            return _Finding(what or f"{_NORM} is {value}", where or place, is_cause)
 
         self._fly(norm.detach(), find)
 
@@ -169,7 +170,8 @@ class FiniteWatch:
                 self.begin_batch(module)
             return False
         findings = [_Finding(*each) for each in all_gather_json(found and astuple(found), world) if each is not None]
-        first = next((each for each in findings if each.is_cause), findings[0])
+        # The ranks that have samples that are the cause know most, then those whose gradients are not finite.
+        first = min(findings, key=lambda each: (not each.is_cause, each.what.startswith(_NORM)))
         message = f"{first.what} {first.place}"
         self._skipped += 1
         if self.stop == "end" or self._skipped > _MOST_SKIPPED:

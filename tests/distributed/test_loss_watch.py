@@ -196,6 +196,31 @@ def test_such_gradients_end_the_run_before_the_update(
             assert f"on rank 0 in the step after step 6 ({SAMPLES[ranks]} of the data set)" in told
 
 
+class BadExpert(OwnModule):
+    """On the last rank a hook spoils the gradients of its experts, after they have been summed."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        trainer = self.trainer
+        if trainer.global_step == 2 and trainer.global_rank == trainer.world_size - 1:
+            for name, parameter in self.named_parameters():
+                if ".experts." in name and parameter.grad is not None:
+                    parameter.grad.fill_(math.nan)
+
+
+def fit_bad_expert(rank: int, world_size: int) -> str:
+    trainer = make_trainer(rank, world_size, {"stop_on_nan": "end"}, max_steps=4, gradient_clip_val=1.0)
+    with pytest.raises(NonFiniteLossError) as error:
+        trainer.fit(BadExpert(), DataLoader(RandomTokens(), batch_size=12))
+    return str(error.value)
+
+
+def test_gradients_of_one_rank_are_named_on_all() -> None:
+    told = run_ranks(2, fit_bad_expert)
+    assert told[0] == told[1]
+    assert ".experts." in told[0]
+    assert "is not finite" in told[0]
+
+
 @pytest.mark.parametrize("trainer", [{}, {"gradient_clip_val": 1.0}])
 def test_without_stop_such_gradients_are_warned_of_once(trainer: dict[str, Any]) -> None:
     found = run_ranks(2, fit_gradients, math.nan, {}, {}, trainer)
