@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from moe_lightning.cli.evaluate import next_token_logits
 from moe_lightning.cli.language_model import LanguageModel
+from moe_lightning.data.instructions import ChatFormat, Turn
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.generation import Sampling
 
@@ -28,7 +29,13 @@ Results = dict[str, dict[str, Any]]
 
 
 def measure_tasks(
-    model: LanguageModel, names: Sequence[str], *, batch_size: int, num_fewshot: int | None, limit: int | None
+    model: LanguageModel,
+    names: Sequence[str],
+    *,
+    batch_size: int,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    as_dialogue: bool = False,
 ) -> Results:
     """Measure a model on tasks.
 
@@ -37,9 +44,10 @@ def measure_tasks(
         batch_size: sequences at a time.
         num_fewshot: solved examples before each question; None: as many as the task has.
         limit: samples of each task; None: all.
+        as_dialogue: write questions as messages to the model, and solved examples as earlier ones.
 
     Raises:
-        ConfigurationError: a task is not known, or its data cannot be loaded.
+        ConfigurationError: a task is not known, its data cannot be loaded, or the model has no format of dialogues.
     """
     # The index of all tasks takes seconds.
     manager = _Tasks(include_defaults=not all(Path(name).is_file() for name in names))
@@ -50,11 +58,12 @@ def measure_tasks(
         )
     with redirect_stdout(sys.stderr):  # some metrics print
         found = simple_evaluate(
-            model=_Harnessed(model, batch_size),
+            model=_Harnessed(model, batch_size, model.chat() if as_dialogue else None),
             tasks=list(names),
             task_manager=manager,
             num_fewshot=num_fewshot,
             limit=limit,
+            apply_chat_template=as_dialogue,
             log_samples=False,
         )
     results: Results = found["results"]
@@ -78,9 +87,9 @@ class _Tasks(TaskManager):  # type: ignore[misc]
 class _Harnessed(TemplateLM):  # type: ignore[misc]
     """A language model as lm-eval asks it: for likelihoods of continuations and of texts, and for continuations."""
 
-    def __init__(self, model: LanguageModel, batch_size: int) -> None:
+    def __init__(self, model: LanguageModel, batch_size: int, written: ChatFormat | None) -> None:
         super().__init__()
-        self._model, self._batch_size = model, batch_size
+        self._model, self._batch_size, self._written = model, batch_size, written
         self._tokenizer = model.tokenizer()
 
     @cached_property
@@ -93,6 +102,19 @@ class _Harnessed(TemplateLM):  # type: ignore[misc]
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         ids: list[int] = self._tokenizer.encode(string)[0].tolist()
         return ids
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Part of the key of lm-eval's cache of requests."""
+        return self._model.name
+
+    @override
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        assert self._written is not None
+        turns = [Turn(message["role"], message["content"]) for message in chat_history]
+        if add_generation_prompt:
+            return self._written.prompt(turns)
+        return self._written.prompt(turns[:-1]) + chat_history[-1]["content"]  # the answer has begun
 
     @override
     def _loglikelihood_tokens(

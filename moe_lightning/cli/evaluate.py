@@ -67,6 +67,7 @@ def parser(*, has_file: bool = True) -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-fewshot", type=value(NonNegativeInt), metavar="N", help="solved examples before each question of a task"
     )
+    parser.add_argument("--chat", action="store_true", help="write the questions of tasks as messages to the model")
     parser.add_argument("--limit", type=value(Count), metavar="N", help="samples of each task (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -119,8 +120,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.tasks is not None:
         _run_tasks(arguments)
         return
-    for name in ("num_fewshot", "limit"):
-        if getattr(arguments, name) is not None:
+    for name in ("num_fewshot", "limit", "chat"):
+        if (given := getattr(arguments, name)) is not None and given is not False:
             raise ConfigurationError(f"--{name.replace('_', '-')} is for tasks: give it with --tasks")
     model = open_model(arguments, "moe-eval")
     length = arguments.context_length or model.context_length
@@ -148,8 +149,14 @@ def _run_tasks(arguments: argparse.Namespace) -> None:
     except ImportError as error:
         raise ConfigurationError(f"--tasks needs lm-eval ({error}): pip install 'moe-lightning[lm-eval]'") from error
     model = open_model(arguments, "moe-eval")
-    options = {"batch_size": arguments.batch_size, "num_fewshot": arguments.num_fewshot, "limit": arguments.limit}
-    results = measure_tasks(model, names, **options)
+    results = measure_tasks(
+        model,
+        names,
+        batch_size=arguments.batch_size,
+        num_fewshot=arguments.num_fewshot,
+        limit=arguments.limit,
+        as_dialogue=arguments.chat,
+    )
     if arguments.json:
         print(json.dumps({"model": model.name, "tasks": results}))
         return

@@ -12,7 +12,7 @@ import yaml
 
 from moe_lightning.cli.evaluate import main
 from tests.huggingface_models import make_checkpoint
-from tests.unit.test_generate import gpt, trained_run, write_tokenizer
+from tests.unit.test_generate import TEMPLATE, gpt, trained_run, write_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[lm-eval]'")
 
@@ -69,19 +69,21 @@ def numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("as_dialogue", [False, True])
 def test_a_folder_has_the_results_of_the_adapter_for_transformers(
-    tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    as_dialogue: bool, tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     folder = tmp_path / "model"
-    make_checkpoint("olmoe", folder, vocab_size=300, max_position_embeddings=64, eos_token_id=256, bos_token_id=256)
-    write_tokenizer(folder)
-    theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=2, max_length=64)
-    expected = numbers(simple_evaluate(model=theirs, tasks=tasks.split(","), log_samples=False)["results"])
+    make_checkpoint("olmoe", folder, vocab_size=300, max_position_embeddings=128, eos_token_id=256, bos_token_id=256)
+    write_tokenizer(folder, chat_template=TEMPLATE)
+    theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=2, max_length=128)
+    options = {"tasks": tasks.split(","), "log_samples": False, "apply_chat_template": as_dialogue}
+    expected = numbers(simple_evaluate(model=theirs, **options)["results"])
     capsys.readouterr()
-    found = numbers(measured(capsys, folder, "--tasks", tasks, "--batch-size", 3))
+    found = numbers(measured(capsys, folder, "--tasks", tasks, "--batch-size", 3, *["--chat"] * as_dialogue))
     assert len(expected) >= 6
     assert found == pytest.approx(expected, rel=1e-4)
     assert main([str(folder), f"--tasks={tasks}", "--limit", "2"]) == 0
@@ -113,6 +115,8 @@ def test_a_run_of_a_gpt(tasks: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--tasks", "arc_easy", "--context-length", "8"], ["--context-length is for a file"]),
         (["text.txt", "--limit", "8"], ["--limit is for tasks: give it with --tasks"]),
         (["text.txt", "--num-fewshot", "0"], ["--num-fewshot is for tasks"]),
+        (["text.txt", "--chat"], ["--chat is for tasks"]),
+        (["--tasks", "broken.yaml", "--chat"], ["has no chat template"]),
         (["--tasks", "arc_easy", "--limit", "0"], ["0 must be an integer of at least 1"]),
     ],
 )
