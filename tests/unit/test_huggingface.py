@@ -630,6 +630,8 @@ def test_a_run_that_goes_on_replaces_its_own_export_only(tmp_path: Path) -> None
         fit(module, steps=steps, callbacks=[HuggingFaceExport(target)], default_root_dir=tmp_path)
         assert torch.equal(reloaded(target).state_dict()["lm_head.weight"], module.state_dict()["model.lm_head.weight"])
     assert [path.name for path in target.parent.iterdir()] == ["ours"]
+    told = [path for path in target.iterdir() if path.suffix != ".safetensors" and str(tmp_path) in path.read_text()]
+    assert told == [], "no path of this machine"
     with pytest.raises(ConfigurationError, match="ours exists already"):
         fit(load(tmp_path / "theirs"), callbacks=[HuggingFaceExport(target)], default_root_dir=tmp_path / "other")
 

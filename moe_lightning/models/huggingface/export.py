@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
@@ -138,7 +139,7 @@ def _new_folder(path: Path, run: str | None) -> Iterator[Path]:
     staged.mkdir(parents=True)
     try:
         yield staged
-        (staged / _MARK).write_text(json.dumps({"run": run}) + "\n")
+        (staged / _MARK).write_text(json.dumps({"run": _digest(run)}) + "\n")
         if path.exists():
             os.rename(path, former)
         os.rename(staged, path)
@@ -153,7 +154,12 @@ def is_export_of(run: str | None, path: Path) -> bool:
         said = json.loads((path / _MARK).read_text())
     except (OSError, ValueError):
         return False
-    return run is not None and isinstance(said, dict) and said.get("run") == run
+    return run is not None and isinstance(said, dict) and said.get("run") == _digest(run)
+
+
+def _digest(run: str | None) -> str | None:
+    """The name of a run is a path, which an exported folder does not tell others."""
+    return None if run is None else xxhash.xxh3_128_hexdigest(os.fsencode(run))
 
 
 def existing(path: Path) -> ConfigurationError:
