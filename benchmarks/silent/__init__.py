@@ -11,6 +11,9 @@ import dataclasses
 import json
 import time
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Interval
 
 from moe_lightning.arguments import OutputFile, option
 from moe_lightning.errors import ConfigurationError
@@ -21,6 +24,9 @@ class Options:
     """Of this benchmark."""
 
     case: list[str] = option("names of cases or of kinds; all without it", [])
+    compositions: Annotated[int, Interval(ge=0, le=100_000)] = option(
+        "trainings drawn by number beside the cases, from 0 on", 0
+    )
     json: OutputFile | None = option("where to leave the results", None)
     page: OutputFile | None = option("where to write them as a page of the documentation (.md), of all cases", None)
 
@@ -32,8 +38,8 @@ def run(options: Options) -> int:
         ConfigurationError: an unknown case, or a page of some cases only.
     """
     from benchmarks.silent.catalogue import CASES
-    from benchmarks.silent.page import heading, line, written
-    from benchmarks.silent.runner import run_case
+    from benchmarks.silent.page import heading, line, line_of_composition, written
+    from benchmarks.silent.runner import run_case, run_composition
 
     kinds = {case.kind for case in CASES.values()}
     for name in options.case:
@@ -47,14 +53,20 @@ def run(options: Options) -> int:
         if not options.case or case.id in options.case or case.kind in options.case:
             results.append(run_case(case))
             print(line(case, results[-1]), flush=True)
+    drawn = []
+    for number in range(options.compositions):
+        drawn.append(run_composition(number))
+        print(line_of_composition(drawn[-1]), flush=True)
     failed = [result for result in results if not result.is_good(CASES[result.id])]
+    failed += [result for result in drawn if not result.holds]
     for result in failed:
         print(f"\n{result.id}: {result.problem or 'the fault of the report is not seen'}")
     if options.json is not None:
-        options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+        options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results + drawn], indent=1))
     seconds = time.perf_counter() - start
     if options.page is not None:
-        options.page.write_text(written(CASES, {result.id: result for result in results}, seconds))
+        options.page.write_text(written(CASES, {result.id: result for result in results}, drawn))
     named = sum(result.doctor == "named" for result in results)
-    print(f"\n{len(results) - len(failed)} of {len(results)} cases hold; {named} named by the doctor; {seconds:.0f} s")
+    count = len(results) + len(drawn)
+    print(f"\n{count - len(failed)} of {count} hold; {named} named by the doctor; {seconds:.0f} s")
     return int(bool(failed))

@@ -60,6 +60,8 @@ class Run:
         norms: of the gradients over the whole model, where they are clipped.
         gradients: of each step, by name.
         snapshots: before and after the resume.
+        gaps: of each step, the least difference between scores of which one was chosen and the other not; in plain
+            PyTorch only.
         unlike: copies of one gradient that differ between ranks.
     """
 
@@ -68,6 +70,7 @@ class Run:
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
     unlike: list[str] = field(default_factory=list)
 
 
@@ -96,12 +99,20 @@ class Difference:
         return f"{self.what} {self.name}: {self.apart:.1e} apart (limit {self.limit:.0e})"
 
 
-def differences(found: Run, expected: Run, limits: Limits) -> list[Difference]:
-    """All numbers of two runs side by side, in the order of the training."""
-    return list(_differences(found, expected, limits))
+TIE = 1e-5
+"""Gap between scores below which rounding may choose another expert."""
 
 
-def _differences(found: Run, expected: Run, limits: Limits) -> Iterator[Difference]:
+def differences(found: Run, expected: Run, limits: Limits, *, until_tie: bool = False) -> list[Difference]:
+    """All numbers of two runs side by side, in the order of the training.
+
+    Args:
+        until_tie: end before the first step in which experts tie.
+    """
+    return list(_differences(found, expected, limits, until_tie=until_tie))
+
+
+def _differences(found: Run, expected: Run, limits: Limits, *, until_tie: bool) -> Iterator[Difference]:
     for name in found.unlike:
         yield Difference(what="replicas", name=name, apart=math.inf, limit=0.0)
     steps = len(expected.losses)
@@ -111,6 +122,8 @@ def _differences(found: Run, expected: Run, limits: Limits) -> Iterator[Differen
     saved = 0
     for step in range(1, steps + 1):
         at = step - 1
+        if until_tie and expected.gaps[at] < TIE:
+            return
         if at < len(found.losses):
             apart = _apart(found.losses[at], expected.losses[at])
             yield Difference(what="loss", name=f"of step {step}", apart=apart, limit=limits.loss)

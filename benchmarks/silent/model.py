@@ -34,23 +34,30 @@ class Language(GPTModule):
     """A tiny GPT whose optimizer needs no Trainer.
 
     Args:
-        config: of the model, beside `TINY`.
+        config: of the model, beside `TINY`; and `optimizer`, see `optimizer_of`.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(TINY | dict(config))
+        super().__init__(TINY | {name: value for name, value in config.items() if name != "optimizer"})
+        self._optimizer = config.get("optimizer", "adamw")
 
     def configure_optimizers(self) -> Any:
-        return optimizer_of([parameter for parameter in self.parameters() if parameter.requires_grad])
+        return optimizer_of([parameter for parameter in self.parameters() if parameter.requires_grad], self._optimizer)
 
 
-def optimizer_of(parameters: list[torch.nn.Parameter]) -> Any:
-    """AdamW with a large epsilon, which divides by no rounding errors, and a rate that decays from the first step."""
+def optimizer_of(parameters: list[torch.nn.Parameter], name: str = "adamw") -> Any:
+    """AdamW with a large epsilon, which divides by no rounding errors, or SGD with momentum; with a rate that decays
+    from the first step.
+    """
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+        if name == "adamw"
+        else torch.optim.SGD(groups, lr=0.02, momentum=0.9)
+    )
     schedule = LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.3 * step))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -133,7 +140,7 @@ class Adapted(Language):
 
     def configure_model(self) -> None:
         super().configure_model()
-        add_adapters(self.model, {"rank": 2, "targets": ["experts", "attention"]})
+        add_adapters(self.model, {"rank": 2, "alpha": 4.0, "targets": ["experts", "attention"]})
 
 
 class Tokens(Dataset[tuple[Tensor, ...]]):

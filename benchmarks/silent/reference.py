@@ -25,9 +25,11 @@ class PlainMoE(MoELayer):
 
     Attributes:
         counts_E: assignments of tokens since the last update of the selection bias.
+        gap: least difference, since then, between scores of which one was chosen and the other not.
     """
 
     counts_E: Tensor
+    gap = math.inf
 
     def forward(self, x: Tensor, is_token: Tensor | None = None) -> Tensor:
         router: Any = self.router
@@ -38,9 +40,13 @@ class PlainMoE(MoELayer):
             logits_TE = F.linear(x_TD.float(), router.weight.float())
             scores_TE = logits_TE.softmax(-1) if config.score == "softmax" else logits_TE.sigmoid()
             bias_E = getattr(router, "expert_bias_E", torch.zeros(self.num_experts))
-            ids_TK = (scores_TE.detach() + bias_E).topk(config.top_k, dim=-1).indices
+            best = (scores_TE.detach() + bias_E).sort(dim=-1, descending=True)
+            ids_TK = best.indices[:, : config.top_k]
+            if config.top_k < self.num_experts and self.training and bool(is_token_T.any()):
+                gaps_T = best.values[:, config.top_k - 1] - best.values[:, config.top_k]
+                self.gap = min(self.gap, float(gaps_T[is_token_T].min()))
             weights_TK = scores_TE.gather(-1, ids_TK)
-            if config.normalize_top_k:
+            if config.normalize_top_k and config.top_k > 1:  # else the router would learn nothing
                 weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
             weights_TK = weights_TK * config.scale
         out_TD = x_TD.new_zeros(x_TD.shape)
@@ -70,7 +76,7 @@ class PlainMoE(MoELayer):
         if router.config.bias_update_rate:
             counts_E = self.counts_E.float()
             router.expert_bias_E += router.config.bias_update_rate * torch.sign(counts_E.mean() - counts_E)
-        self.counts_E = torch.zeros(self.num_experts)
+        self.counts_E, self.gap = torch.zeros(self.num_experts), math.inf
 
 
 def expert_of(experts: nn.Module, expert: int, x_MD: Tensor) -> Tensor:
@@ -132,6 +138,7 @@ def plain_run(training: Training, steps: int, saved_at: int) -> Run:
                 )
             step_loss = float(loss.detach()) - auxiliary  # as logged: of the last micro-batch
         run.losses.append(step_loss)
+        run.gaps.append(min(getattr(layer, "gap", math.inf) for layer in moe_layers(module)))
         run.gradients.append(gradients_of(module) | counts_of(module))
         if not math.isfinite(step_loss):
             schedule.step()

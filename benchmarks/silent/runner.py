@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.silent.case import Case, Check, Training
 from benchmarks.silent.comparison import Difference, Run, differences, values
+from benchmarks.silent.compositions import composition
 from benchmarks.silent.ranks import RankFailure, run_ranks
 from benchmarks.silent.reference import build, names_of, plain_run
 from benchmarks.silent.training import STEPS, diagnosed, observed, unbroken, whole_run
@@ -53,6 +54,23 @@ def run_case(case: Case) -> Result:
     start = time.perf_counter()
     try:
         found = _check(case, case.subject) if isinstance(case.subject, Check) else _training(case, case.subject)
+    except RankFailure as failure:
+        found = {"holds": False, "largest": {}, "problem": str(failure)}
+    return Result(id=case.id, seconds=round(time.perf_counter() - start, 1), **found)
+
+
+def run_composition(number: int) -> Result:
+    """Run what is drawn by a number, without a fault; a refusal holds."""
+    case, start = composition(number), time.perf_counter()
+    training: Any = case.subject
+    try:
+        expected, names = run_ranks(1, _reference, case.id)[0]
+        right = _run(case, training, names, is_faulty=False)
+        found = (
+            {"holds": True, "largest": {}, "told": right}
+            if isinstance(right, str)
+            else _judged(differences(right, expected, case.limits, until_tie=True))
+        )
     except RankFailure as failure:
         found = {"holds": False, "largest": {}, "problem": str(failure)}
     return Result(id=case.id, seconds=round(time.perf_counter() - start, 1), **found)
@@ -116,9 +134,9 @@ def _run(case: Case, training: Training, names: Sequence[str], *, is_faulty: boo
 
 
 def _reference(rank: int, size: int, id: str) -> tuple[Run, list[str]]:
-    from benchmarks.silent.catalogue import CASES
+    from benchmarks.silent.catalogue import case_named
 
-    training: Any = CASES[id].subject
+    training: Any = case_named(id).subject
     module = build(training)
     found: Any = module.configure_optimizers()
     run = Run() if training.reference == "one rank" else plain_run(training, 2 * STEPS, STEPS)

@@ -189,9 +189,9 @@ def _seeds(case: Any) -> list[pl.Callback]:
 
 
 def _case(id: str) -> Any:
-    from benchmarks.silent.catalogue import CASES
+    from benchmarks.silent.catalogue import case_named
 
-    return CASES[id]
+    return case_named(id)
 
 
 def whole_run(phases: Sequence[Sequence[dict[str, Any]]], folder: Path, names: Sequence[str]) -> Run:

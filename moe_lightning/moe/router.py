@@ -65,7 +65,7 @@ class RouterConfig:
         score: "softmax" or "sigmoid" of the logits.
         softmax_after_top_k: take the softmax over the K chosen logits only (Mixtral) instead of over all E before
             choosing.
-        normalize_top_k: divide the K weights by their sum.
+        normalize_top_k: divide the K weights by their sum, if K > 1: else the router would have no gradient.
         scale: factor on the weights (DeepSeek's routed scaling factor).
         noisy_top_k: add normal noise of a learned standard deviation to the logits while training (Shazeer et al.
             2017, eq. 4).

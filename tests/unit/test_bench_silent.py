@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.silent.case import KINDS
 from benchmarks.silent.catalogue import CASES
-from benchmarks.silent.runner import run_case
+from benchmarks.silent.runner import run_case, run_composition
 from moe_lightning.cli.bench import main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "silent-errors.md"
@@ -22,6 +22,13 @@ def test_a_case_holds_and_its_fault_is_seen(id: str) -> None:
     result = run_case(CASES[id])
     assert result.is_good(CASES[id]), result.problem or "the fault of the report is not seen"
     assert result.doctor in ("", "named"), result.told
+
+
+@pytest.mark.parametrize("number", [2, 5])
+def test_a_composition_is_the_same(number: int) -> None:
+    result = run_composition(number)
+    assert result.holds, result.problem
+    assert not result.told, "it is refused"
 
 
 def test_the_page_has_every_case_in_its_kind() -> None:

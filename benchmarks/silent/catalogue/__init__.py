@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from benchmarks.silent.case import Case
 from benchmarks.silent.catalogue import data, export, gradients, norms, products, routing, saving, tensor
+from benchmarks.silent.compositions import PREFIX, composition
 
 CASES: dict[str, Case] = {
     case.id: case for part in (norms, gradients, tensor, routing, products, data, saving, export) for case in part.CASES
 }
+
+
+def case_named(id: str) -> Case:
+    """Return a case of the catalogue, or a composition that is drawn by its number."""
+    if id.startswith(PREFIX):
+        return composition(int(id.removeprefix(PREFIX)))
+    return CASES[id]
