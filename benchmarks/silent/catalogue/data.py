@@ -136,8 +136,8 @@ CASES = (
     Case(
         id="samples-come-twice",
         kind=KIND,
-        report="huggingface/accelerate#4203",
-        symptom="ranks go through other samples than one process would, some of them twice",
+        report="k2-fsa/icefall#1616",
+        symptom="all ranks get the same batches, because nothing tells the sampler of them",
         subject=Training(),
         fault=Fault(run=_same_samples),
         doctor=("the batch", "comes twice"),
