@@ -279,7 +279,7 @@ class TemplatedTurns:
             if all(whole.startswith(end) and end.startswith(start) for start, end in spans):
                 break
         else:
-            raise ValueError("the chat template of the tokenizer writes the last answer in no place of its own")
+            raise ValueError(_misplaced(*spans[-1]))
         written, at = [], 0
         for start, end in spans:
             written += [(whole[at : len(start)], False), (whole[len(start) : len(end)], True)]
@@ -315,6 +315,18 @@ class TemplatedTurns:
             )
         except Exception as error:  # a template is a program of its own, and raises what it likes
             raise ValueError(f"the chat template of the tokenizer refuses it: {error}") from error
+
+
+def _misplaced(asked: str, answered: str) -> str:
+    """Why the text that asks for an answer does not lead up to the text with the answer."""
+    if answered.startswith(asked):
+        return "the chat template of the tokenizer changes the last answer with the turns after it: leave those out"
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, answered, strict=False)))
+    return (
+        f"the chat template of the tokenizer asks for an answer with '{_shortened(asked[same:])}', and writes this "
+        f"answer as '{_shortened(answered[same:])}': let answers in the file begin as they are asked for, or shorten "
+        "what the template adds for add_generation_prompt"
+    )
 
 
 def chat_format(tokenizer: str, end_token: str | None) -> ChatFormat:

@@ -87,7 +87,10 @@ def test_a_conversation_may_begin_with_an_answer(turns: list[tuple[str, str]], t
             "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML,
             "the chat template of the tokenizer refuses it: user first",
         ),
-        (CHATML.replace("assistant\n{%", "assistant\n<think>\n{%"), "writes the last answer in no place of its own"),
+        (
+            CHATML.replace("assistant\n{%", "assistant\n<think>\n{%"),
+            r"asks for an answer with '<think>\\n', and writes this answer as 'e f<\|im_end\|>\\n': let answers",
+        ),
     ],
 )
 def test_an_answer_that_the_template_does_not_write_first(template: str, sentence: str, tmp_path: Path) -> None:
