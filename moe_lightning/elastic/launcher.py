@@ -118,23 +118,26 @@ class WorkerLogs(LogsSpecs):
         """Return the path of a worker's file."""
         return self._folder.absolute() / f"{self._names[rank]}.{kind}"
 
-    def failure(self, rank: int, code: int, *, called: int | None = None) -> RankFailure:
+    def failure(self, rank: int, code: int, *, slot: int | None = None) -> RankFailure:
         """Return the failure of a worker: its own report, else its exit code or signal and its last lines.
 
         Args:
-            called: the rank to name, where it is not the index among those that were started together.
+            rank: its index among those that were started together.
+            slot: its number where ranks change: it is named as a worker then.
         """
         reported = read_failure(self.path(rank, "failure.json")) if code > 0 else None
-        return reported or self._unreported(rank, code, rank if called is None else called)
+        return reported or self._unreported(rank, code, slot)
 
     def _output(self, rank: int, kind: Literal["out", "err"]) -> str:
         return "" if rank == self._terminal else str(self.path(rank, kind))
 
-    def _unreported(self, rank: int, code: int, called: int) -> RankFailure:
+    def _unreported(self, rank: int, code: int, slot: int | None) -> RankFailure:
         err = self.path(rank, "err")
         tail = err.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if err.is_file() else []
-        message = f"rank {called} {how_it_ended(code)}"
-        return RankFailure(rank=called, kind="death", message=message, details="\n".join(tail), time_s=0.0)
+        name = f"rank {rank}" if slot is None else f"worker {slot}"
+        message = f"{name} {how_it_ended(code)}"
+        number = rank if slot is None else slot
+        return RankFailure(rank=number, kind="death", message=message, details="\n".join(tail), time_s=0.0)
 
 
 def append_to_outputs() -> None:
@@ -533,7 +536,7 @@ class _Workers:
 
     def _print_processes(self, slots: Iterable[int]) -> None:
         """Print the process ids of workers, for a user who looks at one or ends one."""
-        named = ", ".join(f"rank {slot}: {self._running[slot].process.pid}" for slot in slots)
+        named = ", ".join(f"worker {slot}: {self._running[slot].process.pid}" for slot in slots)
         print(f"{self._launcher.program}: process ids: {named}", file=sys.stderr)
 
     def ask_to_leave(self, grace_s: float) -> None:
@@ -580,7 +583,7 @@ class _Workers:
         if code in (0, EXIT_PREEMPTED):
             self._finished += code == 0
             return
-        failure = worker.logs.failure(0, code, called=slot)
+        failure = worker.logs.failure(0, code, slot=slot)
         is_reported = failure.kind == "death" and failure.time_s > 0  # by the worker itself
         why = f" ({failure.message})" if failure.kind in ("mistake", "crash") or is_reported else ""
         self._connection.report_death(worker.token, how_it_ended(code) + why)

@@ -76,7 +76,7 @@ class RankFailure:
     """Failure of a rank.
 
     Attributes:
-        rank: of the process that failed.
+        rank: of the process that failed; under the elastic launcher the number of its worker.
         kind: "mistake": user error; "crash": exception; "death": signal or exit without a report; "peer": another rank
             failed.
         message: one sentence.

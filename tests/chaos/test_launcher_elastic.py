@@ -85,7 +85,7 @@ def test_what_cannot_go_on_without_a_rank_elsewhere_is_not_started_again(tmp_pat
 
 def test_the_same_death_again_and_again_ends_the_run(tmp_path: Path) -> None:
     told = failure(tmp_path, "killed", max_restarts=2)
-    assert (told.rank, told.message) == (1, "rank 1 was killed by SIGKILL, after 2 restarts (max_restarts)")
+    assert (told.rank, told.message) == (1, "worker 1 was killed by SIGKILL, after 2 restarts (max_restarts)")
     assert (tmp_path / "logs" / "rank1.3.err").is_file()
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "logs").iterdir())
 
@@ -103,9 +103,9 @@ def test_the_same_crash_three_times_ends_the_run(tmp_path: Path, capfd: pytest.C
 def test_messages_have_the_commands_name_and_the_process_ids(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     failure(tmp_path, "killed", max_restarts=1, program="elastic")
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("elastic: ")]
-    assert re.fullmatch(r"elastic: process ids: rank 0: \d+, rank 1: \d+", lines[0])
-    assert lines[1] == "elastic: rank 1 was killed by SIGKILL; started again in 0 s (1 of 1)"
-    assert re.fullmatch(r"elastic: process ids: rank 1: \d+", lines[2])
+    assert re.fullmatch(r"elastic: process ids: worker 0: \d+, worker 1: \d+", lines[0])
+    assert lines[1] == "elastic: worker 1 was killed by SIGKILL; started again in 0 s (1 of 1)"
+    assert re.fullmatch(r"elastic: process ids: worker 1: \d+", lines[2])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_rank_0_is_killed_and_comes_back(commands: Callable[..., Command]) -> No
     assert again[2]["starts"] == 2
     out, err = command.end_well()
     assert "a world of 2" in out, "the new rank 0 writes to the terminal"
-    assert f"rank {victim['slot']} was killed by SIGKILL; started again in 1 s (1 of 20)" in err
+    assert f"worker {victim['slot']} was killed by SIGKILL; started again in 1 s (1 of 20)" in err
     assert all(is_gone(w["pid"]) for w in command.worlds())
 
 
@@ -252,7 +252,7 @@ def test_a_rank_that_is_killed_before_training_is_started_again(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "die").exists()
     assert [(tmp_path / f"ranks-{rank}").read_text() for rank in range(2)] == ["2 2", "2 2"]
-    assert "rank 1 was killed by SIGKILL; started again" in done.stderr
+    assert "worker 1 was killed by SIGKILL; started again" in done.stderr
     assert "was killed by SIGKILL before it trained, so all ranks start again; started again" in done.stderr
 
 
