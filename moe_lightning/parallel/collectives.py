@@ -1,10 +1,10 @@
 """Collectives for objects and named tensors without pickle, and agreement of ranks on plans and versions.
 
-A received message can be wrong, but it cannot run code. A message is a JSON tree and, behind it, the raw bytes of
-tensors, arrays and byte strings in the order of the tree. JSON's own values stand for themselves; everything else is a
-node {"tag": content}:
+A received message can be wrong, but it cannot run code. A message is a JSON header followed by a file of safetensors
+with its tensors, arrays and byte strings. JSON's own values represent themselves; every other value is an object
+{"tag": content}, whose content consists of simpler values:
 
-    magic "MOELOBJ1" | bytes of the tree, u64 | tree | bytes
+    bytes of the header, u64 | header | safetensors
 
 Types are matched exactly: an instance of a subclass is refused. The only classes are those that
 `torch.distributed.checkpoint` exchanges in a save, each with fields of its declared types; an error travels as text.
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
-import math
 import os
 import pathlib
 import platform
@@ -30,7 +30,7 @@ import traceback
 import types
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
 from typing import IO, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -39,6 +39,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from moe_lightning.compat import private_torch
@@ -71,59 +73,211 @@ _CLASSES = {
     ),
     "storage": ("WriteResult",),
 }
-_FAILURE = "failure"
-_FRAME = [str, int, str, str]  # file, line, function, code
-_CONSTANTS = {
-    kind.__name__: {str(value): value for value in vars(torch).values() if type(value) is kind}
-    for kind in (torch.layout, torch.memory_format)
-}
+
+MAX_BYTES = 1 << 31
+"""Of a whole message: what a receiver allocates because a sender says so."""
+
+MAX_HEADER_BYTES = 1 << 26
+"""Of the JSON header, whose Python objects take many times its size."""
+
+MAX_DEPTH = 100
+
+_SENDABLE = (
+    "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, Path, tensors, NumPy arrays and numbers"
+)
 
 
-def taken_apart(value: Any) -> tuple[str, list[Any]] | None:
-    """Name and fields of a record that may travel; None for anything else."""
-    kind = type(value)
-    if kind in (torch.layout, torch.memory_format):
-        return kind.__name__, [str(value)]
-    if _is_failure(value):
-        error, stack = value
-        frames = [[frame.filename, frame.lineno or 0, frame.name, frame.line or ""] for frame in stack]
-        return _FAILURE, [f"{type(error).__name__}: {error}", frames]
-    if not kind.__module__.startswith(_PACKAGE) or _classes().get(kind.__name__) is not kind:
-        return None
-    if issubclass(kind, Enum):
-        return kind.__name__, [value.name]
-    if issubclass(kind, BaseException):
-        return kind.__name__, [str(value.args[0]), value.failures]
-    return kind.__name__, [getattr(value, field.name) for field in dataclasses.fields(value)]
-
-
-def put_together(name: str, fields: list[Any]) -> Any:
-    """The record of a message.
+def encode(value: Any) -> bytes:
+    """Return the message of an object.
 
     Raises:
-        ValueError: there is no such record, or its fields are none of it.
+        ConfigurationError: it holds something else than plain values and tensors, is nested deeper than `MAX_DEPTH`
+            or larger than a message may be.
     """
-    if name in _CONSTANTS:
-        return _CONSTANTS[name][fields[0]]
-    if name == _FAILURE:
-        words, frames = fields
-        if not _fits(frames, list[list[int | str]]) or any(list(map(type, frame)) != _FRAME for frame in frames):
-            raise ValueError("a stack in it is none")
-        return RuntimeError(str(words)), traceback.StackSummary.from_list(map(tuple, frames))
+    tensors: dict[str, Tensor] = {}
+    try:
+        header = json.dumps(_node(value, tensors, 0), separators=(",", ":")).encode()
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"an object cannot be sent to other ranks ({error}): send {_SENDABLE}") from None
+    size = _HEAD + len(header) + sum(tensor.nbytes for tensor in tensors.values())
+    if len(header) <= MAX_HEADER_BYTES and size <= MAX_BYTES:
+        message = b"".join((len(header).to_bytes(_HEAD, "little"), header, save(tensors)))
+        if len(message) <= MAX_BYTES:
+            return message
+    raise ConfigurationError(
+        f"an object of {size} bytes, {len(header)} of them plain values, cannot be sent to other ranks (at most "
+        f"{MAX_BYTES} and {MAX_HEADER_BYTES}): send large data as tensors by torch.distributed.broadcast"
+    )
+
+
+def decode(
+    message: bytes | bytearray | memoryview, device: torch.device | None = None, *, sender: str = "another rank"
+) -> Any:
+    """Return the object of a message from any sender.
+
+    Args:
+        device: of tensors that the sender had on an accelerator; None: the host.
+        sender: who is named where the message is none of ours.
+
+    Raises:
+        ForeignMessageError: this codec did not write it, or it was damaged.
+    """
+    try:
+        return _read(memoryview(message), device)
+    except _WRONG as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ForeignMessageError(
+            f"a message of {sender} is not one of moe-lightning's ({reason}): nothing of it is used; use a private "
+            "network, and the same version on all ranks"
+        ) from None
+
+
+_HEAD = 8  # bytes of the header's length
+_WRONG = (
+    ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError, SafetensorError,
+)  # fmt: skip
+
+
+def _read(view: memoryview, device: torch.device | None) -> Any:
+    end = _HEAD + int.from_bytes(view[:_HEAD], "little")
+    if not _HEAD < end <= min(len(view), _HEAD + MAX_HEADER_BYTES):
+        raise ValueError(f"its header ends at byte {end} of {len(view)}")
+    tensors = load(bytes(view[end:]))
+    value = _value(json.loads(bytes(view[_HEAD:end])), tensors, device, 0)
+    if tensors:
+        raise ValueError(f"{len(tensors)} of its tensors belong to nothing")
+    return value
+
+
+def _node(value: Any, tensors: dict[str, Tensor], depth: int) -> Any:
+    """Return the JSON of a value; its tensors are added to those of the message."""
+    if depth > MAX_DEPTH:
+        raise ConfigurationError(
+            f"an object that is nested deeper than {MAX_DEPTH} levels cannot be sent to other ranks: flatten it"
+        )
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [_node(item, tensors, depth + 1) for item in value]
+    if _is_failure(value):
+        tag = "failure"
+    elif kind.__module__.startswith(_PACKAGE) and _classes().get(kind.__name__) is kind:
+        tag = "record"
+    elif (tag := _TAGS.get(kind, "")) == "tensor":
+        name = str(len(tensors))
+        tensors[name] = _contiguous(value)
+        return {"tensor": [name, value.device.type != "cpu", value.is_complex()]}
+    elif not tag:
+        raise ConfigurationError(
+            f"an object of type {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks, for nothing that "
+            f"travels is unpickled: send {_SENDABLE}"
+        )
+    return {tag: _node(_KINDS[tag].parts(value), tensors, depth)}
+
+
+def _value(node: Any, tensors: dict[str, Tensor], device: torch.device | None, depth: int) -> Any:
+    """Return the value of a JSON node; each tensor of the message belongs to one node."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    if isinstance(node, list):
+        return [_value(item, tensors, device, depth + 1) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((tag, content),) = node.items()
+    if tag == "tensor":
+        name, on_accelerator, is_complex = content
+        tensor = torch.view_as_complex(tensors.pop(name)) if is_complex else tensors.pop(name)
+        return tensor.to(device) if on_accelerator and device is not None else tensor
+    if tag not in _KINDS:
+        raise ValueError(f"it holds {tag!r}, which is not known")
+    parts = _value(content, tensors, device, depth)
+    if type(parts) is not _KINDS[tag].content:
+        raise ValueError(f"the content of a {tag} in it is of another type")
+    return _KINDS[tag].build(parts)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Return a real copy on the host that shares no memory."""
+    if tensor.layout is torch.strided and not tensor.is_meta:
+        tensor = tensor.detach().resolve_conj()
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor.resolve_neg()
+        if _TENSOR_DTYPE.fullmatch(str(real.dtype)):
+            return real.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    raise ConfigurationError(
+        f"a tensor of {tensor.dtype} and {tensor.layout} on {tensor.device} cannot be sent to other ranks: "
+        "send dense tensors that hold data"
+    )
+
+
+_TENSOR_DTYPE = re.compile(r"torch\.(bool|bfloat16|float(16|32|64|8_e4m3fn|8_e5m2)|u?int(8|16|32|64))")
+
+
+def _array_parts(value: np.ndarray[Any, Any] | np.generic) -> list[Any]:
+    if not _ARRAY_DTYPE.fullmatch(value.dtype.str):
+        raise ConfigurationError(f"a NumPy array of {value.dtype} cannot be sent to other ranks: send numbers or text")
+    return [value.dtype.str, list(value.shape), value.tobytes()]
+
+
+def _array(parts: list[Any]) -> np.ndarray[Any, Any]:
+    name, shape, data = parts
+    if not _ARRAY_DTYPE.fullmatch(name) or not _fits(shape, list[int]):
+        raise ValueError(f"it holds an array of {name!r} and the shape {shape!r}")
+    return np.frombuffer(data, dtype=name).reshape(shape).copy()
+
+
+_ARRAY_DTYPE = re.compile(r"[<>|][biufcSU]\d{1,9}|[<>][mM]8(\[\d{0,9}[A-Za-z]{1,2}\])?")
+
+
+def _is_failure(value: Any) -> bool:
+    """Return True for an exception with the stack that it came from, as torch sends them."""
+    is_pair = type(value) is tuple and len(value) == 2
+    return is_pair and isinstance(value[0], BaseException) and type(value[1]) is traceback.StackSummary
+
+
+def _failure_parts(value: tuple[BaseException, traceback.StackSummary]) -> list[Any]:
+    error, stack = value
+    frames = [[frame.filename, frame.lineno or 0, frame.name, frame.line or ""] for frame in stack]
+    return [f"{type(error).__name__}: {error}", frames]
+
+
+def _failure(parts: list[Any]) -> tuple[BaseException, traceback.StackSummary]:
+    words, frames = parts
+    if not _fits(frames, list[list[int | str]]) or any(list(map(type, frame)) != _FRAME for frame in frames):
+        raise ValueError("a stack in it is none")
+    return RuntimeError(str(words)), traceback.StackSummary.from_list(map(tuple, frames))
+
+
+_FRAME = [str, int, str, str]  # file, line, function, code
+
+
+def _record_parts(value: Any) -> list[Any]:
+    name = type(value).__name__
+    if isinstance(value, Enum):
+        return [name, value.name]
+    if isinstance(value, BaseException):
+        return [name, str(value.args[0]), value.failures]  # type: ignore[attr-defined]
+    return [name, *(getattr(value, field.name) for field in dataclasses.fields(value))]
+
+
+def _record(parts: list[Any]) -> Any:
+    name, *values = parts
     kind = _classes().get(name)
     if kind is None:
         raise ValueError(f"it holds a record {name!r}, which is not known")
     if issubclass(kind, Enum):
-        return kind[fields[0]]
+        return kind[values[0]]
     if issubclass(kind, BaseException):
-        step, failures = fields
+        step, failures = values
         if not _fits(failures, dict[int, Any]) or not all(map(_is_failure, failures.values())):
             raise ValueError("a failure in it is none")
         return kind(str(step), failures)
     hints = _hints(name)
-    if len(fields) != len(hints) or not all(map(_fits, fields, hints.values())):
+    if len(values) != len(hints) or not all(map(_fits, values, hints.values())):
         raise ValueError(f"a field of its {name} is of another type")
-    named = dict(zip(hints, fields, strict=True))
+    named = dict(zip(hints, values, strict=True))
     if any(_leads_away(named.get(field, "")) for field in ("prefix", "relative_path")):
         raise ValueError(f"a path of its {name} leads out of the checkpoint")
     return kind(**named)
@@ -162,266 +316,60 @@ def _fits(value: Any, hint: Any) -> bool:
     return type(value) is hint
 
 
-def _is_failure(value: Any) -> bool:
-    """Return True for an exception with the stack that it came from, as torch sends them."""
-    is_pair = type(value) is tuple and len(value) == 2
-    return is_pair and isinstance(value[0], BaseException) and type(value[1]) is traceback.StackSummary
-
-
 def _leads_away(path: str) -> bool:
     return path.startswith("/") or ".." in path.split("/")
 
 
-MAGIC = b"MOELOBJ1"
-MAX_BYTES = 1 << 31
-"""Of a whole message: what a receiver allocates because a sender says so."""
+class _Kind(NamedTuple):
+    """How values of some types travel: as simpler ones.
 
-MAX_TREE_BYTES = 1 << 26
-"""Of the tree, whose Python objects take many times its size."""
-
-MAX_DEPTH = 100
-
-_DTYPE_NAME = re.compile(r"torch\.(bool|bfloat16|complex\d+|float\d+(_e\dm\d\w*)?|u?int(8|16|32|64))")
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and _DTYPE_NAME.fullmatch(str(dtype))
-}
-_ARRAY_DTYPE = re.compile(r"[<>|][biufcSU]\d{1,9}|[<>][mM]8(\[\d{0,9}[A-Za-z]{1,2}\])?")
-_SENDABLE = (
-    "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, Path, tensors, NumPy arrays and numbers"
-)
-
-
-def encode(value: Any) -> bytes:
-    """The message of an object.
-
-    Raises:
-        ConfigurationError: it holds something else than plain values and tensors, is nested deeper than `MAX_DEPTH`
-            or larger than a message may be.
+    Attributes:
+        types: matched exactly.
+        parts: their content, of values that can travel.
+        build: the value of its content, whoever wrote it.
+        content: type of the content.
     """
-    blobs: list[bytes] = []
-    try:
-        tree = json.dumps(_node(value, blobs, 0), separators=(",", ":")).encode()
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        raise ConfigurationError(f"an object cannot be sent to other ranks ({error}): send {_SENDABLE}") from None
-    size = len(MAGIC) + 8 + len(tree) + sum(map(len, blobs))
-    if len(tree) > MAX_TREE_BYTES or size > MAX_BYTES:
-        raise ConfigurationError(
-            f"an object of {size} bytes, {len(tree)} of them plain values, cannot be sent to other ranks (at most "
-            f"{MAX_BYTES} and {MAX_TREE_BYTES}): send large data as tensors by torch.distributed.broadcast"
-        )
-    return b"".join((MAGIC, len(tree).to_bytes(8, "little"), tree, *blobs))
+
+    types: Iterable[type]
+    parts: Callable[[Any], Any]
+    build: Callable[[Any], Any]
+    content: type = list
 
 
-def decode(
-    message: bytes | bytearray | memoryview, device: torch.device | None = None, *, sender: str = "another rank"
-) -> Any:
-    """The object of a message, whoever wrote it.
-
-    Args:
-        device: of tensors that the sender had on an accelerator; None: the host.
-        sender: who is named where the message is none of ours.
-
-    Raises:
-        ForeignMessageError: this codec did not write it, or it was damaged.
-    """
-    try:
-        return _read(memoryview(message), device)
-    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, MemoryError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ForeignMessageError(
-            f"a message of {sender} is not one of moe-lightning's ({reason}): nothing of it is used; use a private "
-            "network, and the same version on all ranks"
-        ) from None
+def _flat(mapping: Mapping[Any, Any]) -> list[Any]:
+    return list(itertools.chain.from_iterable(mapping.items()))
 
 
-def _read(view: memoryview, device: torch.device | None) -> Any:
-    start = len(MAGIC) + 8
-    if bytes(view[: len(MAGIC)]) != MAGIC:
-        raise ValueError("it begins otherwise")
-    end = start + int.from_bytes(view[len(MAGIC) : start], "little")
-    if not start <= end <= min(len(view), start + MAX_TREE_BYTES):
-        raise ValueError(f"its tree ends at byte {end} of {len(view)}")
-    reader = _Reader(view[end:], device)
-    value = reader.read(json.loads(bytes(view[start:end])), 0)
-    reader.check_end()
-    return value
+def _mapping(flat: list[Any]) -> dict[Any, Any]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-# ---------------------------------------------------------------------- writing
+def _octets(data: bytes | bytearray) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
 
 
-def _node(value: Any, blobs: list[bytes], depth: int) -> Any:
-    if depth > MAX_DEPTH:
-        raise ConfigurationError(
-            f"an object that is nested deeper than {MAX_DEPTH} levels cannot be sent to other ranks: flatten it"
-        )
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        return value
-    if kind is list:
-        return [_node(item, blobs, depth + 1) for item in value]
-    if (record := taken_apart(value)) is not None:
-        return {"record": [record[0], *_items(record[1], blobs, depth)]}
-    if kind in _WRITERS:
-        tag, content = _WRITERS[kind](value, blobs, depth)
-        return {tag: content}
-    if isinstance(value, np.generic) and _is_plain(value.dtype):
-        return {"number": _array_content(np.asarray(value), blobs)}
-    if isinstance(value, pathlib.PurePath) and kind.__module__.split(".")[0] == "pathlib":
-        return {"path": str(value)}
-    raise ConfigurationError(
-        f"an object of type {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks, for nothing that "
-        f"travels is unpickled: send {_SENDABLE}"
-    )
-
-
-def _items(value: Any, blobs: list[bytes], depth: int) -> list[Any]:
-    return [_node(item, blobs, depth + 1) for item in value]
-
-
-def _pairs(value: dict[Any, Any], blobs: list[bytes], depth: int) -> list[Any]:
-    return [[_node(key, blobs, depth + 1), _node(item, blobs, depth + 1)] for key, item in value.items()]
-
-
-def _blob(value: bytes | bytearray, blobs: list[bytes]) -> int:
-    blobs.append(bytes(value))
-    return len(value)
-
-
-def _tensor_content(value: Tensor, blobs: list[bytes]) -> list[Any]:
-    name = str(value.dtype).removeprefix("torch.")
-    if value.layout is not torch.strided or name not in _DTYPES or value.is_meta:
-        raise ConfigurationError(
-            f"a tensor of {value.dtype} and {value.layout} on {value.device} cannot be sent to other ranks: "
-            "send dense tensors that hold data"
-        )
-    flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    _blob(flat.view(torch.uint8).numpy().tobytes(), blobs)
-    return [name, list(value.shape), value.device.type != "cpu"]
-
-
-def _is_plain(dtype: np.dtype[Any]) -> bool:
-    return _ARRAY_DTYPE.fullmatch(dtype.str) is not None
-
-
-def _array_content(value: np.ndarray[Any, Any], blobs: list[bytes]) -> list[Any]:
-    if not _is_plain(value.dtype):
-        raise ConfigurationError(f"a NumPy array of {value.dtype} cannot be sent to other ranks: send numbers or text")
-    _blob(value.tobytes(), blobs)
-    return [value.dtype.str, list(value.shape)]
-
-
-_Writer = Callable[[Any, list[bytes], int], tuple[str, Any]]
-_WRITERS: dict[type, _Writer] = {
-    dict: lambda v, blobs, depth: ("dict", _pairs(v, blobs, depth)),
-    OrderedDict: lambda v, blobs, depth: ("ordered", _pairs(v, blobs, depth)),
-    Counter: lambda v, blobs, depth: ("counter", _pairs(v, blobs, depth)),
-    tuple: lambda v, blobs, depth: ("tuple", _items(v, blobs, depth)),
-    set: lambda v, blobs, depth: ("set", _items(v, blobs, depth)),
-    frozenset: lambda v, blobs, depth: ("frozenset", _items(v, blobs, depth)),
-    bytes: lambda v, blobs, _: ("bytes", _blob(v, blobs)),
-    bytearray: lambda v, blobs, _: ("bytearray", _blob(v, blobs)),
-    complex: lambda v, _, __: ("complex", [v.real, v.imag]),
-    torch.Size: lambda v, _, __: ("size", list(v)),
-    torch.dtype: lambda v, _, __: ("dtype", str(v).removeprefix("torch.")),
-    torch.device: lambda v, _, __: ("device", str(v)),
-    Tensor: lambda v, blobs, _: ("tensor", _tensor_content(v, blobs)),
-    np.ndarray: lambda v, blobs, _: ("array", _array_content(v, blobs)),
+_CONSTANT_TYPES = torch.dtype, torch.layout, torch.memory_format
+_CONSTANTS = {str(value): value for value in vars(torch).values() if isinstance(value, _CONSTANT_TYPES)}
+_KINDS = {
+    "dict": _Kind([dict], _flat, _mapping),
+    "ordered": _Kind([OrderedDict], _flat, lambda flat: OrderedDict(_mapping(flat))),
+    "counter": _Kind([Counter], _flat, lambda flat: Counter(_mapping(flat))),
+    "tuple": _Kind([tuple], list, tuple),
+    "set": _Kind([set], list, set),
+    "frozenset": _Kind([frozenset], list, frozenset),
+    "size": _Kind([torch.Size], list, torch.Size),
+    "complex": _Kind([complex], lambda value: [value.real, value.imag], lambda parts: complex(*map(float, parts))),
+    "constant": _Kind(_CONSTANT_TYPES, str, _CONSTANTS.__getitem__, str),
+    "device": _Kind([torch.device], str, torch.device, str),
+    "path": _Kind([pathlib.PosixPath, pathlib.PurePosixPath], str, pathlib.Path, str),
+    "bytes": _Kind([bytes], _octets, lambda octets: octets.numpy().tobytes(), Tensor),
+    "bytearray": _Kind([bytearray], _octets, lambda octets: bytearray(octets.numpy().tobytes()), Tensor),
+    "array": _Kind([np.ndarray], _array_parts, _array),
+    "number": _Kind(set(np.sctypeDict.values()), _array_parts, lambda parts: _array(parts)[()]),
+    "failure": _Kind([], _failure_parts, _failure),
+    "record": _Kind([], _record_parts, _record),
 }
-
-
-# ---------------------------------------------------------------------- reading
-
-
-class _Reader:
-    """Builds the object of a tree; the bytes behind it are taken from front to back."""
-
-    def __init__(self, data: memoryview, device: torch.device | None) -> None:
-        self._data, self._device = data, device
-        self._position = 0
-
-    def check_end(self) -> None:
-        if self._position != len(self._data):
-            raise ValueError(f"{len(self._data) - self._position} bytes belong to nothing")
-
-    def read(self, node: Any, depth: int) -> Any:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-        if isinstance(node, list):
-            return [self.read(item, depth + 1) for item in node]
-        if not isinstance(node, dict):
-            return node
-        ((tag, content),) = node.items()
-        if tag in _MAPPINGS:
-            pairs = [(self.read(key, depth + 1), self.read(item, depth + 1)) for key, item in _list(content)]
-            return _MAPPINGS[tag](pairs)
-        if tag in _COLLECTIONS:
-            return _COLLECTIONS[tag](self.read(item, depth + 1) for item in _list(content))
-        if tag == "record":
-            name, *fields = _list(content)
-            return put_together(name, [self.read(field, depth + 1) for field in fields])
-        if tag in _PLAIN:
-            return _PLAIN[tag](content)
-        if tag in ("bytes", "bytearray"):
-            taken = self._take(content)
-            return bytes(taken) if tag == "bytes" else bytearray(taken)
-        if tag == "tensor":
-            return self._tensor(*_list(content))
-        if tag in ("array", "number"):
-            array = self._array(*_list(content))
-            return array if tag == "array" else array[()]
-        raise ValueError(f"it holds {tag!r}, which is not known")
-
-    def _take(self, length: Any) -> memoryview:
-        if type(length) is not int or not 0 <= length <= len(self._data) - self._position:
-            raise ValueError(f"it names {length!r} bytes, and {len(self._data) - self._position} are left")
-        self._position += length
-        return self._data[self._position - length : self._position]
-
-    def _tensor(self, name: str, shape: Any, on_accelerator: bool) -> Tensor:
-        dtype = _DTYPES[name]
-        data = bytearray(self._take(_elements(shape) * dtype.itemsize))
-        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        tensor = flat.view(dtype).reshape(shape)
-        return tensor.to(self._device) if on_accelerator and self._device is not None else tensor
-
-    def _array(self, name: str, shape: Any) -> np.ndarray[Any, Any]:
-        if not _ARRAY_DTYPE.fullmatch(name):
-            raise ValueError(f"it holds an array of {name!r}")
-        dtype = np.dtype(name)
-        data = self._take(_elements(shape) * dtype.itemsize)
-        return np.frombuffer(bytearray(data), dtype=dtype, count=_elements(shape)).reshape(shape)
-
-
-def _list(content: Any) -> list[Any]:
-    if not isinstance(content, list):
-        raise ValueError("a list is missing")
-    return content
-
-
-def _elements(shape: Any) -> int:
-    if not all(type(size) is int and size >= 0 for size in _list(shape)):
-        raise ValueError(f"it names the shape {shape!r}")
-    return math.prod(shape)
-
-
-_MAPPINGS: dict[str, Callable[[Any], Any]] = {
-    "dict": dict,
-    "ordered": OrderedDict,
-    "counter": lambda pairs: Counter(dict(pairs)),
-}
-_COLLECTIONS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
-_PLAIN: dict[str, Callable[[Any], Any]] = {
-    "complex": lambda parts: complex(*map(float, _list(parts))),
-    "size": lambda sizes: torch.Size(_list(sizes)),
-    "dtype": lambda name: _DTYPES[name],
-    "device": lambda name: torch.device(str(name)),
-    "path": lambda text: pathlib.Path(str(text)),
-}
+_TAGS = {kind: tag for tag, row in _KINDS.items() for kind in row.types} | {Tensor: "tensor"}
 
 
 class _Encoder:
@@ -503,7 +451,7 @@ def broadcast_object(value: Any, source: int, world: World) -> Any:
     """The source rank's value on every rank; the value itself where there is no other rank.
 
     Args:
-        value: plain values and tensors, see `codec`; of other ranks than the source it is not looked at.
+        value: plain values and tensors, see `encode`; of other ranks than the source it is not looked at.
 
     Raises:
         ConfigurationError: on every rank, the source has an object that cannot travel.

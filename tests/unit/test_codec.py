@@ -15,9 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 
 from moe_lightning.errors import ConfigurationError, ForeignMessageError
-from moe_lightning.parallel.collectives import MAGIC, MAX_DEPTH, decode, encode
+from moe_lightning.parallel.collectives import MAX_DEPTH, decode, encode
 
 
 def same(a: Any, b: Any) -> bool:
@@ -41,7 +42,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 TENSOR_DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float16,
-    torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn,
+    torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn,
 )  # fmt: skip
 
 ARRAY_DTYPES = ("?", "i1", "<i8", "<u4", "<f2", "<f8", "<c16", "<U3", "S4", "<M8[s]")
@@ -92,6 +93,13 @@ def test_a_strided_trained_and_conjugate_tensor() -> None:
     assert same(decode(encode(trained)), trained.detach())
     conjugate = torch.randn(3, dtype=torch.complex64).conj()
     assert same(decode(encode(conjugate)), conjugate.resolve_conj())
+
+
+def test_tensors_of_one_memory_arrive_apart() -> None:
+    tensor = torch.arange(6.0)
+    first, second, part = decode(encode([tensor, tensor, tensor[2:4]]))
+    first.zero_()
+    assert (second.tolist(), part.tolist()) == ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 3.0])
 
 
 def test_what_is_read_belongs_to_the_reader() -> None:
@@ -178,41 +186,63 @@ class Weapon:
 def test_a_pickle_is_no_message(tmp_path: Path) -> None:
     saved = io.BytesIO()
     torch.save(Weapon(tmp_path / "saved"), saved)
-    for message in (pickle.dumps(Weapon(tmp_path / "made")), saved.getvalue(), MAGIC + pickle.dumps(Weapon(tmp_path))):
+    pickled = pickle.dumps(Weapon(tmp_path / "made"))
+    for message in (pickled, saved.getvalue(), forged(pickled), forged(b'{"bytes":["0",false,false]}', pickled)):
         with pytest.raises(ForeignMessageError, match=r"rank 0 is not one of moe-lightning's \(.*\): nothing of it"):
             decode(message, sender="rank 0")
     assert list(tmp_path.iterdir()) == []
 
 
-def forged(tree: bytes, data: bytes = b"") -> bytes:
-    return MAGIC + len(tree).to_bytes(8, "little") + tree + data
+def forged(header: bytes, file: bytes = save({})) -> bytes:
+    return len(header).to_bytes(8, "little") + header + file
 
 
+def table(entry: str, data: bytes = b"") -> bytes:
+    """A file of safetensors that declares one tensor."""
+    listed = f'{{"0":{{{entry}}}}}'.encode()
+    return len(listed).to_bytes(8, "little") + listed + data
+
+
+TENSOR = b'{"tensor":["0",false,false]}'
+STORED = save({"0": torch.zeros(2, dtype=torch.uint8)})
 FORGED = {
     "empty": b"",
-    "half a head": MAGIC + b"\1",
-    "a tree beyond the end": MAGIC + (1 << 62).to_bytes(8, "little") + b"[]",
+    "half a head": b"\1",
+    "a header beyond the end": (1 << 62).to_bytes(8, "little") + b"[]",
+    "no header": forged(b""),
+    "no tensors": forged(b"1", b""),
     "no JSON": forged(b"[1,"),
     "deep nesting": forged(b"[" * 200_000 + b"]" * 200_000),
     "as deep as JSON goes": forged(b"[" * 900 + b"]" * 900),
+    "deep tags": forged(b'{"set":' * 900 + b"[]" + b"}" * 900),
     "an unknown node": forged(b'{"eval":"1"}'),
     "two tags": forged(b'{"set":[],"dict":[]}'),
     "no tag": forged(b"{}"),
-    "bytes beyond the end": forged(b'{"bytes":9}', b"12345678"),
-    "negative bytes": forged(b'{"bytes":-1}'),
-    "no number": forged(b'{"bytes":"1"}', b"1"),
-    "bytes left": forged(b"1", b"1"),
-    "a key that cannot be one": forged(b'{"dict":[[[1],2]]}'),
+    "a number for bytes": forged(b'{"bytes":8000000000}'),
+    "a shape for bytes": forged(b'{"bytearray":{"size":[8000000000]}}'),
+    "tensors left": forged(b"1", STORED),
+    "a tensor twice": forged(b"[" + TENSOR + b"," + TENSOR + b"]", STORED),
+    "a tensor that is not there": forged(TENSOR),
+    "a tensor without a name": forged(b'{"tensor":[["0"],false,false]}', STORED),
+    "no complex numbers": forged(b'{"tensor":["0",false,true]}', STORED),
+    "a key that cannot be one": forged(b'{"dict":[[1],2]}'),
+    "a key without a value": forged(b'{"dict":[1]}'),
     "a dict of text": forged(b'{"dict":"ab"}'),
-    "an unknown dtype": forged(b'{"tensor":["load",[1],false]}', b"1"),
-    "a large shape": forged(b'{"tensor":["float32",[4611686018427387904,4],false]}'),
-    "a negative shape": forged(b'{"tensor":["uint8",[-1,-1],false]}', b"1"),
-    "a short tensor": forged(b'{"tensor":["float32",[2],false]}', b"1234"),
-    "an object array": forged(b'{"array":["|O8",[1]]}', b"12345678"),
-    "a structured array": forged(b'{"array":["i4,O",[1]]}', b"1234"),
-    "an array of nothing": forged(b'{"array":["|S0",[1]]}'),
+    "an unknown dtype": forged(TENSOR, table('"dtype":"load","shape":[1],"data_offsets":[0,1]', b"1")),
+    "a large shape": forged(TENSOR, table('"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]')),
+    "a negative shape": forged(TENSOR, table('"dtype":"U8","shape":[-1,-1],"data_offsets":[0,1]', b"1")),
+    "a short tensor": forged(TENSOR, table('"dtype":"F32","shape":[2],"data_offsets":[0,4]', b"1234")),
+    "a tensor beyond the end": forged(TENSOR, table('"dtype":"U8","shape":[9],"data_offsets":[0,9]', b"12345678")),
+    "bytes left": forged(TENSOR, table('"dtype":"U8","shape":[1],"data_offsets":[0,1]', b"12")),
+    "an array of a number of bytes": forged(b'{"array":["|u1",[8000000000],8000000000]}'),
+    "an object array": forged(b'{"array":["|O8",[1],""]}'),
+    "a structured array": forged(b'{"array":["i4,O",[1],""]}'),
+    "an array of nothing": forged(b'{"array":["|S0",[1],{"bytes":' + TENSOR + b"}]}", STORED),
+    "a short array": forged(b'{"array":["<i8",[1],{"bytes":' + TENSOR + b"}]}", STORED),
+    "an array of another shape": forged(b'{"array":["|u1",[1073741824,4],{"bytes":' + TENSOR + b"}]}", STORED),
     "a huge number": forged(b"1" * 5000),
     "no device": forged(b'{"device":"nowhere"}'),
+    "no constant": forged(b'{"constant":"torch.load"}'),
     "a strange size": forged(b'{"size":["a"]}'),
     "no encoding": forged(b"\xff\xfe\x00"),
 }
