@@ -76,6 +76,24 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": ("GptOssConfig", {**_LOCAL_EXPERTS, "head_dim": 16}),
+    "qwen2": (
+        "Qwen2MoeConfig",
+        {**_EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    ),
+    "glm4": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "head_dim": 16,
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
 }
 
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {

@@ -16,14 +16,12 @@ from torch import nn
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.architecture import (
-    FAMILIES,
-    OUR_ROUTER,
     Architecture,
     DroppingLayerNorm,
     ExpertReader,
-    Family,
     SparseBlock,
 )
+from moe_lightning.models.huggingface.families import FAMILIES, OUR_ROUTER, Family
 from moe_lightning.models.huggingface.loading import config_from
 from moe_lightning.models.huggingface.weights import GatedFeedForward, PlainFeedForward
 from moe_lightning.moe.experts import Activation
@@ -200,10 +198,10 @@ class UpcycledArchitecture(Architecture):
             self.layers[layer.block] = moe
             self._prefixes[layer.block] = layer.prefix
 
-    def disk_name(self, name: str) -> str | None:
+    def source_name(self, name: str) -> str | None:
         return None if f".{OUR_ROUTER}." in name or name.startswith(self._new_modules) else name
 
-    def disk_prefix(self, block: str) -> str:
+    def source_prefix(self, block: str) -> str:
         return self._prefixes[block]
 
     def exported(self) -> tuple[Any, Family]:

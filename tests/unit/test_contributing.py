@@ -18,7 +18,8 @@ from tests.documented import ROOT
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 ROWS = re.findall(r"^\| \[([^\]]+)\]\(#([\w-]+)\) \| (.+) \| (.+) \|$", PAGE, re.MULTILINE)
 CHANGES = {
-    *("a router option", "a metric", "a placement rule", "a command", "an elastic setting", "saved state"),
+    *("a router option", "a family of models", "a metric", "a placement rule", "a command", "an elastic setting"),
+    "saved state",
     *("a gradient sum", "a pipeline schedule", "a storage", "a mesh axis"),
 }
 

@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from moe_lightning import CheckpointError, ConfigurationError
 from moe_lightning.data.text import TextData
+from moe_lightning.models.huggingface.families import FAMILIES
+from moe_lightning.models.huggingface.weights import StackedExperts
 from moe_lightning.moe.losses import mean_over_targets
+from tests.documented import ROOT
 from tests.huggingface_models import (
     DENSE,
     SPARSE,
@@ -96,23 +99,24 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     mean_over_targets(theirs(inputs).logits, targets).backward()
     mean_over_targets(module(inputs), targets).backward()
     expected = {key: parameter.grad for key, parameter in theirs.named_parameters()}
-    actual: dict[str, torch.Tensor | None] = {}
+    family, actual = module.architecture.family, dict[str, torch.Tensor | None]()
+    layout = family.layout if isinstance(family.layout, StackedExperts) else StackedExperts(is_transposed=True)
     for key, parameter in module.model.named_parameters():
-        block, is_expert, stack = key.partition("moe.experts.")
-        if not is_expert:
-            actual[key.replace("moe.router", "router" if name == "gpt_oss" else "gate")] = parameter.grad
-            continue
-        assert parameter.grad is not None
-        in_file_order = {"w_up": "gate_up_proj", "b_up": "gate_up_proj_bias", "w_down": "down_proj"}
-        gradient = parameter.grad
-        if name != "gpt_oss":
-            gradient = gradient.transpose(1, 2)
-        elif stack in ("w_up", "b_up"):
-            gradient = torch.stack(gradient.chunk(2, dim=-1), dim=-1).flatten(-2)
-        actual[f"{block}experts.{in_file_order.get(stack, 'down_proj_bias')}"] = gradient
+        if ".moe.experts." not in key:
+            actual[family.model_name(key)] = parameter.grad
+    for block, layer in module.architecture.layers.items():
+        stacks = {key: parameter.grad for key, parameter in layer.experts.stacked_parameters().items()}
+        actual |= layout.write(f"{block}.", stacks)
     assert set(actual) == set(expected)
     for key, gradient in expected.items():
         torch.testing.assert_close(actual[key], gradient, rtol=1e-3, atol=1e-5, msg=key)
+
+
+def test_the_documentation_lists_every_family() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| `(\w+)` \|", (ROOT / "docs" / "huggingface.md").read_text(), re.MULTILINE)
+    assert rows == [(family.title, model_type) for model_type, family in FAMILIES.items()]
+    tested = {getattr(transformers, config).model_type for config, _ in SPARSE.values()}
+    assert tested == set(FAMILIES)
 
 
 def test_every_tensor_has_its_own_values_when_all_are_different(tmp_path: Path) -> None:

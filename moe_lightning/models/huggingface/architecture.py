@@ -1,149 +1,31 @@
-"""Architectures of Hugging Face models, and the conversion of their feed-forward blocks to our MoE layers.
-
-A family describes the router and expert options in config.json and the names of tensors on disk.
-"""
+"""Architectures of Hugging Face models, and the conversion of their feed-forward blocks to our MoE layers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from moe_lightning.config import build_config, pretrained_options
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels.interface import CLAMPED_ALPHA, CLAMPED_LIMIT
-from moe_lightning.models.huggingface.weights import ExpertLayout, InterleavedStacks, SeparateExperts, WeightsFolder
+from moe_lightning.models.huggingface.families import FAMILIES, SHARED_EXPERTS, SHARED_GATE, Family
+from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.randomness import NoiseSource, SampleStream
 from moe_lightning.moe.router import RouterConfig
-
-MODEL_BLOCK = "mlp"
-"""What every one of these models calls the block, whatever its name on disk."""
-
-OUR_ROUTER = "moe.router"
-"""Where the router lies inside our block."""
-
-SELECTION_BIAS = "e_score_correction_bias"
-"""What DeepSeek calls the bias that only the choice of experts sees."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One architecture.
-
-    Attributes:
-        describe: arguments of an MoELayer, from the configuration.
-        layout: of the experts on disk.
-        disk_block: name on disk of what the model calls `mlp`.
-        router: name of the router inside a block.
-        returns_scores: the block answers (output, scores) instead of the output.
-    """
-
-    describe: Callable[[Any], dict[str, Any]]
-    layout: ExpertLayout
-    disk_block: str = "mlp"
-    router: str = "gate"
-    returns_scores: bool = False
-
-    def disk_prefix(self, block: str) -> str:
-        """A block's name on disk, with a dot at its end."""
-        return f"{block.removesuffix(MODEL_BLOCK)}{self.disk_block}."
-
-    def disk_name(self, name: str) -> str:
-        """Return the name on disk of a tensor of our model other than the experts."""
-        block, found, rest = name.partition(f"{MODEL_BLOCK}.{OUR_ROUTER}.")
-        if not found:
-            return name
-        rest = SELECTION_BIAS if rest == "expert_bias_E" else rest
-        return f"{block}{self.disk_block}.{self.router}.{rest}"
-
-
-def _mixtral(config: Any) -> dict[str, Any]:
-    _require(config, hidden_act="silu")
-    # Theirs jitters what the experts see as well; ours only what the router sees, as in the Switch Transformer.
-    router = {"softmax_after_top_k": True, "jitter": config.router_jitter_noise}
-    return _layer(config, config.num_local_experts, config.intermediate_size, **router)
-
-
-def _olmoe_or_qwen3(config: Any) -> dict[str, Any]:
-    _require(config, hidden_act="silu")
-    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
-    # A softmax over all experts, divided by the sum of the chosen, is the softmax over the chosen.
-    router = {"softmax_after_top_k": True} if config.norm_topk_prob else {"normalize_top_k": False}
-    return _layer(config, config.num_experts, width, **router)
-
-
-def _deepseek(config: Any) -> dict[str, Any]:
-    _require(config, hidden_act="silu")
-    if config.norm_topk_prob and config.num_experts_per_tok == 1:
-        raise ConfigurationError(
-            "num_experts_per_tok=1 with norm_topk_prob=true gives every token the weight 1, which trains no router: "
-            "use at least 2 experts per token, or norm_topk_prob=false"
-        )
-    router = {
-        "score": "sigmoid",
-        "normalize_top_k": bool(config.norm_topk_prob),
-        "scale": config.routed_scaling_factor,
-        "num_groups": config.n_group or 1,
-        "top_groups": config.topk_group or 1,
-    }
-    layer = _layer(config, config.n_routed_experts, config.moe_intermediate_size, **router)
-    return layer | {"selection_bias": True}
-
-
-def _gpt_oss(config: Any) -> dict[str, Any]:
-    _require(config, hidden_act="silu", swiglu_alpha=CLAMPED_ALPHA, swiglu_limit=CLAMPED_LIMIT)
-    layer = _layer(config, config.num_local_experts, config.intermediate_size, softmax_after_top_k=True)
-    return layer | {"activation": "swiglu_clamped", "bias": True, "router_bias": True}
-
-
-FAMILIES: dict[str, Family] = {
-    "mixtral": Family(
-        describe=_mixtral, layout=SeparateExperts(gate="w1", up="w3", down="w2"), disk_block="block_sparse_moe"
-    ),
-    "olmoe": Family(describe=_olmoe_or_qwen3, layout=SeparateExperts()),
-    "qwen3_moe": Family(describe=_olmoe_or_qwen3, layout=SeparateExperts()),
-    "deepseek_v3": Family(describe=_deepseek, layout=SeparateExperts()),
-    "gpt_oss": Family(describe=_gpt_oss, layout=InterleavedStacks(), router="router", returns_scores=True),
-}
-"""By the `model_type` of config.json."""
-
-
-def _layer(config: Any, num_experts: int, d_expert: int, **router: Any) -> dict[str, Any]:
-    top_k = config.num_experts_per_tok
-    # Theirs multiplies sums over choices and means over layers; ours takes shares, and every layer adds its own loss.
-    coefficient = getattr(config, "router_aux_loss_coef", 0.0) * top_k / config.num_hidden_layers
-    return {
-        "d_model": config.hidden_size,
-        "d_expert": d_expert,
-        "num_experts": num_experts,
-        "router": {"top_k": top_k, "aux_loss_coef": coefficient, **router},
-        "activation": "swiglu",
-    }
-
-
-def _require(config: Any, **values: object) -> None:
-    for name, value in values.items():
-        found = getattr(config, name, value)
-        if found != value:
-            raise ConfigurationError(
-                f"{name}={found!r} of this {config.model_type} checkpoint is not known: {value!r} is"
-            )
-
 
 IS_TOKEN = "is_token"
 """Keyword of the model's forward pass, bool [B, L]: False where an input is padding that no expert gets."""
 
 
 class SparseBlock(nn.Module):
-    """[..., D] -> [..., D]: an MoE layer, and the block's own shared experts beside it.
+    """[..., D] -> [..., D]: an MoE layer, and the shared experts of the replaced block beside it, under their names.
 
     Args:
         moe: the layer.
-        shared_experts: the dense layer that every token passes; None: there is none.
+        replaced: the block in whose place it comes; None: it had no shared experts.
         after: applied to the result, such as the dropout of the dense block; None: nothing.
         returns_scores: answer (output, None), where the model expects scores of the router and drops them.
 
@@ -156,13 +38,18 @@ class SparseBlock(nn.Module):
         self,
         moe: MoELayer,
         *,
-        shared_experts: nn.Module | None = None,
+        replaced: nn.Module | None = None,
         after: nn.Module | None = None,
         returns_scores: bool = False,
     ) -> None:
         super().__init__()
         self.moe = moe
-        self.shared_experts = shared_experts
+        kept = {name: getattr(replaced, name, None) for name in (*SHARED_EXPERTS, SHARED_GATE)}
+        for name, module in kept.items():
+            if module is not None:
+                self.add_module(name, module)
+        self._shared = next((name for name in SHARED_EXPERTS if kept[name] is not None), None)
+        self._is_gated = kept[SHARED_GATE] is not None
         self.after = after
         self.is_token: Tensor | None = None
         self._returns_scores = returns_scores
@@ -171,8 +58,11 @@ class SparseBlock(nn.Module):
         # Of a sequence that goes on from a cache, the last tokens are computed.
         is_token = None if self.is_token is None else self.is_token[:, -hidden_states.shape[1] :]
         out: Tensor = self.moe(hidden_states, is_token)
-        if self.shared_experts is not None:
-            out = out + self.shared_experts(hidden_states)
+        if self._shared is not None:
+            shared = self.get_submodule(self._shared)(hidden_states)
+            out = out + (
+                self.get_submodule(SHARED_GATE)(hidden_states).sigmoid() * shared if self._is_gated else shared
+            )
         if self.after is not None:
             out = self.after(out)
         return (out, None) if self._returns_scores else out
@@ -226,7 +116,7 @@ class DroppingLayerNorm(nn.LayerNorm):
 
 
 class ExpertReader(Protocol):
-    """Reader of the experts' first weights; `prefix` is the block's name on disk with a dot at its end."""
+    """Reader of the experts' first weights; `prefix` is the block's name in the model with a dot at its end."""
 
     def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
         """The rows of one expert by the names of our parameters."""
@@ -244,13 +134,13 @@ class Architecture(ABC):
     Attributes:
         config: as given.
         auto_class: the transformers class that makes the model of the configuration.
-        disk_block: name on disk of what the model calls `mlp`.
+        on_disk: pairs (part of a tensor's name in the model, its replacement on disk), applied in order.
         layers: the MoE layers by the names of their blocks, in the model's order; empty before `install`.
         reader: of the experts' first weights.
     """
 
     auto_class = "AutoModelForCausalLM"
-    disk_block = MODEL_BLOCK
+    on_disk: tuple[tuple[str, str], ...] = ()
     reader: ExpertReader
 
     def __init__(self, config: Any) -> None:
@@ -262,12 +152,12 @@ class Architecture(ABC):
         """Put MoE layers in the places of the model's blocks; they are built as the caller's context says."""
 
     @abstractmethod
-    def disk_name(self, name: str) -> str | None:
-        """Return the name on disk of a parameter or buffer other than an expert's; None for one that is new."""
+    def source_name(self, name: str) -> str | None:
+        """Return the name in transformers' model of a tensor other than an expert's; None for one that is new."""
 
     @abstractmethod
-    def disk_prefix(self, block: str) -> str:
-        """Prefix of the tensors from which a block's experts are read."""
+    def source_prefix(self, block: str) -> str:
+        """Prefix of the tensors from which a block's experts are read, by their names in transformers' model."""
 
     @abstractmethod
     def exported(self) -> tuple[Any, Family]:
@@ -294,8 +184,8 @@ class SparseArchitecture(Architecture):
         super().__init__(config)
         self.family = FAMILIES[config.model_type]
         self.reader = self.family.layout
-        self.disk_block = self.family.disk_block
-        self._arguments = self.family.describe(config)
+        self.on_disk = self.family.on_disk
+        self._arguments = self.family.layer(config)
         options = {name: value for name, value in (router or {}).items() if value is not None}
         free = pretrained_options(RouterConfig)
         for name in options:
@@ -303,7 +193,7 @@ class SparseArchitecture(Architecture):
                 raise ConfigurationError(
                     f"router.{name} is fixed by the pretrained model: only {', '.join(free)} can be set"
                 )
-        if options.get("bias_update_rate") and not self._arguments.get("selection_bias"):
+        if options.get("bias_update_rate") and self.family.selection_bias is None:
             raise ConfigurationError(
                 f"router.bias_update_rate={options['bias_update_rate']} needs a selection bias, which "
                 f"{config.model_type} has no room for: use aux_loss_coef"
@@ -312,19 +202,17 @@ class SparseArchitecture(Architecture):
 
     def install(self, model: nn.Module) -> None:
         for name, block in list(model.named_modules()):
-            if not name.endswith(f".{MODEL_BLOCK}") or not hasattr(block, "experts"):
+            if not name.endswith(f".{self.family.block}") or not hasattr(block, "experts"):
                 continue
             moe = MoELayer(**self._arguments)
-            shared = getattr(block, "shared_experts", None)
-            returns = self.family.returns_scores
-            model.set_submodule(name, SparseBlock(moe, shared_experts=shared, returns_scores=returns))
+            model.set_submodule(name, SparseBlock(moe, replaced=block, returns_scores=self.family.returns_scores))
             self.layers[name] = moe
 
-    def disk_name(self, name: str) -> str | None:
-        return self.family.disk_name(name)
+    def source_name(self, name: str) -> str | None:
+        return self.family.model_name(name)
 
-    def disk_prefix(self, block: str) -> str:
-        return self.family.disk_prefix(block)
+    def source_prefix(self, block: str) -> str:
+        return f"{block}."
 
     def exported(self) -> tuple[Any, Family]:
         return self.config, self.family

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import save_safetensors
-from moe_lightning.models.huggingface.architecture import MODEL_BLOCK, OUR_ROUTER, SELECTION_BIAS, Architecture, Family
+from moe_lightning.models.huggingface.architecture import Architecture
+from moe_lightning.models.huggingface.families import OUR_ROUTER, SELECTION_BIAS, Family
 from moe_lightning.models.huggingface.loading import dense_tensors, transformers
 from moe_lightning.models.huggingface.weights import dtype_named, write_weights
 from moe_lightning.moe.adapters import AdapterConfig, is_adapter
@@ -62,13 +64,15 @@ class Export:
         family: the names of its tensors.
         dense: the names in our model of what it holds beside experts, one for each tensor.
         blocks: the MoE blocks of our model in order; `layer` of other methods is the place in this list.
-        dtype: of its tensors; selection biases stay in float32.
+        in_float32: those of the dense names that transformers keeps in float32, such as selection biases.
+        dtype: of all other tensors.
     """
 
     config: Any
     family: Family
     dense: tuple[str, ...]
     blocks: tuple[str, ...]
+    in_float32: frozenset[str]
     dtype: torch.dtype
 
     def write(
@@ -97,13 +101,20 @@ class Export:
     def _files(
         self, dense: Mapping[str, Tensor], experts: Iterable[Mapping[str, Tensor]]
     ) -> Iterator[dict[str, Tensor]]:
-        yield {self.family.disk_name(name): self._cast(name, dense[name]) for name in self.dense}
+        yield {self.disk_name(name): self._cast(name, dense[name]) for name in self.dense}
         for block, stacks in zip(self.blocks, experts, strict=True):
             cast = {name: self._cast(name, stack) for name, stack in stacks.items()}
-            yield self.family.layout.write(self.family.disk_prefix(block), cast)
+            written = self.family.layout.write(f"{block}.", cast)
+            yield {self.family.disk_name(name): tensor for name, tensor in written.items()}
+
+    def disk_name(self, name: str) -> str:
+        """Return the name on disk of a tensor of our model other than the experts."""
+        return self.family.disk_name(self.family.model_name(name))
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        keeps = not tensor.is_floating_point() or self.family.disk_name(name).endswith(SELECTION_BIAS)
+        if name.endswith(SELECTION_BIAS):
+            tensor = tensor.view(self.family.bias_shape)
+        keeps = not tensor.is_floating_point() or name in self.in_float32
         return tensor if keeps else tensor.to(self.dtype)
 
 
@@ -123,7 +134,14 @@ def plan_export(architecture: Architecture, model: nn.Module, dtype: str | None 
     config.dtype = chosen
     config.architectures = [_class_name(config, architecture.auto_class)]
     names = tuple(names[0] for _, names in dense_tensors(model, architecture) if not is_adapter(names[0]))
-    return Export(config=config, family=family, dense=names, blocks=tuple(architecture.layers), dtype=chosen)
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    in_float32 = {
+        name for name in names if any(re.search(rf"(^|\.){part}(\.|$)", family.model_name(name)) for part in kept)
+    }
+    blocks = tuple(architecture.layers)
+    return Export(
+        config=config, family=family, dense=names, blocks=blocks, in_float32=frozenset(in_float32), dtype=chosen
+    )
 
 
 @contextmanager
@@ -283,8 +301,8 @@ def write_adapter(
     tensors, modules, parameters = _dense_adapters(export, dense)
     for block, stacks in zip(export.blocks, experts, strict=True):
         if "experts" in config.targets:
-            found = export.family.layout.adapters(export.family.disk_prefix(block), stacks)
-            tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in found.items()}
+            found = export.family.layout.adapters(f"{block}.", stacks)
+            tensors |= {f"{_PREFIX}{export.family.disk_name(name)}": tensor for name, tensor in found.items()}
     if "experts" in config.targets:
         expert_modules, expert_parameters = export.family.layout.targets
         modules, parameters = modules | expert_modules, parameters | expert_parameters
@@ -316,8 +334,8 @@ def _dense_adapters(export: Export, dense: Mapping[str, Tensor]) -> tuple[dict[s
         if not found:
             continue
         if layer.endswith(OUR_ROUTER):
-            layer = export.family.disk_name(f"{layer}.weight").removesuffix(".weight")
-            parameters.add(f"{MODEL_BLOCK}.{export.family.router}.weight")
+            layer = export.disk_name(f"{layer}.weight").removesuffix(".weight")
+            parameters.add(f"{export.family.block}.{export.family.gate}.weight")
         elif layer.rpartition(".")[2] in expert_modules:  # peft takes modules of these names for experts
             parameters.add(f"{layer}.weight")
         else:

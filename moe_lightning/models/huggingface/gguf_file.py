@@ -123,7 +123,7 @@ def _refused(what: str, known: str) -> ConfigurationError:
 
 def _name(export: Export, name: str) -> str:
     """llama.cpp's name of a tensor of our model other than an expert's."""
-    disk, config = export.family.disk_name(name), export.config
+    disk, config = export.disk_name(name), export.config
     names = gguf.get_tensor_name_map(_ARCHITECTURES[config.model_type].arch, config.num_hidden_layers)
     found = names.get_name(disk, try_suffixes=(".weight",))
     if found is None:

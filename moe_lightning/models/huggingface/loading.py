@@ -23,12 +23,12 @@ from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text
 from moe_lightning.models.huggingface.architecture import (
     IS_TOKEN,
-    MODEL_BLOCK,
     Architecture,
     SparseBlock,
     keep_padding_from_experts,
 )
 from moe_lightning.models.huggingface.attention import keep_context
+from moe_lightning.models.huggingface.families import SELECTION_BIAS
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.moe.adapters import AdapterConfig, adapt_dense, adapt_experts
 from moe_lightning.moe.experts import Experts, deferred_experts, experts_are_deferred
@@ -178,13 +178,13 @@ def load_model(architecture: Architecture, weights: WeightsFolder, adapter: Adap
     """
     model = build_skeleton(architecture, adapter)
     weights.optional_prefix = f"{model.base_model_prefix}."
-    weights.block_names = architecture.disk_block, MODEL_BLOCK
+    weights.on_disk = architecture.on_disk
     _materialise(model)
     for layer in architecture.layers.values():
         layer.router.reset_parameters()
     used = _load_dense(model, architecture, weights)
     for block, layer in architecture.layers.items():
-        prefix = architecture.disk_prefix(block)
+        prefix = architecture.source_prefix(block)
         names = architecture.reader.names(prefix, layer.num_experts)
         used |= {part for name in names for part in weights.parts(name)}
         layer.experts.source = partial(architecture.reader.read, weights, prefix)
@@ -253,12 +253,14 @@ def _load_dense(model: nn.Module, architecture: Architecture, weights: WeightsFo
     """Fill everything but the experts; the names of the tensors on disk that were used."""
     used: set[str] = set()
     for tensor, names in dense_tensors(model, architecture):
-        wanted = [name for name in map(architecture.disk_name, names) if name is not None]
+        wanted = [name for name in map(architecture.source_name, names) if name is not None]
         if not wanted:
             continue
         found = [name for name in wanted if weights.parts(name)]
         used |= {part for name in found for part in weights.parts(name)}
         values = weights.read((found or wanted)[0])
+        if names[0].endswith(SELECTION_BIAS):
+            values = values.flatten()
         if values.shape != tensor.shape:
             raise CheckpointError(
                 f"{found[0]!r} of {weights.path} has shape {list(values.shape)}, the model's {list(tensor.shape)}: "

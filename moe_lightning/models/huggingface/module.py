@@ -15,14 +15,9 @@ from typing_extensions import override
 from moe_lightning.config import PositiveInt, build_config, option, options_of, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
-from moe_lightning.models.huggingface.architecture import (
-    FAMILIES,
-    IS_TOKEN,
-    Architecture,
-    SparseArchitecture,
-    SparseBlock,
-)
+from moe_lightning.models.huggingface.architecture import IS_TOKEN, Architecture, SparseArchitecture, SparseBlock
 from moe_lightning.models.huggingface.attention import document_options, share_sequences
+from moe_lightning.models.huggingface.families import FAMILIES
 from moe_lightning.models.huggingface.loading import config_from, load_model, read_config, recompute_activations
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -92,8 +92,8 @@ class WeightsFolder:
 
     Attributes:
         optional_prefix: names are also looked up without it: the head's checkpoints have it, the bare model's do not.
-        block_names: (name on disk, name in the model) of the feed-forward blocks: names are also looked up with the
-            model's, which `save_pretrained(save_original_format=False)` of transformers 5 writes.
+        on_disk: pairs (part of a tensor's name in the model, its replacement on disk), applied in order: names are of
+            the model, and are also looked up as they are, which `save_pretrained(save_original_format=False)` writes.
 
     Raises:
         ConfigurationError: no such folder, or no safetensors in it.
@@ -109,7 +109,7 @@ class WeightsFolder:
                 f"{path} holds neither {SINGLE} nor {INDEX}: save the model with save_pretrained, which writes them"
             )
         self.optional_prefix = ""
-        self.block_names = ("", "")
+        self.on_disk: tuple[tuple[str, str], ...] = ()
         self._open: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,8 +135,7 @@ class WeightsFolder:
         """The tensors on disk that make up a tensor: itself, or its values and scales where it is quantised; none where
         it is not there.
         """
-        on_disk, in_model = (f".{block}." for block in self.block_names)
-        full = (name, name.replace(on_disk, in_model))
+        full = (self._on_disk(name), name)
         for known in dict.fromkeys((*full, *(each.removeprefix(self.optional_prefix) for each in full))):
             for ends in (("", FP8_SCALE), ("",), (MXFP4_BLOCKS, MXFP4_SCALES)):
                 if all(f"{known}{end}" in self.files for end in ends):
@@ -151,11 +150,18 @@ class WeightsFolder:
         """
         parts = self.parts(name)
         if not parts:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}: it is incomplete, or of another architecture")
+            raise CheckpointError(
+                f"{self.path} has no tensor {self._on_disk(name)!r}: it is incomplete, or of another architecture"
+            )
         values = [self._read(part, row) for part in parts]
         if len(parts) == 1:
             return values[0]
         return from_mxfp4(*values) if parts[0].endswith(MXFP4_BLOCKS) else from_fp8(*values)
+
+    def _on_disk(self, name: str) -> str:
+        for in_model, on_disk in self.on_disk:
+            name = name.replace(in_model, on_disk)
+        return name
 
     def _read(self, name: str, row: int | None) -> Tensor:
         file = self._file(self.files[name])
@@ -213,16 +219,16 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 class ExpertLayout(Protocol):
-    """The tensors of one block's experts on disk; `prefix` is the block's name there with a dot at its end."""
+    """The tensors of one block's experts; `prefix` is the block's name in the model with a dot at its end."""
 
     def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
         """The rows of one expert by the names of our parameters."""
 
     def write(self, prefix: str, stacks_EX: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors on disk of all experts, from our stacks [E, ...]."""
+        """The tensors of all experts, from our stacks [E, ...]."""
 
     def names(self, prefix: str, num_experts: int) -> set[str]:
-        """Return the names of these tensors on disk."""
+        """Return the names of these tensors."""
 
     def adapters(self, prefix: str, stacks_EX: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return adapters as peft names them, from our stacks of A and B."""
@@ -234,8 +240,8 @@ class ExpertLayout(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateExperts:
-    """A matrix a tensor, [out, in], as nn.Linear has it: Mixtral, OLMoE, Qwen3-MoE, DeepSeek-V3. The stacks of these
-    matrices that models of transformers 5 have are read as well, and never written.
+    """A matrix a tensor, [out, in], as nn.Linear has it. The stacks of these matrices that models of transformers 5
+    have are read as well, and never written.
 
     Attributes:
         gate, up, down: names of the three matrices.
@@ -297,28 +303,40 @@ class SeparateExperts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InterleavedStacks:
-    """All experts of a block in one tensor, [E, in, out], with biases, gate and up in alternate columns: GPT-OSS."""
+class StackedExperts:
+    """All experts of a block in one tensor, as models of transformers 5 have them.
+
+    Attributes:
+        is_transposed: matrices are [out, in], as nn.Linear has them, not [in, out].
+        is_interleaved: gate and up are in alternate columns, not in halves.
+        has_biases: there are biases.
+    """
+
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    has_biases: bool = False
 
     def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
-        rows = {ours: weights.read(f"{prefix}experts.{theirs}", expert) for ours, theirs in _STACKED.items()}
-        return rows | {name: _apart(rows[name]) for name in ("w_up", "b_up")}
+        return self._turned({ours: weights.read(name, expert) for ours, name in self._names(prefix).items()}, _apart)
 
     def write(self, prefix: str, stacks_EX: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        stacks = dict(stacks_EX) | {name: _alternate(stacks_EX[name]) for name in ("w_up", "b_up")}
-        return {f"{prefix}experts.{theirs}": stacks[ours] for ours, theirs in _STACKED.items()}
+        names, stacks = self._names(prefix), self._turned(stacks_EX, _alternate)
+        return {name: stacks[ours] for ours, name in names.items()}
 
     def names(self, prefix: str, num_experts: int) -> set[str]:
-        return {f"{prefix}experts.{theirs}" for theirs in _STACKED.values()}
+        return set(self._names(prefix).values())
 
     def adapters(self, prefix: str, stacks_EX: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The products of all experts in one pair of matrices, which peft and vLLM read: A has a row for each (expert,
         rank), B a column for each (rank, expert). The stack that comes second in the model wraps the first one.
         """
-        stacks = dict(stacks_EX) | {"lora_w_up_b": _alternate(stacks_EX["lora_w_up_b"])}
+        b_up = stacks_EX["lora_w_up_b"]
+        stacks = dict(stacks_EX) | {"lora_w_up_b": _alternate(b_up) if self.is_interleaved else b_up}
         tensors: dict[str, Tensor] = {}
         for ours, place in (("w_up", ".base_layer"), ("w_down", "")):
             a_EDR, b_ERF = stacks[f"lora_{ours}_a"], stacks[f"lora_{ours}_b"]
+            if self.is_transposed:  # peft takes the first size of a matrix for its inputs
+                a_EDR, b_ERF = b_ERF.transpose(1, 2), a_EDR.transpose(1, 2)
             tensors[f"{prefix}experts{place}.lora_A.weight"] = a_EDR.transpose(1, 2).flatten(0, 1)
             tensors[f"{prefix}experts{place}.lora_B.weight"] = b_ERF.permute(2, 1, 0).flatten(1)
         return tensors
@@ -326,6 +344,18 @@ class InterleavedStacks:
     @property
     def targets(self) -> tuple[set[str], set[str]]:
         return set(), {f"experts.{_STACKED[name]}" for name in ("w_up", "w_down")}
+
+    def _names(self, prefix: str) -> dict[str, str]:
+        return {o: f"{prefix}experts.{name}" for o, name in _STACKED.items() if self.has_biases or o.startswith("w_")}
+
+    def _turned(self, tensors: Mapping[str, Tensor], turn: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Tensors in the other layout, ours or that on disk."""
+        turned = dict(tensors)
+        if self.is_interleaved:
+            turned |= {name: turn(turned[name]) for name in turned if name.endswith("_up")}
+        if self.is_transposed:
+            turned |= {name: turned[name].transpose(-1, -2) for name in turned if name.startswith("w_")}
+        return turned
 
 
 _STACKED = {"w_up": "gate_up_proj", "b_up": "gate_up_proj_bias", "w_down": "down_proj", "b_down": "down_proj_bias"}
