@@ -33,7 +33,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,11 @@ import numpy as np
 import torch
 import xxhash
 
-from moe_lightning.checkpoint.manifest import LARGEST, check_blocks, check_pieces, check_record, read_object
+from moe_lightning.checkpoint.manifest import Extra, check_blocks, check_pieces, dump_json, read_json
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, lock_exclusively
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.state.pieces import Piece
+from moe_lightning.state.pieces import LARGEST, Count, Piece, Size, Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +60,14 @@ class SnapshotIndex:
         world: number of the world that took it (`directory.py`).
     """
 
-    run: str
-    session: str
-    step: int
-    rank: int
-    world_size: int
+    run: Text
+    session: Text
+    step: Size
+    rank: Size
+    world_size: Count
     placed: tuple[Piece, ...]
-    extra: dict[str, Any] = field(default_factory=dict)
-    world: int = 0
+    extra: Extra = field(default_factory=dict)
+    world: Size = 0
 
     @property
     def first_step(self) -> int:
@@ -75,7 +75,7 @@ class SnapshotIndex:
         return min(self.step, int(self.extra.get("replayed_from", self.step)))
 
     def dump(self) -> bytes:
-        return json.dumps({**vars(self), "placed": [piece.to_json() for piece in self.placed]}).encode()
+        return dump_json(SnapshotIndex, self)
 
     @classmethod
     def parse(cls, data: bytes, origin: str, *, memory_bytes: int = LARGEST) -> SnapshotIndex:
@@ -88,20 +88,10 @@ class SnapshotIndex:
         Raises:
             CheckpointError: nothing of ours wrote it.
         """
-        values = read_object(data, origin)
-        check_record(values, _NEEDED, origin)
-        try:
-            placed = tuple(Piece.from_json(row, "arena") for row in values["placed"])
-        except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{origin} was written by something else: it lacks an entry ({error})") from error
-        check_pieces(placed, origin)
-        check_blocks(placed, memory_bytes, origin)
-        known = {name: value for name, value in values.items() if name in _NAMES}
-        return cls(**{**known, "placed": placed})
-
-
-_NAMES = frozenset(entry.name for entry in fields(SnapshotIndex))
-_NEEDED = ("run", "session", "step", "rank", "world_size", "placed")
+        index = read_json(cls, data, origin)
+        check_pieces(index.placed, origin)
+        check_blocks(index.placed, memory_bytes, origin)
+        return index
 
 
 def digest_of(payload: torch.Tensor) -> str:

@@ -10,26 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import xxhash
+from annotated_types import Interval
+from pydantic import AfterValidator, StringConstraints, TypeAdapter, ValidationError
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import (
     DTYPES,
+    LARGEST,
     OBJECT,
     WEIGHTS,
     Block,
+    Count,
     Piece,
+    Size,
+    Text,
     by_key,
     expert_of,
     is_expert_key,
@@ -37,90 +42,61 @@ from moe_lightning.state.pieces import (
     replay_key,
 )
 
-LARGEST = 2**63 - 1
+T = TypeVar("T")
+
 _END_OF_TIME_S = 253_402_300_799  # the last second of the year 9999
 _MOST_EXPERTS = 1 << 24  # of all layers together
-_MOST_DIMENSIONS = 64
-_KEY_LENGTH = 4096
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
-def is_whole(value: object, low: int = 0, high: int = LARGEST) -> bool:
-    """Return True if a value is an integer within limits; booleans are not."""
-    return type(value) is int and low <= value <= high
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-def _is_text(value: object) -> bool:
-    return type(value) is str and len(value) <= _KEY_LENGTH
+def dump_json(kind: type[T], value: T) -> bytes:
+    """Return the JSON of a value of a type."""
+    return _adapter(kind).dump_json(value)
 
 
-_RECORD: Mapping[str, Callable[[Any], bool]] = {
-    "run": _is_text,
-    "session": _is_text,
-    "sequence": is_whole,
-    "step": is_whole,
-    "rank": is_whole,
-    "world": is_whole,
-    "world_size": lambda value: is_whole(value, 1),
-    "created_s": lambda value: type(value) in (int, float) and 0 <= value <= _END_OF_TIME_S,
-    "previous": lambda value: value is None or _is_text(value),
-    "files": lambda value: isinstance(value, dict),
-    "stored": lambda value: isinstance(value, list),
-    "placed": lambda value: isinstance(value, list),
-    "extra": lambda value: isinstance(value, dict) and all(_EXTRA[n](v) for n, v in value.items() if n in _EXTRA),
-}
-_EXTRA: Mapping[str, Callable[[Any], bool]] = {
-    "num_layers": lambda value: is_whole(value, 0, _MOST_EXPERTS),
-    "num_experts": lambda value: is_whole(value, 0, _MOST_EXPERTS),
-    "replayed_from": is_whole,
-    "plt": lambda value: value is None or (type(value) in (int, float) and abs(value) <= LARGEST),
-}
-
-
-def read_object(data: bytes, origin: str, *, subject: str = "it") -> dict[str, Any]:
-    """A JSON object.
-
-    Args:
-        subject: what of the origin the data is, for messages.
+def read_json(kind: type[T], data: bytes, origin: str) -> T:
+    """Return the value of a type; its annotations are the limits of what is read.
 
     Raises:
         CheckpointError: the data is something else.
     """
     try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{origin} was written by something else: {subject} cannot be read ({error})") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{origin} was written by something else: {subject} is not an object")
+        value: T = _adapter(kind).validate_json(data, strict=True)
+    except ValidationError as error:
+        raise _refused(origin, _first_problem(error)) from None
+    return value
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    name = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        return f"it lacks an entry ({_short(name)})"
+    if first["type"] == "json_invalid":
+        return f"it cannot be read ({first['msg']})"
+    return f"its {name[:80] or 'content'} is {_short(first['input'])}"
+
+
+_Experts = Annotated[int, Interval(ge=0, le=_MOST_EXPERTS)]
+_EXTRA: Mapping[str, Any] = {
+    "num_layers": _Experts,
+    "num_experts": _Experts,
+    "replayed_from": Size,
+    "plt": Annotated[float, Interval(ge=-LARGEST, le=LARGEST)] | None,
+}
+
+
+def _checked_extra(values: dict[str, Any]) -> dict[str, Any]:
+    for name in _EXTRA.keys() & values.keys():
+        _adapter(_EXTRA[name]).validate_python(values[name], strict=True)
     return values
 
 
-def check_record(values: Mapping[str, Any], names: Iterable[str], origin: str) -> None:
-    """The entries of a manifest, a part or a table, lists of files and pieces not looked into.
-
-    Args:
-        names: that it must have.
-
-    Raises:
-        CheckpointError: the first that is missing, or is not what it should be.
-    """
-    for name in names:
-        if name not in values:
-            raise _refused(origin, f"it lacks an entry ({name!r})")
-    for name, value in values.items():
-        if name in _RECORD and not _RECORD[name](value):
-            raise _refused(origin, f"its {name} is {_short(value)}")
-
-
-def check_file(name: str, entry: Any, origin: str) -> None:
-    """A record of a file.
-
-    Raises:
-        CheckpointError: it is none.
-    """
-    whole = isinstance(entry, dict) and entry.keys() == {"path", "nbytes", "xxh3"}
-    if not whole or not is_whole(entry["nbytes"]) or not _is_text(entry["path"]) or not _is_digest(entry["xxh3"]):
-        raise _refused(origin, f"it lacks an entry of the file {_short(name)}, or one is not what it should be")
+Extra = Annotated[dict[str, Any], AfterValidator(_checked_extra)]
+"""Any entries, and limits of those that are used here."""
 
 
 def check_pieces(pieces: Iterable[Piece], origin: str) -> None:
@@ -155,28 +131,23 @@ def check_places(stored: Iterable[Piece], file_bytes: Mapping[str, int], origin:
 
 
 def check_blocks(placed: Iterable[Piece], memory_bytes: int, origin: str) -> None:
-    """Every checked piece lies inside a memory, and its turn is a step.
+    """Every checked piece lies inside a memory.
 
     Raises:
         CheckpointError: the first that does not.
     """
     for piece in placed:
-        if not is_whole(piece.at.data_offset) or piece.at.data_offset + piece.nbytes > memory_bytes:
+        if piece.location is None or piece.location.data_offset + piece.nbytes > memory_bytes:
             raise _refused(origin, f"{_short(piece.key)} lies outside of its {memory_bytes} bytes")
-        if not is_whole(piece.due, -1):
-            raise _refused(origin, f"the turn of {_short(piece.key)} is {_short(piece.due)}")
 
 
 def _examined(piece: Piece) -> tuple[str | None, int, int]:
     """Return (problem of a piece or None, layer, expert); layer and expert are -1 for dense state."""
-    if not (_is_text(piece.key) and _is_text(piece.group) and _is_text(piece.dtype)):
-        return "has a key, group or dtype that is not text", -1, -1
-    if not (_is_digest(piece.xxh3) and is_whole(piece.version, -1) and is_whole(piece.nbytes)):
-        return "has a checksum, version or size that cannot be", -1, -1
-    block, numbers = piece.block, (*piece.block.sizes, *piece.block.offsets, *piece.block.whole)
-    alike = len(block.sizes) == len(block.offsets) == len(block.whole) <= _MOST_DIMENSIONS
-    if not alike or not all(type(number) is int and 0 <= number <= LARGEST for number in numbers):
-        return f"has the shape {_short(list(numbers))}", -1, -1
+    block = piece.block
+    if _DIGEST.fullmatch(piece.xxh3) is None:
+        return f"has the checksum {_short(piece.xxh3)}", -1, -1
+    if not len(block.sizes) == len(block.offsets) == len(block.whole):
+        return f"has the shape {_short([*block.sizes, *block.offsets, *block.whole])}", -1, -1
     return _examined_outline(piece.key, piece.dtype, block, piece.nbytes)
 
 
@@ -209,19 +180,14 @@ def _problem_of_sizes(dtype: str, block: Block, nbytes: int) -> str | None:
 
 
 def _problem_of_place(piece: Piece, file_bytes: Mapping[str, int]) -> str | None:
-    at = piece.at
-    places = at.offset, at.length, at.data_offset
-    if not _is_text(at.file) or at.file not in file_bytes:
-        return f"lies in the file {_short(at.file)}, which is not listed"
-    if not all(is_whole(place) for place in places) or at.offset + at.length > file_bytes[at.file]:
+    at = piece.location
+    if at is None or at.file not in file_bytes:
+        return f"lies in the file {_short(at.file if at else None)}, which is not listed"
+    if at.offset + at.length > file_bytes[at.file]:
         return f"lies outside {at.file}"
     if not at.offset <= at.data_offset <= at.offset + at.length - piece.nbytes:
         return f"has data outside its place in {at.file}"
     return None
-
-
-def _is_digest(value: object) -> bool:
-    return type(value) is str and _DIGEST.fullmatch(value) is not None
 
 
 def _short(value: object) -> str:
@@ -249,9 +215,9 @@ class FileRecord:
     """A file of a checkpoint: path relative to its directory (in the directory itself or in a sibling), size and
     hexadecimal xxh3."""
 
-    path: str
-    nbytes: int
-    xxh3: str
+    path: Text
+    nbytes: Size
+    xxh3: Annotated[str, StringConstraints(pattern=f"^{_DIGEST.pattern}$")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,14 +235,14 @@ class _Record:
         world: number of the world that wrote it (`directory.py`); 0: of none.
     """
 
-    run: str
-    session: str
-    step: int
-    world_size: int
-    files: Mapping[str, FileRecord]
+    run: Text
+    session: Text
+    step: Size
+    world_size: Count
+    files: dict[str, FileRecord]
     stored: tuple[Piece, ...]
-    extra: dict[str, Any] = field(default_factory=dict)
-    world: int = 0
+    extra: Extra = field(default_factory=dict)
+    world: Size = 0
 
     @property
     def first_step(self) -> int:
@@ -285,7 +251,7 @@ class _Record:
         return min(self.step, int(self.extra.get("replayed_from", self.step)))
 
     def dump(self) -> bytes:
-        return _dump_envelope(_jsonable(self), _FORMATS[self.first_step < self.step])
+        return _dump_envelope(dump_json(type(self), self), _FORMATS[self.first_step < self.step])
 
     @classmethod
     def parse(cls, data: bytes, origin: str) -> Self:
@@ -294,14 +260,20 @@ class _Record:
         Raises:
             CheckpointError: it is damaged, of another format, or names files outside its directory.
         """
-        return cls(**_typed(_parse_envelope(data, origin), cls, origin))
+        record = read_json(cls, _parse_envelope(data, origin), origin)
+        for name, entry in record.files.items():
+            if not _SAFE_PATH.fullmatch(entry.path) or PurePosixPath(entry.path).name != name or name in (".", ".."):
+                raise CheckpointError(f"{origin} names the file {entry.path!r}, which no checkpoint of ours would hold")
+        check_pieces(record.stored, origin)
+        check_places(record.stored, {name: entry.nbytes for name, entry in record.files.items()}, origin)
+        return record
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart(_Record):
     """Record of what one rank wrote for one checkpoint."""
 
-    rank: int
+    rank: Size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,9 +287,9 @@ class Manifest(_Record):
         previous: name of the checkpoint that experts were carried over from, or None.
     """
 
-    sequence: int
-    created_s: float
-    previous: str | None
+    sequence: Size
+    created_s: Annotated[float, Interval(ge=0, le=_END_OF_TIME_S)]
+    previous: Text | None
 
     @property
     def payload_bytes(self) -> int:
@@ -419,38 +391,11 @@ def _check_replay(found: Mapping[str, list[Piece]], extra: Mapping[str, Any]) ->
                 raise CheckpointError(f"expert {expert} of layer {layer} lacks its weights of step {step} ({name})")
 
 
-def _jsonable(record: _Record) -> dict[str, Any]:
-    values = dict(vars(record))
-    values["files"] = {name: vars(entry) for name, entry in record.files.items()}
-    values["stored"] = [piece.to_json() for piece in record.stored]
-    return values
-
-
-def _typed(values: dict[str, Any], record: type[_Record], origin: str) -> dict[str, Any]:
-    known = {entry.name: entry for entry in fields(record)}
-    needed = [name for name, entry in known.items() if entry.default is MISSING and entry.default_factory is MISSING]
-    check_record(values, needed, origin)
-    for name, entry in values["files"].items():
-        check_file(name, entry, origin)
-    try:
-        files = {name: FileRecord(**entry) for name, entry in values["files"].items()}
-        stored = tuple(Piece.from_json(item, "file") for item in values["stored"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{origin} was written by something else: it lacks an entry ({error})") from error
-    for name, entry in files.items():
-        if not _SAFE_PATH.fullmatch(entry.path) or PurePosixPath(entry.path).name != name or name in (".", ".."):
-            raise CheckpointError(f"{origin} names the file {entry.path!r}, which no checkpoint of ours would hold")
-    check_pieces(stored, origin)
-    check_places(stored, {name: entry.nbytes for name, entry in files.items()}, origin)
-    return {name: value for name, value in values.items() if name in known} | {"files": files, "stored": stored}
-
-
-def _dump_envelope(values: dict[str, Any], form: int) -> bytes:
-    body = json.dumps(values, separators=(",", ":")).encode()
+def _dump_envelope(body: bytes, form: int) -> bytes:
     return b'{"format":%d,"xxh3":"%s","body":%s}\n' % (form, xxhash.xxh3_64_hexdigest(body).encode(), body)
 
 
-def _parse_envelope(data: bytes, origin: str) -> dict[str, Any]:
+def _parse_envelope(data: bytes, origin: str) -> bytes:
     """The body, if its bytes match the checksum before them."""
     envelope = _ENVELOPE.match(data)
     if envelope is None or not data.endswith(b"}\n"):
@@ -463,7 +408,7 @@ def _parse_envelope(data: bytes, origin: str) -> dict[str, Any]:
     body = data[envelope.end() : -2]
     if xxhash.xxh3_64_hexdigest(body).encode() != envelope[2]:
         raise CheckpointError(f"{origin} is damaged: its checksum does not match")
-    return read_object(body, origin, subject="its body")
+    return body
 
 
 _DATA = r"[\w.-]+\.rank\d+\.step\d+\.distcp"

@@ -31,7 +31,7 @@ from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.arena import ARENAS, Arena, SnapshotIndex, arenas_name, digest_of, existing_arenas
 from moe_lightning.checkpoint.directory import run_of
 from moe_lightning.checkpoint.loader import Checkpoint, CheckpointSource, find_usable
-from moe_lightning.checkpoint.manifest import is_whole
+from moe_lightning.checkpoint.manifest import dump_json, read_json
 from moe_lightning.checkpoint.protection import sub_shard
 from moe_lightning.checkpoint.recovery_plan import (
     Decode,
@@ -141,7 +141,7 @@ def _inventory_of(table: SnapshotIndex, kind: SnapshotKind, **parity: Any) -> Sn
 def _parities_of(table: SnapshotIndex) -> list[SnapshotInventory]:
     """One entry for each other member: this parity helps to compute its snapshot."""
     members = table.extra.get("members")
-    if not isinstance(members, list) or not all(is_whole(member) for member in members):
+    if not isinstance(members, list) or not all(type(member) is int and member >= 0 for member in members):
         raise CheckpointError(f"the parity of rank {table.rank} was written by something else: it lacks its group")
     return [
         _inventory_of(protected, SnapshotKind.PARITY, holder=table.rank, members=tuple(members))
@@ -479,14 +479,16 @@ def fetch(
     units = {i: library.read(plan.reads[i]) for i in here | served}
     own = {
         "experts": sorted(needed_experts),
-        "pieces": {i: [piece.to_json() for piece, _ in units[i] or ()] for i in served},
+        "pieces": {i: dump_json(list[Piece], [piece for piece, _ in units[i] or ()]).decode() for i in served},
         "damaged": [i for i, unit in units.items() if unit is None],
     }
     gathered = all_gather_json(own, world)
     bad = [plan.reads[index] for entry in gathered for index in entry["damaged"]]
     _raise_if_damaged([(read.node, SnapshotKind[read.origin.name], read.writer, read.step) for read in bad])
     listing = {
-        int(i): [Piece.from_json(row) for row in rows] for entry in gathered for i, rows in entry["pieces"].items()
+        int(i): read_json(list[Piece], rows.encode(), f"the listing of rank {rank}")
+        for rank, entry in enumerate(gathered)
+        for i, rows in entry["pieces"].items()
     }
     deliveries = list(_deliveries(plan, [{(la, e) for la, e in entry["experts"]} for entry in gathered]))
     parcels = [

@@ -1,19 +1,20 @@
-"""Pieces of tensors under keys, as checkpoints hold them, and their description as JSON.
+"""Pieces of tensors under keys, as checkpoints hold them.
 
 Keys: `expert/{layer}/{expert}/{weight|master|exp_avg|exp_avg_sq}/{name}` for experts, which partial checkpoints may
 carry over from an older version; `replay/{layer}/{expert}/{step}/{name}` for the weights that an expert computes with
 after a step of a window (`checkpoint/schedule.py`); any other key (`dense/...`, `trainer`, `rng/{rank}`, ...) for state
-that every checkpoint holds anew.
+that every checkpoint holds anew. Checkpoints list pieces as JSON, and the annotations of the fields limit what is read.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self
+from dataclasses import dataclass, replace
+from typing import Annotated, Self
 
 import torch
+from annotated_types import Interval, MaxLen
 
 from moe_lightning.arrays import cut
 from moe_lightning.errors import ConfigurationError
@@ -46,6 +47,14 @@ DTYPES = {
 Shapes = Mapping[str, tuple[str, Sequence[int]]]
 """Dtype and shape of tensors, by key or scope."""
 
+LARGEST = 2**63 - 1
+Count = Annotated[int, Interval(ge=1, le=LARGEST)]
+Size = Annotated[int, Interval(ge=0, le=LARGEST)]
+Step = Annotated[int, Interval(ge=-1, le=LARGEST)]
+Text = Annotated[str, MaxLen(4096)]
+Sizes = Annotated[tuple[Size, ...], MaxLen(64)]
+"""One number for each dimension."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
@@ -57,9 +66,9 @@ class Block:
         whole: shape of the whole tensor.
     """
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    whole: tuple[int, ...]
+    offsets: Sizes
+    sizes: Sizes
+    whole: Sizes
 
     @classmethod
     def of(cls, shape: Iterable[int]) -> Self:
@@ -171,10 +180,10 @@ class Location:
         offset, length: of what torch reads in the file, the payload in its frame.
     """
 
-    data_offset: int
-    file: str = ""
-    offset: int = 0
-    length: int = 0
+    data_offset: Size
+    file: Text = ""
+    offset: Size = 0
+    length: Size = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,58 +203,21 @@ class Piece:
             was due since the one before it, so that a snapshot which is never written costs no turn.
     """
 
-    key: str
-    dtype: str
+    key: Text
+    dtype: Text
     block: Block
-    version: int
-    group: str
-    nbytes: int
-    xxh3: str = ""
+    version: Step
+    group: Text
+    nbytes: Size
+    xxh3: Text = ""
     location: Location | None = None
-    due: int = -1
+    due: Step = -1
 
     @property
     def at(self) -> Location:
         """Its location, which it must have."""
         assert self.location is not None
         return self.location
-
-    def to_json(self) -> dict[str, Any]:
-        """With the location, as arenas and manifests list it."""
-        block, at = self.block, self.location
-        values = {name: getattr(self, name) for name in _PLAIN} | {"shape": block.sizes}
-        if block.is_rows:
-            values |= {"first_row": sum(block.offsets[:1]), "num_rows": sum(block.whole[:1])}
-        else:
-            values |= {"offsets": block.offsets, "whole": block.whole}
-        if at is not None:
-            values |= vars(at) if at.file else {"block": at.data_offset, "due": self.due}
-        return values
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], lies: Literal["arena", "file"] | None = None) -> Self:
-        """Return the piece of a listing.
-
-        Args:
-            lies: the kind of location that must be given.
-
-        Raises:
-            KeyError, TypeError: entries are missing.
-        """
-        shape, location = tuple(data["shape"]), None
-        if "offsets" in data:
-            block = Block(offsets=tuple(data["offsets"]), sizes=shape, whole=tuple(data["whole"]))
-        else:
-            block = Block.of_rows(shape, data["first_row"], data["num_rows"])
-        if lies == "arena":
-            location = Location(data_offset=data["block"])
-        elif lies == "file":
-            location = Location(**{field.name: data[field.name] for field in fields(Location)})
-        due = data["due"] if lies == "arena" else -1
-        return cls(**{name: data[name] for name in _PLAIN}, block=block, location=location, due=due)
-
-
-_PLAIN = ("key", "dtype", "version", "group", "nbytes", "xxh3")
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -159,7 +159,9 @@ def sealed(body: bytes) -> bytes:
 def forgeries(body: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
     """(what was forged, the body); values that are as right as the old ones are left out."""
     first_file = next(iter(body["files"]))
-    places = {"manifest": [], "file": ["files", first_file], "piece": ["stored", 0], "extra": ["extra"]}
+    places = {"manifest": [], "file": ["files", first_file], "extra": ["extra"]}
+    piece: list[Any] = ["stored", 0]
+    places |= {"piece": piece, "block": [*piece, "block"], "location": [*piece, "location"]}
     for kind, keys in places.items():
         for name in reduce(getitem, keys, body):
             for wrong in [*WRONG, "missing"]:
@@ -176,7 +178,7 @@ def forgeries(body: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
         yield f"key {key[:40]}", json.dumps(forged).encode()
     for shape in ([0, 2**62, 2**62], [1] * 100):
         forged = copy.deepcopy(body)
-        forged["stored"][0] |= {"shape": shape, "nbytes": 0, "num_rows": 1, "first_row": 0}
+        forged["stored"][0] |= {"nbytes": 0, "block": {"offsets": [0] * len(shape), "sizes": shape, "whole": shape}}
         yield f"shape {shape}", json.dumps(forged).encode()
     yield "deep", DEEP
     yield "deep inside", json.dumps(body | {"extra": "@"}).encode().replace(b'"@"', DEEP)
@@ -197,7 +199,10 @@ def refusal(path: Path) -> str | None:
 def test_a_forged_manifest_gets_one_sentence_and_is_passed_over(two_checkpoints: Path) -> None:
     path = two_checkpoints / "step-00000002" / MANIFEST
     body = json.loads(path.read_bytes())["body"]
-    free = ("world='missing'", "extra=", "extra/", "previous=", "run=", "session=", "created_s=", "group=", "key=")
+    free = (
+        "world='missing'", "extra=", "extra/", "previous=", "run=", "session=", "created_s=", "group=", "key=", "due=",
+        "location/offset='missing'",
+    )  # fmt: skip
     refused, accepted = 0, []
     for what, forged in forgeries(body):
         path.write_bytes(sealed(forged))

@@ -4,6 +4,7 @@ and launchers tell the rendezvous host. One sentence each, and nobody else is ha
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -44,14 +45,16 @@ def forged(table: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
         for wrong in WRONG:
             yield f"{name}={wrong!r}"[:60], json.dumps(table | {name: wrong}).encode()
         yield f"without {name}", json.dumps({k: v for k, v in table.items() if k != name}).encode()
-    for name in table["placed"][0]:
-        for wrong in [*WRONG, "missing"]:
+    first = table["placed"][0]
+    for part, names in {"piece": first, "block": first["block"], "location": first["location"]}.items():
+        for name, wrong in itertools.product(names, [*WRONG, "missing"]):
             other = copy.deepcopy(table)
+            entry = other["placed"][0] if part == "piece" else other["placed"][0][part]
             if wrong == "missing":
-                del other["placed"][0][name]
+                del entry[name]
             else:
-                other["placed"][0][name] = wrong
-            yield f"piece {name}={wrong!r}"[:60], json.dumps(other).encode()
+                entry[name] = wrong
+            yield f"{part} {name}={wrong!r}"[:60], json.dumps(other).encode()
     yield "deep", DEEP
     yield "deep inside", json.dumps(table | {"extra": "@"}).encode().replace(b'"@"', DEEP)
     yield "a long number", json.dumps(table | {"step": "@"}).encode().replace(b'"@"', b"1" * 5000)
@@ -61,7 +64,7 @@ def forged(table: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
 
 FREE = (
     "run=", "session=", "extra=", "piece key=", "piece group=", "world=0", "rank=0", "without extra", "without world",
-    "placed=[]",
+    "placed=[]", "piece due='missing'", "location file=", "location offset='missing'", "location length='missing'",
 )  # fmt: skip
 """Any text, or any object, will do there."""
 
