@@ -16,7 +16,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 VOCABULARY = 64
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -94,7 +94,80 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            **_LATENT_ATTENTION,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek_v2_greedy": (
+        "DeepseekV2Config",
+        {
+            **_LATENT_ATTENTION,
+            "q_lora_rank": None,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 1,
+        },
+    ),
+    "ernie": ("Ernie4_5_MoeConfig", {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}),
+    "ernie_unshared": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0, "use_bias": True},
+    ),
+    "granite": (
+        "GraniteMoeConfig",
+        {
+            **_LOCAL_EXPERTS,
+            "residual_multiplier": 0.7,
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 0.5,
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 6,
+            "intermediate_size_mlp": 40,
+            "head_dim": 16,
+            "moe_layers": [1],
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 8,
+        },
+    ),
+    "jamba": (
+        "JambaConfig",
+        {**_EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "num_hidden_layers": 4},
+    ),
+    "minimax": ("MiniMaxConfig", {**_LOCAL_EXPERTS, "head_dim": 16, "block_size": 8, "mlp_beta_factor": 0.7}),
+    "qwen3_5": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **_EXPERTS,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    ),
 }
+
+RECURRENT = ("jamba", "minimax", "qwen3_5")
+"""Those with layers that carry a state from token to token."""
 
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -115,7 +188,7 @@ def make_checkpoint(name: str, folder: Path, **changes: Any) -> Any:
     if name == "swinv2":
         sizes: dict[str, Any] = {"num_labels": 5, "drop_path_rate": 0.0, "initializer_range": 0.2}
     else:
-        sizes = dict(_SIZES)
+        sizes = dict(SIZES)
     config = getattr(transformers, class_name)(**{**sizes, **options, **changes})
     torch.manual_seed(3)
     auto = "AutoModelForImageClassification" if name == "swinv2" else "AutoModelForCausalLM"

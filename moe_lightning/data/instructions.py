@@ -644,7 +644,7 @@ class InstructionData(StepDataModule):
         self._end_token = end_token
         self._val_fraction = val_fraction
         self._val_samples = val_samples
-        self._packing = packing
+        self.packing = packing
         self._tokenizer: Tokenizer | None = None
         self._packs = self._example = ""  # what is said of them
 
@@ -723,8 +723,8 @@ class InstructionData(StepDataModule):
         if example != self._example:
             self._example = example
             rank_zero_info(example)
-        self._val = self._packed(val, training=False) if self._packing else val
-        self._train = self._packed(train, training=True) if self._packing else train
+        self._val = self._packed(val, training=False) if self.packing else val
+        self._train = self._packed(train, training=True) if self.packing else train
 
     def _packed(self, conversations: Conversations, *, training: bool) -> Packed:
         length, tokens = self.context_length, conversations.lengths()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -258,12 +258,16 @@ class MoELayer(nn.Module):
         tokens_NE = self._gathered(routing.tokens_per_expert_E, dispatcher)
         computed_NE = self._after_drops(tokens_NE)
         self._account(routing, tokens_NE, computed_NE, is_token_T)
-        if self.shadow_transfers is None and dispatcher.world.size == 1 and self.experts.takes_tokens(x_TD):
+        rows_TD = x_TD
+        if self.router.config.weigh_inputs:
+            rows_TD = x_TD * routing.weights_TK.to(x_TD.dtype)
+            routing = replace(routing, weights_TK=torch.ones_like(routing.weights_TK))
+        if self.shadow_transfers is None and dispatcher.world.size == 1 and self.experts.takes_tokens(rows_TD):
             drops_none = dispatcher.plans_on_device and is_token_T is None and not self.router.stream.is_dummy_batch
             sort = dispatcher.sorted_by_slot(routing.expert_ids_TK, may_drop=not drops_none)
-            out_TD = self.experts.of_tokens(x_TD, sort, routing.weights_TK, stacks)
+            out_TD = self.experts.of_tokens(rows_TD, sort, routing.weights_TK, stacks)
         else:
-            out_TD = self._sent(x_TD, routing, computed_NE, dispatcher, stacks)
+            out_TD = self._sent(rows_TD, routing, computed_NE, dispatcher, stacks)
         if self.shared_expert is not None:
             out_TD = out_TD + self.shared_expert(x_TD)
         return out_TD.view(*x.shape[:-1], out_TD.shape[-1])

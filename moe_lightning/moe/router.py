@@ -42,10 +42,10 @@ def drop_overflow(
     return torch.where(rank_M < limit, ids_M, -1).view_as(expert_ids_TK)
 
 
-def limit_to_best_groups(selection_TE: Tensor, num_groups: int, top_groups: int) -> Tensor:
+def limit_to_best_groups(selection_TE: Tensor, num_groups: int, top_groups: int, group_top_k: int) -> Tensor:
     """Minus infinity outside each token's best groups."""
     grouped_TGE = selection_TE.view(selection_TE.shape[0], num_groups, -1)
-    group_scores_TG = grouped_TGE.topk(min(2, grouped_TGE.shape[-1]), dim=-1).values.sum(dim=-1)
+    group_scores_TG = grouped_TGE.topk(min(group_top_k, grouped_TGE.shape[-1]), dim=-1).values.sum(dim=-1)
     best_TG = ops.top_k_routing(group_scores_TG, top_groups)[1]
     allowed_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(-1, best_TG, True)
     return grouped_TGE.masked_fill(~allowed_TG.unsqueeze(-1), -torch.inf).flatten(-2)
@@ -71,10 +71,11 @@ class RouterConfig:
             2017, eq. 4).
         jitter: multiply the router's input by uniform noise in [1 - jitter, 1 + jitter] while training (Switch
             Transformer).
+        weigh_inputs: multiply the expert's input by the weight instead of its output (Llama 4); needs top_k=1.
         num_groups: cut the experts into this many groups and choose only inside the best `top_groups` of them
-            (DeepSeek-V2/V3; a group
-            scores the sum of its two best experts, or its best one where it has only one).
+            (DeepSeek-V2/V3).
         top_groups: groups to choose from.
+        group_top_k: a group scores the sum of this many of its best experts: 2 as in DeepSeek-V3, 1 as in DeepSeek-V2.
         aux_loss_coef: weight of the load-balancing loss.
         aux_loss_scope: "global" uses the counts of the whole micro-batch (law L1), "local" those of this rank, which
             gives L1 up.
@@ -97,8 +98,10 @@ class RouterConfig:
     scale: Annotated[float, Interval(gt=0, le=1e6)] = option(1.0, is_fused=True)
     noisy_top_k: bool = option(False, draws_noise="in training")
     jitter: Probability = option(0.0, changes_function=False, draws_noise="in training")
+    weigh_inputs: bool = option(False, is_fused=True)
     num_groups: PositiveInt = 1
     top_groups: PositiveInt = 1
+    group_top_k: PositiveInt = option(2, is_fused=True)
     aux_loss_coef: Coefficient = option(0.01, changes_function=False, is_fused=True)
     aux_loss_scope: Literal["global", "local"] = option("global", changes_function=False, is_fused=True)
     z_loss_coef: Coefficient = option(0.0, changes_function=False, is_fused=True)
@@ -115,6 +118,8 @@ class RouterConfig:
             object.__setattr__(self, "forced", build_config(ForcedRouting, self.forced))
         if self.softmax_after_top_k and self.score != "softmax":
             raise ConfigurationError("softmax_after_top_k=true needs score='softmax', not 'sigmoid'")
+        if self.weigh_inputs and self.top_k != 1:
+            raise ConfigurationError(f"weigh_inputs=true needs top_k=1, not {self.top_k}")
         if not 1 <= self.top_groups <= self.num_groups:
             raise ConfigurationError(f"top_groups={self.top_groups} must be between 1 and num_groups={self.num_groups}")
 
@@ -357,7 +362,7 @@ class Router(private_torch.Float32Module):
         if self.has_selection_bias:
             selection_TE = selection_TE + self.expert_bias_E
         if config.num_groups > 1:
-            selection_TE = limit_to_best_groups(selection_TE, config.num_groups, config.top_groups)
+            selection_TE = limit_to_best_groups(selection_TE, config.num_groups, config.top_groups, config.group_top_k)
         return ops.top_k_experts(selection_TE, config.top_k)
 
     def _weigh(self, scores_TE: Tensor, logits_TE: Tensor, expert_ids_TK: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ from tests.huggingface_models import files_equal, inputs_for, logits_of, make_ch
 from tests.parameters import slow
 
 TOLERANCE = 1e-5
-NAMES = ("mixtral_tied", "olmoe", "qwen3", "deepseek", "gpt_oss")
+NAMES = ("mixtral_tied", "olmoe", "qwen3", "deepseek", "gpt_oss", "ernie", "llama4")
+IN_PARTS = ("mixtral_tied", "olmoe", "qwen3", "deepseek", "ernie", "granite", "qwen2", "glm4", "deepseek_v2")
 UPCYCLED = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "llama": {}}
 STEPS = 4
 OPTIMIZER = {"lr": 1e-3, "warmup_steps": 2, "decay": "constant"}
@@ -140,14 +141,14 @@ def upcycle(rank: int, world_size: int, root: Path, strategy: dict[str, Any]) ->
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("huggingface")
-    for name in (*NAMES, *UPCYCLED):
+    for name in {*NAMES, *IN_PARTS, *UPCYCLED}:
         make_checkpoint(name, folder / name / "theirs")
     return folder
 
 
 @pytest.fixture(scope="module")
 def reference(root: Path) -> dict[str, Any]:
-    result: dict[str, Any] = run_ranks(1, train, root, NAMES, {})[0]
+    result: dict[str, Any] = run_ranks(1, train, root, tuple({*NAMES, *IN_PARTS}), {})[0]
     return result
 
 
@@ -234,8 +235,6 @@ def _without_vacant(result: dict[str, Any]) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- sequences over ranks
 
-IN_PARTS = ("mixtral_tied", "olmoe", "qwen3", "deepseek")
-
 
 def test_models_train_alike_on_parts_of_sequences(root: Path, reference: dict[str, Any], tmp_path: Path) -> None:
     for name in IN_PARTS:
@@ -254,13 +253,30 @@ def test_a_window_looks_back_over_parts(tmp_path: Path) -> None:
         np.testing.assert_allclose(result[names[0]]["losses"], alone, rtol=0, atol=TOLERANCE)
 
 
-def refusal(rank: int, world_size: int, root: Path) -> str:
+REFUSED_IN_PARTS = {
+    "gpt_oss": "GptOssAttention",
+    "llama4": "Llama4TextAttention",
+    "jamba": "JambaMambaMixer",
+    "minimax": "MiniMaxAttention",
+    "qwen3_5": "Conv1d",
+}
+
+
+def refusal(rank: int, world_size: int, root: Path) -> list[str]:
     from moe_lightning.errors import ConfigurationError
 
-    with pytest.raises(ConfigurationError) as caught:
-        train(rank, world_size, root, ("gpt_oss",), {"mesh": {"cp": 2}})
-    return str(caught.value)
+    sentences = []
+    for name in REFUSED_IN_PARTS:
+        with pytest.raises(ConfigurationError) as caught:
+            train(rank, world_size, root, (name,), {"mesh": {"cp": 2}})
+        sentences.append(str(caught.value))
+    return sentences
 
 
-def test_attention_with_sinks_is_refused_on_parts(root: Path) -> None:
-    assert all("(GptOssAttention) of HuggingFaceModule" in found for found in run_ranks(2, refusal, root))
+def test_what_does_not_ask_for_other_parts_is_refused_on_parts(root: Path) -> None:
+    """Attention with sinks, in chunks, and layers that carry a state."""
+    for name in REFUSED_IN_PARTS:
+        make_checkpoint(name, root / name / "theirs")
+    for sentences in run_ranks(2, refusal, root):
+        for kind, sentence in zip(REFUSED_IN_PARTS.values(), sentences, strict=True):
+            assert f"({kind}) of HuggingFaceModule" in sentence

@@ -15,12 +15,16 @@ from safetensors.torch import load_file, save_file
 
 from moe_lightning import CheckpointError, ConfigurationError
 from moe_lightning.data.text import TextData
+from moe_lightning.models.huggingface.architecture import SparseArchitecture
+from moe_lightning.models.huggingface.attention import check_packing
 from moe_lightning.models.huggingface.families import FAMILIES
+from moe_lightning.models.huggingface.loading import build_skeleton
 from moe_lightning.models.huggingface.weights import StackedExperts
 from moe_lightning.moe.losses import mean_over_targets
 from tests.documented import ROOT
 from tests.huggingface_models import (
     DENSE,
+    SIZES,
     SPARSE,
     files_equal,
     inputs_for,
@@ -30,6 +34,7 @@ from tests.huggingface_models import (
     transformers,
 )
 
+PAGE = (ROOT / "docs" / "huggingface.md").read_text()
 TOLERANCE = 1e-5
 """Of logits, whose largest are between one and ten here."""
 
@@ -98,7 +103,7 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     targets = inputs.roll(-1, dims=1)
     mean_over_targets(theirs(inputs).logits, targets).backward()
     mean_over_targets(module(inputs), targets).backward()
-    expected = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    expected = {key: parameter.grad for key, parameter in theirs.named_parameters() if parameter.requires_grad}
     family, actual = module.architecture.family, dict[str, torch.Tensor | None]()
     layout = family.layout if isinstance(family.layout, StackedExperts) else StackedExperts(is_transposed=True)
     for key, parameter in module.model.named_parameters():
@@ -112,11 +117,33 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(actual[key], gradient, rtol=1e-3, atol=1e-5, msg=key)
 
 
+@pytest.mark.parametrize("name", SPARSE)
+def test_transformers_takes_a_trained_step_over(name: str, tmp_path: Path) -> None:
+    before, inputs = logits_of(make_checkpoint(name, tmp_path / "theirs"), inputs_for(name)), inputs_for(name)
+    module = load(tmp_path / "theirs").train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    module.loss((inputs, inputs.roll(-1, dims=1))).backward()
+    optimizer.step()
+    save(module.eval(), tmp_path / "ours")
+    trained = logits_of(reloaded(tmp_path / "ours"), inputs)
+    assert_same_logits(module, trained, inputs)
+    assert float((trained - before).abs().max()) > 0.1, "nothing was learned, so nothing was tested"
+
+
 def test_the_documentation_lists_every_family() -> None:
-    rows = re.findall(r"^\| ([^|]+) \| `(\w+)` \|", (ROOT / "docs" / "huggingface.md").read_text(), re.MULTILINE)
-    assert rows == [(family.title, model_type) for model_type, family in FAMILIES.items()]
-    tested = {getattr(transformers, config).model_type for config, _ in SPARSE.values()}
-    assert tested == set(FAMILIES)
+    rows = re.findall(r"^\| ([^|]+) \| `(\w+)` \| (\w+) \| (\w+) \|", PAGE, re.MULTILINE)
+    assert [row[:2] for row in rows] == [(family.title, model_type) for model_type, family in FAMILIES.items()]
+    supported = {}
+    for class_name, options in SPARSE.values():
+        config = getattr(transformers, class_name)(**{**SIZES, **options})
+        try:
+            check_packing(config)
+            packs = "yes"
+        except ConfigurationError:
+            packs = "no"
+        parts = hasattr(build_skeleton(SparseArchitecture(config)), "context")
+        supported[config.model_type] = (packs, "yes" if parts else "no")
+    assert {row[1]: row[2:] for row in rows} == supported
 
 
 def test_every_tensor_has_its_own_values_when_all_are_different(tmp_path: Path) -> None:
@@ -191,9 +218,6 @@ def test_experts_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
 )
 def test_skeletons_need_no_memory(config: str, sizes: dict[str, int], parameters: float) -> None:
     """The models as they were published, which no test machine could hold."""
-    from moe_lightning.models.huggingface.architecture import SparseArchitecture
-    from moe_lightning.models.huggingface.loading import build_skeleton
-
     skeleton = build_skeleton(SparseArchitecture(getattr(transformers, config)(**sizes)))
     assert all(parameter.is_meta for parameter in skeleton.parameters())
     assert sum(parameter.numel() for parameter in skeleton.parameters()) == pytest.approx(parameters, rel=1e-3)

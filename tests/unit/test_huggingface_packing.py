@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_lightning.errors import ConfigurationError
-from tests.huggingface_models import DENSE, SPARSE, VOCABULARY, make_checkpoint
+from tests.huggingface_models import DENSE, RECURRENT, SPARSE, VOCABULARY, make_checkpoint
 
 # Logits are about ten, and plain transformers differs as much between a row of one document and one of two.
 TOLERANCE = 5e-5
@@ -18,7 +18,7 @@ UPCYCLED = sorted(DENSE.keys() - {"swinv2"})
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*SPARSE, *UPCYCLED])
+@pytest.mark.parametrize("name", [*(name for name in SPARSE if name not in RECURRENT), *UPCYCLED])
 def test_documents_do_not_see_each_other(name: str, tmp_path: Path) -> None:
     from moe_lightning.models.huggingface.module import HuggingFaceModule
 
@@ -40,6 +40,29 @@ def test_documents_do_not_see_each_other(name: str, tmp_path: Path) -> None:
             begin, end = end, end + length
             alone = module(ids[row : row + 1, begin:end])
             torch.testing.assert_close(logits[row : row + 1, begin:end], alone, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_layers_that_carry_a_state_refuse_packed_documents(name: str, tmp_path: Path) -> None:
+    """Before the model is read, and where a loader packs without a datamodule."""
+    from moe_lightning.data.instructions import InstructionData
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    make_checkpoint(name, tmp_path, vocab_size=300)
+    talk = tmp_path / "talk.jsonl"
+    talk.write_text('{"prompt": "a", "response": "b"}\n' * 9)
+    module = HuggingFaceModule({"pretrained": str(tmp_path), "context_length": 64})
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=1)
+    sentence = (
+        r"data\.packing=true cannot keep documents apart in the linear_attention layers .*: use data\.packing=false"
+    )
+    with pytest.raises(ConfigurationError, match=sentence):
+        trainer.fit(module, datamodule=InstructionData(path=talk, context_length=64, packing=True, global_batch_size=2))
+    assert not hasattr(module, "model")
+    module.configure_model()
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(ConfigurationError, match=sentence):
+        module(ids, None, ids)
 
 
 def test_recomputed_layers_see_the_padding_and_the_noise_of_their_own_batch(tmp_path: Path) -> None:

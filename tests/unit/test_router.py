@@ -27,11 +27,13 @@ def tokens(num_tokens: int = 17, seed: int = 1) -> Tensor:
     return torch.randn(num_tokens, D_MODEL, generator=torch.Generator().manual_seed(seed))
 
 
-def choose_by_hand(scores: list[float], top_k: int, num_groups: int = 1, top_groups: int = 1) -> list[int]:
-    """Experts of one token: the best ones inside the best groups, where a group is worth its two best."""
+def choose_by_hand(
+    scores: list[float], top_k: int, num_groups: int = 1, top_groups: int = 1, group_top_k: int = 2
+) -> list[int]:
+    """Experts of one token: the best ones inside the best groups, where a group is worth some of its best."""
     size = len(scores) // num_groups
     groups = [range(g * size, (g + 1) * size) for g in range(num_groups)]
-    worth = [sum(sorted((scores[e] for e in group), reverse=True)[:2]) for group in groups]
+    worth = [sum(sorted((scores[e] for e in group), reverse=True)[:group_top_k]) for group in groups]
     best = sorted(range(num_groups), key=lambda g: (-worth[g], g))[:top_groups]
     allowed = [e for g in best for e in groups[g]]
     return sorted(allowed, key=lambda e: (-scores[e], e))[:top_k]
@@ -43,6 +45,7 @@ def test_choices_and_weights_match_the_definition(data: st.DataObject) -> None:
     num_groups = data.draw(st.sampled_from([1, 2, 3]))
     top_groups = data.draw(st.integers(1, num_groups))
     num_experts = num_groups * data.draw(st.integers(1, 4))
+    group_top_k = data.draw(st.integers(1, 3))
     top_k = data.draw(st.integers(1, num_experts // num_groups * top_groups))
     score = data.draw(st.sampled_from(["softmax", "sigmoid"]))
     late = score == "softmax" and data.draw(st.booleans())
@@ -57,6 +60,7 @@ def test_choices_and_weights_match_the_definition(data: st.DataObject) -> None:
         scale=scale,
         num_groups=num_groups,
         top_groups=top_groups,
+        group_top_k=group_top_k,
     )
     x_TD = tokens(7)
     routing = router(x_TD)
@@ -65,7 +69,7 @@ def test_choices_and_weights_match_the_definition(data: st.DataObject) -> None:
         logits = [float(router.weight.detach()[e].double() @ x_TD[t].double()) for e in range(num_experts)]
         exps = [math.exp(v) for v in logits]
         scores = [v / sum(exps) for v in exps] if score == "softmax" else [1 / (1 + math.exp(-v)) for v in logits]
-        ids = choose_by_hand(scores, top_k, num_groups, top_groups)
+        ids = choose_by_hand(scores, top_k, num_groups, top_groups, group_top_k)
         assert routing.expert_ids_TK[t].tolist() == ids
         if late:
             weights = [exps[e] / sum(exps[i] for i in ids) for e in ids]
@@ -217,6 +221,7 @@ def test_capacity_counts_before_dropping() -> None:
         ({"num_groups": 3}, 4, "num_groups=3 does not divide num_experts=4"),
         ({"num_groups": 2, "top_groups": 3}, 4, "top_groups=3 must be between 1 and num_groups=2"),
         ({"num_groups": 2, "top_groups": 1, "top_k": 3}, 4, "top_k=3 is more than the 2 experts"),
+        ({"weigh_inputs": True}, 4, "weigh_inputs=true needs top_k=1, not 2"),
         ({"score": "relu"}, 4, "score='relu' of RouterConfig must be 'softmax' or 'sigmoid'"),
         ({"drop_policy": "random"}, 4, "drop_policy='random'"),
         ({"aux_loss_scope": "node"}, 4, "aux_loss_scope='node'"),
@@ -232,3 +237,19 @@ def test_capacity_counts_before_dropping() -> None:
 def test_wrong_routers(options: dict[str, Any], num_experts: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make_router(num_experts, **options)
+
+
+def test_weights_multiply_what_experts_read() -> None:
+    """And not what shared experts read."""
+    from moe_lightning.moe.layer import MoELayer
+
+    torch.manual_seed(0)
+    router = {"top_k": 1, "score": "sigmoid", "aux_loss_coef": 0.0, "weigh_inputs": True}
+    layer, x_TD = MoELayer(8, 16, 4, router, num_shared_experts=1), torch.randn(5, 8)
+    routing = layer.router(x_TD)
+    assert layer.shared_expert is not None
+    for row, expert, weight in zip(x_TD, routing.expert_ids_TK[:, 0].tolist(), routing.weights_TK[:, 0], strict=True):
+        hidden = torch.nn.functional.gelu((row * weight) @ layer.experts.w_up[expert])
+        torch.testing.assert_close(
+            layer(row[None])[0], hidden @ layer.experts.w_down[expert] + layer.shared_expert(row)
+        )

@@ -18,9 +18,18 @@ _DOCUMENTS = "documents"
 _NAME = "moe_lightning_context"
 
 
+_SHARED = frozenset({"full_attention", "sliding_attention"})
+_PACKED = _SHARED | {"chunked_attention"}
+"""Kinds of layers, by transformers' `layer_types`, that can be computed over parts and over packed documents."""
+
+
 def keep_context(model: Any) -> None:
-    """Let the model's attention know of parts of sequences, where it asks the interface and has no sinks."""
+    """Let the model's attention know of parts of sequences, where it asks the interface and has no sinks, and no other
+    layer mixes positions.
+    """
     if not (getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_sdpa", False)):
+        return
+    if _layers_beside(_SHARED, model.config):
         return
     for module in model.modules():
         if type(module).__name__.endswith("Attention"):
@@ -40,6 +49,24 @@ def share_sequences(model: Any) -> None:
     model.config._attn_implementation = _NAME
 
 
+def _layers_beside(known: frozenset[str], config: Any) -> list[str]:
+    return sorted(set(getattr(config, "layer_types", None) or ()) - known)
+
+
+def check_packing(config: Any) -> None:
+    """Refuse packed documents for a model that would mix them.
+
+    Raises:
+        ConfigurationError: it has layers that carry a state from each token to the next.
+    """
+    others = _layers_beside(_PACKED, config)
+    if others:
+        raise ConfigurationError(
+            f"data.packing=true cannot keep documents apart in the {', '.join(others)} layers of {config.model_type}: "
+            "use data.packing=false"
+        )
+
+
 def document_options(model: Any, positions_L: Tensor, begins_BL: Tensor) -> dict[str, Any]:
     """Arguments of a model's forward pass that keep documents apart and restart their positions.
 
@@ -50,7 +77,11 @@ def document_options(model: Any, positions_L: Tensor, begins_BL: Tensor) -> dict
         model: the model.
         positions_L: int64 [1, L], of this rank's tokens in their sequences.
         begins_BL: int64, the position at which the document of each token begins.
+
+    Raises:
+        ConfigurationError: see `check_packing`.
     """
+    check_packing(model.config)
     position_ids = positions_L - begins_BL
     found: dict[str, Any] = {"position_ids": position_ids}
     if getattr(model, "context", None) is not None and model.context.is_cut:

@@ -108,19 +108,34 @@ def _softmax_of_chosen(config: Any) -> dict[str, Any]:
     return {"softmax_after_top_k": True, "jitter": getattr(config, "router_jitter_noise", 0.0)}
 
 
-def _sigmoid_in_groups(config: Any) -> dict[str, Any]:
-    if config.norm_topk_prob and config.num_experts_per_tok == 1:
+def _normalised(config: Any) -> dict[str, Any]:
+    if config.num_experts_per_tok == 1:
         raise ConfigurationError(
-            "num_experts_per_tok=1 with norm_topk_prob=true gives every token the weight 1, which trains no router: "
-            "use at least 2 experts per token, or norm_topk_prob=false"
+            f"num_experts_per_tok=1 of this {config.model_type} checkpoint gives all tokens the weight 1, which trains "
+            "no router: use at least 2 experts per token"
         )
+    return {"normalize_top_k": True}
+
+
+def _sigmoid_in_groups(config: Any) -> dict[str, Any]:
     return {
         "score": "sigmoid",
-        "normalize_top_k": bool(config.norm_topk_prob),
+        **(_normalised(config) if config.norm_topk_prob else {"normalize_top_k": False}),
         "scale": config.routed_scaling_factor,
         "num_groups": config.n_group or 1,
         "top_groups": config.topk_group or 1,
     }
+
+
+def _deepseek_v2(config: Any) -> dict[str, Any]:
+    groups = {"num_groups": config.n_group, "top_groups": config.topk_group, "group_top_k": 1}
+    if config.topk_method not in ("greedy", "group_limited_greedy"):
+        raise ConfigurationError(
+            f"topk_method={config.topk_method!r} of this deepseek_v2 checkpoint is not known: 'greedy' and "
+            "'group_limited_greedy' are"
+        )
+    limited = groups if config.topk_method == "group_limited_greedy" else {}
+    return {"normalize_top_k": False, "scale": config.routed_scaling_factor, **limited}
 
 
 _CORRECTION = "gate.e_score_correction_bias"
@@ -151,6 +166,64 @@ FAMILIES: dict[str, Family] = {
         num_experts="n_routed_experts",
         selection_bias=_CORRECTION,
     ),
+    "deepseek_v2": Family(
+        title="DeepSeek-V2",
+        router=_deepseek_v2,
+        layout=SeparateExperts(),
+        num_experts="n_routed_experts",
+        requires={"norm_topk_prob": False},
+    ),
+    "ernie4_5_moe": Family(
+        title="ERNIE 4.5 MoE",
+        router=_normalised,
+        layout=SeparateExperts(),
+        num_experts="moe_num_experts",
+        selection_bias="gate.moe_statics.e_score_correction_bias",
+        bias_shape=(1, -1),
+        on_disk=((".gate.moe_statics.", ".moe_statics."),),
+    ),
+    "granitemoe": Family(
+        title="Granite MoE",
+        router=_softmax_of_chosen,
+        layout=StackedExperts(is_transposed=True),
+        num_experts="num_local_experts",
+        d_expert="intermediate_size",
+        block="block_sparse_moe",
+        gate="router",
+        on_disk=(
+            (".experts.gate_up_proj", ".input_linear.weight"),
+            (".experts.down_proj", ".output_linear.weight"),
+            (".block_sparse_moe.router.", ".block_sparse_moe.router.layer."),
+        ),
+    ),
+    "llama4_text": Family(
+        title="Llama 4",
+        router=lambda config: {"score": "sigmoid", "normalize_top_k": False, "weigh_inputs": True},
+        layout=StackedExperts(),
+        num_experts="num_local_experts",
+        d_expert="intermediate_size",
+        requires={"num_experts_per_tok": 1},
+        block="feed_forward",
+        gate="router",
+        returns_scores=True,
+    ),
+    "jamba": Family(
+        title="Jamba",
+        router=lambda config: {"normalize_top_k": False},
+        layout=SeparateExperts(),
+        d_expert="intermediate_size",
+        block="feed_forward",
+        gate="router",
+    ),
+    "minimax": Family(
+        title="MiniMax",
+        router=_softmax_of_chosen,
+        layout=SeparateExperts(gate="w1", up="w3", down="w2"),
+        num_experts="num_local_experts",
+        d_expert="intermediate_size",
+        on_disk=((".mlp.", ".block_sparse_moe."),),
+    ),
+    "qwen3_5_moe_text": Family(title="Qwen3.5-MoE", router=_softmax_of_chosen, layout=SeparateExperts()),
     "gpt_oss": Family(
         title="GPT-OSS",
         router=_softmax_of_chosen,

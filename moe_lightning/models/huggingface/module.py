@@ -16,7 +16,7 @@ from moe_lightning.config import PositiveInt, build_config, option, options_of, 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import IS_TOKEN, Architecture, SparseArchitecture, SparseBlock
-from moe_lightning.models.huggingface.attention import document_options, share_sequences
+from moe_lightning.models.huggingface.attention import check_packing, document_options, share_sequences
 from moe_lightning.models.huggingface.families import FAMILIES
 from moe_lightning.models.huggingface.loading import config_from, load_model, read_config, recompute_activations
 from moe_lightning.models.huggingface.weights import WeightsFolder
@@ -220,12 +220,15 @@ class HuggingFaceModule(SupervisedModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Refuse data with tokens that the model does not know.
+        """Refuse data that do not fit the model.
 
         Raises:
-            ConfigurationError: more tokens than the model has, or those of another tokenizer than the checkpoint's.
+            ConfigurationError: more tokens than the model has, those of another tokenizer than the checkpoint's, or
+                packed documents that the model would mix.
         """
         data = getattr(self.trainer, "datamodule", None)
+        if getattr(data, "packing", False):
+            check_packing(self.architecture.config)
         needed = getattr(data, "vocab_size", 0)
         known = getattr(self.architecture.config, "vocab_size", needed)
         if needed > known:
