@@ -1,9 +1,10 @@
 """Typed configurations: validation of values, construction from mappings, effects of options.
 
 An annotation says all that can be said of one argument alone: its type and its range
-(`Annotated[float, Interval(gt=0)]`); numbers are finite and text is not empty. pydantic reads annotations; values are
-checked and never converted: "3" is no number, true is no 1. What several arguments must be together is left to the
-constructor's body.
+(`Annotated[float, Interval(gt=0)]`); numbers are finite and text is not empty. Values are checked and never converted:
+"3" is no number, true is no 1, but a number of NumPy is one, and a list may stand for a tuple. (pydantic's strict mode
+refuses the last two, its lax mode accepts all four.) What several arguments must be together is left to the body of the
+constructor.
 
 The effects of a model's option (`option`) are declared at its dataclass field, for all code that depends on them.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import numbers
+import operator
 import os
 import re
 import types
@@ -65,77 +68,76 @@ def fits(value: Any, hint: Any) -> bool:
     Mappings stand for the dataclasses that are made from them, and with `_target_` for any object. Annotations that say
     nothing of values (Any, protocols, type variables) are fit by all.
     """
-    origin, arguments = get_origin(hint), get_args(hint)
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
     if _is_built_later(value):
         return True
-    if origin in (Union, types.UnionType):
+    if kind is Annotated:
+        return fits(value, arguments[0]) and all(_is_within(value, limit) for limit in arguments[1:])
+    if kind in (Union, types.UnionType):
         return any(fits(value, option) for option in arguments)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return isinstance(value, hint | Mapping)
-    if (origin or hint) in (Path, os.PathLike):
-        return isinstance(value, str | os.PathLike) and value != ""
-    return bool(_validator(hint).isinstance_python(value))
+    if kind is Literal:
+        return any(type(value) is type(word) and value == word for word in arguments)
+    if kind in _TESTS:
+        return _TESTS[kind](value)
+    if kind in _CONTAINERS:
+        return _is_a(*_CONTAINERS[kind])(value) and _items_fit(value, kind, arguments)
+    if dataclasses.is_dataclass(kind):
+        return isinstance(value, kind | Mapping)
+    try:
+        return not isinstance(kind, type) or isinstance(value, kind)
+    except TypeError:  # a protocol
+        return True
 
 
 def _is_built_later(value: Any) -> bool:
     return isinstance(value, Mapping) and TARGET in value
 
 
-def _is_a(*kinds: type, but: tuple[type, ...] = (str, bytes)) -> Callable[[Any, Any], bool]:
-    return lambda value, _: isinstance(value, kinds) and not isinstance(value, but)
+def _is_a(*kinds: type, but: tuple[type, ...] = (str, bytes, bytearray)) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds) and not isinstance(value, but)
 
 
-_TESTS: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
-    "int": _is_a(numbers.Integral, but=(bool,)),
-    "float": _is_a(numbers.Real, but=(bool,)),
-    "literal": lambda value, node: any(type(value) is type(word) and value == word for word in node["expected"]),
-    "list": _is_a(Sequence),
-    "tuple": _is_a(Sequence),
-    "set": _is_a(Sequence, Set),
-    "frozenset": _is_a(Sequence, Set),
-    "dict": _is_a(Mapping),
-    "generator": _is_a(Iterable, but=(str, bytes, Mapping)),
-}
-"""By the kind of a node of pydantic's schema, what it must be given: more than pydantic's strict mode takes (an integer
-of numpy, a list for a tuple), less than its lax mode does (text for a number, true for 1).
-"""
-
-
-@functools.cache
-def _validator(hint: Any) -> Any:
-    """pydantic's validator of an annotation: strict, but for what the tests above decide."""
-    import pydantic  # Here: it takes a tenth of a second, which commands that check no value do without.
-    from pydantic_core import SchemaError, SchemaValidator, core_schema
-
-    def preceded(node: dict[str, Any], schema: Any, holds: Callable[[Any], bool]) -> Any:
-        def test(value: Any) -> Any:
-            if not holds(value):
-                raise ValueError
-            return value
-
-        return core_schema.no_info_before_validator_function(test, schema, ref=node.get("ref"))
-
-    def tested(node: Any) -> Any:
-        if isinstance(node, list | tuple):
-            return type(node)(map(tested, node))
-        if not isinstance(node, dict):
-            return node
-        kind = node.get("type")
-        if kind in ("is-instance", "dataclass"):
-            of_class = _is_a(node["cls"], *([Mapping] if kind == "dataclass" else []))
-            return preceded(
-                node, core_schema.any_schema(), lambda value: of_class(value, node) or _is_built_later(value)
-            )
-        whole: Any = {key: tested(part) for key, part in node.items() if key != "keys_schema"}
-        if kind in _TESTS:
-            return preceded(node, {**whole, "strict": False, "ref": None}, lambda value: _TESTS[kind](value, node))
-        return whole
-
+def _is_finite(value: Any) -> bool:
     try:
-        schema = pydantic.TypeAdapter(hint, config={"arbitrary_types_allowed": True}).core_schema
-    except (SchemaError, pydantic.PydanticUserError, pydantic.PydanticUndefinedAnnotation):  # a protocol, for one
-        return SchemaValidator(core_schema.any_schema())
-    return SchemaValidator(tested(schema), core_schema.CoreConfig(strict=True, allow_inf_nan=False, str_min_length=1))
+        return type(value) is not bool and isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and value != ""
+
+
+_TESTS: Mapping[Any, Callable[[Any], bool]] = {
+    bool: lambda value: type(value) is bool,
+    int: _is_a(numbers.Integral, but=(bool,)),
+    float: _is_finite,
+    str: lambda value: isinstance(value, str) and value != "",
+    Path: _is_path,
+    os.PathLike: _is_path,
+    Iterable: _is_a(Iterable, but=(str, bytes, Mapping)),  # reading its items could exhaust it
+}
+_CONTAINERS: Mapping[Any, tuple[type, ...]] = {
+    **dict.fromkeys((list, tuple, Sequence), (Sequence,)),
+    **dict.fromkeys((set, frozenset), (Sequence, Set)),
+    **dict.fromkeys((dict, Mapping), (Mapping,)),
+}
+"""What stands for a container of each kind."""
+
+
+def _items_fit(values: Any, kind: type, arguments: tuple[Any, ...]) -> bool:
+    if not arguments:
+        return True
+    if isinstance(values, Mapping):
+        return all(fits(value, arguments[1]) for value in values.values())
+    if kind is tuple and Ellipsis not in arguments:
+        return len(values) == len(arguments) and all(map(fits, values, arguments))
+    return all(fits(value, arguments[0]) for value in values)
+
+
+def _is_within(value: Any, limit: Any) -> bool:
+    ends = {name: getattr(limit, name, None) for name in ("ge", "gt", "le", "lt")}
+    return all(getattr(operator, name)(value, end) for name, end in ends.items() if end is not None)
 
 
 _WORDS: dict[Any, str] = {
