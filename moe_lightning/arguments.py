@@ -103,7 +103,7 @@ def option(help_: str, default: Any = MISSING, **keywords: Any) -> Any:
     """A field of a dataclass that `add_options` makes an option of; one without a default must be given, by position.
 
     Args:
-        keywords: further ones of argparse's `add_argument`, and `former`, a former name that is still read.
+        keywords: further ones of argparse's `add_argument`.
     """
     metadata = {"help": help_, **keywords}
     if isinstance(default, list | tuple):
@@ -128,8 +128,7 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
             if default is not None and default is not False and default != [] and "(default" not in keywords["help"]:
                 words = " ".join(map(str, default)) if isinstance(default, list) else default
                 keywords["help"] += f" (default: {words})"
-        former = keywords.pop("former", None)
-        parser.add_argument(name, *([former] if former else []), **keywords)
+        parser.add_argument(name, **keywords)
 
 
 def read_options(options: type[T], namespace: argparse.Namespace) -> T:
