@@ -350,8 +350,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
         dirpath: directory of the checkpoints of this run, or its URL in a store, such as s3://BUCKET/NAME.
         every_n_steps: optimizer steps between checkpoints; "auto" after the first one takes the interval that costs
             least (MoC 5.3), never shorter than writing takes.
-        k_snapshot, k_persist, order, scopes, keep_last, verify_within, copies_on_storage, failures_per_hour,
-            fallback_dir, windows, lossless: see CheckpointSettings. Of a lossless window the first step counts.
+        k_snapshot, k_persist, order, scopes, keep_last, failures_per_hour, windows, lossless: see CheckpointSettings.
+            Of a lossless window the first step counts.
         save_on_train_end: save every expert when training ends, so that a resume loses nothing.
         timeout_s: longest wait for the last checkpoint to be written.
 
@@ -373,10 +373,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
         order: Order = "sequential",
         scopes: str | Iterable[str] = "full",
         keep_last: PositiveInt = 2,
-        verify_within: PositiveInt = 8,
-        copies_on_storage: PositiveInt | None = None,
         failures_per_hour: Coefficient = 0.0,
-        fallback_dir: str | None = None,
         windows: Literal["any", "scheduled"] = "any",
         lossless: bool = False,
         save_on_train_end: bool = True,
@@ -391,10 +388,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
             order=order,
             scopes=scopes if isinstance(scopes, str) else tuple(scopes),
             keep_last=keep_last,
-            verify_within=verify_within,
-            copies_on_storage=copies_on_storage,
             failures_per_hour=failures_per_hour,
-            fallback_dir=fallback_dir,
             windows=windows,
             lossless=lossless,
         )
@@ -474,7 +468,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
             root=absolute(self._root),
             name=self._run_name,
             node=strategy.elastic.engine.node if strategy.elastic else "",
-            fallback=fallback_directory(self.settings.fallback_dir, absolute(self._root)),
+            fallback=fallback_directory(absolute(self._root)),
             report=rank_zero_warn,
             enter=lambda: self.enter_root(strategy),
         )

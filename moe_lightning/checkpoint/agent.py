@@ -114,19 +114,19 @@ class OwnRoot:
 _DATA = re.compile(r".+\.rank(\d+)\.step(\d+)\.distcp")
 
 
+VERIFY_WITHIN = 8
+"""Commits within which every file that checkpoints carry over is read again."""
+
+
 class CarriedFileVerifier:
     """Verification of the carried files of one node's ranks, a little at a time.
-
-    Args:
-        within: commits within which every carried file is read.
 
     Attributes:
         damaged: names of files that the newest checkpoint carries and that are not as they were written.
         problems: one sentence for each file that was ever found damaged.
     """
 
-    def __init__(self, within: int) -> None:
-        self._within = within
+    def __init__(self) -> None:
         self._commits = 0
         self._read_at: dict[str, int] = {}  # the commit at which a file was last known to be whole
         self._rounds: list[Iterator[None]] = []
@@ -145,9 +145,9 @@ class CarriedFileVerifier:
         carried = {name: r for name, r in manifest.files.items() if _is_carried(name, manifest.step, ranks)}
         self._read_at = {name: self._read_at.get(name, self._commits - 1) for name in carried}
         self.damaged &= carried.keys()
-        share = sum(record.nbytes for record in carried.values()) / self._within
+        share = sum(record.nbytes for record in carried.values()) / VERIFY_WITHIN
         for name in sorted(carried.keys() - self.damaged, key=lambda n: (self._read_at[n], n)):
-            if share <= 0 and self._commits - self._read_at[name] < self._within:
+            if share <= 0 and self._commits - self._read_at[name] < VERIFY_WITHIN:
                 break
             share -= carried[name].nbytes
             self._rounds.append(self._read(directory, name, carried[name]))
@@ -203,9 +203,6 @@ class Agent:
         arenas: directory of the arena files.
         root: directory of the checkpoints.
         keep_last: whole checkpoints to keep.
-        verify_within: commits within which every carried file is read again.
-        copy_every: every so many commits all experts are written to files of their own, and pruning keeps a checkpoint
-            that shares none of its files with the newest one; 0: never.
         poll_s: pause between two looks at the arenas.
         grace_s: after the last worker's death, how long to wait for new ones before exiting.
         retry_s: pause after a failed attempt; it doubles with every further one, up to a minute.
@@ -219,8 +216,6 @@ class Agent:
         root: Place,
         *,
         keep_last: int = 2,
-        verify_within: int = 8,
-        copy_every: int = 0,
         poll_s: float = 0.02,
         grace_s: float = 30.0,
         retry_s: float = 1.0,
@@ -229,8 +224,7 @@ class Agent:
     ) -> None:
         self.arenas_path, self.root, self.keep_last = arenas, root, keep_last
         self.poll_s, self.grace_s, self.retry_s, self.commit_timeout_s = poll_s, grace_s, retry_s, commit_timeout_s
-        self.copy_every, self._own_root = copy_every or None, OwnRoot(root, identity)
-        self._verifier = CarriedFileVerifier(verify_within)
+        self._own_root, self._verifier = OwnRoot(root, identity), CarriedFileVerifier()
         self.status = AgentStatus()
         self._arenas: dict[Path, Arena] = {}
         self._damaged: set[Path] = set()  # arenas that were passed over
@@ -368,7 +362,7 @@ class Agent:
             return False
         with ThreadPoolExecutor(max_workers=min(4, len(todo))) as pool:
             damaged = frozenset(self._verifier.damaged)
-            write = partial(write_part, self.root, damaged=damaged, copy_every=self.copy_every)
+            write = partial(write_part, self.root, damaged=damaged)
             parts = pool.map(lambda item: write(item[2], item[1].payload), todo)
             for (path, _, _), part in zip(todo, parts, strict=True):
                 job.written.add(path)
@@ -412,7 +406,7 @@ class Agent:
         try:
             ranks = {rank_of(path) for path in self._arenas}
             self._verifier.committed(committed, read_manifest(committed), ranks)
-            prune(self.root, self.keep_last, world=world, with_reserve=self.copy_every is not None)
+            prune(self.root, self.keep_last, world=world)
         except (OSError, CheckpointError) as error:
             where = getattr(error, "filename", None) or self.root
             reason = error.strerror if isinstance(error, OSError) else error
@@ -508,8 +502,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arenas", type=Path, required=True)
     parser.add_argument("--checkpoints", type=place_of, required=True)
     parser.add_argument("--identity", help="of the directory of checkpoints; default: of what is there")
-    for name in ("keep-last", "verify-within", "copy-every"):
-        parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)
+    parser.add_argument("--keep-last", type=int, default=argparse.SUPPRESS)
     for name in ("poll-s", "grace-s", "retry-s", "commit-timeout-s"):
         parser.add_argument(f"--{name}", type=float, default=argparse.SUPPRESS)
     options: dict[str, Any] = vars(parser.parse_args(argv))

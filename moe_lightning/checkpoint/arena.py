@@ -640,10 +640,8 @@ def arenas_name(name: str, run: str, node: str, root: Place) -> str:
     return "-".join(part for part in (name, run[:8], storage_of(root).identity(root), node) if part)
 
 
-def fallback_directory(chosen: str | None, root: Place) -> Path:
-    """Return the directory of snapshots that do not fit into shared memory.
-
-    The chosen one, else the one of the checkpoints, else, if these are in no file system, that of temporary files.
+def fallback_directory(root: Place) -> Path:
+    """Return the directory of snapshots that do not fit into shared memory: the one of the checkpoints, or, if these
+    are in no file system, that of temporary files.
     """
-    beside = root if isinstance(root, Path) else Path(tempfile.gettempdir())
-    return Path(chosen) if chosen else beside
+    return root if isinstance(root, Path) else Path(tempfile.gettempdir())

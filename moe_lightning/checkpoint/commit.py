@@ -40,7 +40,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from moe_lightning.checkpoint.arena import SnapshotIndex, digest_of
 from moe_lightning.checkpoint.directory import (
-    Heading,
     check_world,
     claim,
     directories,
@@ -156,7 +155,6 @@ def write_part(
     payload: Callable[[Piece], torch.Tensor],
     *,
     damaged: Collection[str] = (),
-    copy_every: int | None = None,
 ) -> RankPart:
     """Write one rank's share of a checkpoint into the staging directory, and its part-manifest when the data are on
     disk.
@@ -168,7 +166,6 @@ def write_part(
         table: the snapshot.
         payload: the bytes of a piece, uint8 [nbytes].
         damaged: names of files whose experts are written again.
-        copy_every: every so many commits everything is written, so that it lies in files of its own; None: never.
 
     Raises:
         CheckpointError: the snapshot is damaged, or the directory belongs to another run.
@@ -182,7 +179,7 @@ def write_part(
     if done.name in storage.names(staging):
         # By an agent that died: another node may be committing it, so the files must not change.
         return RankPart.parse(storage.read(done), str(done))
-    groups = _due_groups(root, table, damaged, copy_every)
+    groups = _due_groups(root, table, damaged)
     make_staging(root, table.session, table.step, table.world)
     files: dict[str, FileRecord] = {}
     stored: list[Piece] = []
@@ -220,17 +217,13 @@ def _part_of(table: SnapshotIndex, files: dict[str, FileRecord], stored: Sequenc
     )
 
 
-def _due_groups(
-    root: Place, table: SnapshotIndex, damaged: Collection[str], copy_every: int | None
-) -> dict[str, list[Piece]]:
+def _due_groups(root: Place, table: SnapshotIndex, damaged: Collection[str]) -> dict[str, list[Piece]]:
     """Return the pieces to write, by file group."""
     held, written_until = set[str](), -1
     previous = previous_of(root, table.session, table.step)
     if previous is not None:
         path, manifest = previous
-        written_until = manifest.step
-        if copy_every is None or (manifest.sequence + 1) % copy_every:
-            held = carried_keys(path, manifest, damaged)
+        written_until, held = manifest.step, carried_keys(path, manifest, damaged)
     groups: dict[str, list[Piece]] = {}
     for piece in table.placed:
         if piece.due > written_until or not is_expert_key(piece.key) or piece.key not in held:
@@ -409,7 +402,7 @@ def _carry_over(directory: Place, record: FileRecord, target: Place) -> FileReco
     return replace(record, path=f"../{owner}/{target.name}")
 
 
-def prune(root: Place, keep_last: int, *, world: int | None = None, with_reserve: bool = False) -> list[str]:
+def prune(root: Place, keep_last: int, *, world: int | None = None) -> list[str]:
     """Delete all but the newest whole checkpoints, and what interrupted saves left behind.
 
     A manifest becomes a mark of what is to be deleted before anything is, so that no half-deleted directory looks like
@@ -419,7 +412,6 @@ def prune(root: Place, keep_last: int, *, world: int | None = None, with_reserve
 
     Args:
         world: that prunes; it deletes nothing once a newer one has begun. None: whoever asks may.
-        with_reserve: keep the newest checkpoint that shares no file with the newest of all, too.
 
     Returns:
         The names of the deleted checkpoints.
@@ -439,8 +431,7 @@ def prune(root: Place, keep_last: int, *, world: int | None = None, with_reserve
         if not own:
             return []
         kept, dropped = own[: max(1, keep_last)], own[max(1, keep_last) :]
-        reserve = _reserve(own) if with_reserve else None
-        for path, _ in reversed([pair for pair in dropped if pair[0] != reserve]):
+        for path, _ in reversed(dropped):
             with _collecting(failures), storage.unread(path) as free:
                 if free:
                     storage.retire(path)
@@ -467,12 +458,6 @@ def prune(root: Place, keep_last: int, *, world: int | None = None, with_reserve
 def _key(path: Place) -> str:
     """The same for all ways in which manifests name a file."""
     return os.path.normpath(path)
-
-
-def _reserve(own: list[tuple[Place, Heading]]) -> Place | None:
-    """The newest checkpoint all of whose files are other ones than those of the newest of all; None without one."""
-    newest = own[0][1].names
-    return next((path for path, heading in own if heading.names.isdisjoint(newest)), None)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from functools import lru_cache
 
 import xxhash
 
-from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest
+from moe_lightning.checkpoint.manifest import MANIFEST, Manifest
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, Stat, exists
 from moe_lightning.errors import CheckpointError
@@ -52,7 +52,6 @@ class Heading:
     """Summary of a manifest without its pieces, which take many times the memory.
 
     Attributes:
-        names: of its data files; one name is one content, in whichever checkpoint.
         references: paths of files that lie in other checkpoints, relative to its directory.
     """
 
@@ -61,7 +60,6 @@ class Heading:
     sequence: int
     step: int
     created_s: float
-    names: frozenset[str]
     references: tuple[str, ...]
 
 
@@ -127,7 +125,6 @@ def _heading_of(path: Place, version: Stat) -> Heading | None:
         sequence=manifest.sequence,
         step=manifest.step,
         created_s=manifest.created_s,
-        names=frozenset(manifest.files) - {METADATA},
         references=tuple(record.path for record in manifest.files.values() if "/" in record.path),
     )
 

@@ -94,12 +94,7 @@ class CheckpointSettings:
         scopes: the kinds of expert state that may stay behind: a preset ("full", "moc", "weights", "none") or kinds.
             Parameters in float32 are master weights; those of lower precision are weights.
         keep_last: whole checkpoints to keep.
-        verify_within: commits within which every file that checkpoints carry over is read again; what is damaged is
-            written again.
-        copies_on_storage: every so many checkpoints hold all experts in files of their own, and one whole checkpoint is
-            kept that shares no file with the newest; None: never, so that an expert has one copy on storage.
         failures_per_hour: expected rate of faults, for the adaptive interval.
-        fallback_dir: room for snapshots where shared memory is missing or too small; None: the checkpoint directory.
         windows: when snapshots are copied: in "any" part of a step, as soon as possible, or "scheduled" by HAS (REFT
             4.1): while a stage waits for others (bubbles), while the device is idle, then during computation, then
             during exchanges, as far as each is needed.
@@ -115,10 +110,7 @@ class CheckpointSettings:
     order: Order = "sequential"
     scopes: str | Iterable[str] = "full"
     keep_last: PositiveInt = 2
-    verify_within: PositiveInt = 8
-    copies_on_storage: PositiveInt | None = None
     failures_per_hour: Coefficient = 0.0
-    fallback_dir: str | None = None
     windows: Literal["any", "scheduled"] = "any"
     lossless: bool = False
 

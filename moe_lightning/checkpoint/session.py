@@ -227,15 +227,13 @@ class CheckpointSession:
 
     def _start_agent(self, name: str, node: str, run: str, needed_bytes: int) -> Path:
         claim(self._root, run)
-        fallback = fallback_directory(self._settings.fallback_dir, self._root)
+        fallback = fallback_directory(self._root)
         named = arenas_name(name, run, node, self._root)
         arenas = arena_directory(named, needed_bytes=needed_bytes, fallback=fallback)
         self._agent = AgentHandle(
             arenas,
             self._root,
             keep_last=self._settings.keep_last,
-            verify_within=self._settings.verify_within,
-            copy_every=self._settings.copies_on_storage or 0,
             poll_s=2 * pause_s(self._root),
         )
         self._agent.begin()

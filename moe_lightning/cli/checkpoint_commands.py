@@ -206,7 +206,7 @@ def _prune(arguments: argparse.Namespace, console: Console) -> int:
 def _clean(arguments: argparse.Namespace, console: Console) -> int:
     missing = next((path for path in arguments.path if not path.is_dir()), None)
     if missing is not None:
-        raise ConfigurationError(f"{missing} is not a directory: name the one that a run's fallback_dir is")
+        raise ConfigurationError(f"{missing} is not a directory: name one that holds checkpoints of a run")
     found = checkpoints.orphans(arguments.path)
     for orphan in found:
         facts = [_size(orphan.nbytes), f"checkpoints in {orphan.root or 'a place that is not recorded'}"]

@@ -84,9 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_edits(edit)
     prune = commands.add_parser("prune", help="delete all but the newest checkpoints")
     clean = commands.add_parser("clean", help="list, or delete, snapshots that dead runs left in memory")
-    clean.add_argument(
-        "path", type=Path, metavar="DIR", nargs="*", help="where runs keep snapshots beside /dev/shm (fallback_dir)"
-    )
+    clean.add_argument("path", type=Path, metavar="DIR", nargs="*", help="where runs keep snapshots beside /dev/shm")
     clean.add_argument("--yes", action="store_true", help="delete what is listed")
     for command in (inspect_, verify, export, prune):
         command.add_argument(

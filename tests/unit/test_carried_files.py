@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities import rank_zero_warn
 
-from moe_lightning.checkpoint import commit, directory
+from moe_lightning.checkpoint import agent, commit, directory
 from moe_lightning.checkpoint.agent_handle import AgentStatus, read_status, warnings_of
 from moe_lightning.checkpoint.commit import PRUNED, prune
 from moe_lightning.checkpoint.directory import Superseded, checkpoints, enter_world, headings
@@ -58,8 +58,11 @@ def carried(root: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("within", [1, 2, 5])
-def test_every_carried_file_is_read_within_so_many_commits(tmp_path: Path, within: int) -> None:
-    with node(tmp_path, verify_within=within, keep_last=3) as made:
+def test_every_carried_file_is_read_within_so_many_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: int
+) -> None:
+    monkeypatch.setattr(agent, "VERIFY_WITHIN", within)
+    with node(tmp_path, keep_last=3) as made:
         made.snapshot(1)
         made.persist()
         for step in range(2, 20):
@@ -72,8 +75,11 @@ def test_every_carried_file_is_read_within_so_many_commits(tmp_path: Path, withi
             assert all(made.agent._verifier._commits - read < within for read in reads.values())
 
 
-def test_what_storage_is_too_busy_for_is_read_before_its_time_is_up(tmp_path: Path) -> None:
-    with node(tmp_path, verify_within=2, keep_last=3) as made:
+def test_what_storage_is_too_busy_for_is_read_before_its_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "VERIFY_WITHIN", 2)
+    with node(tmp_path, keep_last=3) as made:
         made.snapshot(1)
         made.persist()
         for step in range(2, 12):  # the agent never comes to rest in between
@@ -85,10 +91,13 @@ def test_what_storage_is_too_busy_for_is_read_before_its_time_is_up(tmp_path: Pa
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
-def test_a_damaged_file_is_written_anew_within_so_many_commits(tmp_path: Path, seed: int) -> None:
+def test_a_damaged_file_is_written_anew_within_so_many_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     rng = random.Random(seed)
     within = rng.choice([1, 3, 8])
-    with node(tmp_path, verify_within=within, keep_last=3) as made:
+    monkeypatch.setattr(agent, "VERIFY_WITHIN", within)
+    with node(tmp_path, keep_last=3) as made:
         made.snapshot(1)
         made.persist()
         commits(made, range(2, 4))
@@ -115,8 +124,9 @@ def test_a_damaged_file_is_written_anew_within_so_many_commits(tmp_path: Path, s
 
 
 @pytest.mark.parametrize("harm", ["gone", "cut"])
-def test_a_lost_file_does_not_stop_commits(tmp_path: Path, harm: str) -> None:
-    with node(tmp_path, verify_within=1000) as made:
+def test_a_lost_file_does_not_stop_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
+    monkeypatch.setattr(agent, "VERIFY_WITHIN", 1000)
+    with node(tmp_path) as made:
         made.snapshot(1)
         made.persist()
         victim = file_of(made.root, 1)
@@ -175,28 +185,7 @@ def test_an_unreadable_old_manifest_does_not_stop_commits(tmp_path: Path, harm: 
         newest(made.root).verify()
 
 
-def test_every_so_many_checkpoints_hold_all_experts_in_files_of_their_own(tmp_path: Path) -> None:
-    with node(tmp_path, copy_every=4, keep_last=2) as made:
-        made.snapshot(1)
-        made.persist()
-        for step in range(2, 30):
-            commits(made, range(step, step + 1))
-            named = checkpoints(made.root)
-            files = [{path.name: path.stat().st_ino for path in p.glob("*.distcp")} for p, _ in named]
-            has_all_its_own = all(f".step{step:08d}." in name for name in files[0])
-            assert has_all_its_own == (named[0][1].sequence % 4 == 0)
-            if step > 4:
-                assert len(named) <= 3
-                apart = [set(f.values()).isdisjoint(files[0].values()) for f in files]
-                assert any(apart), "an expert's other copy lies in another inode"
-        last = checkpoints(made.root)
-        for path in (last[0][0]).glob("experts*"):
-            flip(path)
-        found = find_newest(made.root).checkpoint
-        assert found is not None, "one inode of every expert may be damaged"
-
-
-def test_without_copies_pruning_keeps_no_more_than_it_is_told(tmp_path: Path) -> None:
+def test_pruning_keeps_no_more_than_it_is_told(tmp_path: Path) -> None:
     with node(tmp_path, keep_last=2) as made:
         made.snapshot(1)
         made.persist()

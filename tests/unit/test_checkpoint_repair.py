@@ -93,7 +93,7 @@ def test_a_second_copy_of_the_same_version_costs_nothing(root: Path) -> None:
     path, start, _ = places(root, 3, key)
     other = places(root, 1, key)[0]
     copy = other.read_bytes()
-    other.unlink()  # a file of its own, as copies_on_storage makes
+    other.unlink()  # a file of its own, as where links cannot be made
     other.write_bytes(copy)
     flip(path, start)
     found = find_usable(root)
