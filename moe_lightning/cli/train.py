@@ -92,7 +92,7 @@ options
   --config-dir DIR              your recipes: DIR/recipes/NAME.yaml
   --info searchpath             where configurations are looked for (also: defaults, plugins)
   -sc install=bash              completion: eval "$(moe-train -sc install=bash)"
-  --version
+  --version                     with --report: versions and machine, for a report of a fault
 
 examples
   moe-train                                          train the quickstart, about two minutes
@@ -376,7 +376,12 @@ def _run(arguments: Sequence[str]) -> None:
     info = parser._option_string_actions["--info"]
     info.nargs, info.choices = None, ["searchpath", "defaults", "plugins"]  # all and config print more of Hydra's
     if "--version" in arguments:  # the parser's own would tell Hydra's
-        print(f"moe-train {__version__}")
+        if "--report" in arguments:
+            from moe_lightning.cli.environment_report import environment_report
+
+            print(environment_report())
+        else:
+            print(f"moe-train {__version__}")
         return
     arguments = _as_settings(arguments)
     options, rest = parser.parse_known_intermixed_args(list(arguments))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from moe_lightning import __version__
@@ -61,6 +62,17 @@ def test_help_lists_the_users_own_recipes(tmp_path: Path, capsys: pytest.Capture
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert _output(capsys, "--version") == f"moe-train {__version__}\n"
+
+
+def test_version_with_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    for private in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_DIR", "SLURM_JOB_USER", "SLURM_NODELIST", "HUB"):
+        monkeypatch.setenv(private, "private")
+    report = _output(capsys, "--version", "--report")
+    assert report.startswith(f"moe-lightning {__version__}\nPython 3.")
+    assert f"torch {torch.__version__}" in report
+    assert "NCCL_DEBUG=INFO" in report
+    assert "private" not in report
 
 
 def test_cfg_prints_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
