@@ -8,6 +8,7 @@ see it; the parity doctor runs beside.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import time
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class Options:
     """Of this benchmark."""
 
     case: list[str] = option("names of cases or of kinds; all without it", [])
+    names: bool = option("list all cases with their kinds and reports, and run none", False)
     compositions: Annotated[int, Interval(ge=0, le=100_000)] = option(
         "trainings drawn by number beside the cases, from 0 on", 0
     )
@@ -44,7 +46,13 @@ def run(options: Options) -> int:
     kinds = {case.kind for case in CASES.values()}
     for name in options.case:
         if name not in CASES and name not in kinds:
-            raise ConfigurationError(f"--case {name} is no case: choose of {', '.join([*sorted(kinds), *CASES])}")
+            near = difflib.get_close_matches(name, [*sorted(kinds), *CASES], n=3, cutoff=0.5)
+            hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+            raise ConfigurationError(f"--case {name} is no case{hint}: moe-bench silent --names lists them all")
+    if options.names:
+        for case in CASES.values():
+            print(f"{case.id:<44}{case.kind:<22}{case.report}")
+        return 0
     if options.case and options.page is not None:
         raise ConfigurationError("--page is for the results of all cases: drop --case")
     start, results = time.perf_counter(), []

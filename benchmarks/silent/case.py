@@ -61,6 +61,7 @@ class Training:
         shuffles: in another order in every epoch; plain PyTorch has another one.
         resumed_ranks, resumed_strategy: of the training that resumes; None: as before.
         callbacks: further ones.
+        optimizers: that the module has.
         validates: a validation after every step.
         reference: "plain": a loop of plain PyTorch with experts one by one; "one rank": ours on one.
     """
@@ -76,6 +77,7 @@ class Training:
     resumed_ranks: int | None = None
     resumed_strategy: Mapping[str, Any] | None = None
     callbacks: Callable[[], Sequence[pl.Callback]] = tuple
+    optimizers: int = 1
     validates: bool = False
     reference: str = "plain"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,18 +31,18 @@ class Snapshot:
     rates: Mapping[str, float]
 
     @classmethod
-    def of(cls, checkpoint: Mapping[str, Any], names: Sequence[str]) -> Snapshot:
+    def of(cls, checkpoint: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Snapshot:
         """Read a checkpoint of stock Lightning.
 
         Args:
-            names: of the optimizer's parameters in their order.
+            names: of each optimizer's parameters in their order.
         """
         moments, rates = {}, {}
         for number, optimizer in enumerate(checkpoint["optimizer_states"]):
             for index, entry in optimizer["state"].items():
                 for key, value in entry.items():
                     if isinstance(value, Tensor | float | int):
-                        moments[f"{key} of {names[int(index)]}"] = torch.as_tensor(value).float()
+                        moments[f"{key} of {names[number][int(index)]}"] = torch.as_tensor(value).float()
             for at, group in enumerate(optimizer["param_groups"]):
                 for key in ("lr", "weight_decay"):
                     rates[f"{key} of group {at} of optimizer {number}"] = float(group[key])
@@ -110,6 +110,43 @@ def differences(found: Run, expected: Run, limits: Limits, *, until_tie: bool = 
         until_tie: end before the first step in which experts tie.
     """
     return list(_differences(found, expected, limits, until_tie=until_tie))
+
+
+ROUNDING = 3.0
+"""Most times that a training may be as far from float64 as plain PyTorch in float32 is."""
+
+
+def unexplained(found: Run, plain: Run, exact: Run, limits: Limits) -> tuple[list[Difference], float]:
+    """Differences above their limits that rounding does not explain: those of a kind of number, such as gradients, that
+    lie farther from float64 in some step than `ROUNDING` times the farthest of plain PyTorch in float32.
+
+    Args:
+        found: the training under test.
+        plain: plain PyTorch in float32, whose ties end the comparison.
+        exact: the same in float64.
+
+    Returns:
+        The differences, and the largest of the ratios of these distances.
+    """
+
+    def farthest(run: Run) -> dict[tuple[str, int], Difference]:
+        by_step: dict[tuple[str, int], Difference] = {}
+        for difference in _differences(run, replace(exact, gaps=plain.gaps), limits, until_tie=True):
+            step = int(difference.name.rpartition(" ")[2]) if difference.name[-1].isdecimal() else 0
+            key = difference.what, step
+            if key not in by_step or not difference.apart <= by_step[key].apart:
+                by_step[key] = difference
+        return by_step
+
+    own = farthest(plain)
+    left, largest = [], 0.0
+    for key, difference in farthest(found).items():
+        if difference.is_seen:
+            bound = ROUNDING * own[key].apart if key in own else 0.0
+            largest = max(largest, difference.apart / own[key].apart if bound else math.inf)
+            if not difference.apart <= bound:
+                left.append(difference)
+    return left, largest
 
 
 def _differences(found: Run, expected: Run, limits: Limits, *, until_tie: bool) -> Iterator[Difference]:

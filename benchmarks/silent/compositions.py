@@ -53,6 +53,7 @@ def composition(number: int) -> Case:
         "moe_every": draw.choice([1, 1, 2]),
         "num_layers": 4 if in_stages else 2,
         "optimizer": draw.choice(["adamw", "adamw", "sgd"]),
+        "alpha": 32.0,
     }
     trainer: dict[str, Any] = {"accumulate_grad_batches": draw.choice([1, 1, 2, 3])}
     trainer |= draw.choice(

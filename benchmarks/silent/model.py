@@ -34,12 +34,12 @@ class Language(GPTModule):
     """A tiny GPT whose optimizer needs no Trainer.
 
     Args:
-        config: of the model, beside `TINY`; and `optimizer`, see `optimizer_of`.
+        config: of the model, beside `TINY`; `optimizer`, see `optimizer_of`, and `alpha` of adapters.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(TINY | {name: value for name, value in config.items() if name != "optimizer"})
-        self._optimizer = config.get("optimizer", "adamw")
+        super().__init__(TINY | {name: value for name, value in config.items() if name not in ("optimizer", "alpha")})
+        self._optimizer, self._alpha = config.get("optimizer", "adamw"), config.get("alpha", 4.0)
 
     def configure_optimizers(self) -> Any:
         return optimizer_of([parameter for parameter in self.parameters() if parameter.requires_grad], self._optimizer)
@@ -60,6 +60,37 @@ def optimizer_of(parameters: list[torch.nn.Parameter], name: str = "adamw") -> A
     )
     schedule = LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.3 * step))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Manual(Language):
+    """Takes its steps by hand: one backward pass for each half of the loss, clipping, and the steps of one optimizer
+    for dense weights and one for experts.
+    """
+
+    clips_at = 0.5
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        parts: tuple[list[torch.nn.Parameter], ...] = ([], [])
+        for name, parameter in self.named_parameters():
+            parts[".experts." in name].append(parameter)
+        return [optimizer_of(part, self._optimizer) for part in parts]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(0.25 * loss, retain_graph=True)
+        self.manual_backward(0.75 * loss)
+        for optimizer in optimizers:
+            self.clip_gradients(optimizer, gradient_clip_val=self.clips_at)
+            optimizer.step()
+        for schedule in self.lr_schedulers():  # type: ignore[union-attr]
+            schedule.step()  # type: ignore[call-arg]
 
 
 class Idle(Language):
@@ -140,7 +171,7 @@ class Adapted(Language):
 
     def configure_model(self) -> None:
         super().configure_model()
-        add_adapters(self.model, {"rank": 2, "alpha": 4.0, "targets": ["experts", "attention"]})
+        add_adapters(self.model, {"rank": 2, "alpha": self._alpha, "targets": ["experts", "attention"]})
 
 
 class Tokens(Dataset[tuple[Tensor, ...]]):

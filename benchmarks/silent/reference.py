@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +17,9 @@ from torch.utils.data import DataLoader
 
 from benchmarks.silent.case import Training
 from benchmarks.silent.comparison import Run, Snapshot
+from benchmarks.silent.model import Language
 from moe_lightning import MoELayer
+from moe_lightning.models import gpt_module
 from moe_lightning.moe.layer import moe_layers
 
 
@@ -36,8 +39,9 @@ class PlainMoE(MoELayer):
         config, experts = router.config, self.experts
         x_TD = x.reshape(-1, x.shape[-1])
         is_token_T = torch.ones(len(x_TD), dtype=torch.bool) if is_token is None else is_token.reshape(-1)
+        dtype = torch.promote_types(router.weight.dtype, torch.float32)
         with torch.autocast("cpu", enabled=False):
-            logits_TE = F.linear(x_TD.float(), router.weight.float())
+            logits_TE = F.linear(x_TD.to(dtype), router.weight.to(dtype))
             scores_TE = logits_TE.softmax(-1) if config.score == "softmax" else logits_TE.sigmoid()
             bias_E = getattr(router, "expert_bias_E", torch.zeros(self.num_experts))
             best = (scores_TE.detach() + bias_E).sort(dim=-1, descending=True)
@@ -79,6 +83,13 @@ class PlainMoE(MoELayer):
         self.counts_E, self.gap = torch.zeros(self.num_experts), math.inf
 
 
+def plain_mean(logits: Tensor, targets: Tensor, ranks: object = None) -> Tensor:
+    """The mean cross-entropy over targets that are not -100, in float32 or more."""
+    logits_TV = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(logits_TV, targets.flatten(), ignore_index=-100, reduction="sum")
+    return total / (targets != -100).sum().clamp(min=1)
+
+
 def expert_of(experts: nn.Module, expert: int, x_MD: Tensor) -> Tensor:
     """One expert applied to rows."""
     stacks: dict[str, Tensor] = experts.stacked_parameters()  # type: ignore[operator]
@@ -102,18 +113,22 @@ def build(training: Training) -> pl.LightningModule:
     pl.seed_everything(7, verbose=False)
     module = training.module(training.model)
     module.configure_model()
+    gpt_module.mean_over_targets = plain_mean  # in this process, which is the reference's alone
     for layer in moe_layers(module):
         layer.__class__ = PlainMoE
         vars(layer).pop("forward", None)  # nothing is computed again here
     return module
 
 
-def plain_run(training: Training, steps: int, saved_at: int) -> Run:
-    """Train for so many steps, with snapshots of the state at `saved_at` and at the end."""
+def plain_run(training: Training, steps: int, saved_at: int, dtype: torch.dtype = torch.float32) -> Run:
+    """Train for so many steps, with snapshots of the state at `saved_at` and at the end.
+
+    Args:
+        dtype: of weights and all arithmetic; the first weights are those of float32.
+    """
     warnings.filterwarnings("ignore", module="lightning.pytorch.*")
-    module = build(training)
-    found: Any = module.configure_optimizers()
-    optimizer, schedule = found["optimizer"], found["lr_scheduler"]["scheduler"]
+    module = build(training).to(dtype)
+    optimizers, schedules = optimizers_of(module)
     run = Run()
     epochs = itertools.repeat(DataLoader(training.data(), batch_size=training.batch_size))
     batches = itertools.chain.from_iterable(epochs)
@@ -124,11 +139,12 @@ def plain_run(training: Training, steps: int, saved_at: int) -> Run:
             module.at_step(step)  # type: ignore[operator]
         micros = [next(batches) for _ in range(training.micro_batches)]
         weights = [int((micro[1] != -100).sum()) for micro in micros]
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         step_loss = 0.0
         for micro, weight in zip(micros, weights, strict=True):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-                loss: Any = module.training_step(micro, 0)
+                loss: Any = Language.training_step(module, micro, 0)  # type: ignore[arg-type]
                 share = weight / sum(weights)
                 (loss * share).backward()
                 auxiliary = sum(
@@ -141,24 +157,27 @@ def plain_run(training: Training, steps: int, saved_at: int) -> Run:
         run.gaps.append(min(getattr(layer, "gap", math.inf) for layer in moe_layers(module)))
         run.gradients.append(gradients_of(module) | counts_of(module))
         if not math.isfinite(step_loss):
-            schedule.step()
+            for schedule in schedules:
+                schedule.step()
             for layer in moe_layers(module):
                 layer.counts_E = torch.zeros(layer.num_experts)
             continue
-        most, algorithm = training.trainer.get("gradient_clip_val"), training.trainer.get("gradient_clip_algorithm")
-        parameters = [p for p in module.parameters() if p.grad is not None]
-        if most is not None and algorithm == "value":
-            nn.utils.clip_grad_value_(parameters, most)
-        elif most is not None:
-            run.norms.append(float(nn.utils.clip_grad_norm_(parameters, most)))
-        optimizer.step()
-        schedule.step()
+        most = training.trainer.get("gradient_clip_val", getattr(module, "clips_at", None))
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if most is not None and training.trainer.get("gradient_clip_algorithm") == "value":
+                nn.utils.clip_grad_value_(parameters, most)
+            elif most is not None:
+                norm = float(nn.utils.clip_grad_norm_(parameters, most))
+                run.norms += [norm] if optimizer is optimizers[-1] else []
+            optimizer.step()
+            schedule.step()
         for layer in moe_layers(module):
             layer.update()  # type: ignore[operator]
         if training.validates:
             run.validations.append(validated(module, training))
         if step in (saved_at, steps):
-            run.snapshots.append(snapshot_of(module, optimizer))
+            run.snapshots.append(snapshot_of(module, optimizers))
     return run
 
 
@@ -196,15 +215,22 @@ def counts_of(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def snapshot_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+def snapshot_of(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Snapshot:
     """The state as a checkpoint of stock Lightning has it."""
     return Snapshot.of(
         {
             "state_dict": copy.deepcopy(module.state_dict()),
-            "optimizer_states": [copy.deepcopy(optimizer.state_dict())],
+            "optimizer_states": [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers],
         },
-        names_of(module, optimizer),
+        [names_of(module, optimizer) for optimizer in optimizers],
     )
+
+
+def optimizers_of(module: pl.LightningModule) -> tuple[list[Any], list[Any]]:
+    """Return the module's optimizers, and their learning-rate schedules."""
+    found: Any = module.configure_optimizers()
+    entries = found if isinstance(found, list) else [found]
+    return [entry["optimizer"] for entry in entries], [entry["lr_scheduler"]["scheduler"] for entry in entries]
 
 
 def names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

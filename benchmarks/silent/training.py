@@ -57,6 +57,7 @@ class Observer(pl.Callback):
         self.norms: list[float] = []
         self.validations: list[float] = []
         self.gradients: list[list[Piece]] = []
+        self._has_begun = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at gradients when the backward pass of a step has ended: a hook of Lightning's between that and the
@@ -66,7 +67,9 @@ class Observer(pl.Callback):
         def around(own: Any, *args: Any, **kwargs: Any) -> Any:
             result = own(*args, **kwargs)
             if not private_lightning.is_accumulating(trainer):
+                del self.gradients[len(self.gradients) - self._has_begun :]  # of an earlier pass of the same step
                 self.gradients.append(_gradients(trainer, pl_module))
+                self._has_begun = True
             return result
 
         replace(trainer.strategy, "backward", around)
@@ -80,15 +83,17 @@ class Observer(pl.Callback):
         self.validations.append(float(trainer.callback_metrics["val/loss"]))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if len(self.losses) == trainer.global_step or private_lightning.is_accumulating(trainer):
+        self._has_begun = False
+        step = trainer.global_step // len(trainer.optimizers)
+        if len(self.losses) == step or private_lightning.is_accumulating(trainer):
             return
         self.losses.append(float(trainer.callback_metrics["train/loss"]))
         norm = trainer.strategy.last_gradient_norm  # type: ignore[attr-defined]
         if norm is not None:
             self.norms.append(float(norm))
-        if trainer.global_step in self._paths:
-            trainer.save_checkpoint(self._paths[trainer.global_step])
-            trainer.should_stop = trainer.global_step == max(self._paths)
+        if step in self._paths:
+            trainer.save_checkpoint(self._paths[step])
+            trainer.should_stop = step == max(self._paths)
 
 
 def _gradients(trainer: pl.Trainer, module: pl.LightningModule) -> list[Piece]:
@@ -130,7 +135,7 @@ def train(
         plugins=[LightningEnvironment()],
         accelerator="cpu",
         devices=size,
-        max_steps=2 * STEPS,
+        max_steps=2 * STEPS * training.optimizers,
         callbacks=[*callbacks],
         logger=False,
         enable_checkpointing=False,
@@ -194,11 +199,11 @@ def _case(id: str) -> Any:
     return case_named(id)
 
 
-def whole_run(phases: Sequence[Sequence[dict[str, Any]]], folder: Path, names: Sequence[str]) -> Run:
+def whole_run(phases: Sequence[Sequence[dict[str, Any]]], folder: Path, names: Sequence[Sequence[str]]) -> Run:
     """Join what the ranks saw in both phases.
 
     Args:
-        names: of the optimizer's parameters.
+        names: of each optimizer's parameters.
     """
     run = Run()
     for phase in phases:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.silent.case import Case, Fault, Training
 from benchmarks.silent.faults import around_backward, at_gradients, blocked, replace
-from benchmarks.silent.model import Adapted, Idle, Unfrozen
+from benchmarks.silent.model import Adapted, Idle, Manual, Unfrozen
 from moe_lightning.callbacks.dense_blocks import RecomputeDense
 from moe_lightning.dispatch.transports import ExchangeBackend
 from moe_lightning.moe.layer import moe_layers
@@ -75,6 +75,19 @@ def _own_earlier_ones(trainer: Any, module: Any, is_last: bool) -> None:
     if is_last and trainer.global_rank:
         for parameter in _experts(trainer):
             parameter.grad = None
+
+
+def _sums_again(trainer: Any, module: Any) -> None:
+    """What an earlier backward pass has left, and all ranks have, is averaged over ranks with the gradient of this."""
+
+    def around(own: Any, *args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        for parameter in module.parameters():
+            if parameter.grad is not None and parameter not in trainer.strategy.experts.stack_of:
+                parameter.grad.mul_(1.25)
+        return result
+
+    replace(trainer.strategy, "backward", around)
 
 
 def _half_of_tied(trainer: Any, module: Any) -> None:
@@ -167,6 +180,33 @@ CASES = (
         subject=Training(module=Idle, model={"router": {"bias_update_rate": 0.001}}),
         fault=at_gradients(_without_idle),
         doctor=("update", "experts"),
+    ),
+    Case(
+        id="manual-passes-not-summed",
+        kind=KIND,
+        report="Lightning-AI/pytorch-lightning#9237",
+        symptom="gradients of backward passes by hand are not those of all ranks",
+        subject=Training(module=Manual, optimizers=2, strategy={"copies": 2}),
+        fault=Fault(run=_no_replica_sum),
+        beyond="manual optimization does not say where a step ends",
+    ),
+    Case(
+        id="manual-passes-summed-twice",
+        kind=KIND,
+        report="Lightning-AI/pytorch-lightning#4976",
+        symptom="several backward passes of one step: what was summed by the first is summed again with the second",
+        subject=Training(module=Manual, optimizers=2, strategy={"dense": "fsdp"}),
+        fault=Fault(run=_sums_again),
+        beyond="manual optimization does not say where a step ends",
+    ),
+    Case(
+        id="experts-below-tensor-parallelism",
+        kind=KIND,
+        report="NVIDIA/Megatron-LM#7165",
+        symptom="gradients of experts are scaled by the size of the dense layers' group, not by that of their own",
+        subject=Training(ranks=4, strategy={"mesh": {"tp": 2}}),
+        fault=_times(2.0),
+        doctor=("the gradient of", "experts"),
     ),
     Case(
         id="only-the-last-micro-batch",

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from benchmarks.silent.case import Case, Fault, Training
 from benchmarks.silent.faults import clips_by, dense_and_expert, over_ranks, replace, squared
-from benchmarks.silent.model import Language
+from benchmarks.silent.model import Idle, Language, Manual
 
 KIND = "norm and clipping"
+MANUAL = "manual optimization does not say where a step ends"
 CLIPPED = {"gradient_clip_val": 0.5}
 NO_BALANCE = {"router": {"aux_loss_coef": 0.0}}
 """In a pipeline the loss that balances experts is that of its micro-batches."""
@@ -64,6 +65,35 @@ def sums_of_norms(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
 
 def _never_clipped(trainer: Any, module: Any) -> None:
     trainer.strategy.precision_plugin.clip_grad_by_norm = lambda *args: None
+
+
+def of_holders(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+    """On a rank without experts that of dense weights: nobody sends it the rest."""
+    dense, experts = dense_and_expert(trainer, module)
+    whole = (squared(dense) + over_ranks(squared(experts))).sqrt()
+    norm = whole if any(gradient.numel() for gradient in experts) else squared(dense).sqrt()
+    return norm, norm
+
+
+def of_busy_ranks(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+    """A rank whose experts had no token is left out of the sum, and of what is clipped by it."""
+    dense, experts = dense_and_expert(trainer, module)
+    is_busy = squared(experts) > 0
+    whole = (squared(dense) + over_ranks(squared(experts))).sqrt()
+    norm = whole if is_busy else squared(dense).sqrt()
+    return norm, norm
+
+
+def _each_for_itself(trainer: Any, module: Any) -> None:
+    """Of each optimizer this rank's parameters alone."""
+
+    def clip(own: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        factor = (0.5 / (squared(gradients).sqrt() + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+    replace(module, "clip_gradients", clip)
 
 
 def _clipped_before_sum(trainer: Any, module: Any) -> None:
@@ -185,6 +215,33 @@ CASES = (
         ),
         fault=Fault(run=_clipped_before_sum),
         doctor=("the gradient of",),
+    ),
+    Case(
+        id="norm-on-a-rank-without-experts",
+        kind=KIND,
+        report="NVIDIA-NeMo/Megatron-Bridge#852",
+        symptom="some ranks have none of the parameters, and leave out a part of the norm's computation",
+        subject=Training(trainer=CLIPPED, strategy={"placement": [[1, 0]] * 4}),
+        fault=clips_by(of_holders),
+        doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="norm-with-idle-experts",
+        kind=KIND,
+        report="deepspeedai/DeepSpeed#8476",
+        symptom="ranks whose experts were not used have no gradients of experts, and take another path for the norm",
+        subject=Training(trainer=CLIPPED, module=Idle, model={"router": {"bias_update_rate": 0.001}}),
+        fault=clips_by(of_busy_ranks),
+        doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="norms-in-manual-optimization",
+        kind=KIND,
+        report="Lightning-AI/pytorch-lightning#6328",
+        symptom="gradient_clip_val does nothing under manual optimization, and who clips by hand does so on each rank",
+        subject=Training(module=Manual, optimizers=2),
+        fault=Fault(run=_each_for_itself),
+        beyond=MANUAL,
     ),
     Case(
         id="largest-element-as-norm",

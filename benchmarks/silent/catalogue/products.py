@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.silent.case import Case, Check, Fault, Limits
 from benchmarks.silent.faults import replace
 from moe_lightning import kernels as ops
-from moe_lightning.kernels import torch_grouped
+from moe_lightning.kernels import autograd, torch_grouped
 from moe_lightning.kernels.backends import backend
 
 KIND = "grouped products"
@@ -21,7 +21,9 @@ _EMPTY = [5, 0, 7, 0]
 Pair = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 
 
-def _products(tokens: Sequence[int], rows: int, *, expands: bool = False, dtype: torch.dtype = torch.float32) -> Pair:
+def _products(
+    tokens: Sequence[int], rows: int, *, expands: bool = False, transposes: bool = False, dtype: torch.dtype = torch.float32
+) -> Pair:
     """The product and its gradients by all implementations of this machine, and by a loop in float64."""
     generator = torch.Generator().manual_seed(0)
     x_MD = torch.randn(rows, 16, generator=generator)
@@ -29,6 +31,8 @@ def _products(tokens: Sequence[int], rows: int, *, expands: bool = False, dtype:
     weighs_MF = torch.randn(rows, 8, generator=generator)
     if expands:
         weighs_MF = torch.ones(1, 1).expand(rows, 8)
+    if transposes:
+        weighs_MF = weighs_MF.T.contiguous().T
     found: dict[str, Tensor] = {}
     expected: dict[str, Tensor] = {}
     loop_x, loop_w = (t.to(dtype).double().requires_grad_() for t in (x_MD, weight_SDF))
@@ -78,6 +82,15 @@ def _nothing_written() -> None:
         return y if int(tokens_S.sum()) else torch.full_like(y, torch.nan)
 
     replace(torch_grouped, "grouped_mm", around)
+
+
+def _in_order_of_memory() -> None:
+    """Read a transposed gradient in the order of its memory."""
+
+    def around(own: Any, ctx: Any, grad_MF: Tensor) -> Any:
+        return own(ctx, grad_MF.T.contiguous().view(grad_MF.shape))
+
+    replace(autograd.GroupedMM, "backward", around)
 
 
 def _flat_gradient() -> None:
@@ -143,6 +156,15 @@ CASES = (
         symptom="the gradient of a sum is one number with strides of zero, which the backward pass does not read right",
         subject=Check(function=lambda rank: _products([3, 4, 2, 1], 10, expands=True)),
         fault=Fault(process=_flat_gradient),
+        beyond=BEYOND,
+    ),
+    Case(
+        id="transposed-gradients",
+        kind=KIND,
+        report="Dao-AILab/flash-attention#355",
+        symptom="a gradient whose memory is transposed is read as if it was not",
+        subject=Check(function=lambda rank: _products([3, 4, 2, 1], 10, transposes=True)),
+        fault=Fault(process=_in_order_of_memory),
         beyond=BEYOND,
     ),
 )

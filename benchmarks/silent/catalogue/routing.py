@@ -14,11 +14,13 @@ from benchmarks.silent.case import Case, Fault, Training
 from benchmarks.silent.faults import after_backward, replace
 from benchmarks.silent.model import Biased, PaddedTokens, Poisoned, PoisonedTokens, Recomputed, RecomputedReentrant
 from moe_lightning.moe.layer import MoELayer, moe_layers
+from moe_lightning.moe.randomness import SampleStream
 
 GRADIENTS, STATE = "router gradients", "routing state"
 ACCUMULATED = {"accumulate_grad_batches": 3}
 BALANCED = {"router": {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}}
 BIASED = {"router": {"bias_update_rate": 0.02, "score": "sigmoid", "aux_loss_coef": 0.0}}
+FORCED = {"router": {"forced": {"kind": "zipf", "exponent": 1.0}}}
 SLOW = {"router": {"bias_update_rate": 0.001, "score": "sigmoid", "aux_loss_coef": 0.0}}
 
 
@@ -155,6 +157,15 @@ def _of_this_rank(counts_E: Tensor, last: Any) -> Tensor:
     return found
 
 
+def _same_places() -> None:
+    """Tokens are numbered from zero on every rank."""
+
+    def around(own: Any, stream: SampleStream, *, first_sample: int, **rest: Any) -> None:
+        own(stream, first_sample=0, **rest)
+
+    replace(SampleStream, "advance", around)
+
+
 def _counts_stay(trainer: Any, module: Any) -> None:
     for layer in moe_layers(module):
         layer.router.forget_counts = lambda: None  # type: ignore[method-assign]
@@ -243,6 +254,24 @@ CASES = (
         doctor=("the loss", "auxiliary loss"),
     ),
     Case(
+        id="balance-loss-counts-padding-of-tensor-ranks",
+        kind=GRADIENTS,
+        report="NVIDIA/Megatron-LM#7452",
+        symptom="with padding under sequence parallelism a local count becomes that of all ranks, and the gradient doubles",
+        subject=Training(model=BALANCED, data=PaddedTokens, strategy={"mesh": {"tp": 2}}),
+        fault=_auxiliary(lambda loss: 2 * loss),
+        doctor=("the loss", "auxiliary loss"),
+    ),
+    Case(
+        id="z-loss-without-gradient",
+        kind=GRADIENTS,
+        report="NVIDIA/Megatron-LM#1652",
+        symptom="the z-loss is divided by tokens that were counted already, and hardly reaches the router",
+        subject=Training(model={"router": {"aux_loss_coef": 0.0, "z_loss_coef": 0.1}}, strategy={"mesh": {"cp": 2}}),
+        fault=_auxiliary(lambda loss: loss.detach() + 0.02 * (loss - loss.detach())),
+        doctor=("the gradient of", "router"),
+    ),
+    Case(
         id="bias-counts-evaluation",
         kind=STATE,
         report="pytorch/torchtitan#4148",
@@ -313,6 +342,15 @@ CASES = (
         subject=Training(model=BIASED),
         fault=_counted(_of_this_rank),
         doctor=("router", "step 1"),
+    ),
+    Case(
+        id="forced-routing-by-rank",
+        kind=STATE,
+        report="vllm-project/afd-plugin#156",
+        symptom="a forced routing begins with the same experts on every rank",
+        subject=Training(model=FORCED, reference="one rank"),
+        fault=Fault(process=_same_places),
+        doctor=("the output of", "router", "only samples of rank 1"),
     ),
     Case(
         id="bias-counts-a-skipped-step",
