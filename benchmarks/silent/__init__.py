@@ -46,7 +46,7 @@ def run(options: Options) -> int:
     kinds = {case.kind for case in CASES.values()}
     for name in options.case:
         if name not in CASES and name not in kinds:
-            near = difflib.get_close_matches(name, [*sorted(kinds), *CASES], n=3, cutoff=0.5)
+            near = difflib.get_close_matches(name, [*sorted(kinds), *CASES], n=3, cutoff=0.6)
             hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
             raise ConfigurationError(f"--case {name} is no case{hint}: moe-bench silent --names lists them all")
     if options.names:

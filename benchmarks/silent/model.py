@@ -90,7 +90,7 @@ class Manual(Language):
             self.clip_gradients(optimizer, gradient_clip_val=self.clips_at)
             optimizer.step()
         for schedule in self.lr_schedulers():  # type: ignore[union-attr]
-            schedule.step()  # type: ignore[call-arg]
+            schedule.step()
 
 
 class Idle(Language):

@@ -23,8 +23,9 @@ moe-bench silent --case norm-without-experts              # one, in seconds
 Each case trains a tiny GPT with experts for three steps on 1, 2 or 4 ranks, saves a checkpoint, and resumes from it in
 new processes for three more. The loss, every gradient, the gradient norm, parameters and buffers, the optimizer's
 moments and learning rates are compared with a loop of plain PyTorch in one process, whose experts are computed one by
-one, or, where noise is drawn, with our own run on one rank; cases of kernels and exports compare with arithmetic. Limits: loss 1e-5; gradients 1e-4 and moments 2e-4 of the
-largest element of their tensor; norm 1e-5; parameters 1e-5, in float32.
+one, or, where noise is drawn, with our own run on one rank; cases of kernels and exports compare with arithmetic.
+Limits: loss 1e-5; gradients 1e-4 and moments 2e-4 of the largest element of their tensor; norm 1e-5; parameters 1e-5,
+in float32.
 
 Then **the fault of the report is put into our code**, in the processes of that run, and the comparison must see it: a
 case without teeth is no case. The last column says whether the [parity doctor](doctor.md), which knows nothing of the

@@ -113,7 +113,7 @@ def build(training: Training) -> pl.LightningModule:
     pl.seed_everything(7, verbose=False)
     module = training.module(training.model)
     module.configure_model()
-    gpt_module.mean_over_targets = plain_mean  # in this process, which is the reference's alone
+    vars(gpt_module)["mean_over_targets"] = plain_mean  # in this process, which is the reference's alone
     for layer in moe_layers(module):
         layer.__class__ = PlainMoE
         vars(layer).pop("forward", None)  # nothing is computed again here

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.silent.case import KINDS
+from benchmarks.silent.case import KINDS, Limits
 from benchmarks.silent.catalogue import CASES
+from benchmarks.silent.comparison import Run, Snapshot, unexplained
 from benchmarks.silent.runner import run_case, run_composition
 from moe_lightning.cli.bench import main
 
@@ -50,5 +51,25 @@ def test_every_case_is_whole() -> None:
 
 
 def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["silent", "--case", "nothing"]) == 2
-    assert "--case nothing is no case: choose of" in capsys.readouterr().err
+    assert main(["silent", "--case", "nope"]) == 2
+    assert capsys.readouterr().err.endswith("--case nope is no case: moe-bench silent --names lists them all\n")
+    assert main(["silent", "--case", "norm-wthout-expert"]) == 2
+    assert "did you mean 'norm-without-experts'" in capsys.readouterr().err
+
+
+def test_names_are_listed_and_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["silent", "--names"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(CASES)
+
+
+def test_what_rounding_explains_is_no_difference() -> None:
+    def run(*losses: float) -> Run:
+        empty = Snapshot(tensors={}, moments={}, rates={})
+        return Run(losses=list(losses), gradients=[{}, {}], snapshots=[empty, empty], gaps=[1.0, 1.0])
+
+    exact, plain = run(1.0, 2.0), run(1.0, 2.0 + 1e-4)
+    assert unexplained(run(1.0, 2.0 - 2.9e-4), plain, exact, Limits())[0] == []
+    left, ratio = unexplained(run(1.0, 2.0 - 3.1e-4), plain, exact, Limits())
+    assert [str(difference).partition(":")[0] for difference in left] == ["loss of step 2"]
+    assert ratio == pytest.approx(3.1, rel=1e-3)
+    assert unexplained(run(1.1, 2.0), plain, exact, Limits())[0], "plain PyTorch is exact in the first step"

@@ -22,7 +22,12 @@ Pair = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 
 
 def _products(
-    tokens: Sequence[int], rows: int, *, expands: bool = False, transposes: bool = False, dtype: torch.dtype = torch.float32
+    tokens: Sequence[int],
+    rows: int,
+    *,
+    expands: bool = False,
+    transposes: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Pair:
     """The product and its gradients by all implementations of this machine, and by a loop in float64."""
     generator = torch.Generator().manual_seed(0)

@@ -257,7 +257,7 @@ CASES = (
         id="balance-loss-counts-padding-of-tensor-ranks",
         kind=GRADIENTS,
         report="NVIDIA/Megatron-LM#7452",
-        symptom="with padding under sequence parallelism a local count becomes that of all ranks, and the gradient doubles",
+        symptom="with padding under sequence parallelism a local count becomes a global one, and the gradient doubles",
         subject=Training(model=BALANCED, data=PaddedTokens, strategy={"mesh": {"tp": 2}}),
         fault=_auxiliary(lambda loss: 2 * loss),
         doctor=("the loss", "auxiliary loss"),
