@@ -230,6 +230,9 @@ def _partings(step: int, run: StepRecord, alone: StepRecord, tolerance: float, s
     for name, digest in run.weights.items():
         if digest.differing is not None:
             yield _of_tensor(step, "weights", name, digest, alone.weights.get(name, digest))
+    whole = {name: digest for name, digest in alone.weights.items() if name in run.weights}
+    if all(digest.differing is None for digest in run.weights.values()):
+        yield from _of_tensors(step, "weights", run.weights, whole, tolerance, seen)
     if run.batches_of_ranks:
         yield from _of_batches(step, run)
     uncounted = list(alone.counts)

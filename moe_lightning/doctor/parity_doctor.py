@@ -19,6 +19,7 @@ from typing_extensions import override
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.doctor.comparison import Comparison, Parting, compare, merged
+from moe_lightning.doctor.read_back import ReadBack
 from moe_lightning.doctor.recorder import Recorder
 from moe_lightning.doctor.reference import Batches, follow, one_process_loader, pristine_copy, without_dropout
 from moe_lightning.errors import ConfigurationError, ParityError
@@ -99,6 +100,11 @@ def _cause(partings: Sequence[Parting], num_ranks: int) -> str:
     if math.isnan(first.here) and not math.isnan(first.there):
         return "a number that is none: overflow, or memory that was never written"
     alike = [p for p in partings if p.kind == first.kind]
+    if first.kind == "weights" and first.differing is None:
+        return (
+            "one process has them as checkpoints do, from all ranks: they come together from other experts, layers or "
+            f"shards than they are of{_all(alike)}"
+        )
     if first.kind == "weights":
         return "copies of one tensor part before the step: one of them was not sent, or not updated"
     if first.kind == "inputs":
@@ -175,8 +181,10 @@ class ParityDoctor(Callback):
     Each step of the reference begins with the weights of the run and takes the same samples. Under
     ExpertParallelStrategy it reads them itself; under stock strategies (one device, DDP) it takes what the ranks got,
     as micro-batches. Inputs, outputs of modules, assignments of experts, losses, gradients before and after clipping,
-    and updates are compared by digests that add up over ranks. torch's own dropout is turned off. Rank 0 needs room for
-    a second copy of the whole model with its optimizer, and on the host for `steps` times its weights.
+    and updates are compared by digests that add up over ranks. If all is the same, a checkpoint is written and read
+    back into a state that was overwritten: weights, moments, schedules and the position of the data must return as they
+    were. torch's own dropout is turned off. Rank 0 needs room for a second copy of the whole model with its optimizer,
+    and on the host for `steps` times its weights.
 
     Args:
         steps: to compare; fewer where the training, or under stock strategies its first epoch, ends before.
@@ -202,6 +210,7 @@ class ParityDoctor(Callback):
         self._batches: list[Any] = []
         self._remarks: list[str] = []
         self._world, self._is_own = World.single(), False
+        self._read_back: ReadBack | None = None
 
     # ------------------------------------------------------------------ before
 
@@ -226,6 +235,7 @@ class ParityDoctor(Callback):
         without = without_dropout(pl_module)
         self._remarks = [f"torch's dropout is off ({', '.join(without)}): each rank draws its own"] if without else []
         self._recorder.begin(trainer, pl_module)
+        self._read_back = ReadBack(trainer)
 
     # ------------------------------------------------------------------ steps
 
@@ -269,12 +279,12 @@ class ParityDoctor(Callback):
         self._recorder.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         done, is_last = len(self._recorder.notes), trainer.is_last_batch and not self._is_own
         if done == self._steps or done == trainer.max_steps or is_last:
-            self._conclude(trainer)
+            self._conclude(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.comparison is None and self._recorder.notes:
-            self._conclude(trainer)
+            self._conclude(trainer, pl_module)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -283,8 +293,8 @@ class ParityDoctor(Callback):
 
     # ------------------------------------------------------------------ after
 
-    def _conclude(self, trainer: pl.Trainer) -> None:
-        """Take the steps in one process, and say on every rank where they part; collective."""
+    def _conclude(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Take the steps in one process, say on every rank where they part, and read a checkpoint back; collective."""
         self._recorder.end()
         verdict: list[Any] = [None, None]
         if self._copy is not None:
@@ -298,9 +308,17 @@ class ParityDoctor(Callback):
             print(table(self.comparison, self._world.size, self._remarks), flush=True)
             verdict = [None, parting]
         failure, parting = all_gather_json(verdict, self._world)[0]
-        if failure is not None or parting is not None:
+        problem = failure or parting
+        if problem is None:
+            assert self._read_back is not None
+            problem = self._read_back.first_change(trainer, module, self._world)
+            if self._copy is not None:
+                print(
+                    _lines([("resume", problem or "a checkpoint of the last step is read back as it was")]), flush=True
+                )
+        if problem is not None:
             _end_without_traceback(self._world.rank)
-            raise ParityError(failure or parting)
+            raise ParityError(problem)
         if self.comparison is None:
             self.comparison = Comparison(partings=(), steps=len(self._recorder.notes), tensors=0, largest=0.0)
         trainer.should_stop = True

@@ -1,20 +1,24 @@
-"""What the doctor refuses to compare, and how closely it compares."""
+"""What the doctor refuses to compare, how closely it compares, and what it reads back."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, Strategy
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from moe_lightning.doctor.comparison import Digest, StepRecord, compare
 from moe_lightning.doctor.parity_doctor import ParityDoctor
 from moe_lightning.doctor.reference import one_process_loader
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.errors import ConfigurationError, ParityError
 
 
 class Numbers(IterableDataset[int]):
@@ -69,3 +73,62 @@ def updated(norm: float) -> StepRecord:
 def test_updates_pass_on_what_gradients_differ_by_in_16_bits(tolerance: float, norm: float, same: bool) -> None:
     found = compare([updated(norm)], [updated(1.0)], tolerance)
     assert [parting.kind for parting in found.partings] == ([] if same else ["update"])
+
+
+class Small(pl.LightningModule):
+    """A layer with momentum, a schedule and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.register_buffer("scale", torch.ones(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.scale: Tensor = self.scale * 1.5
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
+
+
+def examined(folder: Path) -> str:
+    """What the doctor says of a training of `Small`; empty if it finds nothing."""
+    plain = {"enable_checkpointing": False, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    run = pl.Trainer(
+        max_epochs=1, default_root_dir=folder, enable_model_summary=False, callbacks=[ParityDoctor()], **plain
+    )
+    try:
+        run.fit(Small(), DataLoader(torch.randn(12, 4), batch_size=4))  # type: ignore[arg-type]
+    except ParityError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_is_read_back_and_the_training_goes_on_as_it_was(tmp_path: Path) -> None:
+    assert not examined(tmp_path)
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "own", "words"),
+    [
+        (Strategy, "load_optimizer_state_dict", lambda *_: None, "of layer.weight is not in it"),
+        (torch.optim.lr_scheduler.StepLR, "load_state_dict", lambda *_: None, "the schedule of last_epoch"),
+        (Strategy, "load_model_state_dict", lambda *_, **__: None, "the weights of layer.weight are nan, not"),
+    ],
+)
+def test_what_a_resume_would_lose_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: Any, name: str, own: Any, words: str
+) -> None:
+    monkeypatch.setattr(owner, name, own)
+    assert re.match(f"a checkpoint is not read back as it was: .*{words}", examined(tmp_path))
+
+
+def test_a_buffer_that_is_not_read_back_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def without_scale(self: Any, checkpoint: Any, strict: bool = True) -> None:
+        weights = {key: value for key, value in checkpoint["state_dict"].items() if key != "scale"}
+        self.lightning_module.load_state_dict(weights, strict=False)
+
+    monkeypatch.setattr(Strategy, "load_model_state_dict", without_scale)
+    assert "the buffer of scale is nan, not 3.375: a resume would route" in examined(tmp_path)

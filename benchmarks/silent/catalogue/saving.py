@@ -21,7 +21,7 @@ from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.moe.randomness import SampleStream
 
 KIND = "saving and resuming"
-AFTER = "it examines a training's first steps, not a resume"
+BACK = "a checkpoint is not read back as it was"
 
 
 def _experts_of_first_rank() -> None:
@@ -167,7 +167,7 @@ CASES = (
         symptom="a checkpoint holds the experts of one rank, and a resume gives them to all",
         subject=Training(),
         fault=Fault(process=_experts_of_first_rank),
-        beyond=AFTER,
+        doctor=("the weights of", "expert 3", "from all ranks"),
     ),
     Case(
         id="moments-lost",
@@ -176,7 +176,7 @@ CASES = (
         symptom="a new optimizer has no moments to restore into, and begins again from zero",
         subject=Training(),
         fault=_of_optimizers(lambda state: state.clear()),
-        beyond=AFTER,
+        doctor=(BACK, "not in it"),
     ),
     Case(
         id="moments-of-experts-stale",
@@ -185,7 +185,7 @@ CASES = (
         symptom="conversion of a checkpoint leaves the moments of experts as they were",
         subject=Training(strategy={"dense": "zero1"}),
         fault=_of_optimizers(_no_expert_moments),
-        beyond=AFTER,
+        doctor=(BACK, "exp_avg", "expert", "moments"),
     ),
     Case(
         id="number-of-updates-lost",
@@ -194,7 +194,7 @@ CASES = (
         symptom="the optimizer's count of steps is not saved, and its bias corrections begin again",
         subject=Training(strategy={"dense": "fsdp"}),
         fault=_of_optimizers(_first_step),
-        beyond=AFTER,
+        doctor=(BACK, "step of", "count its steps"),
     ),
     Case(
         id="schedule-lost",
@@ -203,7 +203,7 @@ CASES = (
         symptom="the learning-rate schedule is not saved, and begins again",
         subject=Training(),
         fault=Fault(process=_fresh_schedule),
-        beyond=AFTER,
+        doctor=(BACK, "the schedule"),
     ),
     Case(
         id="samples-repeat",
@@ -212,7 +212,7 @@ CASES = (
         symptom="a checkpoint inside of an epoch resumes at the epoch's first sample",
         subject=Training(),
         fault=Fault(process=_from_the_first_sample),
-        beyond=AFTER,
+        doctor=(BACK, "the position", "samples again"),
     ),
     Case(
         id="shuffle-lost",
@@ -221,7 +221,7 @@ CASES = (
         symptom="batches are skipped of another permutation than the one that was trained on",
         subject=Training(shuffles=True, reference="one rank"),
         fault=Fault(process=_from_the_first_sample),
-        beyond=AFTER,
+        doctor=(BACK, "the position", "samples again"),
     ),
     Case(
         id="noise-repeats",
@@ -230,7 +230,7 @@ CASES = (
         symptom="random streams of most ranks are not restored, and dropout and routing noise are others",
         subject=Training(model={"dropout": 0.2}, reference="one rank"),
         fault=Fault(process=_noise_of_first_steps),
-        beyond=AFTER,
+        beyond="noise of later steps is other noise",
     ),
     Case(
         id="more-ranks",
@@ -239,7 +239,7 @@ CASES = (
         symptom="experts of a checkpoint of several ranks do not come together on another number of ranks",
         subject=Training(resumed_ranks=4),
         fault=Fault(process=_experts_in_reverse),
-        beyond=AFTER,
+        doctor=(BACK, "the weights", "another expert"),
     ),
     Case(
         id="another-placement",
@@ -248,7 +248,7 @@ CASES = (
         symptom="every rank takes the first block of experts, whose shapes fit",
         subject=Training(resumed_strategy={"placement": [[1, 0], [0, 1], [1, 1], [0, 1]]}),
         fault=Fault(process=_experts_by_place),
-        beyond=AFTER,
+        doctor=(BACK, "the weights", "another expert"),
     ),
     Case(
         id="another-sharding",
@@ -257,7 +257,7 @@ CASES = (
         symptom="a checkpoint loads under another sharding, and drops the moments without a word",
         subject=Training(strategy={"dense": "fsdp"}, resumed_ranks=4, resumed_strategy={"dense": "zero1", "copies": 2}),
         fault=_of_optimizers(lambda state: state.clear()),
-        beyond=AFTER,
+        doctor=(BACK, "not in it"),
     ),
     Case(
         id="stages-by-local-names",
@@ -266,7 +266,7 @@ CASES = (
         symptom="pipeline stages name layers from zero each, so a checkpoint of one stage loads wrong layers in two",
         subject=Training(model={"router": {"aux_loss_coef": 0.0}}, resumed_strategy={"mesh": {"pp": 2}}),
         fault=_of_model(_local_layers),
-        beyond=AFTER,
+        doctor=(BACK, "the weights", "layer"),
     ),
     Case(
         id="adapters-from-scratch",
@@ -275,7 +275,7 @@ CASES = (
         symptom="adapters of experts are skipped when a checkpoint is loaded, and start from scratch",
         subject=Training(module=Adapted),
         fault=_of_model(_fresh_adapters),
-        beyond=AFTER,
+        doctor=(BACK, "lora", "never written"),
     ),
     Case(
         id="selection-bias-not-saved",
@@ -284,7 +284,7 @@ CASES = (
         symptom="what is saved leaves the selection bias out, and other experts are chosen after a reload",
         subject=Training(model=BIASED),
         fault=_of_model(_no_biases),
-        beyond=AFTER,
+        doctor=(BACK, "expert_bias", "route"),
     ),
     Case(
         id="weights-rounded-by-a-resume",
@@ -293,7 +293,7 @@ CASES = (
         symptom="master weights are made again of rounded ones by every resume",
         subject=Training(),
         fault=_of_model(_half_precision),
-        beyond=AFTER,
+        doctor=(BACK, "the weights", "rounded"),
     ),
     Case(
         id="average-trained-on",

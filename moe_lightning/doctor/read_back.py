@@ -1,0 +1,183 @@
+"""A checkpoint that is written, and read back into a training whose state was overwritten in between."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from moe_lightning.compat import private_lightning
+from moe_lightning.doctor.recorder import blocks
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
+from moe_lightning.state.tensors import local
+
+_LOST = torch.nan
+"""Stands in the place of every number until it is read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """The first number on a rank that came back as another one.
+
+    Attributes:
+        what: "the weights", "the buffer", a moment's name, "the learning rate", "the schedule" or "the position".
+        name: of the tensor, or of what has the number.
+        before, after: norms, or the numbers themselves; after is None where nothing came back.
+    """
+
+    what: str
+    name: str
+    before: float
+    after: float | None
+
+    def __str__(self) -> str:
+        verb = "are" if self.what == "the weights" else "is"
+        was = f"a checkpoint is not read back as it was: {self.what} of {self.name} {verb}"
+        if self.after is None:
+            return f"{was} not in it, and a resume would begin without"
+        return f"{was} {self.after:.6g}, not {self.before:.6g}: {self._cause()}"
+
+    def _cause(self) -> str:
+        if self.what == "the weights" and self.after != self.before:
+            return "those of another expert, layer or rank, rounded, or never written"
+        if self.what == "the weights":
+            return "the same numbers in other places: another order of experts, or a transpose"
+        if self.what == "the position":
+            return "a resume would train on samples again, or leave some out"
+        if self.what in ("the schedule", "the learning rate"):
+            return "a resume would begin the schedule again"
+        if self.what == "the buffer":
+            return "a resume would route, or normalize, in another way"
+        return "a resume would update with other moments, or count its steps anew"
+
+
+class ReadBack:
+    """Writes a checkpoint at the end of a training and reads it back; to be made when the training starts.
+
+    Args:
+        trainer: its schedules and positions are still those of a new training.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._schedules = [_numbers_of(config.scheduler) for config in _schedules(trainer)]
+
+    def first_change(self, trainer: pl.Trainer, module: pl.LightningModule, world: World) -> str | None:
+        """Return a sentence on the first rank's first number that does not come back; collective."""
+        before = {key: value.clone() for key, value in _state(trainer, module)}
+        with tempfile.TemporaryDirectory(dir=_folder(trainer)) as own:
+            folder = all_gather_json(own, world)[0]
+            path = Path(folder) / "doctor.ckpt"
+            trainer.save_checkpoint(path)
+            self._forget(trainer, module)
+            _read(trainer, module, path)
+            after = dict(_state(trainer, module))
+            change = next(iter(_changes(before, after)), None)
+            told = all_gather_json(None if change is None else str(change), world)  # all have read the file
+        return next((each for each in told if each is not None), None)
+
+    @torch.no_grad()
+    def _forget(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Leave nothing of the training in the objects that a checkpoint is read into."""
+        for tensor in _trained(module):
+            tensor.fill_(_LOST)
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group["lr"] = _LOST
+        for config, state in zip(_schedules(trainer), self._schedules, strict=True):
+            vars(config.scheduler).update(state)
+        for sampler in _samplers(trainer):
+            sampler.consumed = 0
+
+
+def _trained(module: nn.Module) -> Iterator[Tensor]:
+    """Weights that are trained, and buffers that checkpoints hold."""
+    yield from (local(p) for p in module.parameters() if p.requires_grad and not p.is_meta)
+    yield from (buffer for _, buffer in _buffers(module))
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that checkpoints hold; of batch norm a checkpoint has those of one rank, where each has its own."""
+    own = {buffer for part in module.modules() if isinstance(part, _BatchNorm) for buffer in part.buffers()}
+    saved = module.state_dict().keys()
+    return (
+        (name, buffer)
+        for name, buffer in module.named_buffers()
+        if name in saved and buffer not in own and buffer.is_floating_point() and not buffer.is_meta
+    )
+
+
+def _state(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """This rank's part of what a checkpoint holds, by what it is and its name, in the order of reports."""
+    states = {p: state for optimizer in trainer.optimizers for p, state in optimizer.state.items()}
+    of_blocks: list[tuple[tuple[str, str], Tensor]] = []
+    for block in blocks(trainer, module):
+        yield ("the weights", block.name), block.of(local(block.parameter))
+        for key, value in states.get(block.parameter, {}).items():
+            if isinstance(value, Tensor):
+                is_whole = local(value).shape != local(block.parameter).shape
+                of_blocks.append(((key, block.name), local(value) if is_whole else block.of(local(value))))
+    for name, buffer in _buffers(module):
+        yield ("the buffer", name), buffer
+    yield from of_blocks
+    for number, optimizer in enumerate(trainer.optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            yield ("the learning rate", f"group {index} of optimizer {number}"), torch.as_tensor(group["lr"])
+    for number, config in enumerate(_schedules(trainer)):
+        for key, value in _numbers_of(config.scheduler).items():
+            yield ("the schedule", f"{key} of scheduler {number}"), torch.as_tensor(value)
+    for number, sampler in enumerate(_samplers(trainer)):
+        yield ("the position", f"loader {number}"), torch.as_tensor(sampler.consumed)
+
+
+def _changes(before: Mapping[tuple[str, str], Tensor], after: Mapping[tuple[str, str], Tensor]) -> Iterator[Change]:
+    for (what, name), value in before.items():
+        found = after.get((what, name))
+        if found is None:
+            yield Change(what=what, name=name, before=_size(value), after=None)
+        elif not torch.equal(value.nan_to_num(), found.nan_to_num()):
+            yield Change(what=what, name=name, before=_size(value), after=_size(found))
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.detach().double().norm()) if tensor.ndim else float(tensor)
+
+
+def _read(trainer: pl.Trainer, module: pl.LightningModule, path: Path) -> None:
+    """Read as a Trainer does that resumes, but for the progress of its loops."""
+    strategy = trainer.strategy
+    checkpoint = strategy.load_checkpoint(path, weights_only=False)
+    module.on_load_checkpoint(checkpoint)
+    strategy.load_model_state_dict(checkpoint, strict=bool(module.strict_loading))
+    strategy.load_optimizer_state_dict(checkpoint)
+    for config, state in zip(_schedules(trainer), checkpoint["lr_schedulers"], strict=True):
+        config.scheduler.load_state_dict(state)
+
+
+def _schedules(trainer: pl.Trainer) -> list[Any]:
+    return list(trainer.strategy.lr_scheduler_configs)
+
+
+def _numbers_of(scheduler: Any) -> dict[str, Any]:
+    return {key: value for key, value in scheduler.state_dict().items() if isinstance(value, int | float)}
+
+
+def _samplers(trainer: pl.Trainer) -> list[Any]:
+    """The samplers of loaders with a position of their own."""
+    loaders = private_lightning.tree_leaves(getattr(trainer.train_dataloader, "iterables", trainer.train_dataloader))
+    return [loader.step_sampler for loader in loaders if hasattr(loader, "step_sampler")]
+
+
+def _folder(trainer: pl.Trainer) -> str:
+    """Return a folder that all ranks reach, as they reach checkpoints."""
+    os.makedirs(trainer.default_root_dir, exist_ok=True)
+    return str(trainer.default_root_dir)
