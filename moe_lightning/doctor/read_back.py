@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from moe_lightning.compat import private_lightning
 from moe_lightning.doctor.recorder import blocks
@@ -106,8 +105,8 @@ def _trained(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that checkpoints hold; of batch norm a checkpoint has those of one rank, where each has its own."""
-    own = {buffer for part in module.modules() if isinstance(part, _BatchNorm) for buffer in part.buffers()}
+    """Buffers that checkpoints hold, but for running statistics: each rank has its own, a checkpoint those of one."""
+    own = {buffer for part in module.modules() if hasattr(part, "track_running_stats") for buffer in part.buffers()}
     saved = module.state_dict().keys()
     return (
         (name, buffer)

@@ -36,10 +36,8 @@ class ElasticRunOptions:
     """Options of the command line."""
 
     ranks: Annotated[int, Interval(ge=1, le=1024)] = option("workers of this machine", 2)
-    num_nodes: PositiveInt = option("machines that run this command", 1, former="--nodes")
-    rdzv_endpoint: str | None = option(
-        "of the rendezvous host, for several machines", None, metavar="HOST:PORT", former="--lighthouse"
-    )
+    num_nodes: PositiveInt = option("machines that run this command", 1)
+    rdzv_endpoint: str | None = option("of the rendezvous host, for several machines", None, metavar="HOST:PORT")
     secret_file: Path | None = option("a copy of the rendezvous host's", None, metavar="FILE")
     node: str | None = option("this machine's name as a failure domain", None)
     log_dir: OutputFolder = option("output of the other ranks", Path("logs"))

@@ -431,6 +431,7 @@ OF_OTHER_LIBRARIES = {
     ("train.py", "_option_string_actions"),
     ("pipeline.py", "_fields"),
     ("export.py", "_model_mapping"),
+    ("export.py", "_keep_in_fp32_modules_strict"),
     ("attention.py", "_supports_attention_backend"),
     ("attention.py", "_supports_sdpa"),
     ("attention.py", "_attn_implementation"),
