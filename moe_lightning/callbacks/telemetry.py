@@ -28,6 +28,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.callbacks.loggers import log_histograms
+from moe_lightning.callbacks.routing_health import RoutingHealth
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.private_lightning import SummaryShown, SummaryTable
 from moe_lightning.config import validated
@@ -108,6 +109,7 @@ class Telemetry(Callback):
     * moe/layerNN/expert_imbalance_ratio: busiest expert over the mean; moe/layerNN/rank_imbalance_ratio: busiest rank
       over the mean, so after replicas and quotas did their work; moe/expert_imbalance_ratio and
       moe/rank_imbalance_ratio: their means over the layers
+    * dead experts, entropy, drift and quantiles of imbalance: see `RoutingHealth`
     * moe/layerNN/dropped_fraction of assignments, moe/layerNN/auxiliary_loss (mean)
     * comm/exchange_ms (maximum) of a step in token exchanges, waits for slower ranks included
     * comm/layerNN/exchanged_rows and comm/layerNN/exchanged_bytes that left their rank in the last
@@ -115,8 +117,8 @@ class Telemetry(Callback):
 
     Numbers of MoE layers are those of the step's last micro-batch. W&B also gets moe/layerNN/expert_load, a histogram
     over the experts, which it draws as a heat map over time. Every logger's configuration gets the model's numbers of
-    parameters, each expert once (`parameters/whole`), and of those that a token passes (`parameters/active`). The first
-    loss that is no number is told in a warning.
+    parameters, each expert once (`parameters/whole`), and of those that a token passes (`parameters/active`). The
+    first loss that is not finite, and layers whose routing collapses, are reported in a warning.
 
     Args:
         expert_load_path: CSV of step, layer and the share of each expert, a row for every layer on logging steps; None:
@@ -144,6 +146,7 @@ class Telemetry(Callback):
         self.tokens_trained = self.tokens_seen = 0
         self.train_s = 0.0
         self._has_warned = False
+        self._health = RoutingHealth()
         self._tokens: int | Tensor = 0
         self._steps, self._flops = 0, 0.0
         self._elapsed_s = 0.0
@@ -194,18 +197,22 @@ class Telemetry(Callback):
             return
         self._warn_of_nan(trainer, outputs)
         layers = moe_layers(pl_module)
+        loads = expert_loads(layers)
+        health = self._health.observe({layer: shares_E.numpy() for layer, shares_E in loads.items()})
         metrics = [
             *self._pace(),
             *self._exchanges(trainer),
             *_device_metrics(trainer),
             *_optimizer_metrics(trainer),
             *layer_metrics(layers),
+            *(Metric(name=name, value=value) for name, value in health.items()),
         ]
         numbers = reduced(metrics, trainer)
         self.tokens_seen += round(numbers["train/tokens_seen"])
         pl_module.log_dict(numbers | {"train/tokens_seen": float(self.tokens_seen)})
         if trainer.is_global_zero:
-            loads = expert_loads(layers)
+            for sentence in self._health.warnings(trainer.global_step):
+                warnings.warn(sentence, stacklevel=2)
             if self._path is not None:
                 _write_expert_load(self._path, trainer.global_step, loads)
             if self._placements is not None:

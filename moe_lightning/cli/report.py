@@ -22,6 +22,7 @@ import yaml
 from numpy.typing import NDArray
 
 from moe_lightning.arguments import OutputFile, option
+from moe_lightning.callbacks.routing_health import WINDOW, RoutingHealth
 from moe_lightning.cli.plot import (
     Metrics,
     balance_pictures,
@@ -193,7 +194,26 @@ def loads(directory: Path) -> Section:
         caption = f"Busiest on average: expert {busiest}, {100 * shares_SE[:, busiest].mean():.3g} %."
         picture = heat_map(means_SE, [steps[0], *(steps[group[-1]] for group in groups[1:])], title)
         parts.append(figure(svg(picture), f"heat map of the loads of the {title}", caption))
+    parts += _health(shares_LSE)
     return Section(name="loads", title="Expert loads", parts=parts)
+
+
+def _health(shares_LSE: NDArray[np.float64]) -> Iterator[str]:
+    """A table of the layers' routing at the end of the run."""
+    health, numbers = RoutingHealth(), dict[str, float]()
+    for step in range(shares_LSE.shape[1]):
+        numbers = health.observe(dict(enumerate(shares_LSE[:, step])))
+    names = ("dead_experts_count", "load_entropy_ratio", "load_drift_fraction")
+    rows = [
+        [layer, *(f"{numbers[f'moe/layer{layer:02d}/{name}']:.3g}" for name in names)]
+        for layer in range(len(shares_LSE))
+    ]
+    caption = (
+        f"At the last logging step. Dead experts got less than 1 % of an even load over the last {WINDOW} logging "
+        "steps. An entropy of 1 is an even load, 0 is one expert. Drift is the share of assignments that went to other "
+        "experts than over those steps."
+    )
+    yield table(["MoE layer", "dead experts", "entropy", "drift"], rows, caption)
 
 
 def imbalance(directory: Path, metrics: Metrics) -> Section:

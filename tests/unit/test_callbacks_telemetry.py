@@ -46,12 +46,11 @@ def _fit(callbacks: list[pl.Callback], *, steps: int = 6, **options: Any) -> pl.
         accelerator="cpu",
         devices=1,
         max_steps=steps,
-        log_every_n_steps=3,
         gradient_clip_val=1.0,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"num_sanity_val_steps": 0, "logger": False, **options},
+        **{"num_sanity_val_steps": 0, "logger": False, "log_every_n_steps": 3, **options},
     )
     module = GPTModule(TINY, OptimizerConfig(lr=2e-3, warmup_steps=0, decay="constant"))
     held_out = DataLoader(RandomTokens(24), batch_size=12) if options.get("num_sanity_val_steps") else None
@@ -101,6 +100,15 @@ def test_means_over_layers() -> None:
 
 def test_a_layer_that_never_ran_has_no_numbers() -> None:
     assert list(layer_metrics([MoELayer(8, 8, num_experts=2)])) == []
+
+
+def test_warns_of_a_layer_whose_routing_has_collapsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "expert_loads", lambda layers: {0: torch.eye(4, dtype=torch.float64)[1]})
+    logged = Logged()
+    with pytest.warns(UserWarning, match=r"3 of 4 experts of MoE layer 0 \(0, 2, 3\) .* collapsed") as warned:
+        _fit([Telemetry(), logged], steps=24, log_every_n_steps=1)
+    assert len([one for one in warned if "experts of MoE layer" in str(one.message)]) == 1
+    assert logged.steps[24]["moe/dead_experts_count"] == 3
 
 
 def test_logs_every_n_steps(tmp_path: Path) -> None:
