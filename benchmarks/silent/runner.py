@@ -104,7 +104,7 @@ def _training(case: Case, training: Training) -> dict[str, Any]:
         outcome["loss_apart"] = max((d.apart for d in apart if d.what == "loss"), default=None)
     if not case.beyond:
         try:
-            told = run_ranks(training.ranks, diagnosed, case.id)[0]
+            told = run_ranks(training.ranks, diagnosed, case.id, True)[0]
         except RankFailure as failure:
             told = f"({failure.sentence})"
         is_named = bool(told) and all(word in told for word in case.doctor)

@@ -170,14 +170,15 @@ def unbroken(rank: int, size: int, id: str, folder: str) -> dict[str, Any]:
     return observer.found()
 
 
-def diagnosed(rank: int, size: int, id: str) -> str:
-    """Return what the parity doctor says of a faulty run; empty if it finds nothing."""
+def diagnosed(rank: int, size: int, id: str, is_faulty: bool) -> str:
+    """Return what the parity doctor says of a run; empty if it finds nothing."""
     from moe_lightning import ParityDoctor
 
     case = _case(id)
+    seeds = _seeds(case) if is_faulty else []
     try:
         with redirect_stdout(io.StringIO()):
-            train(rank, size, case.subject, [*_seeds(case), *case.subject.callbacks(), ParityDoctor()])
+            train(rank, size, case.subject, [*seeds, *case.subject.callbacks(), ParityDoctor()])
     except ParityError as error:
         return str(error)
     return ""

@@ -47,6 +47,7 @@ class StepRecord:
         counts: assignments of each expert by layer, before and after drops.
         loss: as it is differentiated, over all micro-batches; None: nobody has it.
         ranks: that held each sample.
+        counted: tokens by which selection biases move, by router.
         biases: changes of selection biases, by router.
         batches_of_ranks: a sample is the whole batch of a rank.
     """
@@ -59,6 +60,7 @@ class StepRecord:
     counts: Mapping[str, Sequence[Sequence[int]]]
     loss: float | None
     ranks: Mapping[int, int]
+    counted: Mapping[str, Digest] = field(default_factory=dict)
     biases: Mapping[str, Digest] = field(default_factory=dict)
     batches_of_ranks: bool = False
 
@@ -86,7 +88,9 @@ def merged(notes: Sequence[Mapping[str, Any]]) -> StepRecord:
                     ]
             if micro["loss"] is not None:
                 loss = micro["loss"] if loss is None else loss + micro["loss"]
-    kinds = {kind: tensors_of(notes, kind) for kind in ("weights", "gradients", "clipped", "updates", "biases")}
+    kinds = {
+        kind: tensors_of(notes, kind) for kind in ("weights", "gradients", "clipped", "updates", "counted", "biases")
+    }
     return StepRecord(
         **kinds,
         rows={
@@ -125,6 +129,8 @@ def _disagreement(held: Sequence[tuple[int, float, float, int, float]]) -> tuple
     rank, projection, square = held[0][:3]
     for other, its_projection, its_square, *_ in held[1:]:
         norm, its_norm = math.sqrt(square), math.sqrt(its_square)
+        if math.isnan(norm) and math.isnan(its_norm):
+            continue
         allowed = 1e-5 * max(norm, its_norm) + held[0][4]
         if not (abs(projection - its_projection) <= allowed and abs(norm - its_norm) <= allowed):
             return rank, other, norm, its_norm
@@ -132,12 +138,23 @@ def _disagreement(held: Sequence[tuple[int, float, float, int, float]]) -> tuple
 
 
 Kind = Literal[
-    "weights", "inputs", "activation", "counts", "loss", "gradient", "clipped gradient", "update", "selection bias"
+    "weights",
+    "inputs",
+    "activation",
+    "counts",
+    "loss",
+    "gradient",
+    "clipped gradient",
+    "update",
+    "counted tokens",
+    "selection bias",
 ]
 
 NOISE = 0.01
 """Share of the tolerance, of the norm over all tensors, below which a tensor is rounding errors only."""
 _ROUNDING = 1e-7
+_EXACT = 1e-6
+"""Tolerance of whole numbers."""
 _PASSED_ON = 4.0
 """Differences of gradients that count are so much larger in an update that divides by the gradient's size. In 32 bits
 they are far below the tolerance anyway."""
@@ -259,6 +276,7 @@ def _partings(step: int, run: StepRecord, alone: StepRecord, tolerance: float, s
     }
     is_low = 10 * tolerance > NOISE
     yield from _of_tensors(step, "update", run.updates, moved, tolerance * (_PASSED_ON if is_low else 1.0), seen)
+    yield from _of_tensors(step, "counted tokens", run.counted, alone.counted, _EXACT, seen)
     yield from _of_tensors(step, "selection bias", run.biases, alone.biases, tolerance, seen)
 
 

@@ -76,6 +76,8 @@ def _what(parting: Parting) -> str:
         return f"the output of {name}"
     if parting.kind == "counts":
         return f"the assignments of {name}"
+    if parting.kind == "counted tokens":
+        return f"the tokens that are counted for the selection bias of {name}"
     if parting.kind == "selection bias":
         return f"the change of the selection bias of {name}"
     return f"the {'weights' if parting.kind == 'weights' else parting.kind} of {name}"
@@ -84,14 +86,14 @@ def _what(parting: Parting) -> str:
 def _how(parting: Parting) -> str:
     if parting.differing is not None:
         rank, other, norm, its_norm = parting.differing
-        verb = "differ" if parting.kind == "weights" else "differs"
+        verb = "differ" if parting.kind in ("weights", "counted tokens") else "differs"
         return f"{verb} between ranks {rank} and {other} (norms {norm:.6g} and {its_norm:.6g})"
     if parting.kind == "inputs" and parting.here == parting.there:
         return f"is the same on ranks {parting.ranks[0]} and {parting.ranks[1]}"
     tells = parting.here != 0 and not math.isnan(parting.ratio) and abs(parting.ratio - 1) > 1e-3
     ratio = f", {parting.ratio:.4g} times that" if tells else ""
     where = f" in {len(parting.samples)} of {parting.total} samples" if parting.total > 1 else ""
-    verb = "are" if parting.kind in ("counts", "weights") else "is"
+    verb = "are" if parting.kind in ("counts", "weights", "counted tokens") else "is"
     return f"{verb} {parting.here:.6g} and in one process {parting.there:.6g}{ratio}{where}"
 
 
@@ -118,10 +120,15 @@ def _cause(partings: Sequence[Parting], num_ranks: int) -> str:
         return "all layers are the same, so the mean over ranks, a weight, or an auxiliary loss is not"
     if first.kind == "update":
         return _of_update(first)
+    if first.kind == "counted tokens":
+        return (
+            "assignments were the same, so others are counted too (of padding, an evaluation, a dummy batch, an "
+            f"earlier step), some twice (in a recomputation), or those of one rank alone{_all(alike)}"
+        )
     if first.kind == "selection bias":
         return (
-            "assignments were the same, so the bias is moved by other counts (padding, evaluation, one rank's alone), "
-            f"in other steps, or rounded{_all(alike)}"
+            "the counts were the same, so the bias is moved in other steps or layers, by another rate, or rounded"
+            f"{_all(alike)}"
         )
     if first.kind == "clipped gradient":
         return f"gradients were the same before clipping, so the norm is not that of the whole model{_all(alike)}"
@@ -180,11 +187,11 @@ class ParityDoctor(Callback):
 
     Each step of the reference begins with the weights of the run and takes the same samples. Under
     ExpertParallelStrategy it reads them itself; under stock strategies (one device, DDP) it takes what the ranks got,
-    as micro-batches. Inputs, outputs of modules, assignments of experts, losses, gradients before and after clipping,
-    and updates are compared by digests that add up over ranks. If all is the same, a checkpoint is written and read
-    back into a state that was overwritten: weights, moments, schedules and the position of the data must return as they
-    were. torch's own dropout is turned off. Rank 0 needs room for a second copy of the whole model with its optimizer,
-    and on the host for `steps` times its weights.
+    as micro-batches. Under manual optimization a batch is a step. Inputs, outputs of modules, assignments of experts,
+    losses, gradients before and after clipping, and updates are compared by digests that add up over ranks. If all is
+    the same, a checkpoint is written and read back into a state that was overwritten: weights, moments, schedules and
+    the position of the data must return as they were. torch's own dropout is turned off. Rank 0 needs room for a second
+    copy of the whole model with its optimizer, and on the host for `steps` times its weights.
 
     Args:
         steps: to compare; fewer where the training, or under stock strategies its first epoch, ends before.
@@ -195,8 +202,7 @@ class ParityDoctor(Callback):
 
     Raises:
         ConfigurationError: steps below 1, a tolerance outside its range; when training starts: a strategy of another
-            kind, a run that changes its ranks or was resumed, manual optimization, or a loader that cannot be read in
-            one process.
+            kind, a run that changes its ranks or was resumed, or a loader that cannot be read in one process.
         ParityError: on every rank, the runs part.
     """
 
@@ -222,7 +228,7 @@ class ParityDoctor(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy
-        _require_comparable(trainer, pl_module)
+        _require_comparable(trainer)
         self._is_own = isinstance(strategy, ExpertParallelStrategy)
         self._world = strategy.world if self._is_own else World.before_setup(strategy.root_device)  # type: ignore[attr-defined]
         loader = one_process_loader(trainer) if self._is_own else None
@@ -262,6 +268,11 @@ class ParityDoctor(Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if self.comparison is None:
             self._recorder.on_before_backward(trainer, pl_module, loss)
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.comparison is None:
+            self._recorder.on_after_backward(trainer, pl_module)
 
     @override
     def on_before_optimizer_step(
@@ -352,7 +363,7 @@ def _like(batch: Any, leaves: list[Any]) -> Any:
     return private_lightning.tree_map(lambda _: next(left), batch)
 
 
-def _require_comparable(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def _require_comparable(trainer: pl.Trainer) -> None:
     strategy = trainer.strategy
     if type(strategy) not in (DDPStrategy, SingleDeviceStrategy) and not isinstance(strategy, ExpertParallelStrategy):
         raise ConfigurationError(
@@ -365,8 +376,4 @@ def _require_comparable(trainer: pl.Trainer, module: pl.LightningModule) -> None
         raise ConfigurationError(
             f"ParityDoctor compares a training's first steps, and this one resumes after step {trainer.global_step}: "
             "drop ckpt_path"
-        )
-    if not module.automatic_optimization:
-        raise ConfigurationError(
-            "ParityDoctor needs automatic optimization: manual optimization does not say where a step begins and ends"
         )

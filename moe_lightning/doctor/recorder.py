@@ -303,6 +303,7 @@ class Recorder(Callback):
                 "gradients": [],
                 "clipped": [],
                 "updates": [],
+                "counted": [],
                 "biases": [],
             }
             self._note["weights"] = [note_of(b, b.of(local(b.parameter.detach()))) for b in blocks(trainer, pl_module)]
@@ -337,16 +338,30 @@ class Recorder(Callback):
 
     @override
     @torch.no_grad()
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Under manual optimization gradients may be clipped before any hook of an update."""
+        if self._note and not pl_module.automatic_optimization and not self._before:
+            self._note["gradients"] = _of_gradients(blocks(trainer, pl_module))
+
+    @override
+    @torch.no_grad()
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         if not self._note:
             return
+        is_first = not self._before
         here = list(blocks(trainer, pl_module))
-        self._note["gradients"] = _of_gradients(here)
-        gathered = all_gather_json({k: self._note[k] for k in ("rank", "gradients")}, self.world)
-        whole = tensors_of(gathered, "gradients")
+        gradients = _of_gradients(here)
+        if pl_module.automatic_optimization:
+            self._note["gradients"] = gradients
+        if is_first:
+            self._note["counted"] = [_note(name, (0,), counts, 0.0) for name, counts in _counts_for_biases(pl_module)]
+        whole = tensors_of(all_gather_json({"rank": self.world.rank, "gradients": gradients}, self.world), "gradients")
+        later = {p for other in trainer.optimizers if other is not optimizer for p in _parameters_of(other)}
         for block in here:
+            if block.parameter in later or _key(block) in self._before:
+                continue
             value = block.of(local(block.parameter.detach()))
             digest = whole.get(block.name)
             if digest is not None and digest.norm > 0 and block.parameter.grad is not None:
@@ -356,7 +371,8 @@ class Recorder(Callback):
             else:  # what has never had a gradient decays only, as is certain; later its moments may be noise
                 certain = torch.full_like(value, float(block.name not in self._had_gradient), dtype=torch.float32)
             self._before[_key(block)] = value.clone(), certain
-        self._had_gradient |= {name for name, digest in whole.items() if digest.norm != 0}
+            if digest is not None and digest.norm != 0:
+                self._had_gradient.add(block.name)
 
     @override
     @torch.no_grad()
@@ -400,11 +416,22 @@ def selection_biases(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, router.expert_bias_E
 
 
+def _counts_for_biases(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The counts of tokens by which each selection bias will move, by the router's name."""
+    for name, router in module.named_modules():
+        if isinstance(router, Router) and router.config.bias_update_rate:
+            yield name, router.unbalanced_tokens_E.double()
+
+
 def _key(block: Block) -> str:
     return f"{block.name} {block.offsets}"
 
 
-def _of_gradients(here: Sequence[Block]) -> list[Note]:
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _of_gradients(here: Iterable[Block]) -> list[Note]:
     with_gradients = [block for block in here if block.parameter.grad is not None]
     return [note_of(block, block.of(local(block.parameter.grad))) for block in with_gradients]  # type: ignore[arg-type]
 

@@ -359,7 +359,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._shards_of = partial(cut_groups, dense, wanted=shard_size, tensors=self._axes.tp)
         self._shard_size = shard_size
         self._of_state: dict[str, Any] = {"dense": dense, "max_slots": slots, "on_host": offload_optimizer}
-        self._check_replicas_every, self._stop_on_nan = check_replicas_every, stop_on_nan
+        self._check_replicas_every, self.stop_on_nan = check_replicas_every, stop_on_nan
         self._stall_warning_s = stall_warning_s
         self.begin()
 
@@ -369,8 +369,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.worlds = Worlds(self._axes, self._shards_of, self._shard_size)
         self.state = TrainState(self.worlds, **self._of_state)
         self.steps = Steps(self.worlds, self.state, check_replicas_every=self._check_replicas_every)
-        self._finite = FiniteWatch(self._stop_on_nan)
-        self.look_at_gradients = None if self._stop_on_nan is None else self._finite.look_at_own
+        self._finite = FiniteWatch(self.stop_on_nan)
+        self.look_at_gradients = None if self.stop_on_nan is None else self._finite.look_at_own
         self._clipped: int | None = None  # the optimizer whose gradients have been looked at
         self._stalls = StallWatch(self._stall_warning_s)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum

@@ -10,7 +10,9 @@ import pytest
 from benchmarks.silent.case import KINDS, Limits
 from benchmarks.silent.catalogue import CASES
 from benchmarks.silent.comparison import Run, Snapshot, unexplained
+from benchmarks.silent.ranks import run_ranks
 from benchmarks.silent.runner import run_case, run_composition
+from benchmarks.silent.training import diagnosed
 from moe_lightning.cli.bench import main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "silent-errors.md"
@@ -23,6 +25,21 @@ def test_a_case_holds_and_its_fault_is_seen(id: str) -> None:
     result = run_case(CASES[id])
     assert result.is_good(CASES[id]), result.problem or "the fault of the report is not seen"
     assert result.doctor in ("", "named"), result.told
+
+
+def _is_examined(id: str) -> bool:
+    return bool(CASES[id].doctor)
+
+
+HEALTHY = ["norms-in-manual-optimization", "bias-counts-a-skipped-step"]
+
+
+@pytest.mark.parametrize(
+    "id",
+    [*HEALTHY, *(pytest.param(id, marks=pytest.mark.slow) for id in filter(_is_examined, CASES) if id not in HEALTHY)],
+)
+def test_the_doctor_finds_nothing_without_a_fault(id: str) -> None:
+    assert run_ranks(CASES[id].subject.ranks, diagnosed, id, False)[0] == ""
 
 
 @pytest.mark.parametrize("number", [2, 5])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, Strategy
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from moe_lightning.doctor.comparison import Digest, StepRecord, compare
+from moe_lightning.doctor.comparison import Digest, StepRecord, compare, tensors_of
 from moe_lightning.doctor.parity_doctor import ParityDoctor
 from moe_lightning.doctor.reference import one_process_loader
 from moe_lightning.errors import ConfigurationError, ParityError
@@ -37,19 +38,16 @@ def elastic() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("running", "automatic", "sentence"),
+    ("running", "sentence"),
     [
-        (trainer(FSDPStrategy()), True, "cannot read whole tensors under FSDPStrategy: use ExpertParallelStrategy"),
-        (trainer(elastic()), True, "elastic.enabled=false"),
-        (trainer(DDPStrategy(), steps=7), True, "resumes after step 7: drop ckpt_path"),
-        (trainer(DDPStrategy()), False, "needs automatic optimization"),
+        (trainer(FSDPStrategy()), "cannot read whole tensors under FSDPStrategy: use ExpertParallelStrategy"),
+        (trainer(elastic()), "elastic.enabled=false"),
+        (trainer(DDPStrategy(), steps=7), "resumes after step 7: drop ckpt_path"),
     ],
 )
-def test_runs_that_cannot_be_compared(running: Any, automatic: bool, sentence: str) -> None:
-    module = pl.LightningModule()
-    module.automatic_optimization = automatic
+def test_runs_that_cannot_be_compared(running: Any, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
-        ParityDoctor().on_train_start(running, module)
+        ParityDoctor().on_train_start(running, pl.LightningModule())
 
 
 def test_data_that_cannot_be_read_again() -> None:
@@ -73,6 +71,35 @@ def updated(norm: float) -> StepRecord:
 def test_updates_pass_on_what_gradients_differ_by_in_16_bits(tolerance: float, norm: float, same: bool) -> None:
     found = compare([updated(norm)], [updated(1.0)], tolerance)
     assert [parting.kind for parting in found.partings] == ([] if same else ["update"])
+
+
+def counted(norm: float) -> StepRecord:
+    return StepRecord(
+        weights={},
+        gradients={},
+        clipped={},
+        updates={},
+        rows={},
+        counts={},
+        loss=None,
+        ranks={},
+        counted={"router": Digest(projection=norm, norm=norm)},
+    )
+
+
+@pytest.mark.parametrize("tolerance", [1e-4, 0.05])
+def test_one_token_that_is_counted_twice_is_seen(tolerance: float) -> None:
+    (parting,) = compare([counted(1001.0)], [counted(1000.0)], tolerance).partings
+    assert parting.kind == "counted tokens"
+    assert not compare([counted(1000.0)], [counted(1000.0)], tolerance).partings
+
+
+def test_gradients_that_are_no_numbers_on_all_ranks_agree() -> None:
+    def note(rank: int, value: float) -> dict[str, Any]:
+        return {"rank": rank, "gradients": [["w", [0], value, value, 1, 0.0]]}
+
+    assert tensors_of([note(0, math.nan), note(1, math.nan)], "gradients")["w"].differing is None
+    assert tensors_of([note(0, math.nan), note(1, 1.0)], "gradients")["w"].differing is not None
 
 
 class Small(pl.LightningModule):

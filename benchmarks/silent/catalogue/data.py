@@ -87,7 +87,7 @@ CASES = (
         symptom="ranks that have run out of samples take part in the collectives of the others, and must add nothing",
         subject=Training(data=OneMore, model=BIASED),
         fault=Fault(process=_empty_batches_count),
-        beyond="the batch of one sample comes too late",
+        doctor=("the assignments of", "step 3", "doubled"),
     ),
     Case(
         id="fewer-samples-than-ranks",
@@ -104,7 +104,7 @@ CASES = (
         symptom="with accumulation the short last batch of an epoch counts as a full one",
         subject=Training(data=FewTokens, trainer={"accumulate_grad_batches": 2}),
         fault=Fault(run=weighs_ranks_alike),
-        beyond="the short batch comes after its steps",
+        doctor=("the loss", "step 3"),
     ),
     Case(
         id="documents-see-each-other",

@@ -188,7 +188,7 @@ CASES = (
         symptom="gradients of backward passes by hand are not those of all ranks",
         subject=Training(module=Manual, optimizers=2, strategy={"copies": 2}),
         fault=Fault(run=_no_replica_sum),
-        beyond="manual optimization does not say where a step ends",
+        doctor=("leaves the gradients of replicas of experts different",),
     ),
     Case(
         id="manual-passes-summed-twice",
@@ -197,7 +197,7 @@ CASES = (
         symptom="several backward passes of one step: what was summed by the first is summed again with the second",
         subject=Training(module=Manual, optimizers=2, strategy={"dense": "fsdp"}),
         fault=Fault(run=_sums_again),
-        beyond="manual optimization does not say where a step ends",
+        doctor=("the gradient of", "step 1"),
     ),
     Case(
         id="experts-below-tensor-parallelism",
@@ -250,7 +250,7 @@ CASES = (
         symptom="layers that a callback unfreezes later are not in DDP's buckets, and differ between ranks",
         subject=Training(module=Unfrozen),
         fault=blocked("sum_unfrozen"),
-        beyond="parts are unfrozen after its steps",
+        doctor=("the gradient of", "attention", "step 3"),
     ),
     Case(
         id="recompute-draws-other-noise",

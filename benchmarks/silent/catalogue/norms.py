@@ -12,7 +12,6 @@ from benchmarks.silent.faults import clips_by, dense_and_expert, over_ranks, rep
 from benchmarks.silent.model import Idle, Language, Manual
 
 KIND = "norm and clipping"
-MANUAL = "manual optimization does not say where a step ends"
 CLIPPED = {"gradient_clip_val": 0.5}
 NO_BALANCE = {"router": {"aux_loss_coef": 0.0}}
 """In a pipeline the loss that balances experts is that of its micro-batches."""
@@ -241,7 +240,7 @@ CASES = (
         symptom="gradient_clip_val does nothing under manual optimization, and who clips by hand does so on each rank",
         subject=Training(module=Manual, optimizers=2),
         fault=Fault(run=_each_for_itself),
-        beyond=MANUAL,
+        doctor=("step 1", "gradient"),
     ),
     Case(
         id="largest-element-as-norm",

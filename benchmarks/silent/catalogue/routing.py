@@ -278,7 +278,7 @@ CASES = (
         symptom="tokens of a validation leak into the next update of the selection bias",
         subject=Training(model=BIASED, validates=True),
         fault=Fault(run=_count_evaluation),
-        beyond="validations are off in its run",
+        doctor=("counted for the selection bias", "step 2", "an evaluation"),
     ),
     Case(
         id="bias-counts-recomputation",
@@ -287,7 +287,7 @@ CASES = (
         symptom="tokens are counted twice where a layer is computed again in the backward pass",
         subject=Training(model=BIASED, module=Recomputed),
         fault=Fault(run=_count_again),
-        beyond="twice all counts moves the bias as far",
+        doctor=("counted for the selection bias", "2 times that", "recomputation"),
     ),
     Case(
         id="bias-counts-reentrant-recomputation",
@@ -296,7 +296,7 @@ CASES = (
         symptom="a replay of the layer adds to its cumulative load a second time",
         subject=Training(model=BIASED, module=RecomputedReentrant),
         fault=Fault(run=_count_again),
-        beyond="twice all counts moves the bias as far",
+        doctor=("counted for the selection bias", "2 times that", "recomputation"),
     ),
     Case(
         id="bias-moves-every-micro-batch",
@@ -359,6 +359,6 @@ CASES = (
         symptom="a step that is skipped for its loss still changes state beside the weights",
         subject=Training(model=BIASED, module=Poisoned, data=PoisonedTokens, strategy={"stop_on_nan": "skip"}),
         fault=Fault(run=_counts_stay),
-        beyond="a loss that is not finite ends its comparison",
+        doctor=("the change of the selection bias", "step 2", "other steps"),
     ),
 )
