@@ -342,13 +342,21 @@ def _base_of(folder: Path) -> Path:
 
 
 def _with_adapter(network: Any, folder: Path) -> Any:
+    """Return the model with an adapter, every tensor of which must be found: peft itself only warns."""
     try:
         from peft import PeftModel
     except ImportError as error:
         raise ConfigurationError(f"{folder} is an adapter: pip install 'moe-lightning[peft]'") from error
     with warnings.catch_warnings():  # of patterns that peft makes itself, and of names that transformers has changed
         warnings.simplefilter("ignore")
-        return PeftModel.from_pretrained(network, str(folder))
+        warnings.filterwarnings("error", ".*Found missing adapter keys")
+        try:
+            return PeftModel.from_pretrained(network, str(folder))
+        except (UserWarning, RuntimeError) as error:
+            raise CheckpointError(
+                f"{folder} is an adapter that does not fit {network.config.model_type}: it lacks tensors, or is of "
+                "another model or shape; export it again, or the merged weights (moe-ckpt export-hf without --adapter)"
+            ) from error
 
 
 def _positions(network: Any) -> int:

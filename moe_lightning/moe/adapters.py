@@ -25,7 +25,8 @@ from moe_lightning.state.tensors import BASE_DIGEST, digest_of
 Target = Literal["experts", "attention", "dense", "router"]
 
 _ATTENTION = frozenset({"self_attn", "attn", "attention"})
-_HEADS = frozenset({"head", "lm_head", "classifier", "score"})
+_NOT_ADAPTED = frozenset({"head", "lm_head", "classifier", "score", "dt_proj"})
+"""Linear layers without adapters: heads, and layers whose weights Mamba reads without calling them."""
 
 
 @validated
@@ -179,7 +180,7 @@ def _linears(model: nn.Module, target: str) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         parts = name.split(".")
         is_attention = bool(_ATTENTION.intersection(parts))
-        if isinstance(module, nn.Linear) and parts[-1] not in _HEADS and is_attention == (target == "attention"):
+        if isinstance(module, nn.Linear) and parts[-1] not in _NOT_ADAPTED and is_attention == (target == "attention"):
             yield name, module
 
 

@@ -13,6 +13,7 @@ import lightning
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from moe_lightning.checkpoint.files import write_file
 from moe_lightning.cli.generate import TextStream, main
@@ -165,6 +166,13 @@ def test_adapters_are_added_to_the_weights_of_their_base(
             warnings.simplefilter("error")
             text = run(capsys, place, PROMPT, "--greedy", "--max-new-tokens", 20, "--tokenizer", "bytes")
         assert text == texts[0]
+        whole = load_file(place / "adapter_model.safetensors")
+        attention = {name: tensor for name, tensor in whole.items() if "self_attn" in name}
+        narrow = {name: tensor[:, :3].contiguous() for name, tensor in whole.items()}
+        for damaged in (attention, narrow):
+            save_file(damaged, place / "adapter_model.safetensors")
+            assert main([str(place), PROMPT, "--tokenizer", "bytes"]) == 2
+            assert "adapter is an adapter that does not fit olmoe: it lacks tensors" in capsys.readouterr().err
     make_checkpoint("olmoe", tmp_path / "base", initializer_range=0.3)
     assert main([str(path), PROMPT, "--tokenizer", "bytes"]) == 2
     assert "were trained beside other base weights" in capsys.readouterr().err

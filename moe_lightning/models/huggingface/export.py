@@ -303,9 +303,11 @@ def write_adapter(
         if "experts" in config.targets:
             found = export.family.layout.adapters(f"{block}.", stacks)
             tensors |= {f"{_PREFIX}{export.family.disk_name(name)}": tensor for name, tensor in found.items()}
+    in_halves = frozenset[str]()
     if "experts" in config.targets:
-        expert_modules, expert_parameters = export.family.layout.targets
-        modules, parameters = modules | expert_modules, parameters | expert_parameters
+        experts_of = export.family.layout.targets
+        modules, parameters = modules | experts_of.modules, parameters | experts_of.parameters
+        in_halves = experts_of.in_halves
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -316,6 +318,8 @@ def write_adapter(
         "bias": "none",
         "target_modules": sorted(modules),
         "target_parameters": sorted(parameters),
+        "rank_pattern": {rf".*\.{name}": 2 * config.rank for name in sorted(in_halves)},
+        "alpha_pattern": {rf".*\.{name}": 2 * config.alpha for name in sorted(in_halves)},
         "inference_mode": True,
     }
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -328,19 +332,19 @@ def write_adapter(
 def _dense_adapters(export: Export, dense: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[str], set[str]]:
     """Tensors by peft's names, adapted linear layers, adapted parameters."""
     tensors, modules, parameters = dict[str, Tensor](), set[str](), set[str]()
-    expert_modules, _ = export.family.layout.targets
     for name, tensor in dense.items():
         layer, found, part = name.partition(_DENSE)
         if not found:
             continue
+        key = f"{layer}.lora_{part.upper()}.weight"
         if layer.endswith(OUR_ROUTER):
-            layer = export.disk_name(f"{layer}.weight").removesuffix(".weight")
+            key = export.disk_name(key)
             parameters.add(f"{export.family.block}.{export.family.gate}.weight")
-        elif layer.rpartition(".")[2] in expert_modules:  # peft takes modules of these names for experts
+        elif layer.rpartition(".")[2] in export.family.layout.targets.modules:  # peft takes them for experts
             parameters.add(f"{layer}.weight")
         else:
             modules.add(layer)
-        tensors[f"{_PREFIX}{layer}.lora_{part.upper()}.weight"] = tensor
+        tensors[f"{_PREFIX}{key}"] = tensor
     return tensors, modules, parameters
 
 

@@ -150,7 +150,7 @@ FAMILIES: dict[str, Family] = {
         on_disk=((".mlp.", ".block_sparse_moe."),),
     ),
     "olmoe": Family(title="OLMoE", router=_softmax, layout=SeparateExperts(), d_expert="intermediate_size"),
-    "qwen2_moe": Family(title="Qwen2-MoE", router=_softmax, layout=SeparateExperts()),
+    "qwen2_moe": Family(title="Qwen2-MoE", router=_softmax, layout=SeparateExperts(peft_stacks=False)),
     "qwen3_moe": Family(title="Qwen3-MoE", router=_softmax, layout=SeparateExperts()),
     "deepseek_v3": Family(
         title="DeepSeek-V3",
@@ -193,13 +193,13 @@ FAMILIES: dict[str, Family] = {
         on_disk=(
             (".experts.gate_up_proj", ".input_linear.weight"),
             (".experts.down_proj", ".output_linear.weight"),
-            (".block_sparse_moe.router.", ".block_sparse_moe.router.layer."),
+            (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
         ),
     ),
     "llama4_text": Family(
         title="Llama 4",
         router=lambda config: {"score": "sigmoid", "normalize_top_k": False, "weigh_inputs": True},
-        layout=StackedExperts(),
+        layout=StackedExperts(peft_swaps=True),
         num_experts="num_local_experts",
         d_expert="intermediate_size",
         requires={"num_experts_per_tok": 1},
@@ -210,7 +210,7 @@ FAMILIES: dict[str, Family] = {
     "jamba": Family(
         title="Jamba",
         router=lambda config: {"normalize_top_k": False},
-        layout=SeparateExperts(),
+        layout=SeparateExperts(peft_stacks=False),
         d_expert="intermediate_size",
         block="feed_forward",
         gate="router",
@@ -223,7 +223,9 @@ FAMILIES: dict[str, Family] = {
         d_expert="intermediate_size",
         on_disk=((".mlp.", ".block_sparse_moe."),),
     ),
-    "qwen3_5_moe_text": Family(title="Qwen3.5-MoE", router=_softmax_of_chosen, layout=SeparateExperts()),
+    "qwen3_5_moe_text": Family(
+        title="Qwen3.5-MoE", router=_softmax_of_chosen, layout=SeparateExperts(peft_stacks=False)
+    ),
     "gpt_oss": Family(
         title="GPT-OSS",
         router=_softmax_of_chosen,

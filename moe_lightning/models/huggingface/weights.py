@@ -218,6 +218,21 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
+@dataclass(frozen=True, kw_only=True)
+class PeftTargets:
+    """Names by which peft's configuration of adapters knows the experts.
+
+    Attributes:
+        modules: linear layers.
+        parameters: stacks of matrices.
+        in_halves: the stacks whose two halves have a pair of A and B each, which together have twice the rank.
+    """
+
+    modules: frozenset[str] = frozenset()
+    parameters: frozenset[str] = frozenset()
+    in_halves: frozenset[str] = frozenset()
+
+
 class ExpertLayout(Protocol):
     """The tensors of one block's experts; `prefix` is the block's name in the model with a dot at its end."""
 
@@ -234,8 +249,8 @@ class ExpertLayout(Protocol):
         """Return adapters as peft names them, from our stacks of A and B."""
 
     @property
-    def targets(self) -> tuple[set[str], set[str]]:
-        """Modules and parameters that are the experts in peft's configuration of adapters."""
+    def targets(self) -> PeftTargets:
+        """Names of the experts in peft's configuration of adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,11 +260,13 @@ class SeparateExperts:
 
     Attributes:
         gate, up, down: names of the three matrices.
+        peft_stacks: peft replaces these names in its configuration by those of the stacks, which else stand there.
     """
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    peft_stacks: bool = True
 
     def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
         stacks = self._stacks(prefix)
@@ -291,8 +308,10 @@ class SeparateExperts:
         return tensors
 
     @property
-    def targets(self) -> tuple[set[str], set[str]]:
-        return {self.gate, self.up, self.down}, set()
+    def targets(self) -> PeftTargets:
+        if self.peft_stacks:
+            return PeftTargets(modules=frozenset({self.gate, self.up, self.down}))
+        return PeftTargets(parameters=_PEFT_STACKS, in_halves=frozenset({_STACKED["w_up"]}))
 
     def _stacks(self, prefix: str) -> tuple[str, str]:
         return f"{prefix}experts.{_STACKED['w_up']}", f"{prefix}experts.{_STACKED['w_down']}"
@@ -310,11 +329,13 @@ class StackedExperts:
         is_transposed: matrices are [out, in], as nn.Linear has them, not [in, out].
         is_interleaved: gate and up are in alternate columns, not in halves.
         has_biases: there are biases.
+        peft_swaps: peft takes the inputs of a matrix for its outputs, because the model does not say which come first.
     """
 
     is_transposed: bool = False
     is_interleaved: bool = False
     has_biases: bool = False
+    peft_swaps: bool = False
 
     def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
         return self._turned({ours: weights.read(name, expert) for ours, name in self._names(prefix).items()}, _apart)
@@ -335,15 +356,15 @@ class StackedExperts:
         tensors: dict[str, Tensor] = {}
         for ours, place in (("w_up", ".base_layer"), ("w_down", "")):
             a_EDR, b_ERF = stacks[f"lora_{ours}_a"], stacks[f"lora_{ours}_b"]
-            if self.is_transposed:  # peft takes the first size of a matrix for its inputs
+            if self.peft_swaps:
                 a_EDR, b_ERF = b_ERF.transpose(1, 2), a_EDR.transpose(1, 2)
             tensors[f"{prefix}experts{place}.lora_A.weight"] = a_EDR.transpose(1, 2).flatten(0, 1)
             tensors[f"{prefix}experts{place}.lora_B.weight"] = b_ERF.permute(2, 1, 0).flatten(1)
         return tensors
 
     @property
-    def targets(self) -> tuple[set[str], set[str]]:
-        return set(), {f"experts.{_STACKED[name]}" for name in ("w_up", "w_down")}
+    def targets(self) -> PeftTargets:
+        return PeftTargets(parameters=_PEFT_STACKS)
 
     def _names(self, prefix: str) -> dict[str, str]:
         return {o: f"{prefix}experts.{name}" for o, name in _STACKED.items() if self.has_biases or o.startswith("w_")}
@@ -359,6 +380,7 @@ class StackedExperts:
 
 
 _STACKED = {"w_up": "gate_up_proj", "b_up": "gate_up_proj_bias", "w_down": "down_proj", "b_down": "down_proj_bias"}
+_PEFT_STACKS = frozenset(f"experts.{_STACKED[name]}" for name in ("w_up", "w_down"))
 
 
 def _apart(columns: Tensor) -> Tensor:
