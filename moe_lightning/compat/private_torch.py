@@ -12,11 +12,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -179,6 +181,54 @@ def is_in_backward() -> bool:
 def is_view(tensor: Tensor) -> bool:
     """Return True if a tensor is a view. No public name says so."""
     return tensor._base is not None
+
+
+# ---------------------------------------------------------------------- loss scaling
+
+
+class SharedScaler(GradScaler):
+    """Gradient scaler that divides gradients in another way: torch's divides those in the optimizer's groups, of which
+    a rank may have a share only, and knows the overflows of one process. torch has no public hook for either.
+    """
+
+    def unscaled(self, optimizer: Optimizer, inverse: Tensor) -> Tensor:
+        """Divide the gradients of an optimizer, given one over the scale, and return 1.0 if any has overflowed."""
+        raise NotImplementedError
+
+    @override
+    def unscale_(self, optimizer: Optimizer) -> None:
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not OptState.READY:
+            raise RuntimeError("unscale_() was called before on this optimizer since the last update().")
+        assert self._scale is not None, "a loss was scaled"
+        found = self.unscaled(optimizer, self._scale.double().reciprocal().float())
+        state["found_inf_per_device"], state["stage"] = {found.device: found}, OptState.UNSCALED
+
+    @staticmethod
+    def divide(gradients: list[Tensor], inverse: Tensor, found: Tensor) -> None:
+        """Multiply gradients in place, and set `found` to 1.0 if any is not finite, in one launch for each dtype.
+
+        Raises:
+            ValueError: gradients in float16.
+        """
+        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        if any(value.dtype is torch.float16 for value in values):
+            raise ValueError("Attempting to unscale FP16 gradients.")  # as torch
+        for dtype in sorted({value.dtype for value in values}, key=str):
+            same = [value for value in values if value.dtype is dtype]
+            torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse)
+
+    def is_unscaled(self, optimizer: Optimizer) -> bool:
+        """True after `unscale_`, until the scale is updated."""
+        return self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+
+    def has_overflowed(self, optimizer: Optimizer) -> bool:
+        """True if a gradient has overflowed, after `unscale_`; False before. Waits for the device."""
+        return any(bool(found) for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+    def forget_step(self) -> None:
+        """Forget an aborted step, which will be repeated."""
+        self._per_optimizer_states.clear()
 
 
 # ---------------------------------------------------------------------- modules

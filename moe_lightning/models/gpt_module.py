@@ -206,10 +206,10 @@ def optimizer_with_schedule(module: pl.LightningModule, config: OptimizerConfig)
             nobody knows.
     """
     optimizer, trainer = optimizer_of(module, config), module.trainer
-    if config.fused and str(trainer.precision) == "bf16-mixed" and trainer.gradient_clip_val:
+    if config.fused and str(trainer.precision) in ("bf16-mixed", "16-mixed") and trainer.gradient_clip_val:
         raise ConfigurationError(
-            f"Lightning does not clip (gradient_clip_val={trainer.gradient_clip_val}) under precision='bf16-mixed' for "
-            "optimizer.fused=true: drop one of them"
+            f"Lightning does not clip (gradient_clip_val={trainer.gradient_clip_val}) under "
+            f"precision={str(trainer.precision)!r} for optimizer.fused=true: drop one of them"
         )
     total_steps = private_lightning.steps_of_training(trainer)
     if total_steps is None and config.decay != "constant":

@@ -46,11 +46,6 @@ def check_module(
     Raises:
         ConfigurationError: what cannot be trained the same on any number of ranks.
     """
-    if str(trainer.precision) == "16-mixed":
-        raise ConfigurationError(
-            "precision='16-mixed' scales the loss, and ranks with different experts "
-            "would skip different steps: use 'bf16-mixed' or '32-true'"
-        )
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     averaging = next((c for c in callbacks if isinstance(c, StochasticWeightAveraging | WeightAveraging)), None)
     if averaging is not None and (cuts_dense or moe_layers(module)):

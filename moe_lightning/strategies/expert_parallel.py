@@ -62,6 +62,7 @@ from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.precision import convert_by_rule
+from moe_lightning.strategies.scaling import AgreedScaler, own_scale, share_scale
 from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps, scale_gradients
@@ -318,7 +319,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     strategy_name = "expert_parallel"
     of_process = WorldDDPStrategy.of_process | {
         "state", "steps", "weigh", "scale_sum", "checkpoints", "_gathered", "_pipeline", "_data",
-        "_is_placed", "_num_groups", "_before_hooks", "_losses", "_stalls"}  # fmt: skip
+        "_is_placed", "_num_groups", "_before_hooks", "_losses", "_stalls", "_scaler"}  # fmt: skip
 
     def __init__(
         self,
@@ -382,6 +383,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._is_placed = False
         self._num_groups = 0
         self._before_hooks: Sequence[nn.Parameter] = ()
+        self._scaler: AgreedScaler | None = None
 
     # ------------------------------------------------------------------ world
 
@@ -409,11 +411,13 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.state.forget_step()
         if self._pipeline is not None:
             self._pipeline.forget_step()
+        if self._scaler is not None:
+            self._scaler.forget_step()
 
     def enter(self, world: World) -> None:
         """Resume in another world, whose state this rank has by now; collective."""
         self.take_place(world)
-        self.state.begin_world()
+        self.state.forget_update()
         trainer, waits = self.state.trainer, self.worlds.is_passing(world.size)
         loaders = (None if waits else trainer.train_dataloader, trainer.val_dataloaders)  # no step is cut for all of it
         if not self.worlds.spares:
@@ -436,6 +440,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         super().setup(trainer)
         if self._pipeline is not None:
             self._pipeline.synchronize(self.experts.stack_of, str(trainer.precision))
+        self._scaler = share_scale(self.precision_plugin, self.worlds, self.state.parameters_of)
         private_lightning.clip_with(self.precision_plugin, self._clip, self.steps.clip_by_value)
         private_torch.clip_norms_by(self.steps.norms_for_clipping, scale_gradients)
         if self.elastic is not None and self.elastic.is_newcomer:
@@ -465,7 +470,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if not self.state.has_placed(module):
             if self.worlds.axes.pp > 1:
                 check_for_pipeline(module)
-                self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds)
+                self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds, self._scaled)
             stages = None if self._pipeline is None else StageState(self._pipeline.cut, self.worlds)
             self.state.set_module(module, self.placing.place(module, self.world.stage, stages), stages)
             self._gathered = GatheredExperts(self.experts, stages)
@@ -527,6 +532,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             self._gathered.attach()
             self.state.parts.abort_step(self.world)
         private_lightning.use_own_methods(self.precision_plugin)
+        own_scale(self.precision_plugin)
+        self._scaler = None
         private_torch.clip_norms_as_usual()
         if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
             private_lightning.end_epochs_as_usual(trainer)
@@ -578,8 +585,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @property
     def shadow_dtype(self) -> torch.dtype:
         """Dtype of the experts' computation, and so of the weights of shadow experts in transfers."""
-        is_mixed = str(self.precision_plugin.precision) == "bf16-mixed"
-        return torch.bfloat16 if is_mixed else self.experts.layers[0].experts.dtype
+        mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+        return mixed.get(str(self.precision_plugin.precision)) or self.experts.layers[0].experts.dtype
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -761,15 +768,22 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.checkpoints.begin_update()
 
         def prepare() -> None:
-            self._look_at_update(optimizer)
-            self.steps.is_skipped = self._finite.is_skipped(state.module, self.world)
-            if self.steps.is_skipped:
+            overflows = self._scaler is not None and self._scaler.overflows(optimizer)
+            if not overflows:
+                self._look_at_update(optimizer)
+            is_bad = self._finite.is_skipped(state.module, self.world)
+            self.steps.is_skipped = is_bad or overflows
+            if is_bad or (overflows and elastic is not None):
+                state.forget_update()  # a recovery would apply it
+            elif overflows:
                 state.forget_counts()
             else:
                 self.steps.require_same_gradients(optimizer)
             if elastic is not None:
                 elastic.prepare(optimizer)  # a barrier: the last collective before the update
             if self.steps.is_skipped:
+                if self._scaler is not None:
+                    self._scaler.update()
                 raise UpdateSkipped
             if elastic is not None:
                 replay_update(state, optimizer)
@@ -805,7 +819,14 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if gradients:
             self._look_at_norm(optimizer, private_torch.stock_norm(gradients), is_used=False)
 
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss multiplied by the scale of float16, where there is one."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
     def _look_at_norm(self, optimizer: Optimizer, norm: Tensor, *, is_used: bool) -> None:
+        if self._scaler is not None and self._scaler.has_overflowed(optimizer):
+            return  # the scale was too large: no update follows
+
         def named() -> dict[str, nn.Parameter]:
             updated = set(self.state.parameters_of(optimizer))
             return {name: p for name, p in self.state.module.named_parameters() if p in updated}

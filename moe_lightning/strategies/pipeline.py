@@ -265,15 +265,24 @@ class Pipeline:
         schedule: the order of micro-batches.
         steps: weights and gradients of the steps.
         worlds: the present world, with the stages of its ranks.
+        scaled: returns a loss as it is differentiated: multiplied by the scale of float16, if any.
 
     Attributes:
         cut: the parts of the module on this rank.
     """
 
-    def __init__(self, module: pl.LightningModule, schedule: ScheduleName, steps: Steps, worlds: Worlds) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        schedule: ScheduleName,
+        steps: Steps,
+        worlds: Worlds,
+        scaled: Callable[[Tensor], Tensor],
+    ) -> None:
         world, num_stages = worlds.present, STAGES_PER_RANK[schedule] * worlds.axes.pp
         self.cut = StageCut(module, range(world.pipe.rank, num_stages, world.shape.pp), num_stages)
         self._module, self._schedule, self._steps, self._worlds = module, schedule, steps, worlds
+        self._scaled = scaled
         self._pipes: OrderedDict[Any, tuple[Pipe, int]] = OrderedDict()
         self._run: _Run | None = None
         self._gradients: dict[nn.Parameter, Tensor] = {}
@@ -482,7 +491,7 @@ class Pipeline:
         run.weights += [] if weight is None else [weight]
         loss, batch = loss * share, self._steps.batch
         run.losses += [loss.detach()] if batch is not None and batch.count else []
-        return loss + 0.0 * auxiliary.squeeze(0)  # every stage gets a gradient back
+        return self._scaled(loss + 0.0 * auxiliary.squeeze(0))  # every stage gets a gradient back
 
 
 @torch.no_grad()

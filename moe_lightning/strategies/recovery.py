@@ -191,6 +191,7 @@ class RecoveryPlanner:
 
 _LOOPS, _LOADERS, _CALLBACKS = "loops", "loaders", "callbacks"
 _SCHEDULERS, _NEXT_SCHEDULERS = "lr_schedulers", "lr_schedulers_next_epoch"
+_PRECISION = "precision"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +204,7 @@ class FitProgress:
         loaders: positions of the training loaders.
         lr_schedulers: their state_dicts.
         lr_schedulers_next_epoch: the same after the end of the epoch, at which plateaus count; None before.
+        precision: state of the precision plugin: the scale of the loss under float16.
         validation_is_due: a validation follows this step, and has not ended yet.
         epoch_is_over: the step is the last one of an epoch, whose end has not run yet.
     """
@@ -212,6 +214,7 @@ class FitProgress:
     loaders: list[dict[str, Any]]
     lr_schedulers: list[dict[str, Any]]
     lr_schedulers_next_epoch: list[dict[str, Any]] | None = None
+    precision: dict[str, Any] = field(default_factory=dict)
     validation_is_due: bool = False
     epoch_is_over: bool = False
 
@@ -226,6 +229,7 @@ class FitProgress:
             loops=copy.deepcopy(loop.state_dict()),
             loaders=loader_states(trainer.train_dataloader),
             lr_schedulers=_schedulers(trainer),
+            precision=trainer.precision_plugin.state_dict(),
         )
 
     def after_epoch(self, trainer: pl.Trainer) -> FitProgress:
@@ -240,6 +244,7 @@ class FitProgress:
             _LOADERS: self.loaders,
             _SCHEDULERS: self.lr_schedulers,
             _NEXT_SCHEDULERS: self.lr_schedulers_next_epoch,
+            _PRECISION: self.precision,
             _CALLBACKS: private_lightning.callback_states(trainer),
         }
         plain, _ = PlainValues(AS_PLAIN).convert(progress)
@@ -256,6 +261,7 @@ class FitProgress:
             loaders=dump[_LOADERS],
             lr_schedulers=dump[_SCHEDULERS],
             lr_schedulers_next_epoch=dump[_NEXT_SCHEDULERS],
+            precision=dump[_PRECISION],
         )
 
     @classmethod
@@ -269,6 +275,7 @@ class FitProgress:
             loops=dump["loops"]["fit_loop"],
             loaders=dump[LOADERS_KEY],
             lr_schedulers=dump["lr_schedulers"],
+            precision=dump.get(type(trainer.precision_plugin).__qualname__, {}),
         )
 
     def with_dues(self, trainer: pl.Trainer) -> FitProgress:
@@ -297,6 +304,8 @@ class FitProgress:
         ended = None if self.epoch_is_over else self.lr_schedulers_next_epoch
         for config, state in zip(trainer.lr_scheduler_configs, ended or self.lr_schedulers, strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))
+        if self.precision:
+            trainer.precision_plugin.load_state_dict(self.precision)
         loaders = list(private_lightning.tree_leaves(trainer.train_dataloader))
         if not all(isinstance(loader, StepLoader) for loader in loaders):
             raise ConfigurationError(

@@ -315,8 +315,8 @@ class TrainState:
             self.module.forward = self._own_forward  # type: ignore[method-assign]
         self.experts.forget_step()
 
-    def begin_world(self) -> None:
-        """Drop the gradients and counts of the former world."""
+    def forget_update(self) -> None:
+        """Drop the gradients and counts of an update that is left out, or of a former world."""
         for parameter in self.module.parameters():
             parameter.grad = None
         self.forget_counts()

@@ -154,7 +154,7 @@ class FiniteWatch:
 
     def is_skipped(self, module: pl.LightningModule, world: World) -> bool:
         """End the run, or return True if the update is left out, if a rank has found a number that is not finite.
-        Buffers are then as before the step, and gradients are dropped. Collective with `stop` only.
+        Buffers are then as before the step. Collective with `stop` only.
 
         Raises:
             NonFiniteLossError: on every rank.
@@ -182,8 +182,6 @@ class FiniteWatch:
             )
         if world.rank == 0:
             logger.warning("%s: this step changes nothing", message)
-        for parameter in module.parameters():
-            parameter.grad = None
         _restore(module, before or {})
         return True
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_lightning import ConfigurationError
 from moe_lightning.errors import CheckpointError
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_hook_order import fitted, trainer_of
@@ -172,18 +171,3 @@ def test_plain_hyper_parameters_bring_no_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.save_checkpoint(tmp_path / "one.ckpt")
-
-
-def test_a_mixed_float16_is_still_refused() -> None:
-    (said,) = run_ranks(1, mixed)
-    assert said.startswith("precision='16-mixed' scales the loss")
-
-
-def mixed(rank: int, world_size: int) -> str:
-    trainer = trainer_of(rank, world_size, {}, max_steps=1)
-    trainer.strategy.precision_plugin.precision = "16-mixed"
-    try:
-        fitted(trainer, Base())
-    except ConfigurationError as error:
-        return str(error)
-    return "trained"

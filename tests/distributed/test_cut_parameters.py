@@ -277,7 +277,7 @@ class WorldChanges(pl.Callback):
             fetched = parts.fetch(sources, world.row_cut.part, world)
             strategy.leave()
             parts.install(fetched, world)
-            state.begin_world()
+            state.forget_update()
             strategy.steps.sequences.enter_world()
             strategy.configure_ddp()
             del fetched

@@ -144,7 +144,7 @@ def make_trainer(rank: int, world_size: int, strategy: dict[str, Any] | None = N
     pl.seed_everything(7, verbose=False)
     return pl.Trainer(
         strategy=ExpertParallelStrategy(**(strategy or {})),
-        plugins=[LightningEnvironment()],
+        plugins=[LightningEnvironment(), *options.pop("plugins", ())],
         **{
             "accelerator": "cpu",
             "devices": world_size,

@@ -29,6 +29,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
@@ -130,6 +131,13 @@ fit(
     differs="the last step of an epoch is the mean over its samples", digits=1.0,
 )  # fmt: skip
 
+
+def _scaled() -> MixedPrecision:
+    """Scales that overflow, and others that do not."""
+    rules = {"init_scale": 2.0**40, "backoff_factor": 2.0**-30, "growth_factor": 2.0**30, "growth_interval": 3}
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **rules))
+
+
 # ---------------------------------------------------------------------- callbacks, loggers, profilers
 
 for _name, _make in {
@@ -169,6 +177,8 @@ fit(
     "weight averaging with batch norm", m.Normed,
     options=lambda: {"callbacks": [StochasticWeightAveraging(1e-2, swa_epoch_start=1)], "max_epochs": 4},
 )  # fmt: skip
+fit("a scaled loss", options=lambda: {"plugins": [_scaled()], "max_epochs": 3})
+fit("a scaled loss of two optimizers", m.ManualTwo, options=lambda: {"plugins": [_scaled()]}, slow=True)
 fit("a simple profiler", options=lambda: {"profiler": SimpleProfiler(dirpath=".", filename="profile")})
 fit("an advanced profiler", options=lambda: {"profiler": AdvancedProfiler(dirpath=".", filename="profile")}, slow=True)
 fit("two loggers", options=lambda: {"logger": [MemoryLogger(), MemoryLogger()]})

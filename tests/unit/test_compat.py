@@ -113,6 +113,7 @@ ATTRIBUTES = {
     "lightning.pytorch.loops.fit_loop._FitLoop": {"_data_fetcher"},
     "lightning.pytorch.loops.optimization.automatic.Closure": {"_result"},
     "torch.optim.lr_scheduler.LRScheduler": {"_step_count"},
+    "torch.amp.grad_scaler.GradScaler": {"_per_optimizer_states", "_scale"},
     "torch.utils.data.DataLoader": {"_iterator"},
     "lightning.pytorch.loops.loop._Loop": {"_restarting"},
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": {"_results", "_skip_next_val"},
@@ -145,6 +146,7 @@ PROPERTIES = {
 OTHERS = {
     "_C",
     "_IS_INTERACTIVE",
+    "_amp_foreach_non_finite_check_and_unscale_",
     "_base",
     "_buffers",
     "_device_types",
@@ -266,6 +268,18 @@ def test_tensors_count_changes_and_know_their_base() -> None:
     torch._foreach_mul_([tensor], torch.tensor(2.0))
     assert tensor.tolist() == [2.0, 2.0], gone("torch._foreach_mul_")
     assert tensor._version == before + 1, gone("torch.Tensor._version")
+
+
+def test_gradients_are_divided_by_a_scale_and_watched_for_overflows() -> None:
+    found, gradients = torch.zeros(()), [torch.ones(2), torch.ones(1, dtype=torch.bfloat16)]
+    private_torch.SharedScaler.divide(gradients, torch.tensor(0.5), found)
+    assert [g.tolist() for g in gradients] == [[0.5, 0.5], [0.5]], gone("torch._amp_foreach_non_finite_check_...")
+    assert found == 0
+    private_torch.SharedScaler.divide([torch.tensor([1.0, torch.inf])], torch.tensor(0.5), found)
+    assert found == 1
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    state = torch.amp.GradScaler("cpu")._per_optimizer_states[id(optimizer)]
+    assert set(state) == {"stage", "found_inf_per_device"}, gone("torch.amp.GradScaler._per_optimizer_states")
 
 
 def test_norms_of_many_tensors_are_those_of_each() -> None:

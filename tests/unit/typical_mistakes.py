@@ -384,11 +384,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ),
     ("moe-train", "trainer.precision=fp8", "trainer.precision='fp8' must be 64 or 32 or 16 or 'transformer-engine' or"),
     ("moe-train", "bf16=true", "is read as trainer.precision=bf16-mixed"),
-    (
-        "moe-train",
-        "fp16=true",
-        "there is no key 'fp16' here: trainer.precision=bf16-mixed or 32-true; fp16 is not offered, its",
-    ),
+    ("moe-train", "fp16=true", "is read as trainer.precision=16-mixed"),
     ("moe-train", "--bf16", "is read as trainer.precision=bf16-mixed"),
     ("moe-train", "ranks=64", ""),
     (
