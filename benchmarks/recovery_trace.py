@@ -69,7 +69,7 @@ def replay_all(task: Task, replay: Replay) -> dict[str, dict[str, float]]:
         task,
         folder=f"{task.folder}-dsft",
         recovery={"min_replicas": 1, "protection": "none"},
-        strategy={"copies": task.ranks // _EP_SIZE},
+        strategy={"replicas": task.ranks // _EP_SIZE},
         every_n_steps=_CHECKPOINT_STEPS,
         faults=trace,
     )

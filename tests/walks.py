@@ -157,7 +157,7 @@ def _trace_steps(rank: int, world_size: int) -> dict[str, list[str]]:
     for walk, prepare in (("token", _trace_token), ("gradient", _trace_gradient)):
         with Trace() as trace:
             prepare(trace)
-            train(rank, world_size, own_module=True, steps=3, strategy={"copies": 2}, callbacks=[Enabled(trace)])
+            train(rank, world_size, own_module=True, steps=3, strategy={"replicas": 2}, callbacks=[Enabled(trace)])
         found[walk] = list(trace.files)
     return found
 

@@ -92,9 +92,9 @@ def _world(draw: random.Random, experts: int) -> tuple[int, Mapping[str, Any]]:
         strategy["mesh"] = mesh
     strategy["dense"] = draw.choice(["ddp", "ddp", "zero1", "fsdp", *(["hsdp"] if ranks == 4 and not mesh else [])])
     stage = ranks // mesh.get("pp", 1)
-    kind = draw.choice(["uniform", "copies", "table", "groups"])
-    if kind == "copies":
-        strategy["copies"] = draw.randint(1, stage)
+    kind = draw.choice(["uniform", "replicas", "table", "groups"])
+    if kind == "replicas":
+        strategy["replicas"] = draw.randint(1, stage)
     elif kind == "table":
         strategy["placement"] = [_holders(draw, stage) for _ in range(experts)]
     elif kind == "groups" and stage == 4:

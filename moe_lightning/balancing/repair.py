@@ -59,13 +59,13 @@ class RepairTable:
         held: the present replicas, one of an expert on a rank.
         domains: node of each rank.
         floor: nodes that shall hold each expert; the slots must allow it.
-        copies: ranks that shall, at least `floor`.
+        replicas: ranks that shall, at least `floor`.
         slots: experts that a rank may hold.
     """
 
-    def __init__(self, held: Pairs, domains: Sequence[int], *, floor: int, copies: int, slots: int) -> None:
+    def __init__(self, held: Pairs, domains: Sequence[int], *, floor: int, replicas: int, slots: int) -> None:
         self._shape, self._domains, self._slots = held.shape, domains, slots
-        self._floor, self._copies = floor, copies
+        self._floor, self._replicas = floor, replicas
         present = list(zip(held.experts.tolist(), held.ranks.tolist(), strict=True))
         self._held = set(present)
         self._on: list[set[int]] = [set() for _ in domains]
@@ -94,11 +94,11 @@ class RepairTable:
                     surplus -= 1
 
     def protect(self) -> None:
-        """Bring every expert to `floor` nodes and `copies` ranks, each time on the emptiest rank, and every rank down
+        """Bring every expert to `floor` nodes and `replicas` ranks, each time on the emptiest rank, and every rank down
         to its slots.
         """
         for expert in sorted(range(len(self._nodes)), key=lambda expert: len(self._nodes[expert])):
-            while len(self._nodes[expert]) < self._floor or self._count(expert) < self._copies:
+            while len(self._nodes[expert]) < self._floor or self._count(expert) < self._replicas:
                 rank = self._first_below(self._slots, partial(self._addable, expert))
                 if rank is not None:
                     self._add(expert, rank)
@@ -134,7 +134,7 @@ class RepairTable:
         nodes = self._nodes[expert]
         if nodes[self._domains[rank]] == 1 and len(nodes) <= self._floor:
             return False
-        return self._count(expert) - min(len(nodes), self._floor) > self._copies - self._floor
+        return self._count(expert) - min(len(nodes), self._floor) > self._replicas - self._floor
 
     def _may_add(self, expert: int, rank: int) -> bool:
         """Return True if a new replica on a rank brings the expert nearer to its nodes, and then to its ranks."""
@@ -280,20 +280,20 @@ def repair_placements(
             f"raise the strategy's slots to {-(-num_experts // num_ranks)}, or wait for more ranks"
         )
     floor = nodes_for_each(num_experts, node_slots=room * sizes, min_replicas=min_replicas)
-    copies = floor
+    replicas = floor
     if len(sizes) < min_replicas:
-        copies = nodes_for_each(num_experts, node_slots=np.full(num_ranks, room), min_replicas=min_replicas)
+        replicas = nodes_for_each(num_experts, node_slots=np.full(num_ranks, room), min_replicas=min_replicas)
     repaired: dict[bytes, Placement] = {}  # layers that hold the same need the same
     placements = []
     for layer in held:
         pairs = Pairs.of_table(layer)
         key = pairs.experts.tobytes() + pairs.ranks.tobytes()
         if key not in repaired:
-            limit = _level_slots(num_experts, max(num_experts * copies, len(pairs.experts)), sizes, floor, room)
-            repaired[key] = _repair(pairs, domains, floor, copies, limit)
+            limit = _level_slots(num_experts, max(num_experts * replicas, len(pairs.experts)), sizes, floor, room)
+            repaired[key] = _repair(pairs, domains, floor, replicas, limit)
         placements.append(repaired[key])
     slots = max((int(_residents(p.pairs).max()) for p in repaired.values()), default=0)
-    return Repair(placements=tuple(placements), min_replicas=copies, slots=slots)
+    return Repair(placements=tuple(placements), min_replicas=replicas, slots=slots)
 
 
 def repair_stages(
@@ -338,17 +338,17 @@ def _level_slots(num_experts: int, num_replicas: int, sizes: IntArray, floor: in
     return slots
 
 
-def _repair(held: Pairs, domains: IntArray, floor: int, copies: int, slots: int) -> Placement:
-    if _needs_no_repair(held, domains, floor, copies, slots):
+def _repair(held: Pairs, domains: IntArray, floor: int, replicas: int, slots: int) -> Placement:
+    if _needs_no_repair(held, domains, floor, replicas, slots):
         return Placement.of_pairs(held)
-    table = RepairTable(held, domains.tolist(), floor=floor, copies=copies, slots=slots)
+    table = RepairTable(held, domains.tolist(), floor=floor, replicas=replicas, slots=slots)
     table.drop_surplus()
     table.protect()
     table.level()
     return Placement.of_pairs(table.pairs())
 
 
-def _needs_no_repair(held: Pairs, domains: IntArray, floor: int, copies: int, slots: int) -> bool:
+def _needs_no_repair(held: Pairs, domains: IntArray, floor: int, replicas: int, slots: int) -> bool:
     """Return True if a layer needs no repair, as most do where experts have replicas to spare."""
     load = _residents(held)
     if load.max() > slots or np.ptp(load) > 1:
@@ -356,4 +356,4 @@ def _needs_no_repair(held: Pairs, domains: IntArray, floor: int, copies: int, sl
     num_experts, num_domains = held.shape[0], int(domains.max()) + 1
     on_node = np.unique(held.experts * num_domains + domains[held.ranks]) // num_domains
     nodes, ranks = (np.bincount(experts, minlength=num_experts) for experts in (on_node, held.experts))
-    return bool((nodes >= floor).all() and (ranks >= copies).all())
+    return bool((nodes >= floor).all() and (ranks >= replicas).all())

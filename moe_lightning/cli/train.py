@@ -81,7 +81,7 @@ keys (all of them: moe-train --cfg job)
   optimizer.lr=X                peak learning rate
   trainer.max_steps=N           length of the run
   trainer.precision=32-true     bf16-mixed, or 16-mixed on a V100 or T4
-  strategy.copies=null          replicas of each expert
+  strategy.replicas=null        replicas of each expert
   run_name=NAME                 files go to outputs/NAME
   resume=true                   false: start over; or a checkpoint's path
   task=train                    validate: measure the last checkpoint

@@ -159,24 +159,26 @@ def dispatch_groups(num_ranks: int, ep_size: int) -> tuple[tuple[int, ...], ...]
     return tuple(tuple(range(start, start + ep_size)) for start in range(0, num_ranks, ep_size))
 
 
-def uniform_placement(num_experts: int, num_ranks: int, copies: int = 1) -> Placement:
-    """Every expert `copies` times: the ranks are cut into that many blocks, each of which holds all experts once.
+def uniform_placement(num_experts: int, num_ranks: int, replicas: int = 1) -> Placement:
+    """Every expert `replicas` times: the ranks are cut into that many blocks, each of which holds all experts once.
 
     Inside a block of n ranks the experts lie in contiguous runs, as even as E allows; with more ranks than experts
     the ranks share
     experts, so that no rank stays empty.
 
     Raises:
-        ConfigurationError: fewer than one expert, rank or copy, or more copies than ranks.
+        ConfigurationError: fewer than one expert, rank or replica, or more replicas than ranks.
     """
     if num_experts < 1 or num_ranks < 1:
         raise ConfigurationError(
             f"{num_experts} experts on {num_ranks} ranks cannot be placed: both must be at least 1"
         )
-    if not 1 <= copies <= num_ranks:
-        raise ConfigurationError(f"copies={copies} of each expert need between 1 and {num_ranks} (the number of ranks)")
+    if not 1 <= replicas <= num_ranks:
+        raise ConfigurationError(
+            f"replicas={replicas} of each expert need between 1 and {num_ranks} (the number of ranks)"
+        )
     experts, ranks = [], []
-    for first, last in itertools.pairwise(cut(num_ranks, copies)):
+    for first, last in itertools.pairwise(cut(num_ranks, replicas)):
         here = np.arange(first, last)
         if len(here) <= num_experts:
             experts.append(np.arange(num_experts))

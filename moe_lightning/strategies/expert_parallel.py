@@ -159,7 +159,7 @@ class PlacementOptions:
         self,
         *,
         ep_size: int | None,
-        copies: int | None,
+        replicas: int | None,
         placement: str | os.PathLike[str] | Sequence[Any] | None,
         quota: QuotaPolicy,
         dispatch: str,
@@ -167,11 +167,11 @@ class PlacementOptions:
         slots: int | None,
         kernels: BackendName | None,
     ) -> None:
-        if placement is not None and copies is not None:
+        if placement is not None and replicas is not None:
             raise ConfigurationError(
-                f"copies={copies} belongs to the uniform placement: give either copies or placement, not both"
+                f"replicas={replicas} belongs to the uniform placement: give either replicas or placement, not both"
             )
-        self._ep_size, self._copies, self._placement, self._slots = ep_size, copies, placement, slots
+        self._ep_size, self._replicas, self._placement, self._slots = ep_size, replicas, placement, slots
         DISPATCH_BACKENDS.find(dispatch)
         self._quota: QuotaPolicy = quota
         self._dispatch, self._plan_on, self._kernels = dispatch, plan, kernels
@@ -192,9 +192,9 @@ class PlacementOptions:
                 f"ep_size={self._ep_size} cuts the ranks into groups, which do not survive a lost rank: drop ep_size"
             )
         self.promised_replicas = nodes
-        if self._copies is None and self._placement is None:
-            self._copies = min(nodes, world_size)
-        return self._copies or 1
+        if self._replicas is None and self._placement is None:
+            self._replicas = min(nodes, world_size)
+        return self._replicas or 1
 
     def place(self, module: nn.Module, world: World, stages: StageState | None = None) -> PlacedExperts:
         """Put a module's experts into slots; collective.
@@ -207,7 +207,7 @@ class PlacementOptions:
             set_backend(self._kernels)
         with nullcontext() if stages is None else stages.cut.whole():
             placements = resolve_placements(
-                module, world.size, ep_size=self._ep_size, copies=self._copies, placement=self._placement
+                module, world.size, ep_size=self._ep_size, replicas=self._replicas, placement=self._placement
             )
         if stages is not None:
             placements = stages.set_placements(placements)
@@ -228,21 +228,21 @@ def resolve_placements(
     num_ranks: int,
     *,
     ep_size: int | None = None,
-    copies: int | None = None,
+    replicas: int | None = None,
     placement: str | os.PathLike[str] | Sequence[Any] | None = None,
 ) -> list[Placement]:
-    """Return the placement of each MoE layer: uniform with so many copies, or from a table or file.
+    """Return the placement of each MoE layer: uniform with so many replicas, or from a table or file.
 
     Raises:
         ConfigurationError: a file or table that is missing, malformed or made for other sizes.
     """
     layers = moe_layers(module)
     if placement is None:
-        copies = max(1, num_ranks // (ep_size or num_ranks)) if copies is None else copies
-        return [uniform_placement(layer.num_experts, num_ranks, copies) for layer in layers]
+        replicas = max(1, num_ranks // (ep_size or num_ranks)) if replicas is None else replicas
+        return [uniform_placement(layer.num_experts, num_ranks, replicas) for layer in layers]
     if len({layer.num_experts for layer in layers}) > 1:
         raise ConfigurationError(
-            "a placement table needs the same number of experts in every MoE layer: use copies instead"
+            "a placement table needs the same number of experts in every MoE layer: use replicas instead"
         )
     table, origin = _read_table(placement)
     experts = layers[0].num_experts if layers else 0
@@ -277,7 +277,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     Args:
         ep_size: ranks of a dispatch group; tokens are sent only inside it. None: the whole world.
-        copies: replicas of each expert under the uniform placement. None: one in each dispatch group.
+        replicas: replicas of each expert under the uniform placement. None: one in each dispatch group.
         placement: instead of the uniform one, replicas as a nested list [E, N] or [L, E, N], or the path of such a
             table (.json or .npy).
         slots: expert rows that every rank keeps for each layer, room for the replicas of later placements; vacant ones
@@ -325,7 +325,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self,
         *,
         ep_size: PositiveInt | None = None,
-        copies: PositiveInt | None = None,
+        replicas: PositiveInt | None = None,
         placement: str | os.PathLike[str] | Sequence[Any] | None = None,
         slots: PositiveInt | None = None,
         quota: QuotaPolicy = "balanced",
@@ -349,8 +349,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         super().__init__(timeout_s=timeout_s, **kwargs)
         self.resume_overrides = resume_overrides
         self.placing = PlacementOptions(
-            ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, plan=plan, slots=slots,
-            kernels=kernels)  # fmt: skip
+            ep_size=ep_size, replicas=replicas, placement=placement, quota=quota, dispatch=dispatch, plan=plan,
+            slots=slots, kernels=kernels)  # fmt: skip
         self._seed = seed
         self._axes = chosen_axes(mesh)
         self._micro_batches = chosen_micro_batches(micro_batches, schedule, self._axes.pp)

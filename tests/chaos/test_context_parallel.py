@@ -13,7 +13,7 @@ from tests.chaos.test_min_ranks import wait_for_recovery
 from tests.parameters import slow
 
 STEPS = 10
-IN_PARTS: dict[str, Any] = {"strategy": {"mesh": {"cp": 2}, "copies": 2}, "validate": True}
+IN_PARTS: dict[str, Any] = {"strategy": {"mesh": {"cp": 2}, "replicas": 2}, "validate": True}
 
 
 @pytest.mark.parametrize(

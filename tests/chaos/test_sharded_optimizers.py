@@ -81,7 +81,7 @@ def test_one_rank_keeps_all_states_until_another_takes_some(tmp_path: Path, undi
     ],
 )
 def test_states_of_other_optimizers_survive_a_lost_rank(tmp_path: Path, optimizer: dict[str, Any]) -> None:
-    options: dict[str, Any] = {"steps": STEPS, "strategy": {"dense": "zero1", "copies": 2}, "optimizer": optimizer}
+    options: dict[str, Any] = {"steps": STEPS, "strategy": {"dense": "zero1", "replicas": 2}, "optimizer": optimizer}
     losses = []
     for name, kills in (("calm", []), ("killed", [Kill(worker=1, step=5, place="backward")])):
         folder = tmp_path / name

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moe_lightning.compat import private_lightning
 from moe_lightning.moe.layer import moe_layers
 
-REPLICATED = {"copies": 2}
+REPLICATED = {"replicas": 2}
 STAGED = {"strategy": {"mesh": {"pp": 2}}, "model": {"tie_embeddings": False}}
 
 

@@ -24,7 +24,7 @@ from tests.distributed.training import TINY, RandomTokens, make_trainer, train
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-6, "warmup_steps": 1, "decay": "constant"}
 STEPS = 5
 SOME_TWICE = {"placement": [[1, 0], [1, 1], [0, 1], [1, 1], [0, 1], [1, 0]], "slots": 5}
-ALL_TWICE = {"copies": 2, "slots": 5, "dense": "zero1"}
+ALL_TWICE = {"replicas": 2, "slots": 5, "dense": "zero1"}
 
 
 class Adapted(GPTModule):
@@ -85,7 +85,7 @@ def alone(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 
 def fit_moving(rank: int, world_size: int, kind: str, shadows: bool) -> dict[str, Any]:
     """The same while experts move and, with `shadows`, have shadows on other ranks."""
-    options = {"own_module": MODULES[kind], "strategy": {"copies": 2, "slots": 6}, "steps": STEPS}
+    options = {"own_module": MODULES[kind], "strategy": {"replicas": 2, "slots": 6}, "steps": STEPS}
     return balanced_training.train(rank, world_size, moving={"move_at": (1, 3), "shadows": shadows}, **options)
 
 

@@ -92,7 +92,7 @@ def tuned(rank: int, world_size: int, strategy: Options | None, kind: str, file:
 
 @pytest.mark.parametrize(
     ("kind", "world_size", "strategy"),
-    [("backbone", 1, {"dense": "zero1"}), ("backbone", 2, {}), ("backbone", 3, {"copies": 2}), ("middle", 2, {})],
+    [("backbone", 1, {"dense": "zero1"}), ("backbone", 2, {}), ("backbone", 3, {"replicas": 2}), ("middle", 2, {})],
 )
 def test_added_groups_train_and_are_saved(kind: str, world_size: int, strategy: Options, tmp_path: Path) -> None:
     (expected,) = run_ranks(1, tuned, None, kind, str(tmp_path / "stock.ckpt"))

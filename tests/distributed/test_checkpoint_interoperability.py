@@ -119,7 +119,7 @@ def reference(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("writers", "strategy"),
-    [slow(1, {}), (4, {"dense": "zero1"}), slow(2, {"copies": 2}), (2, {"placement": [[1, 0]] + [[0, 1]] * 5})],
+    [slow(1, {}), (4, {"dense": "zero1"}), slow(2, {"replicas": 2}), (2, {"placement": [[1, 0]] + [[0, 1]] * 5})],
 )
 def test_stock_lightning_resumes_what_ranks_wrote(writers: int, strategy: dict[str, Any], tmp_path: Path) -> None:
     path = str(tmp_path / "ranks.ckpt")
@@ -132,7 +132,7 @@ def test_stock_lightning_resumes_what_ranks_wrote(writers: int, strategy: dict[s
 def test_ranks_resume_what_stock_lightning_wrote(tmp_path: Path) -> None:
     path = str(tmp_path / "stock.ckpt")
     run(1, None, save_to=path)
-    for world_size, strategy in ((4, {"dense": "zero1"}), (2, {"copies": 2}), (1, {})):
+    for world_size, strategy in ((4, {"dense": "zero1"}), (2, {"replicas": 2}), (1, {})):
         result = run(world_size, strategy, steps=10, ckpt_path=path)
         np.testing.assert_allclose(result["losses"], reference("gpt")["losses"][5:], rtol=0, atol=1e-5)
         assert_close(result["state"], reference("gpt")["state"])
@@ -148,7 +148,7 @@ def test_factored_optimizer_states_follow_their_experts(tmp_path: Path) -> None:
     for index, entry in one.items():
         for name, value in entry.items():
             assert two[index][name].shape == value.shape, f"{index}/{name}"
-    resumed = run(2, {"copies": 2}, kind="factored", steps=7, ckpt_path=path)
+    resumed = run(2, {"replicas": 2}, kind="factored", steps=7, ckpt_path=path)
     assert len(resumed["losses"]) == 2
 
 
@@ -165,7 +165,7 @@ def load_plainly(rank: int, world_size: int, path: str, kind: str) -> dict[str, 
 @pytest.mark.parametrize("kind", ["gpt", "own"])
 def test_load_from_checkpoint(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "module.ckpt")
-    written = run(2, {"copies": 2}, kind=kind, save_to=path)
+    written = run(2, {"replicas": 2}, kind=kind, save_to=path)
     (loaded,) = run_ranks(1, load_plainly, path, kind)
     assert_close(loaded, written["state"], atol=0)
 

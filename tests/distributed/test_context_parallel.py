@@ -65,10 +65,10 @@ def reference(key: str) -> dict[str, Any]:
     ("key", "ranks", "cp", "strategy"),
     [
         slow("gpt2", 2, 2, {}),
-        slow("gpt2 uneven", 4, 2, {"copies": 2}),
+        slow("gpt2 uneven", 4, 2, {"replicas": 2}),
         ("gpt2 accumulated", 4, 4, {"dense": "fsdp"}),
         slow("llama", 4, 2, {"dense": "fsdp"}),
-        ("llama", 4, 4, {"dense": "hsdp", "copies": 2}),  # two heads of keys for four ranks
+        ("llama", 4, 4, {"dense": "hsdp", "replicas": 2}),  # two heads of keys for four ranks
         slow("llama uneven", 4, 2, {"dense": "zero1"}),
         slow("llama accumulated", 2, 2, {"dense": "hsdp"}),
     ],
@@ -197,7 +197,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "dp2": (2, {"dense": "zero1"}),
     "cp2": (2, {"mesh": {"cp": 2}, "dense": "fsdp"}),
-    "dp2cp2": (4, {"mesh": {"cp": 2}, "dense": "hsdp", "copies": 2}),
+    "dp2cp2": (4, {"mesh": {"cp": 2}, "dense": "hsdp", "replicas": 2}),
 }
 
 

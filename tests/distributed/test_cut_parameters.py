@@ -57,10 +57,10 @@ def reference(key: str) -> dict[str, Any]:
     ("key", "ranks", "strategy"),
     [
         slow("plain", 2, {"dense": "fsdp"}),
-        slow("plain", 4, {"dense": "hsdp", "copies": 2}),
+        slow("plain", 4, {"dense": "hsdp", "replicas": 2}),
         ("uneven", 3, {"dense": "fsdp"}),
         ("accumulate", 4, {"dense": "hsdp"}),
-        slow("noisy", 2, {"dense": "fsdp", "copies": 2}),
+        slow("noisy", 2, {"dense": "fsdp", "replicas": 2}),
         ("tied", 4, {"dense": "hsdp", "shard_size": 2}),
         slow("tied", 3, {"dense": "fsdp"}),
         slow("by value", 2, {"dense": "fsdp"}),
@@ -212,7 +212,7 @@ def test_a_rank_holds_its_share_of_the_bytes() -> None:
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "ddp": (2, {"copies": 2}),
+    "ddp": (2, {"replicas": 2}),
     "zero1": (2, {"dense": "zero1"}),
     "fsdp": (3, {"dense": "fsdp"}),
     "hsdp": (4, {"dense": "hsdp"}),

@@ -99,7 +99,7 @@ def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
     ("world_size", "cases"),
     [
         slow(2, [("plain", {}), ("accumulate", {})]),
-        slow(3, [("plain", {"copies": 2, "slots": 6})]),
+        slow(3, [("plain", {"replicas": 2, "slots": 6})]),
         (4, [("plain", {"dense": "zero1"}), ("own", {})]),
     ],
 )

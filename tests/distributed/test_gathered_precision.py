@@ -56,7 +56,7 @@ def both(rank: int, world_size: int, *, strategy: dict[str, Any], **options: Any
 @pytest.mark.parametrize(
     ("ranks", "strategy", "options"),
     [
-        (2, {"dense": "fsdp", "copies": 2}, {"steps": 3, "trainer": MIXED}),
+        (2, {"dense": "fsdp", "replicas": 2}, {"steps": 3, "trainer": MIXED}),
         pytest.param(
             4, {"dense": "hsdp"}, ACCUMULATED | {"trainer": MIXED | ACCUMULATED["trainer"]}, marks=pytest.mark.slow
         ),

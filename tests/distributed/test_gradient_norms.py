@@ -45,8 +45,8 @@ def of_one_rank() -> dict[str, float]:
     ("ranks", "strategy"),
     [
         (2, {"dense": "fsdp"}),
-        pytest.param(4, {"dense": "hsdp", "copies": 2}, marks=pytest.mark.slow),
-        pytest.param(2, {"dense": "zero1", "copies": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"dense": "hsdp", "replicas": 2}, marks=pytest.mark.slow),
+        pytest.param(2, {"dense": "zero1", "replicas": 2}, marks=pytest.mark.slow),
         pytest.param(2, {"mesh": {"tp": 2}}, marks=pytest.mark.slow),
     ],
 )
@@ -194,7 +194,7 @@ def clipped_on_one_rank(kind: type) -> list[float]:
     ("kind", "ranks", "strategy"),
     [
         (Clips, 2, {}),
-        (ClipsManually, 2, {"dense": "zero1", "copies": 2}),
+        (ClipsManually, 2, {"dense": "zero1", "replicas": 2}),
         (ClipsManually, 3, {}),
         (ClipsByValue, 2, {}),
         (ClipsInACallback, 2, {"dense": "fsdp"}),

@@ -88,9 +88,9 @@ def resumed(rank: int, world_size: int, kind: type[Base], strategy: Options | No
     ("kind", "world_size", "strategy"),
     [
         (Resized, 1, {}),
-        (Resized, 2, {"copies": 1}),
+        (Resized, 2, {"replicas": 1}),
         (Resized, 2, {"dense": "zero1"}),
-        (RebuiltExperts, 2, {"copies": 1}),
+        (RebuiltExperts, 2, {"replicas": 1}),
     ],
 )
 def test_a_module_may_replace_parameters_when_it_is_restored(

@@ -195,7 +195,7 @@ def test_one_rank(root: Path, reference: dict[str, Any]) -> None:
         check(name, root, reference, [reference], "1")
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [slow(2, {}), (4, {"copies": 2, "dense": "zero1", "slots": 4})])
+@pytest.mark.parametrize(("world_size", "strategy"), [slow(2, {}), (4, {"replicas": 2, "dense": "zero1", "slots": 4})])
 def test_ranks(world_size: int, strategy: dict[str, Any], root: Path, reference: dict[str, Any]) -> None:
     ranks = run_ranks(world_size, train, root, NAMES, strategy)
     for name in NAMES:
@@ -216,7 +216,7 @@ def test_experts_that_move_and_visit(root: Path, reference: dict[str, Any]) -> N
 def test_upcycled_models(root: Path) -> None:
     """Every rank copies the dense layer into its own slots; routers start alike; one loss sequence."""
     reference = run_ranks(1, upcycle, root, {})[0]
-    ranks = run_ranks(2, upcycle, root, {"copies": 2})
+    ranks = run_ranks(2, upcycle, root, {"replicas": 2})
     for name in UPCYCLED:
         dense = make_checkpoint(name, root / name / "again")
         expected = logits_of(dense, inputs_for(name)).numpy()

@@ -57,7 +57,7 @@ def fit(
 def test_losses_do_not_depend_on_ranks_or_places(name: str, tmp_path: Path) -> None:
     (alone,) = run_ranks(1, fit, name, {})
     assert alone[-1] < alone[0] - 0.1
-    assert run_ranks(2, fit, name, {"copies": 2})[0] == pytest.approx(alone, abs=1e-5)
+    assert run_ranks(2, fit, name, {"replicas": 2})[0] == pytest.approx(alone, abs=1e-5)
     assert run_ranks(3, fit, name, {"dense": "zero1"})[0] == pytest.approx(alone, abs=1e-5)
     path = str(tmp_path / "four.ckpt")
     run_ranks(2, fit, name, {}, path)
@@ -67,7 +67,7 @@ def test_losses_do_not_depend_on_ranks_or_places(name: str, tmp_path: Path) -> N
 def test_factors_of_experts_move_with_them() -> None:
     (alone,) = run_ranks(1, fit, "adafactor", {})
     assert alone[-1] < alone[0] - 0.1
-    assert run_ranks(2, fit, "adafactor", {"copies": 2, "dense": "zero1"})[0] == pytest.approx(alone, abs=1e-5)
+    assert run_ranks(2, fit, "adafactor", {"replicas": 2, "dense": "zero1"})[0] == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.slow

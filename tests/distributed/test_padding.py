@@ -62,7 +62,7 @@ class Counts(pl.Callback):
 def train(rank: int, world_size: int, dataset: Dataset[Any], *, cp: int = 1, **options: Any) -> dict[str, Any]:
     recorder, counts, telemetry = Recorder(), Counts(), Telemetry()
     options = {"max_steps": STEPS, "gradient_clip_val": 1.0} | options
-    strategy = {"copies": min(2, world_size), "mesh": {"cp": cp}}
+    strategy = {"replicas": min(2, world_size), "mesh": {"cp": cp}}
     trainer = make_trainer(rank, world_size, strategy, callbacks=[recorder, counts, telemetry], **options)
     module = GPTModule(TINY | {"router": ROUTER}, OptimizerConfig(lr=3e-3, warmup_steps=2, decay="constant"))
     trainer.fit(module, DataLoader(dataset, batch_size=BATCH))

@@ -70,7 +70,7 @@ def pickled_module(rank: int, world_size: int, strategy: Options, folder: Path, 
     return {name: value.numpy() for name, value in whole.items()}
 
 
-@pytest.mark.parametrize("strategy", [{}, {"copies": 2}, {"dense": "fsdp"}, {"dense": "zero1", "slots": 5}])
+@pytest.mark.parametrize("strategy", [{}, {"replicas": 2}, {"dense": "fsdp"}, {"dense": "zero1", "slots": 5}])
 def test_a_trained_module_is_saved_whole(strategy: Options, tmp_path: Path) -> None:
     whole, _ = run_ranks(2, pickled_module, strategy, tmp_path, 1 << 30)
     for rank in range(2):

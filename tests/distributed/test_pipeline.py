@@ -124,7 +124,7 @@ def in_stages(ranks: int, pp: int, *, schedule: str = "1f1b", micros: int = MICR
     [
         slow("gpt2", 2, 2, {}),
         slow("gpt2", 4, 4, {}),
-        slow("llama", 4, 2, {"strategy": {"copies": 2}}),
+        slow("llama", 4, 2, {"strategy": {"replicas": 2}}),
         slow("noisy", 4, 2, {}),
         ("uneven", 4, 2, {}),
         slow("few", 4, 2, {}),
@@ -280,10 +280,10 @@ def test_evaluation_and_prediction_run_through_the_stages() -> None:
 FOUR = {"num_layers": 4, "tie_embeddings": False}
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "ddp": (2, {"copies": 2}),
+    "ddp": (2, {"replicas": 2}),
     "fsdp": (2, {"dense": "fsdp"}),
     "stages": (2, {"mesh": {"pp": 2}, "micro_batches": 2}),
-    "four": (4, {"mesh": {"pp": 2}, "schedule": "interleaved", "copies": 2}),
+    "four": (4, {"mesh": {"pp": 2}, "schedule": "interleaved", "replicas": 2}),
 }
 
 

@@ -201,10 +201,10 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "stages": (2, {"mesh": {"pp": 2}, "micro_batches": 2}),
     "cp": (4, {"mesh": {"pp": 2, "cp": 2}, "schedule": "interleaved"}),
     "tp": (4, {"mesh": {"pp": 2, "tp": 2}, "micro_batches": 2}),
-    "zero1": (4, {"mesh": {"pp": 2}, "dense": "zero1", "copies": 2}),
-    "stages fsdp": (4, {"mesh": {"pp": 2}, "dense": "fsdp", "copies": 2}),
+    "zero1": (4, {"mesh": {"pp": 2}, "dense": "zero1", "replicas": 2}),
+    "stages fsdp": (4, {"mesh": {"pp": 2}, "dense": "fsdp", "replicas": 2}),
     "stages hsdp": (8, {"mesh": {"pp": 2}, "dense": "hsdp", "shard_size": 2, "micro_batches": 2, **INTERLEAVED}),
-    "interleaved tp": (8, {"mesh": {"pp": 2, "tp": 2}, "schedule": "interleaved", "copies": 2}),
+    "interleaved tp": (8, {"mesh": {"pp": 2, "tp": 2}, "schedule": "interleaved", "replicas": 2}),
 }
 
 

@@ -191,9 +191,9 @@ class Meddler(pl.Callback):
 
 
 def fit_meddled(
-    rank: int, world_size: int, copies: int, every: int, step: int, callbacks: Sequence[pl.Callback] = ()
+    rank: int, world_size: int, replicas: int, every: int, step: int, callbacks: Sequence[pl.Callback] = ()
 ) -> tuple[str, int, int]:
-    options = {"copies": copies, "check_replicas_every": every}
+    options = {"replicas": replicas, "check_replicas_every": every}
     trainer = make_trainer(rank, world_size, options, callbacks=[Meddler(step), *callbacks], max_steps=8)
     compared = 0
     stock = torch.distributed.all_reduce
@@ -220,9 +220,9 @@ def test_a_meddled_replica_ends_the_run_at_the_next_comparison() -> None:
     )
 
 
-@pytest.mark.parametrize(("copies", "every", "compared"), [(2, 3, 2), slow(2, 0, 0), slow(2, 100, 0), (1, 3, 0)])
-def test_nothing_is_compared_in_other_steps(copies: int, every: int, compared: int) -> None:
-    assert run_ranks(2, fit_meddled, copies, every, -1) == [("", 8, compared)] * 2
+@pytest.mark.parametrize(("replicas", "every", "compared"), [(2, 3, 2), slow(2, 0, 0), slow(2, 100, 0), (1, 3, 0)])
+def test_nothing_is_compared_in_other_steps(replicas: int, every: int, compared: int) -> None:
+    assert run_ranks(2, fit_meddled, replicas, every, -1) == [("", 8, compared)] * 2
 
 
 class States(pl.Callback):
@@ -247,11 +247,11 @@ class Warned(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def fit_recovering(rank: int, world_size: int, copies: int, step: int) -> tuple[str, int, dict[str, str], list[str]]:
+def fit_recovering(rank: int, world_size: int, replicas: int, step: int) -> tuple[str, int, dict[str, str], list[str]]:
     states, warned = States(), Warned()
     logging.getLogger("moe_lightning").addHandler(warned)
     recovery = FaultRecovery(min_replicas=1)
-    told, steps, _ = fit_meddled(rank, world_size, copies, 3, step, [Twin(step), states, recovery])
+    told, steps, _ = fit_meddled(rank, world_size, replicas, 3, step, [Twin(step), states, recovery])
     return told, steps, states.after[steps], warned.lines
 
 

@@ -42,9 +42,10 @@ def random_placement(seed: int, ranks: int) -> list[Any]:
     ("world_size", "cases"),
     [
         slow(
-            2, [("plain", {}), ("plain", {"dense": "zero1"}), ("accumulate", {"copies": 2}), ("llama", {"copies": 2})]
+            2,
+            [("plain", {}), ("plain", {"dense": "zero1"}), ("accumulate", {"replicas": 2}), ("llama", {"replicas": 2})],
         ),
-        slow(2, [("top_1", {"copies": 2})]),
+        slow(2, [("top_1", {"replicas": 2})]),
         (3, [("plain", {}), ("noisy", {})]),
         # Each way to place experts once, then each training once; equal placements of both are slow rows.
         (
@@ -59,26 +60,26 @@ def random_placement(seed: int, ranks: int) -> list[Any]:
             4,
             [
                 ("plain", {"dense": "zero1", "placement": random_placement(3, 4)}),
-                ("uneven", {"copies": 2}),
+                ("uneven", {"replicas": 2}),
                 ("accumulate", {"dense": "zero1"}),
-                ("own", {"copies": 2}),
+                ("own", {"replicas": 2}),
                 ("llama", {}),
                 ("two_experts", {}),
-                ("skewed", {"copies": 4}),
+                ("skewed", {"replicas": 4}),
             ],
         ),
         slow(
             4,
             [
                 ("plain", {}),
-                ("plain", {"copies": 2}),
+                ("plain", {"replicas": 2}),
                 ("plain", {"placement": random_placement(1, 4)}),
                 ("skewed", {"placement": random_placement(4, 4)}),
             ],
         ),
         pytest.param(
             2,
-            [("plain", {"copies": 2}), ("plain", {"placement": random_placement(0, 2)}), ("uneven", {}), ("own", {})],
+            [("plain", {"replicas": 2}), ("plain", {"placement": random_placement(0, 2)}), ("uneven", {}), ("own", {})],
             marks=pytest.mark.slow,
         ),
     ],
@@ -101,7 +102,7 @@ def test_accumulation_changes_nothing_without_batch_statistics() -> None:
 def test_bf16_mixed_keeps_replicas_identical_and_the_loss_close() -> None:
     options: dict[str, Any] = {"trainer": {"precision": "bf16-mixed"}}
     alone = run(1, **options)[0]
-    ranks = run(2, strategy={"copies": 2}, **options)
+    ranks = run(2, strategy={"replicas": 2}, **options)
     assert_replicas_identical(ranks)
     np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=0, atol=0.02)
 
@@ -109,10 +110,10 @@ def test_bf16_mixed_keeps_replicas_identical_and_the_loss_close() -> None:
 @pytest.mark.parametrize("writers", [slow(1), slow(2), 4])
 def test_resume_on_another_number_of_ranks(writers: int, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
-    strategy = {"dense": "zero1" if writers == 4 else "ddp", "copies": 2 if writers > 1 else 1}
+    strategy = {"dense": "zero1" if writers == 4 else "ddp", "replicas": 2 if writers > 1 else 1}
     run(writers, steps=6, strategy=strategy, save_to=path)
     expected = reference("plain")["losses"][6:]
-    for readers, options in ((1, {}), (2, {"dense": "zero1"}), (4, {"copies": 2})):
+    for readers, options in ((1, {}), (2, {"dense": "zero1"}), (4, {"replicas": 2})):
         for result in run(readers, strategy=options, ckpt_path=path):
             np.testing.assert_allclose(result["losses"], expected, rtol=0, atol=TOLERANCE)
 
@@ -126,7 +127,7 @@ def test_resume_inside_an_epoch_with_another_cut(tmp_path: Path) -> None:
 
 
 def test_the_same_ranks_twice_are_bit_equal() -> None:
-    first, second = (run(2, strategy={"copies": 2}) for _ in range(2))
+    first, second = (run(2, strategy={"replicas": 2}) for _ in range(2))
     assert first[0]["losses"] == second[0]["losses"]
     for name, values in first[0]["state"].items():
         np.testing.assert_array_equal(values, second[0]["state"][name])

@@ -171,7 +171,7 @@ def test_shadows_leave_no_memory_behind() -> None:
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        slow(2, [("plain", {}), ("swiglu", {"copies": 1})]),
+        slow(2, [("plain", {}), ("swiglu", {"replicas": 1})]),
         (3, [("accumulate", {})]),
         (4, [("plain", {"dense": "zero1"}), ("top_1", {"quota": "equal"})]),
     ],

@@ -29,7 +29,7 @@ class Built(Base):
 
 class Mistaken(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        ExpertParallelStrategy(copies=0)
+        ExpertParallelStrategy(replicas=0)
 
 
 def result(trainer: pl.Trainer, module: Base, folder: Path | None) -> Any:
@@ -102,7 +102,7 @@ def test_what_is_built_on_the_ranks_only_is_named(tmp_path: Path) -> None:
 
 def test_a_mistake_on_a_rank_is_one_sentence(tmp_path: Path) -> None:
     (said,) = run_ranks(1, from_here, Mistaken, "expert_parallel_fork", tmp_path)
-    assert said.startswith("copies=0 of ExpertParallelStrategy must be")
+    assert said.startswith("replicas=0 of ExpertParallelStrategy must be")
     assert "\n" not in said
 
 

@@ -85,7 +85,7 @@ def evaluate(rank: int, world_size: int, strategy: dict[str, Any]) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategy"), [slow(2, {}), (4, {"copies": 2}), slow(2, {"placement": LOPSIDED})]
+    ("world_size", "strategy"), [slow(2, {}), (4, {"replicas": 2}), slow(2, {"placement": LOPSIDED})]
 )
 def test_evaluation_sees_every_sample_once(world_size: int, strategy: dict[str, Any]) -> None:
     alone: dict[str, Any] = run_ranks(1, evaluate, {})[0]
@@ -124,7 +124,7 @@ def fit_validate_fit(rank: int, world_size: int, strategy: dict[str, Any]) -> di
 
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
-    [slow(2, {"placement": LOPSIDED}), slow(2, {"copies": 2, "dense": "zero1"}), (3, {"placement": HOLLOW})],
+    [slow(2, {"placement": LOPSIDED}), slow(2, {"replicas": 2, "dense": "zero1"}), (3, {"placement": HOLLOW})],
 )
 def test_fit_then_validate_then_fit(world_size: int, strategy: dict[str, Any]) -> None:
     alone = run_ranks(1, fit_validate_fit, {})[0]
@@ -189,10 +189,10 @@ def manual_reference(algorithm: str) -> dict[str, Any]:
     ("world_size", "strategy", "algorithm"),
     [
         slow(2, {}, "norm"),
-        slow(3, {"copies": 3}, "norm"),
-        slow(2, {"copies": 2}, "value"),
-        (2, {"copies": 2, "dense": "zero1"}, "norm"),
-        slow(2, {"copies": 2, "gradient_as_bucket_view": True}, "norm"),
+        slow(3, {"replicas": 3}, "norm"),
+        slow(2, {"replicas": 2}, "value"),
+        (2, {"replicas": 2, "dense": "zero1"}, "norm"),
+        slow(2, {"replicas": 2, "gradient_as_bucket_view": True}, "norm"),
     ],
 )
 def test_manual_optimization(world_size: int, strategy: dict[str, Any], algorithm: str) -> None:
@@ -252,7 +252,7 @@ def fit_module(
 )
 def test_modules_of_users(kind: str, options: dict[str, Any]) -> None:
     alone = run_ranks(1, fit_module, {}, kind, options)[0]
-    result = run_ranks(2, fit_module, {"copies": 2}, kind, options)[0]
+    result = run_ranks(2, fit_module, {"replicas": 2}, kind, options)[0]
     np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=1e-5)
     assert_close(result["state"], alone["state"])
     uniform = run_ranks(2, fit_module, {}, kind, options)[0]
@@ -305,7 +305,7 @@ def fit_with_callbacks(rank: int, world_size: int, folder: str) -> dict[str, Any
     trainer = make_trainer(
         rank,
         world_size,
-        {"copies": 2} if world_size > 1 else {},
+        {"replicas": 2} if world_size > 1 else {},
         callbacks=[best, stop, LearningRateMonitor("step")],
         max_epochs=6,
         enable_checkpointing=True,

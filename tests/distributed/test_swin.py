@@ -115,7 +115,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "moving": {"strategy": {"slots": 4}, "moving": {"move_at": (2, 4), "slots": 4, "shadows": True}},
             "stopped": {"steps": 3, "checkpoints": kept},
             "resumed": {"checkpoints": kept, "resume": True},
-            "upcycled": {"config": upcycled, "strategy": {"copies": 2}},
+            "upcycled": {"config": upcycled, "strategy": {"replicas": 2}},
         },
     )
     return {"dense": logits_of(dense, inputs_for("swinv2")).numpy(), "one": one, "two": two}

@@ -69,7 +69,7 @@ def reference(key: str) -> dict[str, Any]:
     ("key", "ranks", "strategy"),
     [
         slow("plain", 2, TP2),
-        slow("plain", 4, {**TP2, "copies": 2}),
+        slow("plain", 4, {**TP2, "replicas": 2}),
         slow("uneven", 4, {**TP2, "ep_size": 2}),
         slow("accumulate", 4, TP2),
         slow("noisy", 2, TP2),
@@ -303,7 +303,7 @@ def test_a_rank_holds_its_share_of_the_bytes() -> None:
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "ddp": (3, {"copies": 2}),
+    "ddp": (3, {"replicas": 2}),
     "fsdp": (2, {"dense": "fsdp"}),
     "tp2": (2, TP2),
     "dp2 tp2": (4, TP2),

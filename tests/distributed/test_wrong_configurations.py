@@ -24,13 +24,13 @@ from tests.distributed.training import TINY, OwnModule, RandomTokens, make_train
         ({"timeout_s": 0}, "timeout_s=0 of ExpertParallelStrategy must be a number above 0"),
         ({"timeout_s": float("inf")}, "timeout_s=inf"),
         ({"timeout_s": "long"}, "timeout_s='long'"),
-        ({"copies": 0}, "copies=0 of ExpertParallelStrategy must be an integer of at least 1 or null"),
-        ({"copies": 1.5}, "copies=1.5"),
+        ({"replicas": 0}, "replicas=0 of ExpertParallelStrategy must be an integer of at least 1 or null"),
+        ({"replicas": 1.5}, "replicas=1.5"),
         ({"seed": -1}, "seed=-1 of ExpertParallelStrategy must be an integer of at least 0 or null"),
         ({"quota": "fair"}, "quota='fair' of ExpertParallelStrategy must be 'balanced' or 'equal'"),
         ({"ep_size": 0}, "ep_size=0 of ExpertParallelStrategy must be an integer of at least 1 or null"),
         ({"ep_size": "all"}, "ep_size='all'"),
-        ({"copies": 2, "placement": [[1]]}, "copies=2 .* give either copies or placement"),
+        ({"replicas": 2, "placement": [[1]]}, "replicas=2 .* give either replicas or placement"),
         ({"start_method": "thread"}, "start_method='thread' is not known here: use popen, .*fork"),
     ],
 )
@@ -63,7 +63,7 @@ def file(name: str, content: bytes) -> str:
 Case = dict[str, Any]
 CASES: dict[str, Callable[[], Case]] = {
     "ep_size=3 does not divide the 2 ranks: use one of [1, 2]": lambda: {"strategy": {"ep_size": 3}},
-    "copies=3 of each expert need between 1 and 2": lambda: {"strategy": {"copies": 3}},
+    "replicas=3 of each expert need between 1 and 2": lambda: {"strategy": {"replicas": 3}},
     "placement has shape [1, 4, 2], but this run needs [1, 6, 2]": lambda: {"strategy": {"placement": [[1, 1]] * 4}},
     "no rank holds expert 5": lambda: {"strategy": {"placement": [[1, 0]] * 5 + [[0, 0]]}},
     "ranks [1] holds no replica of expert 0": lambda: {"strategy": {"placement": [[1, 0]] * 6, "ep_size": 1}},

@@ -67,7 +67,7 @@ def test_no_false_alarm_over_recipes_of_pretrained_models(recipe: str, mesh: lis
         ["optimizer=muon", "callbacks=load_balancer", "callbacks.load_balancer.rebalance_every=1", "strategy.slots=6"],
         ["optimizer=adafactor"],
         ["data.packing=true"],
-        ["callbacks=fault_recovery", "strategy.copies=2"],
+        ["callbacks=fault_recovery", "strategy.replicas=2"],
     ],
     ids=" ".join,
 )

@@ -96,6 +96,6 @@ def test_submitit_runs_trials_at_once(tmp_path: Path) -> None:
     assert len(runs) == 2
     assert best(found) == pytest.approx(min(logged(run, "val/loss") for run in runs), rel=1e-5)
     assert len(list(found.glob(".submitit/*/*_result.pkl"))) == 2
-    wrong = run_program(*COMMAND, *search, "strategy.copies=9", "run_name=wrong", folder=tmp_path)
+    wrong = run_program(*COMMAND, *search, "strategy.replicas=9", "run_name=wrong", folder=tmp_path)
     assert wrong.returncode == 2
-    assert "strategy.copies=9" in wrong.stderr or "copies=9" in wrong.stderr
+    assert "strategy.replicas=9" in wrong.stderr or "replicas=9" in wrong.stderr

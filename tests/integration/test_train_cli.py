@@ -158,10 +158,10 @@ def test_a_checkpoint_of_another_model_is_one_sentence(folder: Path) -> None:
 
 
 def test_a_mistake_found_by_the_ranks_is_told_once(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    result = _fork(trained[0], "run_name=wrong", "ranks=2", "strategy.copies=5")
+    result = _fork(trained[0], "run_name=wrong", "ranks=2", "strategy.replicas=5")
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
-        "moe-train: error: copies=5 of each expert need between 1 and 2 (the number of ranks)"
+        "moe-train: error: replicas=5 of each expert need between 1 and 2 (the number of ranks)"
     ]
 
 
@@ -185,7 +185,7 @@ def test_anew_keeps_the_earlier_run(folder: Path) -> None:
     assert [path.name for path in (folder / "outputs" / "tiny" / "checkpoints").iterdir()] == ["step-0000002.ckpt"]
 
 
-@pytest.mark.parametrize("mistake", ["strategy.copies=abc", "model.num_layers=100000000000000"])
+@pytest.mark.parametrize("mistake", ["strategy.replicas=abc", "model.num_layers=100000000000000"])
 def test_a_command_that_cannot_train_moves_nothing(folder: Path, mistake: str) -> None:
     before = (folder / "outputs" / "tiny" / "config.yaml").read_text()
     result = _fork(folder, "ranks=1", "resume=false", mistake)
@@ -195,7 +195,7 @@ def test_a_command_that_cannot_train_moves_nothing(folder: Path, mistake: str) -
     assert (folder / "outputs" / "tiny" / "config.yaml").read_text() == before
 
 
-REFUSED_BY_RANKS = ["data.global_batch_size=100000", "strategy.copies=5", "data.num_workers=no", "strategy.ep_size=3"]
+REFUSED_BY_RANKS = ["data.global_batch_size=100000", "strategy.replicas=5", "data.num_workers=no", "strategy.ep_size=3"]
 
 
 @pytest.mark.parametrize("mistake", [*REFUSED_BY_RANKS[:1], *(slow(mistake) for mistake in REFUSED_BY_RANKS[1:])])

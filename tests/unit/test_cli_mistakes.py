@@ -68,7 +68,7 @@ BUILDING = [
     slow(["data.dtype=uint8"], ["dtype='uint8'"]),
     (["strategy.quota=random"], ["'random'", "balanced"]),
     slow(["strategy.timeout_s=0"], ["timeout_s=0"]),
-    slow(["strategy.copies=1", "strategy.placement=[[1]]"], ["copies=1", "placement"]),
+    slow(["strategy.replicas=1", "strategy.placement=[[1]]"], ["replicas=1", "placement"]),
     (["trainer.precision=fp7"], ["trainer.precision='fp7'", "'bf16-mixed'"]),
     (["trainer.accelerator=abacus"], ["abacus"]),
     slow(["callbacks.console.style=loud"], ["'loud'", "plain"]),
@@ -80,7 +80,7 @@ BUILDING = [
 ]
 STARTING = [
     (["strategy.ep_size=3"], ["ep_size=3", "1"]),
-    slow(["strategy.copies=5"], ["copies=5"]),
+    slow(["strategy.replicas=5"], ["replicas=5"]),
     (["strategy.placement=no/table.json"], ["no/table.json"]),
     (["data.context_length=100000000"], ["data.context_length=100000000 is more than model.context_length=64"]),
     (["model.context_length=5000"], ["data.context_length=5000", "bytes of source", "model.context_length"]),

@@ -79,7 +79,7 @@ def _sizes_on_ranks(rank: int, world_size: int) -> dict[str, Any]:
 
     pl.seed_everything(1, verbose=False)
     module = OwnModule()
-    PlacedExperts(module, resolve_placements(module, world_size, copies=1), connect(), slots=4)
+    PlacedExperts(module, resolve_placements(module, world_size, replicas=1), connect(), slots=4)
     summary = WholeModelSummary(module, max_depth=2)
     columns = {name: [cell.strip() for cell in cells] for name, cells in summary._get_summary_data()}
     return {

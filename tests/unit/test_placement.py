@@ -156,8 +156,8 @@ def test_wrong_placements(replicas: np.ndarray, message: str) -> None:
     [
         ((0, 2), "0 experts on 2 ranks"),
         ((2, 0), "2 experts on 0 ranks"),
-        ((4, 2, 3), "copies=3 .* between 1 and 2"),
-        ((4, 2, 0), "copies=0"),
+        ((4, 2, 3), "replicas=3 .* between 1 and 2"),
+        ((4, 2, 0), "replicas=0"),
     ],
 )
 def test_wrong_sizes(sizes: tuple[int, ...], message: str) -> None:

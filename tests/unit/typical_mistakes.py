@@ -366,7 +366,7 @@ MISTAKES: list[tuple[str, str, str]] = [
         "strategy.dense=fdsp",
         "strategy.dense='fdsp' is not a known dense: did you mean 'fsdp'? Use one of ddp, zero1, fsdp, hsdp",
     ),
-    ("moe-train", "strategy.replicas=2", "is read as strategy.copies=2"),
+    ("moe-train", "strategy.num_replicas=2", "is read as strategy.replicas=2"),
     (
         "moe-train",
         "strategy.zero_stage=3",
@@ -607,7 +607,7 @@ MISTAKES: list[tuple[str, str, str]] = [
         "strategy=expert_paralel",
         "there is no strategy 'expert_paralel' (did you mean 'expert_parallel'?): choose one of",
     ),
-    ("moe-train", "strategy.copies=two", "strategy.copies='two' must be an integer of at least 1 or null"),
+    ("moe-train", "strategy.replicas=two", "strategy.replicas='two' must be an integer of at least 1 or null"),
     ("moe-train", "strategy.slots=auto", "strategy.slots='auto' must be an integer of at least 1 or null"),
     ("moe-train", "module.lr=1", "there is no key 'module.lr' (did you mean 'optimizer.lr'?): see moe-train --cfg job"),
     (

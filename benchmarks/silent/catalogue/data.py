@@ -67,7 +67,7 @@ CASES = (
         kind=KIND,
         report="pytorch/torchtitan#2206",
         symptom="losses are divided by the targets of a rank's micro-batch instead of those of the step",
-        subject=Training(ranks=4, data=UnequalTokens, trainer={"accumulate_grad_batches": 2}, strategy={"copies": 2}),
+        subject=Training(ranks=4, data=UnequalTokens, trainer={"accumulate_grad_batches": 2}, strategy={"replicas": 2}),
         fault=Fault(run=weighs_ranks_alike),
         doctor=("the loss",),
     ),

@@ -155,7 +155,7 @@ CASES = (
         kind=KIND,
         report="pytorch/pytorch#88955",
         symptom="gradients that are not sharded count as often as there are ranks",
-        subject=Training(trainer=CLIPPED, strategy={"copies": 2}),
+        subject=Training(trainer=CLIPPED, strategy={"replicas": 2}),
         fault=clips_by(dense_for_each_rank),
         doctor=("clipped gradient", "whole model"),
     ),
@@ -210,7 +210,7 @@ CASES = (
         report="meta-pytorch/torchrec#4388",
         symptom="clipping by value was not possible for shards, whose elements it treats one by one",
         subject=Training(
-            trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}, strategy={"copies": 2}
+            trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}, strategy={"replicas": 2}
         ),
         fault=Fault(run=_clipped_before_sum),
         doctor=("the gradient of",),

@@ -255,7 +255,9 @@ CASES = (
         kind=KIND,
         report="areal-project/AReaL#1468",
         symptom="a checkpoint loads under another sharding, and drops the moments without a word",
-        subject=Training(strategy={"dense": "fsdp"}, resumed_ranks=4, resumed_strategy={"dense": "zero1", "copies": 2}),
+        subject=Training(
+            strategy={"dense": "fsdp"}, resumed_ranks=4, resumed_strategy={"dense": "zero1", "replicas": 2}
+        ),
         fault=_of_optimizers(lambda state: state.clear()),
         doctor=(BACK, "not in it"),
     ),
