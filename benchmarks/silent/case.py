@@ -59,7 +59,7 @@ class Training:
         data: its samples.
         batch_size: samples of a micro-batch over all ranks.
         shuffles: in another order in every epoch; plain PyTorch has another one.
-        resumed_ranks, resumed_strategy: of the training that resumes; None: as before.
+        resumed_ranks, resumed_strategy, resumed_model: of the training that resumes; None: as before.
         callbacks: further ones.
         optimizers: that the module has.
         validates: a validation after every step.
@@ -76,6 +76,7 @@ class Training:
     shuffles: bool = False
     resumed_ranks: int | None = None
     resumed_strategy: Mapping[str, Any] | None = None
+    resumed_model: Mapping[str, Any] | None = None
     callbacks: Callable[[], Sequence[pl.Callback]] = tuple
     optimizers: int = 1
     validates: bool = False

@@ -211,7 +211,8 @@ def _tensors(
         ours, theirs = found[name].double(), expected[name].double()
         if not theirs.numel():
             continue
-        apart = float((ours - theirs).abs().max())
+        is_number = ours.isfinite() | theirs.isfinite()  # on one side at least
+        apart = float((ours - theirs).abs().where(is_number, 0.0).max())
         if floor is not None:
             least = floor if isinstance(floor, float) else floor[name.partition(" ")[0]]
             apart /= max(float(theirs.abs().max()), least, 1e-30)

@@ -48,14 +48,18 @@ class Language(GPTModule):
 def optimizer_of(parameters: list[torch.nn.Parameter], name: str = "adamw") -> Any:
     """AdamW with a large epsilon, which divides by no rounding errors, or SGD with momentum; with a rate that decays
     from the first step.
+
+    Args:
+        name: "adamw", "adamw backwards" with the parameters in reverse, or "sgd".
     """
+    parameters = parameters[::-1] if name.endswith("backwards") else parameters
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
-        if name == "adamw"
+        if name.startswith("adamw")
         else torch.optim.SGD(groups, lr=0.02, momentum=0.9)
     )
     schedule = LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.3 * step))
@@ -91,6 +95,26 @@ class Manual(Language):
             optimizer.step()
         for schedule in self.lr_schedulers():  # type: ignore[union-attr]
             schedule.step()
+
+
+class Overflowing(Language):
+    """The gradient of one expert overflows in the second step, on the ranks that hold it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        experts: Any = moe_layers(self)[0].experts
+        if self.trainer.global_step == 1 and 0 in experts.slot_experts:
+            weight = next(iter(experts.stacked_parameters().values()))[experts.slot_experts.index(0)].sum()
+            loss = loss + (weight - weight.detach()) * 1e38
+        return loss
+
+
+class Renormalized(Language):
+    """The embeddings of tokens are made shorter where they are read."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.token_embedding.max_norm = 0.5
 
 
 class Idle(Language):

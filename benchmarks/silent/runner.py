@@ -32,7 +32,8 @@ class Result:
         seen: first difference under the fault; empty: none.
         rounding: where a limit is exceeded, times that the training is as far from float64 as plain PyTorch in float32.
         loss_apart: largest difference of a loss under the fault, which is what a user would see.
-        doctor: "named", "seen" where words lack, "silent", or empty where it was not asked.
+        doctor: "named", "seen" where words lack, "stopped" where the strategy raised these words before, "silent", or
+            empty where it was not asked.
         told: its sentence.
         seconds: of the whole case.
     """
@@ -107,9 +108,15 @@ def _training(case: Case, training: Training) -> dict[str, Any]:
             told = run_ranks(training.ranks, diagnosed, case.id, True)[0]
         except RankFailure as failure:
             told = f"({failure.sentence})"
-        is_named = bool(told) and all(word in told for word in case.doctor)
-        outcome |= {"doctor": "named" if is_named else "seen" if told[:1] not in ("", "(") else "silent", "told": told}
+        outcome |= {"doctor": _verdict(case, told), "told": told}
     return outcome
+
+
+def _verdict(case: Case, told: str) -> str:
+    is_named = bool(told) and all(word in told for word in case.doctor)
+    if told.startswith("("):
+        return "stopped" if is_named else "silent"
+    return "named" if is_named else "seen" if told else "silent"
 
 
 def _alone(case: Case, names: Sequence[Sequence[str]]) -> Run:

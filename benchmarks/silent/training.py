@@ -116,6 +116,7 @@ def train(
     callbacks: Sequence[pl.Callback],
     *,
     strategy: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     ckpt_path: str | None = None,
 ) -> None:
     """Train on a rank of a world, from the beginning or from a checkpoint."""
@@ -132,7 +133,7 @@ def train(
         flags["val_check_interval"] = training.micro_batches
     trainer = pl.Trainer(
         strategy=ExpertParallelStrategy(**(training.strategy if strategy is None else strategy)),
-        plugins=[LightningEnvironment()],
+        plugins=[LightningEnvironment(), *flags.pop("plugins", ())],
         accelerator="cpu",
         devices=size,
         max_steps=2 * STEPS * training.optimizers,
@@ -147,7 +148,7 @@ def train(
     )
     loader = DataLoader(training.data(), batch_size=training.batch_size, shuffle=training.shuffles)
     held_out = DataLoader(training.data(), batch_size=6) if training.validates else None
-    trainer.fit(training.module(training.model), loader, held_out, ckpt_path=ckpt_path)
+    trainer.fit(training.module(training.model if model is None else model), loader, held_out, ckpt_path=ckpt_path)
 
 
 def observed(rank: int, size: int, id: str, is_faulty: bool, folder: str, resumes: bool) -> dict[str, Any]:
@@ -156,10 +157,11 @@ def observed(rank: int, size: int, id: str, is_faulty: bool, folder: str, resume
     training, paths = case.subject, _paths(folder)
     last = STEPS * (1 + resumes)
     observer = Observer({last: paths[last]})
-    strategy, ckpt_path = (training.resumed_strategy, paths[STEPS]) if resumes else (None, None)
+    later: dict[str, Any] = {"strategy": training.resumed_strategy, "model": training.resumed_model}
+    later["ckpt_path"] = paths[STEPS]
     seeds = _seeds(case) if is_faulty else []
     callbacks = [*seeds, *training.callbacks(), observer]
-    train(rank, size, training, callbacks, strategy=strategy, ckpt_path=ckpt_path)
+    train(rank, size, training, callbacks, **(later if resumes else {}))
     return observer.found()
 
 

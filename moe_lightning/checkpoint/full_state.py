@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from moe_lightning.state.table import State
 from moe_lightning.state.tensors import cut_of, joined, loading, local, part_of_whole, rows_like
 
 _NO_CUTS: Mapping[str, TensorCut] = {}
+_NAMES = "parameter_names"
+"""Key of the names of an optimizer's parameters by group, beside the keys of stock optimizers."""
 
 
 def full_model_state(
@@ -138,6 +141,7 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
     return {
         "state": _optimizer_entries(state, index, collected, world),
         "param_groups": _numbered_groups(state, index),
+        _NAMES: _names_in_groups(state, index),
     }
 
 
@@ -154,6 +158,7 @@ def load_local_optimizer_state(state: State, index: int, full: Mapping[str, Any]
             f"the checkpoint's optimizer has parameter groups of {saved} tensors, this one of {sizes}: "
             "use the configuration it was written with"
         )
+    _require_same_order(full.get(_NAMES), _names_in_groups(state, index))
     number_of = {parameter: number for number, parameter in enumerate(state.numbered(index))}
     entries: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -169,6 +174,30 @@ def load_local_optimizer_state(state: State, index: int, full: Mapping[str, Any]
         groups.append({**saved_group, "params": numbers})
     with loading(optimizer, state.stack_of) if state.on_host else nullcontext():
         optimizer.load_state_dict({"state": entries, "param_groups": groups})
+
+
+def _names_in_groups(state: State, index: int) -> list[list[str]]:
+    """Names of the parameters in the groups of an optimizer; empty where a parameter is not the module's."""
+    names = {parameter: name for name, parameter in state.module.named_parameters()}
+    return [[names.get(parameter, "") for parameter in group] for group in state.optimizers[index][1]]
+
+
+def _require_same_order(saved: Sequence[Sequence[str]] | None, own: Sequence[Sequence[str]]) -> None:
+    """Refuse groups in which moments would be those of other parameters, as they are stored by number.
+
+    Args:
+        saved: None in a checkpoint of another program.
+
+    Raises:
+        CheckpointError: a parameter has another number than in the checkpoint.
+    """
+    for number, pair in enumerate(zip(*map(chain.from_iterable, (saved or (), own)), strict=False)):
+        if all(pair) and pair[0] != pair[1]:
+            raise CheckpointError(
+                f"parameter {number} of the checkpoint's optimizer is {pair[0]}, and of this one {pair[1]}, which "
+                "would get the moments of another: give the optimizer its parameters in the order of the run that "
+                "wrote it"
+            )
 
 
 def _stack(collected: Mapping[str, Tensor], key: str, stack: ExpertStack) -> Tensor:

@@ -31,8 +31,8 @@ class Digest:
 
     def is_same(self, other: Digest, tolerance: float, floor: float = 0.0) -> bool:
         """Up to the tolerance, relative to the larger norm, and the floor."""
-        if math.isnan(self.norm) or math.isnan(other.norm):
-            return math.isnan(self.norm) and math.isnan(other.norm)
+        if not math.isfinite(self.norm) or not math.isfinite(other.norm):
+            return not math.isfinite(self.norm) and not math.isfinite(other.norm)
         allowed = tolerance * max(self.norm, other.norm) + floor + max(self.slack, other.slack)
         return abs(self.projection - other.projection) <= allowed and abs(self.norm - other.norm) <= allowed
 
@@ -129,7 +129,7 @@ def _disagreement(held: Sequence[tuple[int, float, float, int, float]]) -> tuple
     rank, projection, square = held[0][:3]
     for other, its_projection, its_square, *_ in held[1:]:
         norm, its_norm = math.sqrt(square), math.sqrt(its_square)
-        if math.isnan(norm) and math.isnan(its_norm):
+        if not math.isfinite(norm) and not math.isfinite(its_norm):
             continue
         allowed = 1e-5 * max(norm, its_norm) + held[0][4]
         if not (abs(projection - its_projection) <= allowed and abs(norm - its_norm) <= allowed):
@@ -266,7 +266,7 @@ def _partings(step: int, run: StepRecord, alone: StepRecord, tolerance: float, s
         yield from _of_loss(step, run.loss, alone.loss, tolerance)
     yield from _of_tensors(step, "gradient", run.gradients, alone.gradients, tolerance, seen)
     yield from _of_tensors(step, "clipped gradient", run.clipped, alone.clipped, tolerance, seen)
-    total = math.sqrt(sum(digest.norm**2 for digest in alone.gradients.values()))
+    total = math.sqrt(sum(digest.norm**2 for digest in alone.gradients.values() if math.isfinite(digest.norm)))
     moved = {  # where a gradient is noise, an optimizer that divides by its size moves anywhere
         name: digest
         for name, digest in alone.updates.items()

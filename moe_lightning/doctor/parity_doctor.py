@@ -14,6 +14,7 @@ from annotated_types import Interval
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from typing_extensions import override
 
 from moe_lightning.compat import private_lightning
@@ -21,7 +22,14 @@ from moe_lightning.config import PositiveInt, validated
 from moe_lightning.doctor.comparison import Comparison, Parting, compare, merged
 from moe_lightning.doctor.read_back import ReadBack
 from moe_lightning.doctor.recorder import Recorder
-from moe_lightning.doctor.reference import Batches, follow, one_process_loader, pristine_copy, without_dropout
+from moe_lightning.doctor.reference import (
+    Batches,
+    follow,
+    one_process_loader,
+    pristine_copy,
+    scaler_of,
+    without_dropout,
+)
 from moe_lightning.errors import ConfigurationError, ParityError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World
@@ -217,6 +225,7 @@ class ParityDoctor(Callback):
         self._remarks: list[str] = []
         self._world, self._is_own = World.single(), False
         self._read_back: ReadBack | None = None
+        self._scaler: GradScaler | None = None
 
     # ------------------------------------------------------------------ before
 
@@ -241,7 +250,7 @@ class ParityDoctor(Callback):
         without = without_dropout(pl_module)
         self._remarks = [f"torch's dropout is off ({', '.join(without)}): each rank draws its own"] if without else []
         self._recorder.begin(trainer, pl_module)
-        self._read_back = ReadBack(trainer)
+        self._read_back, self._scaler = ReadBack(trainer), scaler_of(trainer)
 
     # ------------------------------------------------------------------ steps
 
@@ -339,7 +348,7 @@ class ParityDoctor(Callback):
         without_dropout(self._copy)
         notes, tolerance = self._recorder.notes, self._recorder.tolerance
         data = self._loader if self._is_own else Batches(self._batches)
-        alone = follow(trainer, self._copy, self._states[: len(notes)], data, tolerance)
+        alone = follow(trainer, self._copy, self._states[: len(notes)], data, tolerance, self._scaler)
         return compare([merged(step) for step in notes], [merged(step) for step in alone], tolerance)
 
 

@@ -66,6 +66,14 @@ def check_module(
             "adapters need the frozen weights outside of experts whole on every rank, and dense=fsdp, hsdp and mesh.tp "
             "cut them: use dense=ddp or zero1, and mesh.tp=1"
         )
+    embeddings = ((n, m) for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    for name, embedding in embeddings if trainer.world_size > 1 else ():
+        option = "max_norm" if embedding.max_norm is not None else "scale_grad_by_freq"
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq:
+            raise ConfigurationError(
+                f"the embedding {name} has {option}, which changes rows by the tokens of a rank's own batch, so the "
+                f"loss would depend on the number of ranks: drop {option}, or use one rank"
+            )
     if trainer.world_size > 1 and any(
         isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) for m in module.modules()
     ):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -74,6 +75,49 @@ def _round_trip(kind: tuple[str, Mapping[str, Any]], **options: Any) -> Callable
     return function
 
 
+def _merged(rank: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """Logits of adapters on experts in four bits, merged for transformers, and those of the training."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers: Any = importlib.import_module("transformers")
+    from moe_lightning import HuggingFaceModule
+    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    ids = torch.stack([Tokens()[index][0] for index in range(4)])
+    logits: dict[str, Tensor] = {}
+
+    class Logits(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            with torch.no_grad():
+                logits["logits"] = module.eval()(ids)
+
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(**_SIZES | _MIXTRAL[1] | {"hidden_size": 32, "intermediate_size": 64})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained("theirs")
+    adapter = {"kind": "qlora", "rank": 2, "alpha": 32.0}
+    optimizer = {"lr": 0.05, "weight_decay": 0.0, "warmup_steps": 0, "decay": "constant"}
+    training = Training(
+        module=lambda model: HuggingFaceModule(
+            {"pretrained": "theirs", "context_length": 8, "adapter": adapter}, optimizer
+        ),
+        trainer={"limit_train_batches": 2, "max_epochs": 1},
+    )
+    train(rank, 1, training, [Logits(), HuggingFaceExport("ours")])
+    with torch.no_grad():
+        ours = transformers.AutoModelForCausalLM.from_pretrained(Path("ours")).eval()(ids).logits
+    return {"logits": ours}, logits
+
+
+def _base_alone() -> None:
+    from moe_lightning.callbacks import huggingface_export
+
+    def around(own: Any, stacks: Mapping[str, Tensor], *args: Any) -> Any:
+        return own({name: stack for name, stack in stacks.items() if not name.startswith("lora_")}, *args)
+
+    replace(huggingface_export, "merged_experts", around)
+
+
 def _written(change: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> Fault:
     """Change the stacks of experts before they are written."""
 
@@ -133,6 +177,15 @@ CASES = (
         symptom="the gathered tensor is that of one mesh alone, so only the experts of one rank are exported",
         subject=Check(ranks=2, function=_round_trip(_QWEN3, norm_topk_prob=True)),
         fault=_written(_of_first_rank),
+        beyond=BEYOND,
+    ),
+    Case(
+        id="adapters-not-merged",
+        kind=KIND,
+        report="axolotl-ai-cloud/axolotl#3771",
+        symptom="adapters are added to quantised numbers as they are stored, and are lost in what is merged",
+        subject=Check(function=_merged),
+        fault=Fault(process=_base_alone),
         beyond=BEYOND,
     ),
     Case(

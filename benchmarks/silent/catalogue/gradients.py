@@ -90,6 +90,18 @@ def _sums_again(trainer: Any, module: Any) -> None:
     replace(trainer.strategy, "backward", around)
 
 
+def _halved_again(trainer: Any, module: Any, is_last: bool) -> None:
+    """The division by the number of ranks hits gradients of earlier micro-batches, too."""
+    for parameter in _experts(trainer):
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def _faster_on_last(trainer: Any, module: Any) -> None:
+    for group in trainer.optimizers[0].param_groups if trainer.global_rank else ():
+        group["lr"] *= 1.2
+
+
 def _half_of_tied(trainer: Any, module: Any) -> None:
     own = module.model.head.forward
     module.model.head.forward = lambda x: torch.nn.functional.linear(x, module.model.head.weight.detach()) + 0 * own(x)
@@ -225,6 +237,24 @@ CASES = (
         subject=Training(trainer=ACCUMULATED, strategy={"replicas": 2}),
         fault=around_backward(_own_earlier_ones),
         doctor=("the gradient of", "experts"),
+    ),
+    Case(
+        id="earlier-micro-batches-scaled-again",
+        kind=KIND,
+        report="ISEEKYAN/Megatron-LM#70",
+        symptom="the scale of experts is applied with every micro-batch, to what earlier ones have left as well",
+        subject=Training(trainer=ACCUMULATED),
+        fault=around_backward(_halved_again),
+        doctor=("the gradient of", "experts"),
+    ),
+    Case(
+        id="learning-rate-of-each-rank",
+        kind=KIND,
+        report="karpathy/nanochat#857",
+        symptom="ranks compute the learning rate from their own progress in the data, and update copies differently",
+        subject=Training(strategy={"copies": 2}),
+        fault=at_gradients(_faster_on_last),
+        doctor=("the update of", "differs between ranks"),
     ),
     Case(
         id="tied-head-not-added",

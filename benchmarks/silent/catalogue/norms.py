@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from benchmarks.silent.case import Case, Fault, Training
+from benchmarks.silent.case import Case, Check, Fault, Training
 from benchmarks.silent.faults import clips_by, dense_and_expert, over_ranks, replace, squared
 from benchmarks.silent.model import Idle, Language, Manual
+from benchmarks.silent.training import train
+from moe_lightning.strategies import steps
 
 KIND = "norm and clipping"
 CLIPPED = {"gradient_clip_val": 0.5}
@@ -95,6 +99,30 @@ def _each_for_itself(trainer: Any, module: Any) -> None:
     replace(module, "clip_gradients", clip)
 
 
+def _norms_of_bfloat16(rank: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """The norms by which a training in bfloat16 is clipped, and those of its gradients in float64."""
+    found: list[Tensor] = []
+    expected: list[Tensor] = []
+
+    class Norms(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            gradients = [p.grad.double() for p in module.parameters()]
+            expected.append(torch.stack([g.square().sum() for g in gradients]).sum().sqrt())
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            found.append(trainer.strategy.last_gradient_norm.double())
+
+    training = Training(
+        strategy={"copies": 2}, trainer={"precision": "bf16-true", "gradient_clip_val": 0.5, "limit_train_batches": 4}
+    )
+    train(rank, 2, training, [Norms()])
+    return {"norms": torch.stack(found)}, {"norms": torch.stack(expected)}
+
+
+def _norm_in_bfloat16() -> None:
+    replace(steps, "global_gradient_norm", lambda own, *args, **kwargs: own(*args, **kwargs).bfloat16().float())
+
+
 def _clipped_before_sum(trainer: Any, module: Any) -> None:
     def around(own: Any, *args: Any, **kwargs: Any) -> Any:
         for parameter in module.parameters():
@@ -158,6 +186,24 @@ CASES = (
         subject=Training(trainer=CLIPPED, strategy={"replicas": 2}),
         fault=clips_by(dense_for_each_rank),
         doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="norm-counts-copies-of-shards",
+        kind=KIND,
+        report="ByteDance-Seed/VeOmni#184",
+        symptom="under HSDP the norm is summed over copies of shards, too, and grows with their number",
+        subject=Training(trainer=CLIPPED, ranks=4, strategy={"dense": "hsdp", "shard_size": 2}),
+        fault=clips_by(dense_for_each_rank),
+        doctor=("clipped gradient", "whole model"),
+    ),
+    Case(
+        id="norm-in-half-precision",
+        kind=KIND,
+        report="pytorch/pytorch#194033",
+        symptom="norms of gradients in bfloat16 are added in bfloat16, so the norm depends on how ranks divide them",
+        subject=Check(ranks=2, function=_norms_of_bfloat16),
+        fault=Fault(process=_norm_in_bfloat16),
+        beyond="its tolerance in 16 bits is wider",
     ),
     Case(
         id="norms-of-two-optimizers",

@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.silent.case import Case, Check, Fault, Training
+from benchmarks.silent.case import BFLOAT16, Case, Check, Fault, Training
 from benchmarks.silent.faults import replace
-from benchmarks.silent.model import Adapted
+from benchmarks.silent.model import Adapted, Overflowing
 from moe_lightning import ExpertParallelStrategy, StepSampler
 from moe_lightning.checkpoint import files, full_state
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.moe.randomness import SampleStream
+from moe_lightning.strategies import scaling
 
 KIND = "saving and resuming"
 BACK = "a checkpoint is not read back as it was"
@@ -52,6 +55,27 @@ def _no_expert_moments(state: dict[int, Any]) -> None:
         for value in entry.values():
             if isinstance(value, Tensor) and value.ndim == 3:
                 value.zero_()
+
+
+def _zeros(state: dict[int, Any]) -> None:
+    for entry in state.values():
+        entry["exp_avg"], entry["exp_avg_sq"] = (torch.zeros_like(entry[key]) for key in ("exp_avg", "exp_avg_sq"))
+
+
+def _rounded(state: dict[int, Any]) -> None:
+    for entry in state.values():
+        entry["exp_avg"], entry["exp_avg_sq"] = (entry[key].bfloat16().float() for key in ("exp_avg", "exp_avg_sq"))
+
+
+def _made_in_advance(trainer: Any, module: Any) -> None:
+    """States are made by a step without gradients, which counts."""
+    for optimizer in trainer.optimizers if not trainer.global_step else ():
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            optimizer.state[parameter] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 def _first_step(state: dict[int, Any]) -> None:
@@ -157,6 +181,13 @@ def _written_in_place() -> None:
     replace(files, "write_file", written)
 
 
+_SCALING = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=1024.0))
+
+
+def _own_overflows() -> None:
+    replace(scaling, "all_reduce_", lambda own, *args: None)
+
+
 BIASED = {"router": {"bias_update_rate": 0.02, "score": "sigmoid"}}
 
 CASES = (
@@ -195,6 +226,56 @@ CASES = (
         subject=Training(strategy={"dense": "fsdp"}),
         fault=_of_optimizers(_first_step),
         doctor=(BACK, "step of", "count its steps"),
+    ),
+    Case(
+        id="number-of-updates-ahead",
+        kind=KIND,
+        report="NVIDIA/Megatron-LM#5976",
+        symptom="the states of the optimizer are made by a step that counts, and the first update is too small",
+        subject=Training(),
+        fault=Fault(run=_made_in_advance),
+        doctor=("the update of", "step 1", "its gradient is the same"),
+    ),
+    Case(
+        id="moments-rounded-by-a-resume",
+        kind=KIND,
+        report="huggingface/nanotron#245",
+        symptom="moments are loaded in bfloat16, and made float32 afterwards",
+        subject=Training(strategy={"dense": "fsdp"}),
+        fault=_of_optimizers(_rounded),
+        doctor=(BACK, "exp_avg", "moments"),
+    ),
+    Case(
+        id="moments-of-adapters-zero",
+        kind=KIND,
+        report="NVIDIA-NeMo/labs-molt#57",
+        symptom="a resume with adapters on experts finishes, and has restored moments of zero",
+        subject=Training(module=Adapted, strategy={"dense": "zero1"}),
+        fault=_of_optimizers(_zeros),
+        doctor=(BACK, "exp_avg", "lora", "moments"),
+    ),
+    Case(
+        id="changed-groups",
+        kind=KIND,
+        report="pytorch/pytorch#1489",
+        symptom="moments belong to numbers, so parameters in another order get those of others",
+        subject=Training(resumed_model={"optimizer": "adamw backwards"}),
+        refused="would get the moments of another",
+    ),
+    Case(
+        id="loss-scale-of-each-rank",
+        kind=KIND,
+        report="NVIDIA-NeMo/Megatron-Bridge#5591",
+        symptom="ranks whose gradients overflow skip an update and lower the loss scale, and others do not",
+        subject=Training(
+            module=Overflowing,
+            model={"router": {"top_k": 4}},  # of four, so that rounding chooses nothing
+            trainer={"plugins": [_SCALING]},
+            reference="one rank",
+        ),
+        fault=Fault(process=_own_overflows),
+        doctor=("the update of", "differs between ranks", "step 2"),
+        limits=BFLOAT16,
     ),
     Case(
         id="schedule-lost",
@@ -248,6 +329,19 @@ CASES = (
         symptom="every rank takes the first block of experts, whose shapes fit",
         subject=Training(resumed_strategy={"placement": [[1, 0], [0, 1], [1, 1], [0, 1]]}),
         fault=Fault(process=_experts_by_place),
+        doctor=(BACK, "the weights", "another expert"),
+    ),
+    Case(
+        id="another-placement-with-copies",
+        kind=KIND,
+        report="deepspeedai/DeepSpeed#8544",
+        symptom="a conversion knows equal blocks of experts only, not copies nor experts apart from each other",
+        subject=Training(
+            strategy={"placement": [[1, 1], [0, 1], [1, 0], [0, 1]]},
+            resumed_ranks=4,
+            resumed_strategy={"placement": [[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 1]]},
+        ),
+        fault=Fault(process=_experts_in_reverse),
         doctor=(BACK, "the weights", "another expert"),
     ),
     Case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 from benchmarks.silent.case import Case, Fault, Training
 from benchmarks.silent.faults import replace
-from benchmarks.silent.model import Adapted, PackedTokens, UnequalTokens
+from benchmarks.silent.model import Adapted, PackedTokens, Renormalized, UnequalTokens
+from moe_lightning.moe.layer import moe_layers
 
 KIND = "tensor parallelism"
 TP, CP = {"mesh": {"tp": 2}}, {"mesh": {"cp": 2}}
@@ -40,6 +42,25 @@ def weighs_ranks_alike(trainer: Any, module: Any) -> None:
 def documents_meet(trainer: Any, module: Any) -> None:
     """Let the documents of a pack see each other."""
     replace(module.model, "forward", lambda own, ids, is_token=None, begins=None: own(ids, is_token, None))
+
+
+def _one_share_below_experts(trainer: Any, module: Any) -> None:
+    """What lies below the experts gets the gradient that one of the tensor-parallel ranks computes."""
+
+    def halve(layer: Any, arguments: Any) -> Any:
+        x, *rest = arguments
+        if not x.requires_grad:
+            return None
+        x = x * 1
+        x.register_hook(lambda gradient: gradient * 0.5)
+        return (x, *rest)
+
+    for layer in moe_layers(module):
+        layer.register_forward_pre_hook(halve)
+
+
+def _log_of_ranks(trainer: Any, module: Any) -> None:
+    replace(module, "loss", lambda own, batch: own(batch) + math.log(2))
 
 
 CASES = (
@@ -78,6 +99,40 @@ CASES = (
         subject=Training(strategy=TP),
         fault=Fault(run=_unlike_from_the_start),
         doctor=("weights", "model.norm.weight", "differ between ranks"),
+    ),
+    Case(
+        id="one-share-below-the-experts",
+        kind=KIND,
+        report="pytorch/torchtitan#4054",
+        symptom="without expert parallelism, gradients below the experts lack the sum over tensor-parallel ranks",
+        subject=Training(strategy=TP | {"copies": 2}),
+        fault=Fault(run=_one_share_below_experts),
+        doctor=("the gradient of",),
+    ),
+    Case(
+        id="loss-of-gathered-logits",
+        kind=KIND,
+        report="NVIDIA/Megatron-LM#7452",
+        symptom="logits that were gathered already are summed over ranks again: the loss gains the logarithm of these",
+        subject=Training(strategy=TP),
+        fault=Fault(run=_log_of_ranks),
+        doctor=("the loss",),
+    ),
+    Case(
+        id="padded-vocabulary",
+        kind=KIND,
+        report="NVIDIA-NeMo/Megatron-Bridge#5375",
+        symptom="rows that pad the vocabulary for tensor parallelism end in the exported model",
+        subject=Training(strategy=TP, model={"vocab_size": 49}),
+        refused="does not divide the 49 tokens of the vocabulary",
+    ),
+    Case(
+        id="embeddings-of-own-tokens",
+        kind=KIND,
+        report="pytorch/torchtitan#4637",
+        symptom="an embedding that shortens its rows, or scales by frequency, is another one where it is divided",
+        subject=Training(module=Renormalized),
+        refused="has max_norm, which changes rows by the tokens of a rank's own batch",
     ),
     Case(
         id="adapters-of-own-positions",
