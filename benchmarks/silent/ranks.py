@@ -44,7 +44,7 @@ class RankFailure(Exception):
         self.sentence, self.is_mistake = sentence or message, is_mistake
 
 
-def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
     """Return what function(rank, size, *args) returns on each rank of a new world. Processes are never used again, so
     whatever a function changes in its own ends with it.
 
