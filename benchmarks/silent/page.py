@@ -112,7 +112,7 @@ def _summary(cases: Mapping[str, Case], results: Mapping[str, Result]) -> str:
         f"Of {len(cases)} cases {faults} hold, and every fault is seen; {refused} are combinations that are refused in",
         f"one line. The doctor names {verdicts['named']} of {faults} faults, and the strategy stops "
         f"{verdicts['stopped']};",
-        f"{untrained} of the others are in kernels and exports, where nothing is trained. The cases ran in",
+        f"{untrained} of the others are checks of kernels, norms, files and exports. The cases ran in",
         f"{sum(seconds) / 60:.0f} minutes, the longest in {max(seconds):.0f} s, on two cores.\n",
     )
     return "\n".join(lines)
