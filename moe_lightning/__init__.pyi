@@ -34,7 +34,7 @@ from moe_lightning.moe.replayed_routing import replay_routing as replay_routing
 from moe_lightning.moe.router import RouterConfig as RouterConfig
 from moe_lightning.parallel.sequence import ContextParallel as ContextParallel
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy as ExpertParallelStrategy
-from moe_lightning.strategies.steps import gradient_norms as gradient_norms
+from moe_lightning.strategies.gradients import gradient_norms as gradient_norms
 
 __all__: list[str]
 __version__: str

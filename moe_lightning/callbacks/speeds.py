@@ -19,7 +19,7 @@ from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading, decode_readings, encode_readings
 from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.callbacks.telemetry import Metric
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_torch
 from moe_lightning.config import validated
 from moe_lightning.data.loader import StepLoader
 from moe_lightning.dispatch.quota import ONE_SPEED, given_speeds, shares
@@ -136,7 +136,7 @@ class SpeedFollower:
     @property
     def _micro_total(self) -> int:
         """Samples of a whole micro-batch, in a pipeline of each that it computes; 0 where the loader does not know."""
-        loaders = private_lightning.tree_leaves(self._strategy.state.trainer.train_dataloader)
+        loaders = private_torch.tree_leaves(self._strategy.state.trainer.train_dataloader)
         samplers = [loader.step_sampler for loader in loaders if isinstance(loader, StepLoader)]
         if not samplers:
             return 0

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from moe_lightning.callbacks.loggers import log_histograms
 from moe_lightning.callbacks.routing_health import RoutingHealth
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.compat.private_lightning import SummaryShown, SummaryTable
 from moe_lightning.config import validated
 from moe_lightning.models.gpt import model_size, whole_parameters
@@ -313,7 +313,7 @@ def _num_tokens(batch: Any) -> int | Tensor:
     """Elements of the batch's first tensor where it holds token ids [B, L], without the padding that a mask beside it
     names: a bool tensor of the same shape, or the entry attention_mask. Else its samples.
     """
-    tensors = [leaf for leaf in private_lightning.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in private_torch.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if not tensors or not tensors[0].ndim:
         return 0
     masks = [t for t in tensors[1:] if t.dtype is torch.bool and t.shape == tensors[0].shape]

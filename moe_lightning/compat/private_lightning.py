@@ -36,15 +36,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
-__all__ = ["BatchIndices", "SubprocessLauncher", "tree_leaves", "tree_map"]
+__all__ = ["BatchIndices", "SubprocessLauncher"]
 # BatchIndices: identifies the loader of a prediction, which is cut; a public class would do.
 # SubprocessLauncher: Ctrl-C and signals reach the ranks of this class only; a public launcher would do.
-# tree_leaves, tree_map: torch has no public pytree as of 2.13.
 
 
 def batches_of(indices: BatchIndices) -> object:

@@ -19,11 +19,13 @@ from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-__all__ = ["AnyDropout"]
+__all__ = ["AnyDropout", "tree_leaves", "tree_map"]
 # AnyDropout: base class of all dropout modules; no public class is common to them.
+# tree_leaves, tree_map: torch has no public pytree as of 2.13.
 
 # ---------------------------------------------------------------------- process groups
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 from typing_extensions import override
 
-from moe_lightning.compat import private_lightning, private_torch
+from moe_lightning.compat import private_torch
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.loader import StepLoader, batches_of, factors_of, loader_options, reason_in_batches
 from moe_lightning.data.sampler import OwnGenerators, StepSampler, mixed_seed
@@ -201,7 +201,7 @@ def fingerprint(sample: Any) -> int:
     """A number that tells samples apart, the same in every process: of the values in nested containers; of objects
     other than tensors, arrays, numbers and texts only the type counts."""
     digest = xxhash.xxh3_64()
-    for leaf in private_lightning.tree_leaves(sample):
+    for leaf in private_torch.tree_leaves(sample):
         if isinstance(leaf, Tensor):
             leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         if isinstance(leaf, np.ndarray) and leaf.dtype != object:
@@ -215,7 +215,7 @@ def fingerprint(sample: Any) -> int:
 
 def _require_plain(state: Any, name: str) -> None:
     """Refuse a stream's state that a checkpoint cannot read back without unpickling code."""
-    for leaf in private_lightning.tree_leaves(state):
+    for leaf in private_torch.tree_leaves(state):
         if leaf is not None and type(leaf) not in (bool, int, float, str, bytes) and not isinstance(leaf, Tensor):
             raise ConfigurationError(
                 f"The state_dict of the stream {name} holds a {type(leaf).__name__}, which no checkpoint could be read "

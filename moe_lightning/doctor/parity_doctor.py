@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from typing_extensions import override
 
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_torch
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.doctor.comparison import Comparison, Parting, compare, merged
 from moe_lightning.doctor.read_back import ReadBack
@@ -266,9 +266,9 @@ class ParityDoctor(Callback):
                 {name: t.detach().to("cpu", copy=True) for name, t in state.items()} if self._copy else {}
             )
         if not self._is_own:
-            host = private_lightning.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, batch)
+            host = private_torch.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, batch)
             for rank in range(self._world.size):
-                told = broadcast_object(private_lightning.tree_leaves(host), rank, self._world)
+                told = broadcast_object(private_torch.tree_leaves(host), rank, self._world)
                 if self._copy is not None:
                     self._batches.append(_like(host, told))
         self._recorder.on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -369,7 +369,7 @@ def _end_without_traceback(rank: int) -> None:
 def _like(batch: Any, leaves: list[Any]) -> Any:
     """Another rank's leaves in the shape of a batch."""
     left = iter(leaves)
-    return private_lightning.tree_map(lambda _: next(left), batch)
+    return private_torch.tree_map(lambda _: next(left), batch)
 
 
 def _require_comparable(trainer: pl.Trainer) -> None:

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_torch
 from moe_lightning.doctor.recorder import blocks
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
@@ -172,7 +172,7 @@ def _numbers_of(scheduler: Any) -> dict[str, Any]:
 
 def _samplers(trainer: pl.Trainer) -> list[Any]:
     """The samplers of loaders with a position of their own."""
-    loaders = private_lightning.tree_leaves(getattr(trainer.train_dataloader, "iterables", trainer.train_dataloader))
+    loaders = private_torch.tree_leaves(getattr(trainer.train_dataloader, "iterables", trainer.train_dataloader))
     return [loader.step_sampler for loader in loaders if hasattr(loader, "step_sampler")]
 
 

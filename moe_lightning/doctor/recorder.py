@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.doctor.comparison import NOISE, tensors_of
@@ -308,7 +308,7 @@ class Recorder(Callback):
             }
             self._note["weights"] = [note_of(b, b.of(local(b.parameter.detach()))) for b in blocks(trainer, pl_module)]
             self._biases = {name: bias.clone() for name, bias in selection_biases(pl_module)}
-        leaves = [leaf for leaf in private_lightning.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        leaves = [leaf for leaf in private_torch.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         self._micro, self._pieces = _Micro(None), {}
         if place.knows_samples:
             self._micro.count = len(leaves[0]) if leaves else 1

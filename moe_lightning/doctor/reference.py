@@ -131,7 +131,7 @@ def one_process_loader(trainer: pl.Trainer) -> Any:
         sampler.bind(rank=0, world_size=1, pieces=1)
         return StepLoader(loader.dataset, sampler, collate_fn=loader.collate_fn)
 
-    return private_lightning.tree_map(whole, trainer.train_dataloader)
+    return private_torch.tree_map(whole, trainer.train_dataloader)
 
 
 def scaler_of(trainer: pl.Trainer) -> GradScaler | None:
@@ -201,7 +201,7 @@ def _strategy(trainer: pl.Trainer) -> tuple[Strategy, int]:
     """Return the strategy of the reference, and the number of micro-batches of its step."""
     theirs = trainer.strategy
     if isinstance(theirs, ExpertParallelStrategy):
-        samplers = [loader.step_sampler for loader in private_lightning.tree_leaves(trainer.train_dataloader)]
+        samplers = [loader.step_sampler for loader in private_torch.tree_leaves(trainer.train_dataloader)]
         pieces = max(sampler.pieces for sampler in samplers)
         alone = ExpertParallelStrategy(seed=theirs.steps.stream.seed, stop_on_nan=theirs.stop_on_nan)
         return alone, trainer.accumulate_grad_batches * pieces

@@ -2,14 +2,17 @@
 
 Everything but attention works on positions one by one. Attention exchanges sequence for heads: one all-to-all gives
 each rank whole sequences of its share of the heads, another one undoes it (DeepSpeed-Ulysses, arXiv 2309.14509). Where
-the heads of keys and values do not divide, ranks gather keys and values and keep their own queries.
+the heads of keys and values do not divide, ranks gather keys and values and keep their own queries. `SequenceParts`
+cuts the sequences of every batch, and gathers predictions.
 
 Shapes: B sequences, H heads, L positions of this rank, C head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
+from moe_lightning.compat import private_torch
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
@@ -291,3 +295,176 @@ def attach_context(model: nn.Module, context: ContextParallel) -> None:
     for module in model.modules():
         if isinstance(getattr(module, "context", None), ContextParallel):
             module.context = context  # type: ignore[assignment]
+
+
+_MIXERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, nn.Conv1d)
+"""torch's own modules that mix positions, and cannot work on parts of sequences."""
+
+
+class SequenceParts:
+    """This rank's part of each sequence.
+
+    Attributes:
+        parts: number of ranks that share a sample.
+    """
+
+    def __init__(self) -> None:
+        self.parts = 1
+        self._context = ContextParallel()
+        self._sharers: Sharers | None = None
+        self._length: int | None = None  # of this rank's parts of the last batch
+        self._batches = 0
+
+    def attach(self, module: nn.Module, world: World, cp: int) -> None:
+        """Attach the context of parallel sequences to a module's attention.
+
+        Args:
+            cp: ranks that share a sample in every world that trains.
+
+        Raises:
+            ConfigurationError: a part of it mixes positions without the context.
+        """
+        if cp > 1:
+            _require_context(module, cp)
+        attach_context(module, self._context)
+        self.enter_world(world)
+
+    def enter_world(self, world: World) -> None:
+        """Set this rank's part in a world."""
+        self._sharers, self.parts = Sharers.of(world), world.shape.cp
+        self._batches, self._length = 0, None
+        self._watched: set[bool] = set()
+        self.leave()
+
+    def enter(self) -> None:
+        """Mark sequences as parts, at the begin of a step."""
+        self._context.enter(self._sharers, self._length)
+
+    @contextmanager
+    def watched(self, *, training: bool) -> Generator[None, None, None]:
+        """Check, around a module's first step in a world, that it has no attention without the context.
+
+        Raises:
+            ConfigurationError: it has some.
+        """
+        if self._sharers is None or self._length is None or training in self._watched:
+            yield
+            return
+        with OtherAttention(self._context, self._length):
+            yield
+        self._watched.add(training)
+
+    def leave_world(self) -> None:
+        """Release the groups of the present world."""
+        self._sharers = None
+        self.leave()
+
+    def leave(self) -> None:
+        """Mark sequences as whole, outside of steps."""
+        self._context.enter(None, None)
+
+    def cut(self, batch: Any) -> Any:
+        """Return this rank's part of every tensor [B, L, ...] of a batch; tensors [B] stay.
+
+        Raises:
+            ConfigurationError: tensors that do not all have L positions, or an L that the ranks do not divide; ranks
+                that share samples have unlike ones.
+        """
+        if self._sharers is None:
+            return batch
+        leaves = [leaf for leaf in private_torch.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        self._batches += 1
+        is_looked_at = self._batches & (self._batches - 1) == 0  # the first ones, and then more and more rarely
+        if is_looked_at and self._sharers.differ(_digest(leaves)):
+            raise ConfigurationError(
+                f"the {self.parts} ranks that share samples under mesh.cp={self.parts} have loaded different "
+                "batches: let "
+                "a sample follow from its index alone, not from a random generator of the process"
+            )
+        sequences = [leaf for leaf in leaves if leaf.ndim > 1]
+        lengths = {leaf.shape[1] for leaf in sequences}
+        if len(lengths) != 1:
+            shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
+            raise ConfigurationError(
+                f"mesh.cp={self.parts} cuts the second dimension of a batch's tensors, which must be the positions of "
+                f"all, but the batch has tensors of {shapes}: give tensors [B, L, ...] of one L, or [B]"
+            )
+        (length,) = lengths
+        if length % self.parts:
+            raise ConfigurationError(
+                f"sequences of {length} positions cannot be cut into mesh.cp={self.parts} equal parts: pad or cut them "
+                f"to a multiple of {self.parts}, with targets of -100 where they are padded"
+            )
+        self._length = length // self.parts
+        part = slice(self._sharers.rank * self._length, (self._sharers.rank + 1) * self._length)
+        return private_torch.tree_map(
+            lambda leaf: leaf[:, part] if isinstance(leaf, Tensor) and leaf.ndim > 1 else leaf, batch
+        )
+
+    def require_targets(self, batch: Any) -> None:
+        """
+        Raises:
+            ConfigurationError: sequences without targets beside them: made in the step, those at the borders of parts
+                would be lacking.
+        """
+        if self.parts == 1 or sum(isinstance(leaf, Tensor) for leaf in private_torch.tree_leaves(batch)) > 1:
+            return
+        raise ConfigurationError(
+            f"mesh.cp={self.parts} cuts sequences before the step sees them, which so cannot shift inputs to make "
+            "targets: let the dataset give (inputs, targets)"
+        )
+
+    @torch.no_grad()
+    def whole(self, prediction: Any) -> Any:
+        """Return a prediction of whole sequences on the first of the ranks that share them, and of no rows on the
+        others.
+        """
+        sharers = self._sharers
+        if sharers is None:
+            return prediction
+
+        def gathered(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.ndim:
+                return leaf
+            if leaf.ndim > 1 and leaf.shape[1] == self._length:
+                (leaf,) = sharers.gather([leaf], 1)
+            return leaf if sharers.rank == 0 else leaf[:0]
+
+        return private_torch.tree_map(gathered, prediction)
+
+
+def _digest(leaves: list[Tensor]) -> list[object]:
+    """Return short values that differ for different tensors."""
+    return [
+        [list(leaf.shape), zlib.crc32(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())]
+        for leaf in leaves
+    ]
+
+
+def _require_context(module: nn.Module, parts: int) -> None:
+    holders = {name: m for name, m in module.named_modules() if isinstance(_context_of(m), ContextParallel)}
+    kind = type(module).__name__
+    knowing = [name for name, holder in holders.items() if _mixes(holder)]
+    for name, part in module.named_modules():
+        is_known = any(holder == name or holder.startswith(f"{name}.") for holder in holders)
+        if not _mixes(part) or is_known or any(name.startswith(f"{outer}.") for outer in knowing):
+            continue
+        raise ConfigurationError(
+            f"mesh.cp={parts} cuts sequences, and {name or kind} ({type(part).__name__}) of {kind} would mix the "
+            "positions of a part only: let it keep a moe_lightning.ContextParallel() as `context` and call "
+            "context.attention, or set mesh.cp=1"
+        )
+    if not holders:
+        raise ConfigurationError(
+            f"mesh.cp={parts} cuts sequences, and no part of {kind} knows of it: let its attention keep "
+            "a moe_lightning.ContextParallel() as `context` and call context.attention, or set mesh.cp=1"
+        )
+
+
+def _context_of(module: nn.Module) -> object:
+    return module.__dict__.get("context")
+
+
+def _mixes(module: nn.Module) -> bool:
+    """True if a module mixes positions, judged by its type or class name."""
+    return isinstance(module, _MIXERS) or type(module).__name__.endswith(("Attention", "Attn", "Mamba", "Mixer"))

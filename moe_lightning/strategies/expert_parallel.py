@@ -59,13 +59,14 @@ from moe_lightning.strategies.checks import (
 )
 from moe_lightning.strategies.dense_parameters import check_parts, cut_groups, dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.gradients import scale_gradients
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.precision import convert_by_rule
 from moe_lightning.strategies.scaling import AgreedScaler, own_scale, share_scale
 from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
-from moe_lightning.strategies.steps import Steps, scale_gradients
+from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import FIXED_GROUPS, TrainState, replay_update
 from moe_lightning.strategies.watch import FiniteWatch, StallWatch, StopOnNan, UpdateSkipped, dense_values
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_way
@@ -422,7 +423,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         loaders = (None if waits else trainer.train_dataloader, trainer.val_dataloaders)  # no step is cut for all of it
         if not self.worlds.spares:
             self.step_data.enter_world(rank=world.data_rank, world_size=world.shape.dp, loaders=loaders)
-        self.steps.sequences.enter_world()
+        self.steps.sequences.enter_world(world)
         self.configure_ddp()
         self.worlds.enter()
         self._stalls.begin(world)
@@ -441,8 +442,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if self._pipeline is not None:
             self._pipeline.synchronize(self.experts.stack_of, str(trainer.precision))
         self._scaler = share_scale(self.precision_plugin, self.worlds, self.state.parameters_of)
-        private_lightning.clip_with(self.precision_plugin, self._clip, self.steps.clip_by_value)
-        private_torch.clip_norms_by(self.steps.norms_for_clipping, scale_gradients)
+        private_lightning.clip_with(self.precision_plugin, self._clip, self.steps.gradients.clip_by_value)
+        private_torch.clip_norms_by(self.steps.gradients.norms_for_clipping, scale_gradients)
         if self.elastic is not None and self.elastic.is_newcomer:
             trainer.num_sanity_val_steps = 0  # there are no peers to validate with yet
 
@@ -466,7 +467,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         check_module(trainer, module, cuts_dense=self.state.parts.is_wished, fixed_groups=fixed)
         self.steps.stream.seed = self._run_seed()
         attach_stream(module, self.steps.stream)
-        self.steps.sequences.attach(module)
+        self.steps.sequences.attach(module, self.world, self.worlds.axes.cp)
         if not self.state.has_placed(module):
             if self.worlds.axes.pp > 1:
                 check_for_pipeline(module)
@@ -510,7 +511,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.checkpoints.begin_training()
-        self.steps.begin_training()
+        self.steps.gradients.forget_writers()
         follow_schedule(self.state.trainer)
         private_lightning.end_resumed_epochs(self.state.trainer)
 
@@ -724,7 +725,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @property
     def last_gradient_norm(self) -> Tensor | None:
         """Gradient norm of the last clipped step, over the whole model."""
-        return self.steps.last_gradient_norm
+        return self.steps.gradients.last_norm
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -778,7 +779,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             elif overflows:
                 state.forget_counts()
             else:
-                self.steps.require_same_gradients(optimizer)
+                self.steps.gradients.require_same_gradients(optimizer)
             if elastic is not None:
                 elastic.prepare(optimizer)  # a barrier: the last collective before the update
             if self.steps.is_skipped:
@@ -807,7 +808,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def _clip(self, optimizer: Optimizer, most: float) -> None:
         """Clip by the norm of the whole model, and check that it is finite before gradients are scaled by it."""
         self._clipped = self.state.number_of(optimizer)
-        self.steps.clip(optimizer, most, partial(self._look_at_norm, optimizer, is_used=True))
+        self.steps.gradients.clip(optimizer, most, partial(self._look_at_norm, optimizer, is_used=True))
 
     def _look_at_update(self, optimizer: Optimizer) -> None:
         """Check the gradients of an update, unless clipping has."""

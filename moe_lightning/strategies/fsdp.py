@@ -31,7 +31,8 @@ from moe_lightning.compat.fsdp import (
     sharded_modules,
     undo_fully_shard,
 )
-from moe_lightning.compat.private_lightning import trainer_of, tree_map
+from moe_lightning.compat.private_lightning import trainer_of
+from moe_lightning.compat.private_torch import tree_map
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from torchmetrics import Metric
 
 from moe_lightning.checkpoint.training_state import preserved_generators
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_torch
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import LayerStatistics, MoELayer
@@ -31,9 +31,10 @@ from moe_lightning.parallel.collectives import broadcast_object
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_
 from moe_lightning.parallel.pipeline import STAGES_PER_RANK, Pipe, ScheduleName
 from moe_lightning.state.tensors import is_cut
+from moe_lightning.strategies.dummy_batches import without_traces
 from moe_lightning.strategies.fsdp import GatheringStep, gathered, is_sharded
 from moe_lightning.strategies.stages import Left, StageCut
-from moe_lightning.strategies.steps import Steps, without_traces
+from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -395,7 +396,7 @@ class Pipeline:
 
     def _pipe(self, run: _Run) -> Pipe:
         """Return the pipe for batches of the shapes of this one."""
-        leaves = [leaf for call in run.calls for leaf in private_lightning.tree_leaves(call)]
+        leaves = [leaf for call in run.calls for leaf in private_torch.tree_leaves(call)]
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
         rows = tuple(piece.rows for piece in run.pieces)
         key = run.is_training, run.step.__name__, rows, shapes, torch.is_inference_mode_enabled()
@@ -479,7 +480,7 @@ class Pipeline:
     def _loss(self, run: _Run, outcome: Any, auxiliary: Tensor) -> Tensor:
         """Return the weighted loss of a micro-batch; zero outside of training."""
         loss = outcome.get("loss") if isinstance(outcome, dict) else outcome
-        run.outcomes.append(private_lightning.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, outcome))
+        run.outcomes.append(private_torch.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, outcome))
         if not run.is_training:
             return torch.zeros((), device=self._world.device)
         if not isinstance(loss, Tensor):

@@ -25,7 +25,7 @@ from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.memory import MemoryCheckpoint, RecoverySources, fetch, storage_inventory
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, StorageInventory, plan_recovery
 from moe_lightning.checkpoint.storage import place_of
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.compat.containers import AS_PLAIN
 from moe_lightning.data.loader import StepLoader, follow_schedule
 from moe_lightning.elastic.worker import PeerFailed
@@ -306,7 +306,7 @@ class FitProgress:
             config.scheduler.load_state_dict(copy.deepcopy(state))
         if self.precision:
             trainer.precision_plugin.load_state_dict(self.precision)
-        loaders = list(private_lightning.tree_leaves(trainer.train_dataloader))
+        loaders = list(private_torch.tree_leaves(trainer.train_dataloader))
         if not all(isinstance(loader, StepLoader) for loader in loaders):
             raise ConfigurationError(
                 "in-process recovery needs training loaders that can go back to a step: return a torch DataLoader "

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_lightning.arrays import cut
 from moe_lightning.checkpoint.full_state import full_model_state
-from moe_lightning.compat import private_lightning, private_torch
+from moe_lightning.compat import private_torch
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
@@ -426,7 +426,7 @@ class _Watch(TorchFunctionMode):
         self._borrowed, self._flow = borrowed, flow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in private_lightning.tree_leaves((args, kwargs)):
+        for leaf in private_torch.tree_leaves((args, kwargs)):
             name, stage = self._borrowed.get(id(leaf), ("", 0))
             if name and (stage or self._flow.is_inside):
                 where = "after" if self._flow.is_inside else "before"

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, IterableDataset
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.data.loader import StepLoader, accumulation_of, is_empty, reason_not_to_cut
 from moe_lightning.data.sampler import NoCommonOrderError, StepSampler, StepSlice
 from moe_lightning.data.streams import StreamLoader, by_index, reason_not_to_stream, samples_of_epoch
@@ -104,7 +104,7 @@ class StepData:
     def enter_world(self, *, rank: int, world_size: int, loaders: object) -> None:
         """Cut loaders, running ones too, for other ranks from now on."""
         self._world, self._speeds = self._world | {"rank": rank, "world_size": world_size}, None
-        for loader in private_lightning.tree_leaves(loaders):
+        for loader in private_torch.tree_leaves(loaders):
             if isinstance(loader, StepLoader):
                 loader.bind(**self._world)
 
@@ -118,15 +118,13 @@ class StepData:
             loaders: for training.
         """
         self._speeds, self._most = speeds, most
-        cut = [
-            loader.step_sampler for loader in private_lightning.tree_leaves(loaders) if isinstance(loader, StepLoader)
-        ]
+        cut = [loader.step_sampler for loader in private_torch.tree_leaves(loaders) if isinstance(loader, StepLoader)]
         for sampler in cut if len({sampler.global_batch_size for sampler in cut}) == 1 else []:
             sampler.share_by(speeds, most)
 
     def restore(self, states: Sequence[dict[str, Any]], loaders: object) -> None:
         """Set the positions of the training loaders: of those that are cut, or else of those that are cut next."""
-        cut = [loader for loader in private_lightning.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+        cut = [loader for loader in private_torch.tree_leaves(loaders) if isinstance(loader, StepLoader)]
         self._restored = [] if cut else list(states)
         for loader, state in zip(cut, states, strict=False):
             loader.load_state_dict(state)
@@ -143,15 +141,13 @@ def loader_states(loaders: object, *, is_in_step: bool = False) -> list[dict[str
         is_in_step: take those before the step that has not ended.
     """
     return [
-        _state_of(loader, is_in_step)
-        for loader in private_lightning.tree_leaves(loaders)
-        if isinstance(loader, StepLoader)
+        _state_of(loader, is_in_step) for loader in private_torch.tree_leaves(loaders) if isinstance(loader, StepLoader)
     ]
 
 
 def states_of_stateful(loaders: object, *, is_in_step: bool) -> list[dict[str, Any]]:
     """Return the positions of loaders that have one in stock Lightning too: a DataLoader of torch has none there."""
-    stateful = [loader for loader in private_lightning.tree_leaves(loaders) if isinstance(loader, Stateful)]
+    stateful = [loader for loader in private_torch.tree_leaves(loaders) if isinstance(loader, Stateful)]
     return [_state_of(loader, is_in_step) for loader in stateful if not getattr(loader, "replaces_stock", False)]
 
 
@@ -164,7 +160,7 @@ def _state_of(loader: Stateful, is_in_step: bool) -> dict[str, Any]:
 def is_in_step(trainer: pl.Trainer) -> bool:
     """True if a training batch was fetched whose optimizer step has not ended."""
     loaders = [
-        loader for loader in private_lightning.tree_leaves(trainer.train_dataloader) if isinstance(loader, StepLoader)
+        loader for loader in private_torch.tree_leaves(trainer.train_dataloader) if isinstance(loader, StepLoader)
     ]
     is_waiting = any(loader.current is not None and not loader.has_begun for loader in loaders)
     return is_waiting or private_lightning.is_step_open(trainer)
@@ -175,7 +171,7 @@ def require_accumulation(trainer: pl.Trainer) -> None:
     Raises:
         ConfigurationError: the Trainer's accumulation was changed within an epoch.
     """
-    for loader in private_lightning.tree_leaves(trainer.train_dataloader):
+    for loader in private_torch.tree_leaves(trainer.train_dataloader):
         if isinstance(loader, StepLoader) and loader.step_sampler.num_micros != trainer.accumulate_grad_batches:
             raise ConfigurationError(
                 f"accumulate_grad_batches was changed from {loader.step_sampler.num_micros} to "
@@ -186,7 +182,7 @@ def require_accumulation(trainer: pl.Trainer) -> None:
 
 def begin_batch(loaders: object) -> None:
     """Mark the batch that the loaders have yielded as begun: the Trainer counts it from here on."""
-    for loader in private_lightning.tree_leaves(loaders):
+    for loader in private_torch.tree_leaves(loaders):
         if isinstance(loader, StepLoader):
             loader.has_begun = True
 
@@ -197,7 +193,7 @@ def training_slice(loaders: object) -> StepSlice | None:
     Raises:
         ConfigurationError: ranks and micro-batches take unlike shares of the loaders, so that no weight fits them all.
     """
-    stepping = [loader for loader in private_lightning.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+    stepping = [loader for loader in private_torch.tree_leaves(loaders) if isinstance(loader, StepLoader)]
     if len(stepping) > 1:
         _require_common_weight([loader.step_sampler for loader in stepping])
     return stepping[0].current if stepping else None
@@ -205,7 +201,7 @@ def training_slice(loaders: object) -> StepSlice | None:
 
 def samples_of(batch: StepSlice | None, loaders: object) -> str:
     """Return the samples of a slice of the first loader as the end of a sentence; empty if they are not known."""
-    stepping = [loader for loader in private_lightning.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+    stepping = [loader for loader in private_torch.tree_leaves(loaders) if isinstance(loader, StepLoader)]
     if batch is None or not stepping:
         return ""
     indices = stepping[0].step_sampler.indices_of(batch)
@@ -231,6 +227,6 @@ def _require_common_weight(samplers: Sequence[StepSampler]) -> None:
 
 def running_slice(loaders: object, index: int) -> StepSlice | None:
     """Return the slice of samples of the batch that a loader yielded last; None if the loader has no position."""
-    flat = private_lightning.tree_leaves(loaders)
+    flat = private_torch.tree_leaves(loaders)
     loader = flat[index] if index < len(flat) else None
     return loader.current if isinstance(loader, StepLoader) else None

@@ -47,7 +47,7 @@ from moe_lightning.parallel.gradient_hook import DenseSum, sum_over_ranks
 from moe_lightning.strategies.checkpoints import decided
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.failures import Failure
-from moe_lightning.strategies.steps import explained_norm
+from moe_lightning.strategies.gradients import explained_norm
 from moe_lightning.strategies.worlds import Worlds
 
 logger = logging.getLogger(__name__)

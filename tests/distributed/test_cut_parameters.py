@@ -278,7 +278,7 @@ class WorldChanges(pl.Callback):
             strategy.leave()
             parts.install(fetched, world)
             state.forget_update()
-            strategy.steps.sequences.enter_world()
+            strategy.steps.sequences.enter_world(strategy.world)
             strategy.configure_ddp()
             del fetched
             if turn in (9, self.turns - 1):

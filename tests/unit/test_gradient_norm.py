@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moe_lightning.parallel.context import World
-from moe_lightning.strategies.steps import global_gradient_norm, scale_gradients
+from moe_lightning.strategies.gradients import global_gradient_norm, scale_gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

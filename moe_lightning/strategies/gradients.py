@@ -1,0 +1,296 @@
+"""Gradients of the whole model: its norm over all ranks, clipping, and their comparison between ranks.
+
+Dense parameters count once, each expert once, and every shard of a parameter once, so that the norm is that of one
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from traceback import extract_tb
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_lightning.compat import private_torch
+from moe_lightning.dispatch.replicas import ExpertStack
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World, all_reduce_
+from moe_lightning.parallel.mesh import TensorCut
+from moe_lightning.state.tensors import cut_of, is_cut, local
+from moe_lightning.strategies.dummy_batches import LIBRARIES
+from moe_lightning.strategies.train_state import TrainState
+from moe_lightning.strategies.worlds import Worlds
+
+_SAME_NORM = 1e-5
+"""Relative difference of norms of the same gradients, on unlike devices."""
+
+
+@torch.no_grad()
+def gradient_norms(module: pl.LightningModule) -> dict[str, Tensor]:
+    """Return Lightning's `grad_norm(module, 2)` as on one rank: the 2-norm of every gradient, and of all together, over
+    all ranks and with each expert once; under stock strategies the same as that. For `on_before_optimizer_step`, which
+    comes before clipping; collective.
+
+    Returns:
+        Scalars under Lightning's names, "grad_2.0_norm/NAME" and "grad_2.0_norm_total"; in a pipeline the parameters of
+        this stage, and the total of all.
+    """
+    strategy: Any = module.trainer.strategy
+    if not hasattr(strategy, "worlds"):
+        return {name: torch.as_tensor(norm) for name, norm in grad_norm(module, 2).items()}
+    world, stack_of = strategy.world, strategy.experts.stack_of
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    norms = {f"grad_2.0_norm/{name}": global_gradient_norm([p], stack_of, world.stage) for name, p in named.items()}
+    return norms | {"grad_2.0_norm_total": global_gradient_norm(named.values(), stack_of, world.stage, world.pipe)}
+
+
+def explained_norm(error: Exception) -> Exception:
+    """Return the exception to raise instead of an error of stock functions that read whole gradients of one process
+    only.
+    """
+    is_norm = any(frame.name == "grad_norm" for frame in extract_tb(error.__traceback__))
+    if not is_norm or not any(words in str(error) for words in ("torch.Tensor and DTensor", "not allocated yet")):
+        return error
+    return ConfigurationError(
+        "grad_norm cannot read gradients of which every rank holds rows: use moe_lightning.gradient_norms(module)"
+    )
+
+
+@torch.no_grad()
+def global_gradient_norm(
+    parameters: Iterable[nn.Parameter],
+    stack_of: Mapping[nn.Parameter, ExpertStack],
+    world: World,
+    pipe: World | None = None,
+    *,
+    among: Collection[object] | None = None,
+) -> Tensor:
+    """Compute the 2-norm over the model, bit-identical on every rank.
+
+    The squared norm of each expert, and of each block of a parameter that is cut, is summed at its own place of a
+    vector, so the result hardly depends on which rank computed it.
+
+    Args:
+        parameters: all parameters of the optimizer on all ranks, expert stacks included, in an order that all ranks
+            share.
+        stack_of: those that are expert stacks.
+        world: the ranks that share the parameters.
+        pipe: the stages of a pipeline, each with parameters of its own; None: there is one.
+        among: `_memory_of` the gradients that count; None: all.
+
+    Returns:
+        A float32 scalar on the world's device.
+    """
+    dense, spread = [], []
+    for parameter in parameters:
+        if parameter.is_meta:  # another stage's
+            continue
+        gradient = parameter.grad
+        if among is not None and gradient is not None and _memory_of(gradient) not in among:
+            gradient = None
+        stack = stack_of.get(parameter)
+        if stack is not None:
+            spread.append(_squared_norms(gradient, stack, parameter.device))
+        elif (cut := cut_of(parameter)) is not None:
+            spread.append(_squared_part(gradient, cut, world))
+        elif gradient is not None:
+            dense.append(_norm(gradient).square())
+    total = torch.stack(dense).sum() if dense else torch.zeros((), device=world.device)
+    if spread:
+        squares = torch.cat(spread)
+        all_reduce_(squares, world)
+        total = total + squares.sum()
+    if pipe is not None and pipe.size > 1:
+        squares = torch.zeros(pipe.size, device=world.device)
+        squares[pipe.rank] = total
+        all_reduce_(squares, pipe)
+        total = squares.sum()
+    return total.sqrt()
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Shrink the gradients so that the global norm is at most `max_norm`."""
+    factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    if gradients:
+        private_torch.scale_(gradients, factor.to(gradients[0].device))
+
+
+def _memory_of(gradient: Tensor) -> object:
+    """Return what a gradient has in common with `detach()`, `data` and `flatten()` of it."""
+    if gradient.layout is not torch.strided:
+        return id(gradient)
+    return local(gradient).data_ptr(), gradient.numel()
+
+
+def _norm(gradient: Tensor, dim: int | None = None) -> Tensor:
+    """Compute a norm in float32, summed in the gradient's own precision if that is higher."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(gradient, dim=dim, dtype=dtype)
+    return norm.float()
+
+
+def _squared_part(gradient: Tensor | None, cut: TensorCut, world: World) -> Tensor:
+    """Return squares [parts], with this rank's at its place if it is the first that holds these values."""
+    among = world.row_cut
+    squares = torch.zeros(len(among.holders), dtype=torch.float32, device=world.device)
+    if among.holders_of(cut)[0] == world.rank and gradient is not None:
+        squares[among.index] = _norm(local(gradient)).square()
+    return squares
+
+
+def _squared_norms(gradient: Tensor | None, stack: ExpertStack, device: torch.device) -> Tensor:
+    squares_E = torch.zeros(stack.num_experts, dtype=torch.float32, device=device)
+    if gradient is not None:
+        per_slot = _norm(gradient.flatten(1), dim=1).square()
+        for slot, expert in stack.owned():
+            squares_E[expert] = per_slot[slot]
+    return squares_E
+
+
+class Gradients:
+    """Clipping of gradients by the norm of the whole model, and their comparison between ranks.
+
+    Args:
+        worlds: the present world, whose ranks share the gradients.
+        state: the state of this rank, with its gradients.
+
+    Attributes:
+        last_norm: of the last clipped step, over the whole model.
+    """
+
+    def __init__(self, worlds: Worlds, state: TrainState) -> None:
+        self._worlds, self._state = worlds, state
+        self.last_norm: Tensor | None = None
+        self._writers: list[str] | None = None  # hooks that may change gradients, on any rank
+
+    def clip_by_value(self, optimizer: Optimizer, most: float) -> None:
+        """Clip every element of an optimizer's gradients."""
+        gradients = [local(p.grad) for p in self._state.parameters_of(optimizer) if p.grad is not None]
+        for gradient in gradients:
+            gradient.clamp_(-float(most), float(most))
+
+    def clip(self, optimizer: Optimizer, most: float, look: Callable[[Tensor], None]) -> None:
+        """Clip an optimizer's gradients by the norm of the whole model; collective.
+
+        Args:
+            look: called with the norm before gradients are scaled.
+        """
+        parameters = self._state.parameters_of(optimizer)
+        world = self._worlds.present
+        norm = global_gradient_norm(parameters, self._state.experts.stack_of, world.stage, world.pipe)
+        self.last_norm = norm
+        look(norm)
+        scale_gradients(parameters, norm, float(most))
+
+    def norms_for_clipping(self, gradients: list[Tensor], order: float) -> list[Tensor]:
+        """Return the tensors whose norm is that by which functions of torch clip these gradients: for those of the
+        module their norm over all ranks; others are as they are on this rank. Collective.
+
+        Raises:
+            ConfigurationError: a norm of the module's gradients other than the 2-norm.
+        """
+        world, stack_of = self._worlds.present, self._state.experts.stack_of
+        parameters = [p for p in self._state.module.parameters() if p.requires_grad]
+        own = {_memory_of(p.grad) for p in parameters if p.grad is not None}
+        among = own & {_memory_of(gradient) for gradient in gradients}
+        is_spread = world.pipe.size > 1 or any(p in stack_of or is_cut(p) for p in parameters)
+        if world.size == 1 or not is_spread or (gradients and not among):
+            return gradients
+        if order != 2.0:
+            raise ConfigurationError(
+                f"a norm of gradients with norm_type={order} is not computed over all ranks: use norm_type=2, or "
+                'self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm="value")'
+            )
+        norm = global_gradient_norm(parameters, stack_of, world.stage, world.pipe, among=among)
+        return [norm, *(gradient for gradient in gradients if _memory_of(gradient) not in among)]
+
+    def forget_writers(self) -> None:
+        """Ask all ranks again for hooks that may change gradients, in another training or world."""
+        self._writers = None
+
+    @torch.no_grad()
+    def require_same_gradients(self, optimizer: Optimizer) -> None:
+        """Compare the norms of gradients that several ranks hold before an update, where hooks of the user may have
+        changed them, or the module steps by itself; collective then, and at the first update in a world.
+
+        Raises:
+            ConfigurationError: they differ, on every rank.
+        """
+        world = self._worlds.present.stage
+        if world.size == 1:
+            return
+        if self._writers is None:  # a rank may have a callback that others lack
+            found = all_gather_json(_writers_of_gradients(self._state.trainer, self._state.module), world)
+            self._writers = sorted({name for names in found for name in names})
+        if not self._writers:
+            return
+        norms = _norms_of_replicas(self._state.parameters_of(optimizer), self._state.experts.stack_of, world)
+        bounds = torch.stack([norms, -norms.where(norms >= 0, torch.inf)])  # greatest, and minus the least
+        all_reduce_(bounds, world, dist.ReduceOp.MAX)
+        greatest, least = world.read(bounds) * torch.tensor([[1.0], [-1.0]])
+        differing = torch.nonzero(greatest * (1 - _SAME_NORM) > least).flatten().tolist()
+        if not differing:
+            return
+        first = differing[0]
+        whose = "replicas of experts" if first else "dense parameters"
+        raise ConfigurationError(
+            f"{' or '.join(self._writers)} leaves the gradients of {whose} different on the ranks (norms from "
+            f"{least[first]:.6g} to {greatest[first]:.6g}), because a rank's own gradients are not those of the whole "
+            "model: clip with self.clip_gradients(optimizer, gradient_clip_val=...) or "
+            "torch.nn.utils.clip_grad_norm_, and change gradients only by what is equal on all ranks"
+        )
+
+
+_BEFORE_UPDATES = (
+    "backward", "on_after_backward", "optimizer_step", "on_before_optimizer_step", "configure_gradient_clipping"
+)  # fmt: skip
+"""Hooks in which a user may change gradients after they are summed over ranks."""
+
+
+def _writers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+    """Return the hooks of the user that may change gradients, in words."""
+    owners: list[Any] = [module, *trainer.callbacks]  # type: ignore[attr-defined]
+    found = [(name, owner, getattr(owner, name, None)) for owner in owners for name in _BEFORE_UPDATES]
+    writers = [
+        f"{name} of {type(owner).__name__}"
+        for name, owner, hook in found
+        if hook is not None and str(getattr(hook, "__module__", "")).partition(".")[0] not in LIBRARIES
+    ]
+    return writers if module.automatic_optimization else ["the training step", *writers]
+
+
+def _norms_of_replicas(
+    parameters: Iterable[nn.Parameter], stack_of: Mapping[nn.Parameter, ExpertStack], world: World
+) -> Tensor:
+    """Return the norms of gradients that several ranks hold: of all dense ones, and of each expert in a stack with
+    replicas; infinite where it is no number, and minus infinity for experts that this rank does not hold.
+    """
+    dense, of_experts = [], []
+    for parameter in parameters:
+        gradient, stack = parameter.grad, stack_of.get(parameter)
+        if stack is not None:
+            if stack.placement.is_replicated and parameter.requires_grad:
+                of_experts.append(_norms_of_experts(gradient, stack, world.device))
+        elif gradient is not None and gradient.layout is torch.strided and not is_cut(parameter):
+            dense.append(gradient)
+    norm = torch.zeros((), device=world.device) if not dense else torch.stack(private_torch.norms_of(dense)).norm()
+    return torch.cat([norm[None], *of_experts]).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def _norms_of_experts(gradient: Tensor | None, stack: ExpertStack, device: torch.device) -> Tensor:
+    norms_E = torch.full((stack.num_experts,), -torch.inf, device=device)
+    held = list(stack.held())
+    norms_S = torch.zeros(len(stack.slot_experts), device=device)
+    if gradient is not None:
+        norms_S = _norm(gradient.flatten(1), dim=1)
+    norms_E[[expert for _, expert in held]] = norms_S[[slot for slot, _ in held]]
+    return norms_E
