@@ -7,15 +7,24 @@ import signal
 import subprocess
 import sys
 import uuid
+from multiprocessing import process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
 
+from moe_lightning.checkpoint import agent_handle
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.agent import main as agent_main
-from moe_lightning.checkpoint.agent_handle import STOP
+from moe_lightning.checkpoint.agent_handle import LOG, STOP
 from moe_lightning.checkpoint.arena import arenas_name
 from moe_lightning.checkpoint.directory import claim, run_of
-from tests.forks import fork
+from moe_lightning.checkpoint.storage import storage_of
+from moe_lightning.checkpoint.storage.interface import Place
+from tests.forks import FORKS, fork
+
+START_AGENT = agent_handle.start_agent
+"""What a user's process does: start an interpreter."""
 
 
 def fork_agent(
@@ -46,10 +55,20 @@ def agent_ahead(root: Path, *, poll_s: float = 0.01) -> BaseProcess:
 
 
 class ForkedAgent:
-    """In place of `start_agent`, for runs in the test's own process: the part of subprocess.Popen that sessions use."""
+    """In place of `start_agent`, in every process that tests fork and in tests that set it: the part of
+    subprocess.Popen that sessions use. It outlives the process that starts it."""
 
-    def __init__(self, arenas: Path, root: Path, *, keep_last: int = 2, **_: float) -> None:
-        self._process = fork_agent(arenas, root, keep_last=keep_last)
+    def __init__(self, arenas: Path, root: Place, **options: float) -> None:
+        named = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        if storage_of(root).is_dir(root):
+            named.append(f"--identity={storage_of(root).identity(root)}")
+        self._process = FORKS.Process(
+            target=_started_main, args=(str(arenas), str(root), named, dict(os.environ), _umask())
+        )
+        # The new process imports __main__ unless that has neither name nor file: a script would run once more.
+        with patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+            self._process.start()
+        process._children.discard(self._process)  # type: ignore[attr-defined]  # who ends does not wait for it
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -59,6 +78,24 @@ class ForkedAgent:
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("agent", timeout)
         return self._process.exitcode
+
+
+def _umask() -> int:
+    os.umask(umask := os.umask(0o077))
+    return umask
+
+
+def _started_main(arenas: str, root: str, options: list[str], environment: dict[str, str], umask: int) -> None:
+    """The agent with what a child inherits."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.umask(umask)
+    os.setsid()
+    os.chdir("/")
+    log = os.open(Path(arenas) / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.exit(agent_main(["--arenas", arenas, "--checkpoints", root, *options]))
 
 
 def _agent_main(arenas: str, root: str, gate: str | None, options: list[str]) -> None:

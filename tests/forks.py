@@ -25,6 +25,7 @@ FORKS.set_forkserver_preload(
         "moe_lightning.elastic.launcher",
         "moe_lightning.strategies",
         "s3fs",  # Lightning looks for it when it saves
+        "tests.agents",
         "tests.chaos.elastic_worker",
         "transformers.modeling_utils",
     ]
@@ -36,9 +37,18 @@ PATIENCE_S = 240.0
 def fork(target: Callable[..., object], *args: Any, daemon: bool = False) -> BaseProcess:
     """Start target(*args) in a process of its own. Whoever starts it must `kill` it, unless it is a daemon, which may
     start none itself."""
-    process = FORKS.Process(target=target, args=args, daemon=daemon)
+    process = FORKS.Process(target=_main, args=(target, args), daemon=daemon)
     process.start()
     return process
+
+
+def _main(target: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """Agents that this process or its forks start are forked, too: a fresh one imports for seconds."""
+    from moe_lightning.checkpoint import agent_handle
+    from tests.agents import ForkedAgent  # it forks by this module
+
+    agent_handle.start_agent = ForkedAgent  # type: ignore[assignment]
+    target(*args)
 
 
 def kill(processes: Iterable[BaseProcess]) -> None:

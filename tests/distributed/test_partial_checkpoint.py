@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from moe_lightning.callbacks.checkpoint import DynamicK, PartialExpertsCheckpoint
+from moe_lightning.checkpoint import agent_handle
 from moe_lightning.checkpoint.agent_handle import agent_alive, request_stop
 from moe_lightning.checkpoint.arena import arenas_name
 from moe_lightning.checkpoint.directory import checkpoints, run_of
@@ -27,7 +28,7 @@ from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from tests.agents import agent_ahead
+from tests.agents import START_AGENT, agent_ahead
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import train
 from tests.forks import PATIENCE_S
@@ -75,17 +76,19 @@ class KChoices(pl.Callback):
 
 
 def run(
-    world_size: int, callbacks: list[pl.Callback], *, ranks_start_agents: bool = False, **options: Any
+    world_size: int, callbacks: list[pl.Callback], *, function: Callable[..., Any] = train, **options: Any
 ) -> list[dict[str, Any]]:
-    """Results of all ranks; their agents are started ahead unless ranks shall start them, which takes seconds."""
-    function = partial(train, callbacks=callbacks, trainer=WITH_CHECKPOINTS, **options)
-    roots = [c._root for c in callbacks if isinstance(c, PartialExpertsCheckpoint) and not ranks_start_agents]
-    agents = [agent_ahead(root) for root in roots]
-    results: list[dict[str, Any]] = run_ranks(world_size, function)
-    for agent in agents:
-        agent.join(60.0)
-        assert agent.exitcode == 0, "the run told it to leave"
+    """Results of all ranks."""
+    results: list[dict[str, Any]] = run_ranks(
+        world_size, partial(function, callbacks=callbacks, trainer=WITH_CHECKPOINTS, **options)
+    )
     return results
+
+
+def train_with_fresh_agent(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
+    """Train, and start the agent as users' ranks do, which takes seconds."""
+    agent_handle.start_agent = START_AGENT
+    return train(rank, world_size, **options)
 
 
 def arenas_of(root: Path) -> Path:
@@ -127,11 +130,11 @@ def saver(root: Path, **options: Any) -> PartialExpertsCheckpoint:
 
 def test_full_checkpoints_resume_bit_for_bit_and_by_the_name_last(root: Path) -> None:
     whole = run(2, [], steps=12)[0]
-    run(2, [saver(root)], steps=7, ranks_start_agents=True)
+    run(2, [saver(root)], steps=7, function=train_with_fresh_agent)
     os.umask(umask := os.umask(0o022))
     modes = {path.stat().st_mode & 0o777 for path in root.glob("step-*/*")}
     assert modes == {0o666 & ~umask}, "files of the agent's process follow the umask of the run"
-    resumed = run(2, [saver(root)], steps=12, ckpt_path="last", ranks_start_agents=True)[0]
+    resumed = run(2, [saver(root)], steps=12, ckpt_path="last")[0]
     assert resumed["losses"] == whole["losses"][7:]
     for name, values in whole["state"].items():
         np.testing.assert_array_equal(resumed["state"][name], values, err_msg=name)

@@ -18,7 +18,6 @@ from moe_lightning.cli.composition import KEYS
 from moe_lightning.cli.overrides import TRAIN, read_settings
 from moe_lightning.errors import ConfigurationError
 from tests.commands import write_words
-from tests.unit.typical_mistakes import MISTAKES
 
 MAIN: dict[str, Callable[[list[str]], Any]] = {
     "moe-train": train.main,
@@ -38,6 +37,9 @@ _CURE = re.compile(
     r"put|takes|shows|says|has|ends|makes|counts|trains|simulates|prints|needs?)\b"
 )
 _EVERY = 40  # of the table, in the default run
+_ROWS = Path(__file__).with_name("typical_mistakes.tsv").read_text().splitlines()[1:]
+MISTAKES = [tuple(row.split("\t")) for row in _ROWS]
+"""Command, what is typed, and what must be told: "is read as" where it is understood, else "" where all is well."""
 
 
 def test_the_table_is_long() -> None:
