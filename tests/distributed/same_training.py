@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import train
+from tests.distributed.training import BRIEF, BRIEF_ACCUMULATION, train
 
 TOLERANCE = 1e-5
-STEPS = 10  # an epoch and a quarter
 SKEWED = {"router": {"forced": {"kind": "zipf", "exponent": 2.0}}}
-ACCUMULATED = {"batch_size": 7, "steps": 8, "trainer": {"accumulate_grad_batches": 3}}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "uneven": {"batch_size": 13},
-    "accumulate": ACCUMULATED,
+    "accumulate": BRIEF_ACCUMULATION,
     "own": {"own_module": True},
     "noisy": {
         "model": {
@@ -43,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two_experts": {"model": {"num_experts": 2}},
     "skewed": {"model": SKEWED},
     "skewed_top_1": {"model": {"router": {"top_k": 1, **SKEWED["router"]}}},
-    "skewed_accumulate": {"model": SKEWED, **ACCUMULATED},
+    "skewed_accumulate": {"model": SKEWED, **BRIEF_ACCUMULATION},
     "bf16": {"model": SKEWED, "trainer": {"precision": "bf16-mixed"}},
 }
 """What is trained, as arguments of `train`."""
@@ -52,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 @cache
 def reference(key: str) -> dict[str, Any]:
     """One of the cases on one rank, by stock means."""
-    result: dict[str, Any] = run_ranks(1, partial(train, **{"steps": STEPS} | CASES[key]))[0]
+    result: dict[str, Any] = run_ranks(1, partial(train, **BRIEF | CASES[key]))[0]
     return result
 
 
@@ -67,7 +65,7 @@ def on_one_world(
 def _several(
     rank: int, world_size: int, function: Callable[..., dict[str, Any]], cases: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    return [function(rank, world_size, **{"steps": STEPS} | case) for case in cases]
+    return [function(rank, world_size, **BRIEF | case) for case in cases]
 
 
 def assert_same_training(reference: dict[str, Any], ranks: list[dict[str, Any]], what: str = "") -> None:

@@ -29,22 +29,21 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
-from tests.distributed.training import TINY, RandomTokens, make_trainer, train
+from tests.distributed.training import BRIEF, BRIEF_ACCUMULATION, TINY, RandomTokens, make_trainer, train
 from tests.parameters import slow
 
-STEPS = 10  # of which an epoch has eight
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "uneven": {"batch_size": 13},
-    "accumulate": {"batch_size": 7, "steps": 8, "trainer": {"accumulate_grad_batches": 3}},
+    "accumulate": BRIEF_ACCUMULATION,
     "noisy": KNOWN["noisy"],
     "tied": {**KNOWN["llama"], "model": {**KNOWN["llama"]["model"], "tie_embeddings": True}},
     "by value": {"trainer": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}},
 }
 
 
-def run(world_size: int, *, steps: int = STEPS, **options: Any) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, steps=steps, **options))
+def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, **BRIEF | options))
     return results
 
 
@@ -293,7 +292,7 @@ def change_worlds(
     rank: int, world_size: int, chosen: dict[str, Any], turns: int
 ) -> tuple[dict[str, int], list[str], list[float]]:
     changes = WorldChanges(turns)
-    losses = train(rank, world_size, strategy=chosen, steps=4, callbacks=[changes])["losses"]
+    losses = train(rank, world_size, strategy=chosen, callbacks=[changes], **BRIEF | {"steps": 4})["losses"]
     return changes.kept, changes.changed, losses
 
 

@@ -20,8 +20,8 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.placed_experts import PlacedExperts, grow, migrate_rows, next_slots
 from tests.distributed.balanced_training import random_placement, train
 from tests.distributed.harness import connect, run_ranks
-from tests.distributed.same_training import CASES, STEPS, TOLERANCE, assert_same_training, on_one_world, reference
-from tests.distributed.training import OwnModule, make_trainer
+from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference
+from tests.distributed.training import BRIEF, OwnModule, make_trainer
 from tests.parameters import slow
 
 SHAPES = {"weight": (3, 2), "moment": (3, 2), "bias": (4,), "counter": ()}
@@ -91,7 +91,7 @@ def test_rows_arrive_where_they_belong_and_vacant_ones_are_zero(world_size: int)
 
 
 def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, **options))
+    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, **BRIEF | options))
     return results
 
 
@@ -104,7 +104,7 @@ def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_moving_experts_changes_nothing(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
-    moving = {"move_at": (2, 3, 6), "slots": 4}
+    moving = {"move_at": (2, 3, 5), "slots": 4}
     options = [{"strategy": {"slots": 4, **strategy}, "moving": moving, **CASES[key]} for key, strategy in cases]
     for (key, strategy), ranks in zip(cases, on_one_world(world_size, train, options), strict=True):
         assert ranks[0]["moved_states"] > 0
@@ -114,11 +114,11 @@ def test_moving_experts_changes_nothing(world_size: int, cases: list[tuple[str, 
 def test_a_checkpoint_after_a_migration_resumes_anywhere(tmp_path: Path) -> None:
     path = str(tmp_path / "moved.ckpt")
     strategy = {"slots": 5}
-    run(4, steps=6, strategy=strategy, moving={"move_at": (1, 4), "slots": 5}, save_to=path)
+    run(4, steps=4, strategy=strategy, moving={"move_at": (1, 3), "slots": 5}, save_to=path)
     for world_size, options in ((1, {}), (2, strategy), (3, {})):
-        moving = {"move_at": (8,), "slots": 5} if options else {}
-        for result in run(world_size, steps=STEPS, strategy=options, moving=moving, ckpt_path=path):
-            np.testing.assert_allclose(result["losses"], reference("plain")["losses"][6:], rtol=0, atol=TOLERANCE)
+        moving = {"move_at": (5,), "slots": 5} if options else {}
+        for result in run(world_size, strategy=options, moving=moving, ckpt_path=path):
+            np.testing.assert_allclose(result["losses"], reference("plain")["losses"][4:], rtol=0, atol=TOLERANCE)
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

@@ -14,8 +14,8 @@ from torch import nn
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies import fsdp
 from tests.distributed.harness import run_ranks
-from tests.distributed.same_training import ACCUMULATED, CASES, assert_replicas_identical
-from tests.distributed.training import train
+from tests.distributed.same_training import CASES, assert_replicas_identical
+from tests.distributed.training import BRIEF_ACCUMULATION, train
 
 MIXED = {"precision": "bf16-mixed"}
 
@@ -58,7 +58,8 @@ def both(rank: int, world_size: int, *, strategy: dict[str, Any], **options: Any
     [
         (2, {"dense": "fsdp", "replicas": 2}, {"steps": 3, "trainer": MIXED}),
         pytest.param(
-            4, {"dense": "hsdp"}, ACCUMULATED | {"trainer": MIXED | ACCUMULATED["trainer"]}, marks=pytest.mark.slow
+            4, {"dense": "hsdp"}, BRIEF_ACCUMULATION | {"trainer": MIXED | BRIEF_ACCUMULATION["trainer"]},
+            marks=pytest.mark.slow,
         ),
         pytest.param(3, {"dense": "fsdp"}, CASES["llama"] | {"steps": 8, "trainer": MIXED}, marks=pytest.mark.slow),
         pytest.param(

@@ -32,7 +32,7 @@ from tests.distributed.training import TINY, RandomTokens, make_trainer, replica
 from tests.distributed.training import train as train_tiny
 from tests.parameters import slow
 
-STEPS = 10  # of which an epoch has eight
+STEPS = 6  # of which an epoch has five
 MICROS = 4
 
 
@@ -67,6 +67,7 @@ def train(
     own_module: Any = None,
     batch_size: int = 12,
     accumulate: int = 1,
+    samples: int = 60,
     steps: int = STEPS,
     every: int | float = 3,
     callbacks: tuple[pl.Callback, ...] = (),
@@ -81,8 +82,10 @@ def train(
         TINY | {"num_layers": 4, "tie_embeddings": False} | (model or {}),
         OptimizerConfig(lr=3e-3, warmup_steps=2, decay="constant"),
     )  # fmt: skip
-    data = RandomTokens(96)
-    sampler = StepSampler(num_samples=96, global_batch_size=batch_size, num_micros=accumulate, drop_last=False, seed=7)
+    data = RandomTokens(samples)
+    sampler = StepSampler(
+        num_samples=samples, global_batch_size=batch_size, num_micros=accumulate, drop_last=False, seed=7
+    )
     fit.fit(module, StepLoader(data, sampler), DataLoader(RandomTokens(30), batch_size=10))
     state = fit.strategy.lightning_module_state_dict()
     return {
@@ -101,8 +104,12 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {"model": {**LLAMA, "dropout": 0.1}},
     "noisy": {"model": KNOWN["noisy"]["model"]},
-    "uneven": {"batch_size": 26},  # micro-batches of 7, 7, 6 and 6 samples, and few in the last step of an epoch
-    "few": {"batch_size": 19, "every": 1.0, "model": {"moe_every": 2}},  # the last step of an epoch has one sample
+    "uneven": {
+        "samples": 96,
+        "batch_size": 26,
+    },  # micro-batches of 7, 7, 6 and 6 samples, and few in the last step of an epoch
+    # The last step of an epoch has one sample.
+    "few": {"samples": 58, "batch_size": 19, "every": 1.0, "model": {"moe_every": 2}},
     "by value": {"trainer": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}},
     "three": {"model": {"num_layers": 3}},
 }
@@ -142,8 +149,8 @@ def test_the_loss_is_that_of_one_rank(key: str, ranks: int, pp: int, options: di
 
 
 def test_accumulated_batches_are_computed_in_micro_batches_too() -> None:
-    expected = run_ranks(1, partial(train, batch_size=24, accumulate=6, steps=6))[0]
-    found = in_stages(4, 2, micros=2, batch_size=24, accumulate=3, steps=6)  # an epoch has four
+    expected = run_ranks(1, partial(train, samples=96, batch_size=24, accumulate=6))[0]
+    found = in_stages(4, 2, micros=2, samples=96, batch_size=24, accumulate=3)  # an epoch has four
     assert_same_training(expected | {"validations": []}, [result | {"validations": []} for result in found])
 
 
@@ -178,7 +185,7 @@ ENOUGH = 20
 def watched(rank: int, world_size: int, folder: str, **options: Any) -> dict[str, Any]:
     stop = EarlyStopping("val/loss", patience=1, min_delta=0.2)
     best = ModelCheckpoint(folder, monitor="val/loss", filename="{step}", save_top_k=1)
-    options |= {"trainer": {"enable_checkpointing": True}, "steps": ENOUGH}
+    options |= {"trainer": {"enable_checkpointing": True}, "samples": 96, "steps": ENOUGH}
     found = train(rank, world_size, callbacks=(stop, best), **options)
     return found | {"best": float(stop.best_score), "path": best.best_model_path, "stopped": stop.stopped_epoch}
 

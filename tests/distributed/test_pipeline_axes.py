@@ -31,12 +31,13 @@ NOISY = KNOWN["noisy"]["model"]
 GROUPED = {**LLAMA, "num_heads": 4, "num_kv_heads": 2, "qk_norm": True}
 CASES: dict[str, dict[str, Any]] = {
     # micro-batches of 7, 7, 6 and 6 samples
-    "short": {"model": GROUPED | NOISY | {"qk_norm": False}, "batch_size": 26, "steps": 5},
+    "short": {"model": GROUPED | NOISY | {"qk_norm": False}, "samples": 96, "batch_size": 26, "steps": 5},
     "gpt2": {"model": {**NOISY, "num_heads": 4}},
     "llama": {"model": GROUPED | NOISY},
-    "uneven": {"model": GROUPED, "batch_size": 26},
-    "few": {"model": {"moe_every": 2}, "batch_size": 19, "every": 1.0},  # the last step of an epoch has one sample
-    "accumulated": {"model": NOISY, "batch_size": 24},
+    "uneven": {"model": GROUPED, "samples": 96, "batch_size": 26},
+    # The last step of an epoch has one sample.
+    "few": {"samples": 58, "model": {"moe_every": 2}, "batch_size": 19, "every": 1.0},
+    "accumulated": {"model": NOISY, "samples": 96, "batch_size": 24},
 }
 
 

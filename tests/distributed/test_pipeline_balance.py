@@ -31,12 +31,12 @@ from tests.distributed.training import make_trainer
 from tests.distributed.training import train as train_tiny
 from tests.parameters import slow
 
-STEPS = 8
+STEPS = 6
 CASES: dict[str, dict[str, Any]] = {
     "skewed": {"model": SKEWED},
     "noisy": {"model": {**SKEWED, "dropout": 0.1}},
-    "uneven": {"model": SKEWED, "batch_size": 26},  # micro-batches of 7, 7, 6 and 6 samples
-    "accumulated": {"model": SKEWED, "batch_size": 24},
+    "uneven": {"model": SKEWED, "samples": 96, "batch_size": 26},  # micro-batches of 7, 7, 6 and 6 samples
+    "accumulated": {"model": SKEWED, "samples": 96, "batch_size": 24},
 }
 INTERLEAVED = {"schedule": "interleaved"}
 

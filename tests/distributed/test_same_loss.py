@@ -14,19 +14,18 @@ import pytest
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import (
     CASES,
-    STEPS,
     TOLERANCE,
     assert_replicas_identical,
     assert_same_training,
     on_one_world,
     reference,
 )
-from tests.distributed.training import train
+from tests.distributed.training import BRIEF, train
 from tests.parameters import slow
 
 
-def run(world_size: int, *, steps: int = STEPS, **options: Any) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, steps=steps, **options))
+def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, **BRIEF | options))
     return results
 
 
@@ -92,8 +91,8 @@ def test_loss_does_not_depend_on_the_world(world_size: int, cases: list[tuple[st
 
 def test_accumulation_changes_nothing_without_batch_statistics() -> None:
     model = {"router": {"aux_loss_coef": 0.0}}
-    whole = run(1, model=model, batch_size=12, steps=8)[0]
-    halves = run(2, model=model, batch_size=6, steps=8, trainer={"accumulate_grad_batches": 2})
+    whole = run(1, model=model, batch_size=12)[0]
+    halves = run(2, model=model, batch_size=6, trainer={"accumulate_grad_batches": 2})
     np.testing.assert_allclose(halves[0]["gradient_norms"], whole["gradient_norms"], rtol=1e-4)
     for name, values in whole["state"].items():
         np.testing.assert_allclose(halves[0]["state"][name], values, rtol=0, atol=5e-5, err_msg=name)
@@ -111,8 +110,8 @@ def test_bf16_mixed_keeps_replicas_identical_and_the_loss_close() -> None:
 def test_resume_on_another_number_of_ranks(writers: int, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     strategy = {"dense": "zero1" if writers == 4 else "ddp", "replicas": 2 if writers > 1 else 1}
-    run(writers, steps=6, strategy=strategy, save_to=path)
-    expected = reference("plain")["losses"][6:]
+    run(writers, steps=4, strategy=strategy, save_to=path)
+    expected = reference("plain")["losses"][4:]
     for readers, options in ((1, {}), (2, {"dense": "zero1"}), (4, {"replicas": 2})):
         for result in run(readers, strategy=options, ckpt_path=path):
             np.testing.assert_allclose(result["losses"], expected, rtol=0, atol=TOLERANCE)
@@ -120,10 +119,10 @@ def test_resume_on_another_number_of_ranks(writers: int, tmp_path: Path) -> None
 
 def test_resume_inside_an_epoch_with_another_cut(tmp_path: Path) -> None:
     path = str(tmp_path / "inside.ckpt")
-    run(2, steps=5, save_to=path)  # an epoch has 8 steps
+    run(2, steps=3, save_to=path)  # an epoch has 5 steps
     result = run(3, ckpt_path=path)[0]
-    assert len(result["losses"]) == STEPS - 5
-    np.testing.assert_allclose(result["losses"], reference("plain")["losses"][5:], rtol=0, atol=TOLERANCE)
+    assert len(result["losses"]) == BRIEF["steps"] - 3
+    np.testing.assert_allclose(result["losses"], reference("plain")["losses"][3:], rtol=0, atol=TOLERANCE)
 
 
 def test_the_same_ranks_twice_are_bit_equal() -> None:

@@ -31,10 +31,9 @@ from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.test_cut_parameters import Weigher
-from tests.distributed.training import TINY, RandomTokens, make_trainer, train
+from tests.distributed.training import BRIEF, BRIEF_ACCUMULATION, TINY, RandomTokens, make_trainer, train
 from tests.parameters import slow
 
-STEPS = 10  # of which an epoch has eight
 TP2 = {"mesh": {"tp": 2}}
 TIED: dict[str, Any] = {
     "norm": "rmsnorm", "position": "rope", "activation": "swiglu", "bias": False, "num_heads": 4, "num_kv_heads": 2,
@@ -43,7 +42,7 @@ TIED: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"validate": True, "trainer": {"val_check_interval": 4}},
     "uneven": {"batch_size": 13},
-    "accumulate": {"batch_size": 7, "steps": 8, "trainer": {"accumulate_grad_batches": 3}},
+    "accumulate": BRIEF_ACCUMULATION,
     "noisy": KNOWN["noisy"],
     "few samples": {"batch_size": 4, "dataset_size": 25, "model": {"dropout": 0.1}},
     "untied": {
@@ -56,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, **{"steps": STEPS} | options))
+    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, **BRIEF | options))
     return results
 
 
@@ -312,7 +311,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 def save(rank: int, world_size: int, strategy: dict[str, Any], folder: str) -> None:
     saver = PartialExpertsCheckpoint(os.path.join(folder, "steps"), every_n_steps=3)
-    train(rank, world_size, strategy=strategy, model=TIED, steps=3, callbacks=[saver],
+    train(rank, world_size, strategy=strategy, model=TIED, callbacks=[saver], **BRIEF | {"steps": 3},
           trainer={"enable_checkpointing": True}, save_to=os.path.join(folder, "one.ckpt"))  # fmt: skip
 
 
@@ -349,9 +348,9 @@ def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str
 
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     run_ranks(4, partial(save, strategy=TP2, folder=str(tmp_path)))
-    calm = run(1, model=TIED, steps=8)[0]
+    calm = run(1, model=TIED)[0]
     for source in ("one.ckpt", "steps"):
-        for result in run(2, model=TIED, steps=8, strategy=TP2, ckpt_path=str(tmp_path / source)):
+        for result in run(2, model=TIED, strategy=TP2, ckpt_path=str(tmp_path / source)):
             np.testing.assert_allclose(result["losses"], calm["losses"][3:], rtol=0, atol=TOLERANCE)
 
 

@@ -208,6 +208,14 @@ def train(
     }
 
 
+BRIEF: dict[str, Any] = {"steps": 6, "dataset_size": 60}
+"""Options of `train`: an epoch of batches of twelve, and one step of the next."""
+BRIEF_ACCUMULATION: dict[str, Any] = {
+    "steps": 6, "dataset_size": 68, "batch_size": 7, "trainer": {"accumulate_grad_batches": 3},
+}  # fmt: skip
+"""An epoch whose last step has one batch instead of three, and two steps of the next."""
+
+
 def replicas_of(module: nn.Module) -> dict[str, dict[int, bytes]]:
     """The raw bytes of every expert this rank holds, by layer and parameter."""
     return {
