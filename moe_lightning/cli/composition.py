@@ -217,6 +217,7 @@ _PLAIN: dict[str, Any] = {
     "task": Literal["train", "validate"],
     "objective": str | None,
     "doctor": bool,
+    "depth": int | None,  # its rules check its range
 }
 KEYS = ("run_name", "ranks", *_PLAIN, *_GROUPS, *COLLECTIONS)
 """Top-level keys of moe-train."""

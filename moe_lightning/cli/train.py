@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from hydra import compose
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from moe_lightning import __version__, user_errors
@@ -42,11 +43,13 @@ from moe_lightning.cli.composition import (
     check_top_level,
     choices,
     composition_errors,
+    config_folder,
     fixed_keys,
     known_keys,
     register_model_bases,
     with_quotes,
 )
+from moe_lightning.cli.dial import check_dial, dial_line, dial_rows, with_dial
 from moe_lightning.cli.next_steps import next_steps
 from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option, rename_former_keys
 from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, unused
@@ -55,7 +58,7 @@ from moe_lightning.config import TARGET, PositiveInt, fits, shown
 from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.text_table import in_columns
+from moe_lightning.text_table import in_columns, table
 from moe_lightning.user_errors import suggestion
 
 if TYPE_CHECKING:
@@ -72,6 +75,7 @@ recipes{own}
 {recipes}
 
 keys (all of them: moe-train --cfg job)
+  depth=N                       one dial: sizes, batch, lr and steps of a small MoE of N layers
   ranks=auto                    local ranks: every GPU, or 2 on the CPU
   data.source=stdlib            text file, folder, glob, or .bin/.npy tokens
   data.tokenizer=bytes          bpe:8192, or the path of a tokenizer.json
@@ -90,7 +94,7 @@ options
   -m, --multirun                one run for every combination: optimizer.lr=1e-3,3e-3
   -c, --cfg job                 print the configuration instead of training
   --config-dir DIR              your recipes: DIR/recipes/NAME.yaml
-  --info searchpath             where configurations are looked for (also: defaults, plugins)
+  --info searchpath             where configurations are looked for (also: defaults, plugins; dial: what depth=N sets)
   -sc install=bash              completion: eval "$(moe-train -sc install=bash)"
   --version                     with --report: versions and machine, for a report of a fault
 
@@ -374,7 +378,10 @@ def _run(arguments: Sequence[str]) -> None:
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     info = parser._option_string_actions["--info"]
-    info.nargs, info.choices = None, ["searchpath", "defaults", "plugins"]  # all and config print more of Hydra's
+    info.nargs, info.choices = (
+        None,
+        ["searchpath", "defaults", "plugins", "dial"],
+    )  # all and config print more of Hydra's
     if "--version" in arguments:  # the parser's own would tell Hydra's
         if "--report" in arguments:
             from moe_lightning.cli.environment_report import environment_report
@@ -392,6 +399,9 @@ def _run(arguments: Sequence[str]) -> None:
         return
     _check_options(options)
     options.overrides = [with_quotes(override) for override in options.overrides]
+    if options.info == "dial":
+        print(_dial_table(options.overrides, options.config_dir))
+        return
     failures: list[Exception] = []
 
     def job(composed: DictConfig) -> float | None:
@@ -422,6 +432,17 @@ def _run(arguments: Sequence[str]) -> None:
         )
     if failures and not options.multirun:  # a sweeper that has not raised them allows for some
         raise failures[0]
+
+
+def _dial_table(overrides: Sequence[str], config_dir: str | None) -> str:
+    """The keys that depth=N sets, with their values and rules."""
+    own = [f"hydra.searchpath=[file://{Path(config_dir).absolute()}]"] if config_dir else []
+    with composition_errors(overrides), config_folder():
+        composed = compose(CONFIG_NAME, [*own, *overrides])
+        check_dial(composed)
+        if composed.depth is None:
+            raise ConfigurationError("--info dial shows what depth=N sets: give depth=N with it")
+        return table(("key", "value", "rule"), dial_rows(composed))
 
 
 def run_job(composed: DictConfig) -> float | None:
@@ -462,6 +483,8 @@ def run_job(composed: DictConfig) -> float | None:
             directory.create()
             locks.enter_context(locked(directory, party))
         print(in_columns(f"run    {directory}{state}"), flush=True)  # at once: the ranks take seconds to start
+        if line := dial_line(composed):
+            print(in_columns(line), flush=True)
         attempt.earlier_command = directory.command.read_bytes() if directory.command.exists() else None
         OmegaConf.save(OmegaConf.create(config), directory.command)
         try:
@@ -565,6 +588,7 @@ def resolved(composed: DictConfig) -> dict[str, Any]:
     assert isinstance(raw, dict)
     check_recipe({str(name): value for name, value in raw.items()})
     check_groups({str(name): value for name, value in raw.items()})
+    check_dial(composed)
     if composed.get("doctor") is True:
         with composition_errors(()):
             examined(composed)
@@ -673,7 +697,7 @@ def _as_settings(arguments: Sequence[str]) -> list[str]:
     folder = next((after for word, after in pairwise(arguments) if word in ("--config-dir", "-cd")), None)
     folder = next((word.partition("=")[2] for word in arguments if word.startswith("--config-dir=")), folder)
     top = {*KEYS, "recipes", "hydra"}
-    return read_settings(arguments, TRAIN, top, lambda: known_keys(arguments, folder))
+    return with_dial(read_settings(arguments, TRAIN, top, lambda: known_keys(arguments, folder)))
 
 
 def _refuse(message: str) -> NoReturn:
