@@ -41,13 +41,14 @@ MAY_IMPORT = {
     "registry": set[str](),
     "user_errors": set[str](),
     "files": set[str](),
+    "hub": set[str](),
 }
 MAY_IMPORT["strategies"].add("state")
 MAY_IMPORT["doctor"] = {*MAY_IMPORT["strategies"], "strategies"}
 MAY_IMPORT["callbacks"] = {*MAY_IMPORT}
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "__version__"}
 MAY_IMPORT |= {"conf": set(), "__init__": set(MAY_IMPORT)}
-SHARED = {"arrays", "errors", "config", "registry", "user_errors", "files"}
+SHARED = {"arrays", "errors", "config", "registry", "user_errors", "files", "hub"}
 MAY_COMMUNICATE = {"parallel", "dispatch", "elastic", "strategies", "compat"}
 WITHOUT_LIGHTNING = {"kernels", "state", "parallel", "dispatch", "balancing", "moe", "checkpoint", *SHARED}
 PLANNING = (

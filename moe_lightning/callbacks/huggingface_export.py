@@ -13,6 +13,7 @@ from typing_extensions import override
 from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.hub import local_folder
 from moe_lightning.models.huggingface.card import TrainingFacts, write_card
 from moe_lightning.models.huggingface.export import (
     Export,
@@ -104,8 +105,9 @@ def export_to_huggingface(
             dense, shapes = merged_dense(dense, adapter), [_experts(module, b).shapes for b in export.blocks]
             stacks = (merged_experts(s, shape, adapter) for s, shape in zip(stacks, shapes, strict=True))
         export.write(path, dense, stacks, run=_run(trainer))
-        own = {"tokenizer": "trained_tokenizer", "chat_template": "chat_template"}
-        copy_companions(module.config.folder, path, **{key: getattr(data, name, None) for key, name in own.items()})
+        names = {"tokenizer": "trained_tokenizer", "chat_template": "chat_template"}
+        own = {key: getattr(data, name, None) for key, name in names.items()}
+        copy_companions(local_folder(module.config.pretrained), path, **own)
     else:
         for _ in stacks:  # gives rank 0 what it asks for
             continue

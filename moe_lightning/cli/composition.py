@@ -543,7 +543,7 @@ def _about_choice(error: MissingConfigException) -> str:
 
 _BESIDE_CHOICES = {
     "strategy": "; strategy.dense=ddp, zero1, fsdp or hsdp says how dense parameters are sharded",
-    "model": "; of a folder with a pretrained model: model=huggingface model.pretrained=FOLDER",
+    "model": "; of a pretrained model: model=huggingface model.pretrained=MODEL",
     "recipes": "; your own: --config-dir DIR recipes=NAME for DIR/recipes/NAME.yaml",
 }
 

@@ -21,6 +21,7 @@ from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.saved_model import SavedModel, open_saved
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.hub import local_folder
 from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def export_gguf(path: Place, target: Path, *, dtype: str | None = None) -> int:
         trained.copy_companions(folder)
         if not (folder / "tokenizer.json").is_file():
             raise ConfigurationError(
-                f"{trained.config.folder} has no tokenizer.json, which a GGUF file needs: put it there"
+                f"{trained.config.pretrained} has no tokenizer.json, which a GGUF file needs: put it there"
             )
         trained.export.config.save_pretrained(folder)
         return write_gguf(target, trained.export, *trained.weights(), folder)
@@ -126,7 +127,7 @@ class _Trained:
 
         values = self.source.values
         own = {"tokenizer": trained_tokenizer(values), "chat_template": chat_template(values)}
-        copy_companions(self.config.folder, target, **own)
+        copy_companions(local_folder(self.config.pretrained), target, **own)
 
     def adapted(self, *, alone: bool) -> _Adapted:
         """Return the model with its adapters."""
@@ -185,19 +186,18 @@ class _Adapted:
         self, source: SavedModel, config: HuggingFaceConfig, architecture: Architecture, *, alone: bool
     ) -> None:
         from moe_lightning.models.huggingface.loading import build_skeleton, load_model
-        from moe_lightning.models.huggingface.weights import WeightsFolder
         from moe_lightning.moe.adapters import adapt_dense
         from moe_lightning.moe.experts import deferred_experts
 
         assert config.adapter is not None
         self._source, self.config, self._architecture = source, config.adapter, architecture
-        self._folder = str(config.folder)
+        self._folder = config.pretrained
         if alone:
             self._model = build_skeleton(architecture, config.adapter)
             adapt_dense(self._model, config.adapter)
             return
         with deferred_experts():
-            self._model = load_model(architecture, WeightsFolder(config.folder), config.adapter)
+            self._model = load_model(architecture, config.weights(), config.adapter)
 
     def adapters(self) -> dict[str, Tensor]:
         """Adapters of layers outside of experts, by the layers' names in the model."""

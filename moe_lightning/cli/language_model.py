@@ -27,6 +27,7 @@ from moe_lightning.data.corpus import TOKENIZER_FILE, Tokenizer, is_token_file, 
 from moe_lightning.data.instructions import ChatFormat, chat_format, hugging_face_tokenizer, templated_turns
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text
+from moe_lightning.hub import local_folder, tokenizer_file
 from moe_lightning.models.generation import Sampling, generate
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.huggingface.loading import transformers
@@ -102,7 +103,7 @@ class LanguageModel:
         """
         if str(self.data.get(TARGET)).endswith(".InstructionData"):
             return chat_format(self.spec, self.data.get("end_token"))
-        templated = None if self.spec in ("", "bytes") else templated_turns(Path(self.spec).expanduser().parent)
+        templated = None if self.spec in ("", "bytes") else templated_turns(tokenizer_file(self.spec).parent)
         if templated is None:
             raise ConfigurationError(
                 f"{self.name} has no chat template, and was not trained on conversations: only a text can be continued "
@@ -228,7 +229,7 @@ def _of_checkpoint(
         positions = network.config.context_length
         ends = frozenset([data["end_of_document"]] if data.get("end_of_document") is not None else [])
     else:
-        _take_generation_defaults(network, Path(config["pretrained"]).expanduser())
+        _take_generation_defaults(network, local_folder(config["pretrained"]))
         positions, ends = _positions(network), _ends(network)
     return LanguageModel(
         name=str(saved.path),
@@ -257,7 +258,7 @@ def _spec_of(data: Mapping[str, Any], pretrained: str, name: str) -> str:
     Raises:
         ConfigurationError: there is none.
     """
-    spec, own = data.get("tokenizer"), Path(pretrained).expanduser() / TOKENIZER_FILE
+    spec, own = data.get("tokenizer"), local_folder(pretrained) / TOKENIZER_FILE
     if isinstance(spec, str) and not spec.startswith("bpe:") and not (spec == "bytes" and _of_tokens(data)):
         return spec
     if pretrained and own.is_file():
@@ -333,8 +334,10 @@ def _pretrained(folder: Path) -> Any:
 def _base_of(folder: Path) -> Path:
     """The folder of the model that an adapter belongs to."""
     try:
-        base = Path(json.loads(read_text(folder / _ADAPTER))["base_model_name_or_path"]).expanduser()
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        named = json.loads(read_text(folder / _ADAPTER))
+        revision = f"@{named['revision']}" if named.get("revision") else ""
+        base = local_folder(f"{named['base_model_name_or_path']}{revision}")
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise ConfigurationError(f"{folder / _ADAPTER} names no base model: export the adapter again") from error
     if not (base / _CONFIG).is_file():
         raise ConfigurationError(f"{folder} is an adapter for {base}, which is not a Hugging Face folder here: get it")

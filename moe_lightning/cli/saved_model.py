@@ -22,6 +22,7 @@ from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.run_directory import checkpoints
 from moe_lightning.config import build_config
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.hub import local_folder
 from moe_lightning.moe.adapters import is_adapter
 from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
 
@@ -112,7 +113,7 @@ def network_of(saved: SavedModel) -> Any:
 
         trained = build_config(HuggingFaceConfig, config)
         network = _transformers_model(trained, hyper_parameters["huggingface"])
-        _fill(network, saved, base=None if trained.adapter is None else trained.folder)
+        _fill(network, saved, base=None if trained.adapter is None else local_folder(trained.pretrained))
         return network
     if not isinstance(config, Mapping) or not {"vocab_size", "num_experts", "context_length"} <= set(config):
         raise ConfigurationError(
@@ -128,12 +129,11 @@ def network_of(saved: SavedModel) -> Any:
 def _transformers_model(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Any:
     """Build the model with random weights, or with adapters beside those of the folder that it was trained from."""
     from moe_lightning.models.huggingface.loading import load_model, new_model
-    from moe_lightning.models.huggingface.weights import WeightsFolder
 
     architecture = config.architecture(values)
     if config.adapter is None:
         return new_model(architecture)
-    return load_model(architecture, WeightsFolder(config.folder), config.adapter)
+    return load_model(architecture, config.weights(), config.adapter)
 
 
 @torch.no_grad()

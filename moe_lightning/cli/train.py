@@ -58,6 +58,7 @@ from moe_lightning.config import TARGET, PositiveInt, fits, shown
 from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.hub import missing_weights
 from moe_lightning.text_table import in_columns, table
 from moe_lightning.user_errors import suggestion
 
@@ -604,6 +605,7 @@ def _launch(
     directory: RunDirectory, config: Mapping[str, Any], elastic: Mapping[str, Any] | None, *, external: bool
 ) -> None:
     """Train, in this process or on ranks of its own."""
+    _fetch_pretrained(config)
     num_ranks = _num_ranks(config)
     arguments = [str(directory.command.absolute())]
     if elastic is not None:
@@ -616,6 +618,15 @@ def _launch(
         from moe_lightning.elastic.launcher import LocalLauncher
 
         LocalLauncher(num_ranks=num_ranks, log_dir=directory.logs).run(arguments)
+
+
+def _fetch_pretrained(config: Mapping[str, Any]) -> None:
+    model = config["module"].get("config")
+    name = model.get("pretrained") if isinstance(model, Mapping) else None
+    if isinstance(name, str) and missing_weights(name):
+        from moe_lightning.cli.training import fetch_pretrained  # imports torch
+
+        fetch_pretrained(config, name)
 
 
 def _print_next_steps(directory: RunDirectory, config: Mapping[str, Any]) -> None:

@@ -50,6 +50,7 @@ from moe_lightning.data.text import TextData
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE
 from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.hub import model_folder, weights_folder
 from moe_lightning.models.gpt import GPTConfig, least_gpt_parameters, least_slot_parameters
 from moe_lightning.models.gpt_module import GPTModule
 from moe_lightning.models.swin import SwinConfig, SwinModule
@@ -381,13 +382,27 @@ def _check_pretrained(config: Mapping[str, Any]) -> None:
         ConfigurationError: it is not a folder of a checkpoint, or of a model that is not known.
     """
     model = config["module"].get("config")
-    if isinstance(model, Mapping) and model.get("pretrained") is not None:
+    if isinstance(model, Mapping) and isinstance(model.get("pretrained"), str):
         from moe_lightning.models.huggingface.loading import check_folder
         from moe_lightning.models.huggingface.module import HuggingFaceConfig
 
-        check_folder(Path(model["pretrained"]).expanduser())
+        check_folder(model_folder(model["pretrained"]))
         if str(model.get("_target_")).endswith(f".{HuggingFaceConfig.__name__}"):
             build_object(model, "module.config").architecture()
+
+
+def fetch_pretrained(config: Mapping[str, Any], name: str) -> None:
+    """Download the weights of a model on the Hub, before the ranks of this machine ask for them at the same time.
+
+    Args:
+        config: of the run.
+        name: of the model.
+
+    Raises:
+        ConfigurationError: the model is not known here, or cannot be downloaded.
+    """
+    _check_pretrained(config)
+    weights_folder(name)
 
 
 def _check_context(config: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ import xxhash
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local, check_regular, check_written, open_regular, read_bytes, read_text
+from moe_lightning.hub import tokenizer_file
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32")
 _TOKEN_SUFFIXES = (".bin", ".npy")
@@ -490,7 +491,7 @@ def tokenizer_key(spec: str) -> str:
     """Return the identity of a tokenizer in a cache: its spec, or the content of its file.
 
     Args:
-        spec: "bytes", "bpe:SIZE" (trained on the training text), or the path of a tokenizer.json.
+        spec: "bytes", "bpe:SIZE" (trained on the training text), the path of a tokenizer.json, or ORG/NAME on the Hub.
 
     Raises:
         ConfigurationError: none of these, a BPE vocabulary that is too small, or a missing file.
@@ -504,7 +505,7 @@ def tokenizer_key(spec: str) -> str:
                 f"tokenizer={spec!r} asks for no vocabulary larger than the {_BYTES} bytes; try 'bpe:4096'."
             )
         return spec
-    path = Path(spec).expanduser()
+    path = tokenizer_file(spec)
     if not path.is_file() and (path.suffix == ".json" or path.is_dir()):
         what = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigurationError(
@@ -513,9 +514,8 @@ def tokenizer_key(spec: str) -> str:
         )
     if not path.is_file():
         raise ConfigurationError(
-            f"tokenizer={spec!r} is neither 'bytes', 'bpe:SIZE' nor the path of a tokenizer.json, and nothing is "
-            f"downloaded: of a model on the Hub, run hf download {spec} tokenizer.json --local-dir DIR, and give "
-            "DIR/tokenizer.json."
+            f"tokenizer={spec!r} is neither 'bytes', 'bpe:SIZE', the path of a tokenizer.json, nor ORG/NAME of a model "
+            "on the Hub."
         )
     try:
         return xxhash.xxh3_128_hexdigest(read_bytes(path))
@@ -540,7 +540,7 @@ def load_tokenizer(spec: str, training_text: Iterable[bytes], *, trained: str | 
             return BpeTokenizer(package.Tokenizer.from_str(trained))
         return BpeTokenizer(_trained(package, int(spec.removeprefix("bpe:")), training_text))
     try:
-        return BpeTokenizer(package.Tokenizer.from_file(str(Path(spec).expanduser())))
+        return BpeTokenizer(package.Tokenizer.from_file(str(tokenizer_file(spec))))
     except Exception as error:  # the package raises nothing narrower
         raise ConfigurationError(f"{spec} is not a tokenizer.json ({error}); save it with tokenizers.") from error
 

@@ -38,6 +38,7 @@ from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.packing import Packed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local, check_written, decoded, open_regular, read_bytes, read_text
+from moe_lightning.hub import tokenizer_file
 from moe_lightning.moe.losses import IGNORED_TARGET
 
 
@@ -333,7 +334,7 @@ def chat_format(tokenizer: str, end_token: str | None) -> ChatFormat:
     """Return the format of conversations for a tokenizer.
 
     Args:
-        tokenizer: path of a tokenizer.json, whose folder may have a chat template, or "bytes".
+        tokenizer: path of a tokenizer.json, or ORG/NAME on the Hub, whose folder may have a chat template; or "bytes".
         end_token: text that ends an answer of marked turns; None: the end token that the tokenizer's folder names.
 
     Raises:
@@ -342,7 +343,7 @@ def chat_format(tokenizer: str, end_token: str | None) -> ChatFormat:
     """
     if tokenizer == "bytes":
         return MarkedTurns(end_token or _BYTES_END)
-    folder = Path(tokenizer).expanduser().parent
+    folder = tokenizer_file(tokenizer).parent
     templated = templated_turns(folder)
     if templated is not None:
         return templated
@@ -601,7 +602,7 @@ class InstructionData(StepDataModule):
 
     Args:
         path: file of one JSON object a line, or of a JSON array of objects.
-        tokenizer: path of the model's tokenizer.json, or "bytes".
+        tokenizer: path of the model's tokenizer.json, ORG/NAME or ORG/NAME@REVISION of it on the Hub, or "bytes".
         context_length: tokens of one sample.
         global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
         end_token: text that ends an answer where the tokenizer has no chat template; None: the tokenizer's own.

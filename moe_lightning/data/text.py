@@ -116,7 +116,8 @@ class TextData(StepDataModule):
         num_workers: DataLoader processes on each rank; slicing a memory map rarely needs any.
         val_fraction: fraction of the bytes that is held out, inside (0, 1).
         val_samples: at most so many held-out windows, spread evenly; None for all.
-        tokenizer: "bytes", "bpe:SIZE" or the path of a tokenizer.json.
+        tokenizer: "bytes", "bpe:SIZE", the path of a tokenizer.json, or ORG/NAME or ORG/NAME@REVISION of a model on the
+            Hub that has one.
         cache_dir: where tokens are kept; the user's cache folder if None.
         seed: of the split and of the order of the samples.
         dtype: of a .bin source.

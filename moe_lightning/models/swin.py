@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -20,6 +19,7 @@ from typing_extensions import override
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, Probability, build_config, option, validated
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.hub import model_folder, weights_folder
 from moe_lightning.models.gpt_module import Batch, OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import DroppingLayerNorm
 from moe_lightning.models.huggingface.loading import (
@@ -104,11 +104,6 @@ class SwinConfig:
             router=self.router,
         )
 
-    @property
-    def folder(self) -> Path | None:
-        """Folder of the checkpoint."""
-        return None if self.pretrained is None else Path(self.pretrained).expanduser()
-
     def architecture(self) -> UpcycledArchitecture:
         """The model that transformers makes of these sizes, with experts.
 
@@ -119,11 +114,11 @@ class SwinConfig:
         values = {name: value for name, value in given.items() if value is not None}
         names = {index: str(index) for index in range(self.num_classes)}
         labels = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
-        if self.folder is None:
+        if self.pretrained is None:
             config = config_from({"model_type": _MODEL_TYPE, "image_size": self.image_size, **values, **labels})
             new_modules: tuple[str, ...] = ()
         else:
-            config = read_config(self.folder, (_MODEL_TYPE,), values)
+            config = read_config(model_folder(self.pretrained), (_MODEL_TYPE,), values)
             new_modules = () if config.num_labels == self.num_classes else (_HEAD,)
             if new_modules:
                 config = config_from({**config.to_dict(), **labels})
@@ -191,12 +186,11 @@ class SwinModule(SupervisedModule):
     def configure_model(self) -> None:
         if hasattr(self, "model"):
             return
-        folder = self.config.folder
-        if folder is None:
+        if self.config.pretrained is None:
             self.model = new_model(self.architecture)
             _silence_branches(self.model)
         else:
-            self.model = load_model(self.architecture, WeightsFolder(folder))
+            self.model = load_model(self.architecture, WeightsFolder(weights_folder(self.config.pretrained)))
         self.model.train()
         if self.config.gradient_checkpointing:
             recompute_activations(self.model)

@@ -352,7 +352,7 @@ def test_the_newest_complete_checkpoint_of_a_run_is_used(tmp_path: Path, capsys:
         (["run", "a"], ["the token 97", "knows 64", "--tokenizer"]),
         (["run", "--chat"], ["has no chat template", "was not trained on conversations"]),
         (["run", "0", "--checkpoint", "4"], ["no checkpoint of step 4", "it has 3"]),
-        (["run", "0", "--tokenizer", "gpt2"], ["tokenizer='gpt2' is neither", "nothing is downloaded"]),
+        (["run", "0", "--tokenizer", "gpt2"], ["tokenizer='gpt2' is neither", "nor ORG/NAME of a model on the Hub"]),
         (["run", "0", "--tokenizer", "bpe:300"], ["--tokenizer bpe:300", "give bytes"]),
         (["run", "0", "--device", "tpu9"], ["--device tpu9", "give cpu, cuda"]),
         (["run/checkpoints/../../lone.ckpt", "0"], ["the tokenizer of", "is not known", "--tokenizer bytes"]),

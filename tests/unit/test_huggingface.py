@@ -497,7 +497,7 @@ def test_the_card_names_a_model_of_a_cache_as_the_hub_does(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("allenai/OLMoE-1B-7B-0924", "run hf download allenai/OLMoE-1B-7B-0924 --local-dir OLMoE-1B-7B-0924, and give"),
+        ("allenai/OLMoE-1B-7B-0924", "HF_HUB_OFFLINE forbids .* --local-dir OLMoE-1B-7B-0924, and give"),
         ("file.safetensors", r"file.safetensors is a file: give the folder"),
         ("last.ckpt", r"is a checkpoint of Lightning: give resume=last.ckpt"),
         ("empty", "is an empty folder: give the folder"),
@@ -512,6 +512,7 @@ def test_what_is_no_checkpoint_with_experts_is_told(
     from moe_lightning.cli.train import main as moe_train
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     Path("empty").mkdir()
     Path("other").mkdir()
     for file in ("file.safetensors", "last.ckpt", "other/notes.txt", "chat.jsonl"):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_lightning.hub import local_folder
 from moe_lightning.models.gpt_module import OptimizerConfig
 from moe_lightning.models.huggingface.module import HuggingFaceConfig
 
@@ -68,7 +69,8 @@ def write_card(
         training: its other facts.
         is_adapter: the folder holds adapters alone.
     """
-    name, change = _hub_id(config.folder) or config.folder.resolve().name, ""
+    original, change = local_folder(config.pretrained), ""
+    name = _hub_id(original) or original.resolve().name
     if config.upcycling is not None:
         change = f", whose feed-forward layers became layers of {config.upcycling.num_experts} experts"
     elif config.adapter is not None:

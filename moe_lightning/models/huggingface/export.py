@@ -24,32 +24,13 @@ from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import save_safetensors
+from moe_lightning.hub import COMPANIONS, hub_name
 from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.families import OUR_ROUTER, SELECTION_BIAS, Family
 from moe_lightning.models.huggingface.loading import dense_tensors, transformers
 from moe_lightning.models.huggingface.weights import dtype_named, write_weights
 from moe_lightning.moe.adapters import AdapterConfig, is_adapter
 from moe_lightning.moe.experts import dequantise
-
-_COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
-"""Files beside the weights that an export takes over. The folder is one that a checkpoint names, so whatever else lies
-there, such as credentials, is nobody's to hand on."""
 
 _MARK = "moe_lightning_export.json"
 """Lies in a folder that an export wrote and names the run, which may write it again."""
@@ -223,7 +204,7 @@ def copy_companions(
         (target / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
     inside = source.resolve()
     allowed = (inside, inside.parent.parent / "blobs") if inside.parent.name == "snapshots" else (inside,)
-    for name in _COMPANIONS:
+    for name in COMPANIONS:  # whatever else the folder of a checkpoint holds, such as credentials, is not handed on
         file = (source / name).resolve()
         if file.is_file() and file.parent in allowed and not (target / name).exists():
             shutil.copyfile(file, target / name)
@@ -290,7 +271,7 @@ def write_adapter(
     Args:
         path: of the folder.
         export: of the model.
-        base: the plain checkpoint, for peft's own notes.
+        base: the plain checkpoint by folder or name, for peft's own notes.
         dense: tensors by the names in our model, the adapters of layers among them.
         experts: for each block the full stacks [E, ...], of which only the adapters are taken.
         run: names the run that exports; it may replace what it exported before. None: nothing is replaced.
@@ -303,7 +284,7 @@ def write_adapter(
         if "experts" in config.targets:
             found = export.family.layout.adapters(f"{block}.", stacks)
             tensors |= {f"{_PREFIX}{export.family.disk_name(name)}": tensor for name, tensor in found.items()}
-    in_halves = frozenset[str]()
+    named, in_halves = hub_name(base), frozenset[str]()
     if "experts" in config.targets:
         experts_of = export.family.layout.targets
         modules, parameters = modules | experts_of.modules, parameters | experts_of.parameters
@@ -311,7 +292,8 @@ def write_adapter(
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": named.repository if named else base,
+        "revision": named.revision if named else None,
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": 0.0,

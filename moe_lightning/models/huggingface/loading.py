@@ -37,9 +37,6 @@ from moe_lightning.moe.randomness import SampleStream, attach_stream, rememberin
 _DERIVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
 """Tensors of older checkpoints that models compute themselves today."""
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-"""ORG/NAME."""
-
 QUANTISATIONS = ("mxfp4", "fp8")
 """What can be dequantised, by the quant_method of config.json."""
 
@@ -67,15 +64,13 @@ def check_folder(path: Path) -> None:
     Raises:
         ConfigurationError: the path is something else; says what it is and what to do.
     """
-    cure = "give the folder of a Hugging Face checkpoint on this machine, with config.json and safetensors files"
+    cure = (
+        "give the folder of a Hugging Face checkpoint on this machine, with config.json and safetensors files, or "
+        "ORG/NAME of a model on the Hub"
+    )
     if str(path).partition(":/")[0] in ("http", "https", "s3", "gs", "hf"):  # a Path has one slash of it
-        raise ConfigurationError(f"pretrained={path} is an address, and nothing is downloaded while training: {cure}")
+        raise ConfigurationError(f"pretrained={path} is an address: {cure}")
     if not path.exists():
-        if _HUB_NAME.fullmatch(str(path)):
-            raise ConfigurationError(
-                f"pretrained={path} is not a folder on this machine, and nothing is downloaded while training: run "
-                f"hf download {path} --local-dir {path.name}, and give pretrained={path.name}"
-            )
         raise ConfigurationError(f"pretrained={path} does not exist: {cure}")
     if not path.is_dir():
         if path.suffix == ".ckpt":

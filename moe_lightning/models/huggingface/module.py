@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from typing_extensions import override
 
 from moe_lightning.config import PositiveInt, build_config, option, options_of, validated
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.hub import TOKENIZER, local_folder, model_folder, weights_folder
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import IS_TOKEN, Architecture, SparseArchitecture, SparseBlock
 from moe_lightning.models.huggingface.attention import check_packing, document_options, share_sequences
@@ -105,7 +105,8 @@ class HuggingFaceConfig:
     """Checkpoint to train, and options of its training.
 
     Attributes:
-        pretrained: folder of the checkpoint: config.json and safetensors files.
+        pretrained: folder of the checkpoint (config.json and safetensors files), or its name on the Hugging Face Hub,
+            ORG/NAME or ORG/NAME@REVISION, which is downloaded into the cache of the Hub where it is missing there.
         context_length: most tokens in a sequence; the data are cut to it.
         router: options of `RouterConfig` for the routers of a pretrained MoE: those that do not change the trained
             function. None: as in the checkpoint, whose aux_loss_coef is brought to the scale of our loss.
@@ -141,10 +142,14 @@ class HuggingFaceConfig:
             if any(value is not None for value in self.router.values()):
                 raise ConfigurationError("router belongs to pretrained experts: set upcycling.router instead")
 
-    @property
-    def folder(self) -> Path:
-        """Folder of the checkpoint."""
-        return Path(self.pretrained).expanduser()
+    def weights(self) -> WeightsFolder:
+        """Return the tensors of the checkpoint, which are downloaded if they are missing.
+
+        Raises:
+            ConfigurationError: no such folder or model, or one without safetensors.
+            CheckpointError: a damaged folder.
+        """
+        return WeightsFolder(weights_folder(self.pretrained))
 
     def architecture(self, values: Mapping[str, Any] | None = None) -> Architecture:
         """Architecture for the checkpoint's configuration.
@@ -158,9 +163,11 @@ class HuggingFaceConfig:
         if values is not None:
             config = config_from(values)
         elif self.upcycling is None:
-            config = read_config(self.folder, tuple(FAMILIES), self.overrides, elsewhere=_DENSE)
+            config = read_config(model_folder(self.pretrained), tuple(FAMILIES), self.overrides, elsewhere=_DENSE)
         else:
-            config = read_config(self.folder, tuple(DENSE_FAMILIES), self.overrides, elsewhere=_SPARSE)
+            config = read_config(
+                model_folder(self.pretrained), tuple(DENSE_FAMILIES), self.overrides, elsewhere=_SPARSE
+            )
         longest = getattr(config, "max_position_embeddings", self.context_length)
         if self.context_length > longest:
             raise ConfigurationError(
@@ -213,7 +220,7 @@ class HuggingFaceModule(SupervisedModule):
     def configure_model(self) -> None:
         if hasattr(self, "model"):
             return
-        self.model = load_model(self.architecture, WeightsFolder(self.config.folder), self.config.adapter)
+        self.model = load_model(self.architecture, self.config.weights(), self.config.adapter)
         self.model.train()
         if self.config.gradient_checkpointing:
             recompute_activations(self.model)
@@ -235,7 +242,7 @@ class HuggingFaceModule(SupervisedModule):
             raise ConfigurationError(
                 f"the data have {needed} tokens, the model has {known}: use the tokenizer.json of the checkpoint"
             )
-        given, own = getattr(data, "tokenizer", None), self.config.folder / "tokenizer.json"
+        given, own = getattr(data, "tokenizer", None), local_folder(self.config.pretrained) / TOKENIZER
         if isinstance(given, str) and (given == "bytes" or given.startswith("bpe:")) and own.is_file():
             raise ConfigurationError(
                 f"data.tokenizer={given} gives other tokens than the model was trained on: use data.tokenizer={own}, "

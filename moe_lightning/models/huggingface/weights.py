@@ -24,6 +24,7 @@ from torch import Tensor
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text, save_safetensors
+from moe_lightning.hub import INDEX, SINGLE
 
 FP8_SCALE = "_scale_inv"
 """What the name of an FP8 matrix's scales ends with, after its own name."""
@@ -79,8 +80,6 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(values[nibbles.long()], exponents).to(torch.bfloat16).flatten(-2).transpose(-1, -2)
 
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _NEW = ".new"
 
 

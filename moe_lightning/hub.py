@@ -1,0 +1,225 @@
+"""Models of the Hugging Face Hub by name: their files in its cache, downloaded where they are missing.
+
+A name is ORG/NAME or ORG/NAME@REVISION, with a branch, tag or commit. A file or folder of that name on this machine
+comes first, then the cache, then the Hub. Configuration, tokenizer and safetensors are downloaded, never pickles or
+code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import read_text
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER = "tokenizer.json"
+
+COMPANIONS = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+"""Files beside configuration and weights that belong to a model."""
+
+_SMALL = (CONFIG, INDEX, *COMPANIONS)
+_NAME = re.compile(
+    r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*?)(@(?P<revision>[\w-][\w./-]*?))?(/tokenizer\.json)?", re.ASCII
+)
+_WEIGHTS = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubName:
+    """Name of a model on the Hub.
+
+    Attributes:
+        repository: ORG/NAME.
+        revision: branch, tag or commit; None: the main branch.
+    """
+
+    repository: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
+
+
+def hub_name(given: str) -> HubName | None:
+    """Return the model that is named, also by the path of its tokenizer.json in it; None for a path."""
+    match = _NAME.fullmatch(given)
+    if match is None or Path(given).exists():
+        return None
+    return HubName(repository=match["repository"], revision=match["revision"])
+
+
+def local_folder(given: str) -> Path:
+    """Return the folder of a model, by path or name, as it is on this machine: nothing is downloaded, and it may be
+    missing or incomplete.
+    """
+    name = hub_name(given)
+    if name is None:
+        return Path(given).expanduser()
+    return _cached(name, _SMALL, ()) or Path(given)
+
+
+def model_folder(given: str, key: str = "pretrained") -> Path:
+    """Return the folder with configuration and tokenizer of a model, by path or name.
+
+    Args:
+        given: by the user.
+        key: of the user's configuration, for errors.
+
+    Raises:
+        ConfigurationError: a name that the Hub does not know or give, or no connection to it.
+    """
+    name = hub_name(given)
+    if name is None:
+        return Path(given).expanduser()
+    folder = _fetched(name, key, _SMALL, (CONFIG,))
+    if not (folder / CONFIG).is_file():
+        raise ConfigurationError(f"{key}={name} has no {CONFIG}, so it is not a model of transformers: give another")
+    return folder
+
+
+def weights_folder(given: str, key: str = "pretrained") -> Path:
+    """Return the folder with all that belongs to a model, by path or name; see `model_folder`.
+
+    Raises:
+        ConfigurationError: also for a model without safetensors.
+    """
+    name, folder = hub_name(given), model_folder(given, key)
+    if name is None:
+        return folder
+    files = _weights(folder, name, key) if (folder / INDEX).is_file() else (SINGLE,)
+    commit = HubName(repository=name.repository, revision=folder.name)
+    folder = _fetched(commit, key, (*_SMALL, *files), files)
+    if not all((folder / file).is_file() for file in files):
+        raise ConfigurationError(
+            f"{key}={name} has no safetensors, and pickles are not read: save it with save_pretrained of transformers, "
+            "which writes them, and give that folder"
+        )
+    return folder
+
+
+def tokenizer_file(given: str, key: str = "tokenizer") -> Path:
+    """Return the tokenizer.json of a path, or of a model by name; see `model_folder`.
+
+    Raises:
+        ConfigurationError: also for a model without one.
+    """
+    name = hub_name(given)
+    if name is None:
+        return Path(given).expanduser()
+    path = _fetched(name, key, _SMALL, (TOKENIZER,)) / TOKENIZER
+    if not path.is_file():
+        raise ConfigurationError(
+            f"{key}={given}: {name} has no {TOKENIZER}: save_pretrained of a fast tokenizer writes one"
+        )
+    return path
+
+
+def missing_weights(given: str) -> bool:
+    """True if weights must be downloaded before a model, by path or name, can be loaded."""
+    name = hub_name(given)
+    if name is None:
+        return False
+    folder = _cached(name, _SMALL, (CONFIG,))
+    if folder is None:
+        return True
+    files = _weights(folder, name, "pretrained") if (folder / INDEX).is_file() else (SINGLE,)
+    return not all((folder / file).is_file() for file in files)
+
+
+def _weights(folder: Path, name: HubName, key: str) -> tuple[str, ...]:
+    """Names of the files that an index lists."""
+    try:
+        files = sorted(set(json.loads(read_text(folder / INDEX))["weight_map"].values()))
+        if all(_WEIGHTS.fullmatch(file) for file in files):
+            return tuple(files)
+    except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
+        raise ConfigurationError(f"{key}={name} has a damaged {INDEX} ({error!r}): name another revision") from error
+    raise ConfigurationError(f"{key}={name} lists files in its {INDEX} that are not safetensors: name another revision")
+
+
+def _fetched(name: HubName, key: str, files: Iterable[str], required: Iterable[str]) -> Path:
+    """Return the snapshot in the cache that has the required ones of some files; they are downloaded if it has not."""
+    folder = _cached(name, files, required)
+    if folder is not None:
+        return folder
+    package = _package()
+    try:
+        return Path(package.snapshot_download(name.repository, revision=name.revision, allow_patterns=[*files]))
+    except Exception as error:  # its HTTP client has its own, which differ between versions
+        raise ConfigurationError(f"{key}={name} {_reason(name, key, error)}") from error
+
+
+def _cached(name: HubName, files: Iterable[str], required: Iterable[str]) -> Path | None:
+    package = _package()
+    try:
+        folder = Path(
+            package.snapshot_download(
+                name.repository, revision=name.revision, allow_patterns=[*files], local_files_only=True
+            )
+        )
+    except (package.errors.LocalEntryNotFoundError, package.errors.HFValidationError):
+        return None
+    return folder if all((folder / file).is_file() for file in required) else None
+
+
+def _reason(name: HubName, key: str, error: Exception) -> str:
+    package = _package()
+    errors, constants = package.errors, package.constants
+    directory = name.repository.rpartition("/")[2]
+    revision = "" if name.revision is None else f" --revision {name.revision}"
+    cure = f"run hf download {name.repository}{revision} --local-dir {directory}, and give {key}={directory}"
+    if isinstance(error, errors.GatedRepoError):
+        return f"is gated: accept its terms on {constants.ENDPOINT}/{name.repository}, and run hf auth login"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "is neither on this machine nor a model of the Hub that you may read: check the name, or run hf auth login "
+            "for a private model"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"names no revision of {name.repository}: give one of its branches, tags or commits"
+    if isinstance(error, errors.HFValidationError):
+        return "is neither on this machine nor a possible name on the Hub: check it"
+    if constants.HF_HUB_OFFLINE:
+        return (
+            "is neither on this machine nor in the cache of the Hub, and HF_HUB_OFFLINE forbids downloads: unset that, "
+            f"or where there is a network {cure}"
+        )
+    said = next(iter(str(error.__cause__ or error).strip().splitlines()), repr(error))
+    return f"is not on this machine, and the Hub cannot be reached ({said}): where there is a network {cure}"
+
+
+def _package() -> Any:
+    try:
+        package = importlib.import_module("huggingface_hub")
+        for module in ("constants", "errors"):
+            importlib.import_module(f"huggingface_hub.{module}")
+    except ImportError as error:
+        raise ConfigurationError(
+            "models of the Hub need the package huggingface_hub: pip install 'moe-lightning[hf]'"
+        ) from error
+    return package
