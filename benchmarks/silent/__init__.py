@@ -50,8 +50,9 @@ def run(options: Options) -> int:
             hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
             raise ConfigurationError(f"--case {name} is no case{hint}: moe-bench silent --names lists them all")
     if options.names:
+        width = max(map(len, CASES))
         for case in CASES.values():
-            print(f"{case.id:<44}{case.kind:<22}{case.report}")
+            print(f"{case.id:<{width}}  {case.kind:<20}  {case.report}")
         return 0
     if options.case and options.page is not None:
         raise ConfigurationError("--page is for the results of all cases: drop --case")

@@ -106,7 +106,7 @@ def _lr(config: Any) -> float:
 
 def _max_steps(config: Any) -> int:
     tokens = _TOKENS_PER_PARAMETER * active_parameters(config.model)
-    return math.ceil(tokens / (config.data.global_batch_size * config.model.context_length))
+    return math.ceil(tokens / int(config.data.global_batch_size * config.model.context_length))
 
 
 RULES: dict[str, tuple[Callable[..., Any], str]] = {
