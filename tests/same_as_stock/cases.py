@@ -577,6 +577,8 @@ def resume(name: str, kind: Any = m.Taped, to: int = 3, every: int | None = None
         path = str(run.folder / "c" / "last.ckpt")
         saved = torch.load(path, weights_only=False)
         run.note(keys=sorted(saved.keys() - OURS_ALONE), saved=plain(saved["state_dict"]))
+        for state in saved["optimizer_states"]:
+            state.pop("parameter_names", None)  # ours alone: a resume refuses parameters in another order
         run.note(optimizers=plain(saved["optimizer_states"]))
         trainer = run.trainer(**options | {"max_epochs": to}, enable_checkpointing=True, callbacks=callbacks())
         trainer.fit(run.module(kind), loader(), loader(4), ckpt_path=path)
