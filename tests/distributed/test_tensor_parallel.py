@@ -327,7 +327,8 @@ class SaverInside(pl.Callback):
 
 def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, target: str) -> None:
     """Resume at the last step but one step later, and save before it."""
-    train(rank, world_size, strategy=strategy, model=TIED, steps=4, ckpt_path=source, callbacks=[SaverInside(target)])
+    saver, options = SaverInside(target), BRIEF | {"steps": 4}
+    train(rank, world_size, strategy=strategy, model=TIED, ckpt_path=source, callbacks=[saver], **options)
 
 
 @pytest.mark.parametrize(
