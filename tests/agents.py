@@ -24,7 +24,7 @@ from moe_lightning.checkpoint.storage.interface import Place
 from tests.forks import FORKS, fork
 
 START_AGENT = agent_handle.start_agent
-"""What a user's process does: start an interpreter."""
+"""Starts an agent as the process of a user does, in a new interpreter."""
 
 
 def fork_agent(

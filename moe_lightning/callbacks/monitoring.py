@@ -12,7 +12,7 @@ import os
 import re
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +46,13 @@ def metric_name(name: str) -> tuple[str, str]:
     layer = _LAYER.search(name)
     plain = _LAYER.sub("/layer/", name)
     return "moe_lightning_" + re.sub(r"\W", "_", plain, flags=re.ASCII), str(int(layer[1])) if layer else ""
+
+
+def _values(metrics: Mapping[str, float], step: int | None) -> Iterator[tuple[str, str, str, float]]:
+    """Yield our name of each metric, its name and layer as in `metric_name`, and its value; the step is one of them."""
+    steps = {} if step is None else {"step": step}
+    for name, value in {**steps, **metrics}.items():
+        yield name, *metric_name(name), float(value)
 
 
 class MonitoringLogger(Logger):
@@ -112,15 +119,13 @@ class Prometheus(MonitoringLogger):
             except ConfigurationError as error:
                 rank_zero_warn(f"no metrics for Prometheus at step {step}: {error}")
                 return
-        values = {"step": float(step)} if step is not None else {}
-        for name, value in (values | dict(metrics)).items():
-            key, layer = metric_name(name)
+        for name, key, layer, value in _values(metrics, step):
             labels = {"run": self._run} | ({"layer": layer} if layer else {})
             if key not in self._gauges:
                 from prometheus_client import Gauge
 
                 self._gauges[key] = Gauge(key, name, [*labels], registry=self._registry)
-            self._gauges[key].labels(**labels).set(float(value))
+            self._gauges[key].labels(**labels).set(value)
 
     def _serve(self) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -179,12 +184,10 @@ class OpenTelemetry(MonitoringLogger):
         """Record the values; does not wait for the collector."""
         if self._provider is None:
             self._open()
-        values = {"step": float(step)} if step is not None else {}
-        for name, value in (values | dict(metrics)).items():
-            key, layer = metric_name(name)
+        for name, key, layer, value in _values(metrics, step):
             if key not in self._gauges:
                 self._gauges[key] = self._provider.get_meter("moe_lightning").create_gauge(key, description=name)
-            self._gauges[key].set(float(value), {"layer": layer} if layer else {})
+            self._gauges[key].set(value, {"layer": layer} if layer else {})
 
     def _open(self) -> None:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter

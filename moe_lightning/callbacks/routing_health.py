@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 FloatArray = NDArray[np.float64]
 
@@ -59,7 +59,7 @@ class RoutingHealth:
             values = [value for key, value in metrics.items() if key.endswith(f"/{name}")]
             if values:
                 metrics[f"moe/{name}"] = over_layers(values)
-        ratios = [_imbalance(shares_E) for shares_E in loads.values()]
+        ratios = [imbalance(shares_E) for shares_E in loads.values()]
         for name, quantile in _QUANTILES.items() if ratios else ():
             metrics[f"moe/expert_imbalance_{name}_ratio"] = float(np.quantile(ratios, quantile))
         return metrics
@@ -83,6 +83,12 @@ class RoutingHealth:
             yield f"{text}: {_CURE}"
 
 
+def imbalance(loads: ArrayLike) -> float:
+    """Largest load over the average load, of experts or ranks; 1 where there is no load at all."""
+    each = np.asarray(loads, dtype=np.float64)
+    return float(each.max() / each.mean()) if each.any() else 1.0
+
+
 def _average(seen: deque[FloatArray]) -> FloatArray:
     average_E: FloatArray = np.mean(seen, axis=0)
     return average_E
@@ -97,8 +103,3 @@ def _entropy(shares_E: FloatArray) -> float:
     """In nats; that of even shares for a layer that had no tokens."""
     used = shares_E[shares_E > 0] / max(shares_E.sum(), 1e-300)
     return -float(used @ np.log(used)) if len(used) else math.log(len(shares_E))
-
-
-def _imbalance(shares_E: FloatArray) -> float:
-    """Busiest over average; 1 for a layer that had no tokens."""
-    return float(shares_E.max() / shares_E.mean()) if shares_E.any() else 1.0

@@ -28,7 +28,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.callbacks.loggers import log_histograms
-from moe_lightning.callbacks.routing_health import RoutingHealth
+from moe_lightning.callbacks.routing_health import RoutingHealth, imbalance
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.compat.private_lightning import SummaryShown, SummaryTable
 from moe_lightning.config import validated
@@ -354,22 +354,14 @@ def _one_layer(index: int, layer: MoELayer) -> Iterator[Metric]:
         return
     area = f"layer{index:02d}"
     tokens, computed = float(statistics.tokens_NE.sum()), float(statistics.computed_NE.sum())
-    yield Metric(name=f"moe/{area}/expert_imbalance_ratio", value=imbalance(statistics.tokens_NE.sum(dim=0)))
+    yield Metric(name=f"moe/{area}/expert_imbalance_ratio", value=imbalance(statistics.tokens_NE.sum(dim=0).cpu()))
     yield Metric(name=f"moe/{area}/dropped_fraction", value=1.0 - computed / max(tokens, 1.0))
     if layer.auxiliary_loss is not None:
         yield Metric(name=f"moe/{area}/auxiliary_loss", value=float(layer.auxiliary_loss.detach()), over_ranks="mean")
     if dispatcher.last_rank_loads is not None:
-        yield Metric(
-            name=f"moe/{area}/rank_imbalance_ratio", value=imbalance(torch.from_numpy(dispatcher.last_rank_loads))
-        )
+        yield Metric(name=f"moe/{area}/rank_imbalance_ratio", value=imbalance(dispatcher.last_rank_loads))
         yield Metric(name=f"comm/{area}/exchanged_rows", value=float(dispatcher.last_sent_rows), over_ranks="sum")
         yield Metric(name=f"comm/{area}/exchanged_bytes", value=float(dispatcher.last_sent_bytes), over_ranks="sum")
-
-
-def imbalance(loads: Tensor) -> float:
-    """Largest load over the mean load; 1 where there is no load at all."""
-    mean = float(loads.double().mean())
-    return float(loads.max()) / mean if mean else 1.0
 
 
 def reduced(metrics: list[Metric], trainer: pl.Trainer) -> dict[str, float]:

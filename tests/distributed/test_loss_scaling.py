@@ -189,7 +189,7 @@ def test_stages_of_a_pipeline_skip_together() -> None:
 
 
 class Another(GradScaler):
-    """Of a user."""
+    """A scaler class of a user's own."""
 
 
 def refused(rank: int, world_size: int) -> str:

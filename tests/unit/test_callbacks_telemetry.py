@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig
 from moe_lightning.callbacks import telemetry
-from moe_lightning.callbacks.telemetry import Metric, Telemetry, imbalance, layer_metrics, reduced
+from moe_lightning.callbacks.routing_health import imbalance
+from moe_lightning.callbacks.telemetry import Metric, Telemetry, layer_metrics, reduced
 from moe_lightning.models.gpt import model_size
 from moe_lightning.moe.layer import LayerStatistics
 from tests.distributed.harness import run_ranks

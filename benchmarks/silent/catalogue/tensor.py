@@ -45,7 +45,7 @@ def documents_meet(trainer: Any, module: Any) -> None:
 
 
 def _one_share_below_experts(trainer: Any, module: Any) -> None:
-    """What lies below the experts gets the gradient that one of the tensor-parallel ranks computes."""
+    """Give parameters below the experts the gradient that one of the tensor-parallel ranks computes."""
 
     def halve(layer: Any, arguments: Any) -> Any:
         x, *rest = arguments
