@@ -12,6 +12,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.training import BRIEF, BRIEF_ACCUMULATION, train
 
 TOLERANCE = 1e-5
+PARAMETER_TOLERANCE = 5e-5
 SKEWED = {"router": {"forced": {"kind": "zipf", "exponent": 2.0}}}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -76,8 +77,19 @@ def assert_same_training(reference: dict[str, Any], ranks: list[dict[str, Any]],
         assert result["gradient_norms"] == ranks[0]["gradient_norms"], what
     np.testing.assert_allclose(ranks[0]["gradient_norms"], reference["gradient_norms"], rtol=1e-4, err_msg=what)
     for name, values in reference["state"].items():
-        np.testing.assert_allclose(ranks[0]["state"][name], values, rtol=0, atol=5e-5, err_msg=f"{what} {name}")
+        assert_same_parameter(ranks[0]["state"][name], values, f"{what} {name}")
     assert_replicas_identical(ranks)
+
+
+def assert_same_parameter(actual: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], what: str) -> None:
+    """Compare a trained parameter.
+
+    Adam divides a gradient by its own size, so an element whose gradient is of the size of rounding may differ by a
+    share of an update: one element in a thousand may, by a tenth of the learning rate of `train`.
+    """
+    differing = np.abs(actual - expected) > PARAMETER_TOLERANCE
+    atol = 3e-4 if differing.mean() < 1e-3 else PARAMETER_TOLERANCE
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=atol, err_msg=what)
 
 
 def assert_replicas_identical(ranks: list[dict[str, Any]]) -> None:

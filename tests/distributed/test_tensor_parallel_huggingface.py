@@ -14,12 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_huggingface import NAMES, OPTIMIZER, TOLERANCE, Probe, _fit, check, train
+from tests.distributed.test_huggingface import OPTIMIZER, TOLERANCE, Probe, _fit, check, train
 from tests.distributed.training import RandomTokens, Recorder, make_trainer
 from tests.huggingface_models import make_checkpoint
 from tests.parameters import slow
 
 TP2 = {"mesh": {"tp": 2}}
+NAMES = ("mixtral_tied", "olmoe", "qwen3", "deepseek", "gpt_oss")
 DENSE = ("llama", "mistral", "qwen3_dense")
 
 
