@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 import yaml
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.config import shown
@@ -59,17 +59,8 @@ class Vocabulary:
     words: Mapping[str, str]
 
     @classmethod
-    def load(
-        cls,
-        program: str,
-        names: Mapping[str, str] | None = None,
-        further: Mapping[str, Callable[[str], bool]] | None = None,
-    ) -> Self:
-        """Read a command's vocabulary from vocabulary.yaml.
-
-        Args:
-            names: further ones, such as former keys.
-        """
+    def load(cls, program: str, further: Mapping[str, Callable[[str], bool]] | None = None) -> Self:
+        """Read a command's vocabulary from vocabulary.yaml."""
         data = yaml.safe_load(Path(__file__).with_name("vocabulary.yaml").read_text())[program]
         settings = {
             f"{key}={word}": meant
@@ -80,7 +71,7 @@ class Vocabulary:
         }
         return cls(
             program=program,
-            names={**(names or {}), **with_groups(data["names"])},
+            names=with_groups(data["names"]),
             short=data.get("short", {}),
             beside=data.get("beside", {}),
             settings=settings,
@@ -282,40 +273,6 @@ def with_groups(names: Mapping[str, str]) -> dict[str, str]:
     return {word: key for word, key in found.items() if word not in targets}
 
 
-RENAMED_KEYS = {
-    "elastic.lighthouse": "elastic.rdzv_endpoint",
-    "callbacks.load_balancer.placement": "callbacks.load_balancer.placement_rule",
-}
-"""Present keys by former ones, which recipes, command lines and recorded configurations may use for one release."""
-
-
-def rename_former_keys(config: DictConfig, source: str) -> None:
-    """Move values below former keys to the present ones and print a line for each.
-
-    Args:
-        config: composed or recorded configuration, changed in place.
-        source: where the configuration comes from, for the printed lines.
-
-    Raises:
-        ConfigurationError: a former and the present key have different values.
-    """
-    for former, present in RENAMED_KEYS.items():
-        group, _, old = former.rpartition(".")
-        new = present.rpartition(".")[2]
-        node = OmegaConf.select(config, group, throw_on_resolution_failure=False)
-        if not isinstance(node, DictConfig) or old not in (values := dict(node.items_ex(resolve=False))):
-            continue
-        if values.get(new) not in (None, "auto", values[old]):
-            raise ConfigurationError(
-                f"{former}={shown(values[old])} and {present}={shown(values[new])} are the same key: drop {former}, "
-                "its former name"
-            )
-        with open_dict(config):
-            del node[old]
-            node[new] = values[old]
-        _tell(f"{source}: {former} is read as {present}")
-
-
 _PASSED = ("callbacks", "logger", "plugins", "strategy", "profiler")
 """Arguments of the Trainer that moe-train gives itself, or that no text can be."""
 
@@ -329,5 +286,5 @@ def _is_further_trainer_argument(name: str) -> bool:
     return name in inspect.signature(Trainer).parameters
 
 
-TRAIN = Vocabulary.load("moe-train", RENAMED_KEYS, {"trainer": _is_further_trainer_argument})
+TRAIN = Vocabulary.load("moe-train", {"trainer": _is_further_trainer_argument})
 SIM = Vocabulary.load("moe-sim")

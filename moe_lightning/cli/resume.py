@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from moe_lightning.cli.composition import located
-from moe_lightning.cli.overrides import rename_former_keys
 from moe_lightning.config import TARGET, is_resumable, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import open_text
@@ -153,8 +152,6 @@ def config_of(checkpoint: str | Path) -> dict[str, Any] | None:
             try:
                 with open_text(path, most_bytes=_MOST_BYTES) as file:
                     loaded = OmegaConf.load(file)
-                if isinstance(loaded, DictConfig):
-                    rename_former_keys(loaded, str(path))
                 config = OmegaConf.to_container(loaded)
             except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
                 reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or "no YAML"

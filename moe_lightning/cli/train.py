@@ -51,7 +51,7 @@ from moe_lightning.cli.composition import (
 )
 from moe_lightning.cli.dial import check_dial, dial_line, dial_rows, with_dial
 from moe_lightning.cli.next_steps import next_steps
-from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option, rename_former_keys
+from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option
 from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, unused
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
 from moe_lightning.config import TARGET, PositiveInt, fits, shown
@@ -584,7 +584,6 @@ def resolved(composed: DictConfig) -> dict[str, Any]:
     with open_dict(composed):
         for name in COLLECTIONS:  # callbacks=[] chooses none
             composed.setdefault(name, {})
-    rename_former_keys(composed, "moe-train")
     raw = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(raw, dict)
     check_recipe({str(name): value for name, value in raw.items()})

@@ -149,34 +149,5 @@ def test_recipes_may_have_variables(tmp_path: Path) -> None:
     assert "width" not in config
 
 
-FORMER_KEYS = """defaults:
-  - override /callbacks: load_balancer
-elastic:
-  lighthouse: host:${port}
-callbacks:
-  load_balancer:
-    placement: mro+
-port: 29510
-"""
-
-
-def test_recipes_may_have_former_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = composed(recipe=(tmp_path, PACKAGE + FORMER_KEYS))
-    assert config["elastic"]["rdzv_endpoint"] == "host:29510"
-    assert config["callbacks"]["load_balancer"]["placement_rule"] == "mro+"
-    assert "lighthouse" not in config["elastic"]
-    assert "placement" not in config["callbacks"]["load_balancer"]
-    check_config(config)
-    assert capsys.readouterr().err.splitlines() == [
-        "moe-train: elastic.lighthouse is read as elastic.rdzv_endpoint",
-        "moe-train: callbacks.load_balancer.placement is read as callbacks.load_balancer.placement_rule",
-    ]
-
-
-def test_a_former_and_the_present_key_cannot_both_be_given(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"elastic\.lighthouse='host:\$.*: drop elastic\.lighthouse"):
-        composed("elastic.rdzv_endpoint='other:1'", recipe=(tmp_path, PACKAGE + FORMER_KEYS))
-
-
 def test_every_key_is_there() -> None:
     assert set(KEYS) <= set(OmegaConf.load(CONFIG_DIR / "train.yaml")) | {path.name for path in CONFIG_DIR.iterdir()}
