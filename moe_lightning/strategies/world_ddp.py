@@ -49,6 +49,7 @@ from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.failures import Failure
 from moe_lightning.strategies.gradients import explained_norm
 from moe_lightning.strategies.worlds import Worlds
+from moe_lightning.user_errors import suggestion
 
 logger = logging.getLogger(__name__)
 
@@ -224,10 +225,18 @@ class WorldDDPStrategy(DDPStrategy):
         known, self.start_method = ["popen", *get_all_start_methods()], kwargs.get("start_method", "popen")
         if self.start_method not in known:
             raise ConfigurationError(f"start_method={self.start_method!r} is not known here: use {', '.join(known)}")
+        own, stock, wrapper = (
+            list(inspect.signature(of.__init__).parameters)[1:]
+            for of in (type(self), DDPStrategy, DistributedDataParallel)
+        )
+        wrapper.remove("module")
+        for name in kwargs:
+            if name not in stock and name not in wrapper:
+                hint = suggestion(name, [*own, *stock, *wrapper]) or ": drop it"
+                raise ConfigurationError(f"{type(self).__name__} has no option {name!r}{hint}")
         self._has_comm_hook = kwargs.get("ddp_comm_hook") is not None
         self.collectives_timeout = timedelta(seconds=timeout_s)
         super().__init__(timeout=self.collectives_timeout, **kwargs)
-        stock = inspect.signature(DDPStrategy.__init__).parameters
         self._options = {name: value for name, value in kwargs.items() if name not in stock}
 
     def begin(self) -> None:

@@ -31,6 +31,9 @@ from tests.distributed.training import TINY, OwnModule, RandomTokens, make_train
         ({"ep_size": 0}, "ep_size=0 of ExpertParallelStrategy must be an integer of at least 1 or null"),
         ({"ep_size": "all"}, "ep_size='all'"),
         ({"replicas": 2, "placement": [[1]]}, "replicas=2 .* give either replicas or placement"),
+        ({"replica": 2}, r"ExpertParallelStrategy has no option 'replica' \(did you mean 'replicas'\?\)"),
+        ({"copies": 2}, "ExpertParallelStrategy has no option 'copies': drop it"),
+        ({"module": None}, "has no option 'module'"),
         ({"start_method": "thread"}, "start_method='thread' is not known here: use popen, .*fork"),
     ],
 )

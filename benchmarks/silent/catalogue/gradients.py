@@ -252,7 +252,7 @@ CASES = (
         kind=KIND,
         report="karpathy/nanochat#857",
         symptom="ranks compute the learning rate from their own progress in the data, and update copies differently",
-        subject=Training(strategy={"copies": 2}),
+        subject=Training(strategy={"replicas": 2}),
         fault=at_gradients(_faster_on_last),
         doctor=("the update of", "differs between ranks"),
     ),

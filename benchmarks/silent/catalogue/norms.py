@@ -13,7 +13,7 @@ from benchmarks.silent.case import Case, Check, Fault, Training
 from benchmarks.silent.faults import clips_by, dense_and_expert, over_ranks, replace, squared
 from benchmarks.silent.model import Idle, Language, Manual
 from benchmarks.silent.training import train
-from moe_lightning.strategies import steps
+from moe_lightning.strategies import gradients
 
 KIND = "norm and clipping"
 CLIPPED = {"gradient_clip_val": 0.5}
@@ -113,14 +113,14 @@ def _norms_of_bfloat16(rank: int) -> tuple[Mapping[str, Tensor], Mapping[str, Te
             found.append(trainer.strategy.last_gradient_norm.double())
 
     training = Training(
-        strategy={"copies": 2}, trainer={"precision": "bf16-true", "gradient_clip_val": 0.5, "limit_train_batches": 4}
+        strategy={"replicas": 2}, trainer={"precision": "bf16-true", "gradient_clip_val": 0.5, "limit_train_batches": 4}
     )
     train(rank, 2, training, [Norms()])
     return {"norms": torch.stack(found)}, {"norms": torch.stack(expected)}
 
 
 def _norm_in_bfloat16() -> None:
-    replace(steps, "global_gradient_norm", lambda own, *args, **kwargs: own(*args, **kwargs).bfloat16().float())
+    replace(gradients, "global_gradient_norm", lambda own, *args, **kwargs: own(*args, **kwargs).bfloat16().float())
 
 
 def _clipped_before_sum(trainer: Any, module: Any) -> None:

@@ -105,7 +105,7 @@ CASES = (
         kind=KIND,
         report="pytorch/torchtitan#4054",
         symptom="without expert parallelism, gradients below the experts lack the sum over tensor-parallel ranks",
-        subject=Training(strategy=TP | {"copies": 2}),
+        subject=Training(strategy=TP | {"replicas": 2}),
         fault=Fault(run=_one_share_below_experts),
         doctor=("the gradient of",),
     ),
