@@ -107,14 +107,6 @@ def test_the_configuration_beside_a_checkpoint(tmp_path: Path) -> None:
         config_of(checkpoint)
 
 
-def test_former_keys_of_a_recorded_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.yaml").write_text("elastic: {lighthouse: 'host:1', num_nodes: 2}\n")
-    former = config_of(tmp_path / "checkpoints" / "step-1.ckpt")
-    assert former == {"elastic": {"rdzv_endpoint": "host:1", "num_nodes": 2}}
-    assert changes(former, {"elastic": {"rdzv_endpoint": "host:1", "num_nodes": 2}}) == []
-    assert "elastic.lighthouse is read as elastic.rdzv_endpoint" in capsys.readouterr().err
-
-
 def test_a_configuration_that_is_damaged_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(b"a: \xff")
     with pytest.raises(ConfigurationError, match=r"config.yaml cannot be read \(invalid start byte\): fix it"):
