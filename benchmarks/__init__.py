@@ -15,6 +15,7 @@ BENCHMARKS = {
     "planner": "seconds and memory of plans for thousands of ranks",
     "balance": "step time under skewed routing for every way of balancing, on two ranks of one core each",
     "silent": "public reports of silently wrong gradients and resumes, run against this project, with seeded faults",
+    "compatibility": "every feature of a training under every sharding and mesh axis, compared with one process",
     "uneven": "step time with a slow rank, for everything that may follow its speed, on two ranks of one core each",
     "recovery": "a killed rank to the next step, in process, restarted, under torchrun; cost without faults; a trace",
     "paper": "figures and tables of the papers, recomputed",

@@ -40,8 +40,9 @@ def run(options: Options) -> int:
         ConfigurationError: an unknown case, or a page of some cases only.
     """
     from benchmarks.silent.catalogue import CASES
+    from benchmarks.silent.compositions import composition
     from benchmarks.silent.page import heading, line, line_of_composition, written
-    from benchmarks.silent.runner import run_case, run_composition
+    from benchmarks.silent.runner import run_case, run_healthy
 
     kinds = {case.kind for case in CASES.values()}
     for name in options.case:
@@ -64,7 +65,7 @@ def run(options: Options) -> int:
             print(line(case, results[-1]), flush=True)
     drawn = []
     for number in range(options.compositions):
-        drawn.append(run_composition(number))
+        drawn.append(run_healthy(composition(number)))
         print(line_of_composition(drawn[-1]), flush=True)
     failed = [result for result in results if not result.is_good(CASES[result.id])]
     failed += [result for result in drawn if not result.holds]

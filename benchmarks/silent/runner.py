@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.silent.case import Case, Check, Training
 from benchmarks.silent.comparison import Difference, Run, differences, unexplained, values
-from benchmarks.silent.compositions import composition
 from benchmarks.silent.ranks import RankFailure, run_ranks
 from benchmarks.silent.reference import build, names_of, optimizers_of, plain_run
 from benchmarks.silent.training import STEPS, diagnosed, observed, unbroken, whole_run
@@ -64,18 +63,19 @@ def run_case(case: Case) -> Result:
     return Result(id=case.id, seconds=round(time.perf_counter() - start, 1), **found)
 
 
-def run_composition(number: int) -> Result:
-    """Run what is drawn by a number, without a fault; a refusal holds, and so does what rounding explains."""
-    case, start = composition(number), time.perf_counter()
+def run_healthy(case: Case) -> Result:
+    """Run a training without a fault; a refusal holds, and so does what rounding explains."""
+    start = time.perf_counter()
     training: Any = case.subject
+    is_plain = training.reference == "plain"
     try:
-        expected, names = run_ranks(1, _reference, case.id)[0]
+        expected, names = _expected(case, training)
         right = _run(case, training, names, is_faulty=False)
         if isinstance(right, str):
             found: dict[str, Any] = {"holds": True, "largest": {}, "told": right}
         else:
-            found = _judged(differences(right, expected, case.limits, until_tie=True))
-        if not isinstance(right, str) and not found["holds"]:
+            found = _judged(differences(right, expected, case.limits, until_tie=is_plain))
+        if is_plain and not isinstance(right, str) and not found["holds"]:
             exact = run_ranks(1, _in_float64, case.id)[0]
             left, found["rounding"] = unexplained(right, expected, exact, case.limits)
             found |= {"holds": not left, "problem": "; ".join([found["problem"], *map(str, left[:3])]) if left else ""}
@@ -85,9 +85,7 @@ def run_composition(number: int) -> Result:
 
 
 def _training(case: Case, training: Training) -> dict[str, Any]:
-    expected, names = run_ranks(1, _reference, case.id)[0]
-    if training.reference == "one rank":
-        expected = _alone(case, names)
+    expected, names = _expected(case, training)
     right = _run(case, training, names, is_faulty=False)
     if case.refused or isinstance(right, str):
         is_right = bool(case.refused) and isinstance(right, str) and re.search(case.refused, right) is not None
@@ -117,6 +115,12 @@ def _verdict(case: Case, told: str) -> str:
     if told.startswith("("):
         return "stopped" if is_named else "silent"
     return "named" if is_named else "seen" if told else "silent"
+
+
+def _expected(case: Case, training: Training) -> tuple[Run, list[list[str]]]:
+    """The run to compare with, and the names of each optimizer's parameters."""
+    expected, names = run_ranks(1, _reference, case.id)[0]
+    return (_alone(case, names) if training.reference == "one rank" else expected), names
 
 
 def _alone(case: Case, names: Sequence[Sequence[str]]) -> Run:

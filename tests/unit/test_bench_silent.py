@@ -10,8 +10,9 @@ import pytest
 from benchmarks.silent.case import KINDS, Limits
 from benchmarks.silent.catalogue import CASES
 from benchmarks.silent.comparison import Run, Snapshot, unexplained
+from benchmarks.silent.compositions import composition
 from benchmarks.silent.ranks import run_ranks
-from benchmarks.silent.runner import run_case, run_composition
+from benchmarks.silent.runner import run_case, run_healthy
 from benchmarks.silent.training import diagnosed
 from moe_lightning.cli.bench import main
 
@@ -44,7 +45,7 @@ def test_the_doctor_finds_nothing_without_a_fault(id: str) -> None:
 
 @pytest.mark.parametrize("number", [2, 5])
 def test_a_composition_is_the_same(number: int) -> None:
-    result = run_composition(number)
+    result = run_healthy(composition(number))
     assert result.holds, result.problem
     assert not result.told, "it is refused"
 

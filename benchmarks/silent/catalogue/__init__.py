@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.silent import matrix
 from benchmarks.silent.case import Case
 from benchmarks.silent.catalogue import data, export, gradients, norms, products, routing, saving, tensor
 from benchmarks.silent.compositions import PREFIX, composition
@@ -12,7 +13,7 @@ CASES: dict[str, Case] = {
 
 
 def case_named(id: str) -> Case:
-    """Return a case of the catalogue, or a composition that is drawn by its number."""
+    """Return a case of the catalogue, a composition that is drawn by its number, or a cell of the matrix."""
     if id.startswith(PREFIX):
         return composition(int(id.removeprefix(PREFIX)))
-    return CASES[id]
+    return matrix.cell(id) if id.startswith(matrix.PREFIX) else CASES[id]
