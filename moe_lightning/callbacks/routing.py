@@ -29,13 +29,13 @@ from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.moe.randomness import SampleStream
 from moe_lightning.moe.replayed_routing import (
     Choices,
-    Piece,
+    TokenRange,
     check_expert_ids,
     choosing,
     forced,
     read_samples,
     routers_of,
-    write_piece,
+    write_tokens,
 )
 from moe_lightning.moe.router import Router
 from moe_lightning.strategies.expert_parallel import own_strategy
@@ -174,8 +174,8 @@ class RoutingReplay(Callback):
         self._stack = ExitStack()
         self._routers: list[Router] = []
         self._layers: list[int] = []
-        self._seen: dict[Piece, _Seen] = {}
-        self._table: tuple[Piece, Tensor] | None = None
+        self._seen: dict[TokenRange, _Seen] = {}
+        self._table: tuple[TokenRange, Tensor] | None = None
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -196,11 +196,11 @@ class RoutingReplay(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        for piece, seen in sorted(self._seen.items(), key=lambda entry: entry[0]):
-            self._write(piece, seen, stages_of(trainer))
+        for tokens, seen in sorted(self._seen.items(), key=lambda entry: entry[0]):
+            self._write(tokens, seen, stages_of(trainer))
         self._seen = {}
 
-    def _write(self, piece: Piece, seen: _Seen, stages: StageState | None) -> None:
+    def _write(self, tokens: TokenRange, seen: _Seen, stages: StageState | None) -> None:
         """Write the chosen experts of a micro-batch; collective in a pipeline, whose first stage writes."""
         if seen.by_layer.keys() != set(self._layers):
             return
@@ -211,7 +211,7 @@ class RoutingReplay(Callback):
             ids_TLK = ids_LTK.new_zeros(len(self._routers), *ids_LTK.shape[1:]) if all_LTK is None else all_LTK
             ids_TLK = ids_TLK.movedim(0, 1)
         if stages is None or 0 in stages.cut.stages:
-            write_piece(self._folder, piece, ids_TLK.reshape(seen.count, -1, *ids_TLK.shape[1:]).cpu())
+            write_tokens(self._folder, tokens, ids_TLK.reshape(seen.count, -1, *ids_TLK.shape[1:]).cpu())
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -222,7 +222,7 @@ class RoutingReplay(Callback):
         if router.training:
             _require_position(router.stream)
             if router.stream.num_samples:
-                seen = self._seen.setdefault(_piece(router.stream), _Seen(count=router.stream.num_samples))
+                seen = self._seen.setdefault(_range_of(router.stream), _Seen(count=router.stream.num_samples))
                 seen.by_layer[layer] = chosen
         return chosen
 
@@ -231,11 +231,11 @@ class RoutingReplay(Callback):
         if not router.training or stream.is_dummy_batch:
             return router.choose(scores_TE)
         _require_position(stream)
-        piece = _piece(stream)
-        if self._table is None or self._table[0] != piece:
-            ids = read_samples(self._folder, piece, stream.num_samples)
+        tokens = _range_of(stream)
+        if self._table is None or self._table[0] != tokens:
+            ids = read_samples(self._folder, tokens, stream.num_samples)
             check_expert_ids(ids, self._routers)
-            self._table = piece, ids.flatten(0, 1).long()
+            self._table = tokens, ids.flatten(0, 1).long()
         return forced(self._table[1][:, layer])(router, scores_TE)
 
 
@@ -247,8 +247,8 @@ class _Seen:
     by_layer: dict[int, Tensor] = field(default_factory=dict)
 
 
-def _piece(stream: SampleStream) -> Piece:
-    return Piece(step=stream.step, first_sample=stream.first_sample, part=stream.part, parts=stream.parts)
+def _range_of(stream: SampleStream) -> TokenRange:
+    return TokenRange(step=stream.step, first_sample=stream.first_sample, part=stream.part, parts=stream.parts)
 
 
 def _require_position(stream: SampleStream) -> None:

@@ -35,7 +35,7 @@ _CHECKPOINT_NAME = re.compile(r"step-(\d+)(-\d+)?(\.ckpt)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class SavedStep:
     """A checkpoint, a file or a directory, and the optimizer steps that were done when it was written."""
 
     path: Path
@@ -97,11 +97,11 @@ class RunDirectory:
         """The last value of every metric, once a command has trained or validated to its end."""
         return self.logs / "metrics.json"
 
-    def newest_checkpoint(self) -> Checkpoint | None:
+    def newest_checkpoint(self) -> SavedStep | None:
         """The checkpoint of the highest step, or None; whether it is whole is not looked at."""
         return next(iter(checkpoints(self.checkpoints)), None)
 
-    def newest_intact(self, report: Callable[[str], None] = lambda problem: None) -> Checkpoint | None:
+    def newest_intact(self, report: Callable[[str], None] = lambda problem: None) -> SavedStep | None:
         """The checkpoint that a run goes on from: the newest, but of files the newest whole one; None where there is
         nothing. Of directories the loader itself chooses.
 
@@ -129,7 +129,7 @@ class RunDirectory:
             )
         return None
 
-    def has_reached(self, step: int) -> Checkpoint | None:
+    def has_reached(self, step: int) -> SavedStep | None:
         """A whole checkpoint of this step or a later one, or None; a lossless window counts as its first step."""
         for checkpoint in checkpoints(self.checkpoints):
             if checkpoint.step >= step:
@@ -268,14 +268,14 @@ def _first_free(folder: Path, pattern: str) -> Path:
     return next(path for n in itertools.count(1) if not (path := folder / pattern.format(n)).exists())
 
 
-def checkpoints(folder: Path) -> list[Checkpoint]:
+def checkpoints(folder: Path) -> list[SavedStep]:
     """Return the checkpoints of a folder by name, the highest step first; of equal steps the last one saved first."""
     found = []
     for path in folder.glob("step-*") if folder.is_dir() else ():
         match = _CHECKPOINT_NAME.fullmatch(path.name)
         if match and (path.is_file() or os.path.lexists(path / MANIFEST)):
             found.append((int(match[1]), int((match[2] or "-1")[1:]), path))
-    return [Checkpoint(path=path, step=step) for step, _, path in sorted(found, reverse=True)]
+    return [SavedStep(path=path, step=step) for step, _, path in sorted(found, reverse=True)]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ _LOST = torch.nan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class LostState:
     """The first number on a rank that came back as another one.
 
     Attributes:
@@ -138,13 +138,13 @@ def _state(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[tu
         yield ("the position", f"loader {number}"), torch.as_tensor(sampler.consumed)
 
 
-def _changes(before: Mapping[tuple[str, str], Tensor], after: Mapping[tuple[str, str], Tensor]) -> Iterator[Change]:
+def _changes(before: Mapping[tuple[str, str], Tensor], after: Mapping[tuple[str, str], Tensor]) -> Iterator[LostState]:
     for (what, name), value in before.items():
         found = after.get((what, name))
         if found is None:
-            yield Change(what=what, name=name, before=_size(value), after=None)
+            yield LostState(what=what, name=name, before=_size(value), after=None)
         elif not torch.equal(value.nan_to_num(), found.nan_to_num()):
-            yield Change(what=what, name=name, before=_size(value), after=_size(found))
+            yield LostState(what=what, name=name, before=_size(value), after=_size(found))
 
 
 def _size(tensor: Tensor) -> float:

@@ -43,7 +43,7 @@ Spans = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class SampleLayout:
     """Position of a rank's part of a sample in the whole sample.
 
     Attributes:
@@ -71,7 +71,7 @@ class Sharing:
     tensor: int = 0
     tensors: int = 1
 
-    def whole(self, here: Sequence[int], copies: int) -> Layout:
+    def whole(self, here: Sequence[int], copies: int) -> SampleLayout:
         """Nothing but positions is cut.
 
         Args:
@@ -80,7 +80,7 @@ class Sharing:
         """
         return self._cut(here, None, None, 1.0 / copies)
 
-    def layouts(self, here: Sequence[int], columns: Spans | None = None) -> Iterator[Layout]:
+    def layouts(self, here: Sequence[int], columns: Spans | None = None) -> Iterator[SampleLayout]:
         """Whatever a module's output may be: whole on every rank that computes parts of layers, or cut along one of its
         dimensions; with positions first, or after heads. Their shapes differ, so that of the same output in one process
         says which it is.
@@ -98,7 +98,7 @@ class Sharing:
 
     def _cut(
         self, here: Sequence[int], by: int | None, columns: Spans | None, share: float = 1.0, positions: int = 0
-    ) -> Layout:
+    ) -> SampleLayout:
         shape: list[int] = []
         spans: list[Spans] = []
         for dim, size in enumerate(here):
@@ -108,7 +108,7 @@ class Sharing:
             shape.append(size * parts)
             is_given = dim == by == len(here) - 1
             spans.append(columns if columns is not None and is_given else [(part * size, size)])
-        return Layout(shape=shape, spans=spans, share=share)
+        return SampleLayout(shape=shape, spans=spans, share=share)
 
 
 def columns_of(part: nn.Module) -> Spans | None:
@@ -137,7 +137,7 @@ def samples_in(tensor: Tensor, count: int | None) -> Tensor | None:
     return values if len(values) == count else values.reshape(count, len(values) // count, *values.shape[1:])
 
 
-def digests_of(samples: Tensor, layout: Layout) -> list[list[float]]:
+def digests_of(samples: Tensor, layout: SampleLayout) -> list[list[float]]:
     """(projection, squared norm) of each sample."""
     squares = samples.double().square()
     projected = samples
@@ -219,7 +219,7 @@ class _Micro:
     rows: list[tuple[str, list[int], list[list[float]]]] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
 
-    def add(self, name: str, tensor: Tensor, layouts: Callable[[Sequence[int]], Iterable[Layout]]) -> None:
+    def add(self, name: str, tensor: Tensor, layouts: Callable[[Sequence[int]], Iterable[SampleLayout]]) -> None:
         """An input or output, in all ways in which a sample of this shape may lie in the whole of it."""
         self.calls[name] += 1
         name = f"{name} (call {self.calls[name]})" if self.calls[name] > 1 else name

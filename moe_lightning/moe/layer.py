@@ -348,7 +348,7 @@ class MoELayer(nn.Module):
                 loss.register_hook(self._close)  # type: ignore[no-untyped-call]
 
     def _micro_batch(self) -> object:
-        """What changes from one micro-batch to the next: where no strategy counts them, the weights that learn."""
+        """Return a value of this micro-batch alone: its number, or the version of the weights where none is counted."""
         number = self.router.stream.micro_batch
         if number is not None:
             return number

@@ -4,7 +4,7 @@ For fine-tuning on text that an inference engine generated (its router and the t
 so in choices), and for comparing runs token by token. Choices are forced, weights are not: they come from the scores of
 the router that trains, with their gradients.
 
-On disk a directory of safetensors files, one for each piece of a step:
+On disk a directory of safetensors files, one for each micro-batch of a step:
 `step-00000012.sample-000008.part-0-of-1.safetensors` holds `expert_ids`, integers [samples, positions, layers, K], of
 the samples that follow the 8th one of the global batch of step 12, in its order; -1 in all K where the router shall
 choose. Where several ranks share samples, each writes its part of their positions. A file may hold all samples of a
@@ -36,7 +36,7 @@ _NAME = re.compile(r"step-(\d+)\.sample-(\d+)\.part-(\d+)-of-(\d+)\.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Piece:
+class TokenRange:
     """Position of a micro-batch's tokens in the global batch.
 
     Attributes:
@@ -56,31 +56,31 @@ class Piece:
         return f"step-{self.step:08d}.sample-{self.first_sample:06d}.part-{self.part}-of-{self.parts}.safetensors"
 
 
-def write_piece(folder: Path, piece: Piece, expert_ids: Tensor) -> None:
+def write_tokens(folder: Path, tokens: TokenRange, expert_ids: Tensor) -> None:
     """Write [samples, positions, layers, K], whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    staged = folder / f".{piece.name}.{secrets.token_hex(6)}"
+    staged = folder / f".{tokens.name}.{secrets.token_hex(6)}"
     try:
         save_file({"expert_ids": expert_ids.to(torch.int16).contiguous()}, staged)
-        os.replace(staged, folder / piece.name)
+        os.replace(staged, folder / tokens.name)
     finally:
         staged.unlink(missing_ok=True)
 
 
-def read_samples(folder: Path, wanted: Piece, count: int) -> Tensor:
-    """[count, positions of the part, layers, K] of as many samples, from whatever pieces hold them.
+def read_samples(folder: Path, wanted: TokenRange, count: int) -> Tensor:
+    """[count, positions of the part, layers, K] of as many samples, from all files that have some.
 
     Raises:
         ConfigurationError: the folder lacks some of it, or holds a damaged file.
     """
-    pieces = sorted(piece for piece in _pieces(folder) if piece.step == wanted.step)
+    recorded = sorted(tokens for tokens in _recorded_ranges(folder) if tokens.step == wanted.step)
     held: dict[int, dict[tuple[int, int], Tensor]] = {}
     last = wanted.first_sample + count
-    for piece in pieces:
-        if piece.first_sample < last:
-            for at, sample in enumerate(_read(folder / piece.name), start=piece.first_sample):
+    for tokens in recorded:
+        if tokens.first_sample < last:
+            for at, sample in enumerate(_read(folder / tokens.name), start=tokens.first_sample):
                 if wanted.first_sample <= at < last:
-                    held.setdefault(at, {})[piece.part, piece.parts] = sample
+                    held.setdefault(at, {})[tokens.part, tokens.parts] = sample
     samples = [_whole(held.get(at, {})) for at in range(wanted.first_sample, last)]
     found = [sample for sample in samples if sample is not None]
     if len(found) < count:
@@ -98,12 +98,12 @@ def read_samples(folder: Path, wanted: Piece, count: int) -> Tensor:
     return torch.stack([sample.chunk(wanted.parts)[wanted.part] for sample in found])
 
 
-def _pieces(folder: Path) -> list[Piece]:
+def _recorded_ranges(folder: Path) -> list[TokenRange]:
     if not folder.is_dir():
         raise ConfigurationError(f"the routing to replay, {folder}, is not a folder: give one that was recorded")
     names = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
     numbers = (tuple(map(int, name.groups())) for name in names if name is not None)
-    return [Piece(step=s, first_sample=f, part=part, parts=parts) for s, f, part, parts in numbers]
+    return [TokenRange(step=s, first_sample=f, part=part, parts=parts) for s, f, part, parts in numbers]
 
 
 def _read(path: Path) -> Tensor:

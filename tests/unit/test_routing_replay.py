@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning import GPT, ConfigurationError, GPTConfig, MoELayer, record_routing, replay_routing
-from moe_lightning.moe.replayed_routing import Piece, read_samples, write_piece
+from moe_lightning.moe.replayed_routing import TokenRange, read_samples, write_tokens
 
 EXPERTS, K = 6, 2
 
@@ -102,32 +102,33 @@ def test_a_model_without_experts_is_refused() -> None:
 
 def test_samples_are_read_from_whatever_pieces_hold_them(tmp_path: Path) -> None:
     table = torch.randint(0, 100, (7, 4, 3, K))
-    write_piece(tmp_path, Piece(step=3, first_sample=0), table[:3])
+    write_tokens(tmp_path, TokenRange(step=3, first_sample=0), table[:3])
     for part in range(2):
-        write_piece(tmp_path, Piece(step=3, first_sample=3, part=part, parts=2), table[3:, 2 * part : 2 * part + 2])
-    write_piece(tmp_path, Piece(step=3, first_sample=2), table[2:4])  # as another number of ranks wrote it
-    write_piece(tmp_path, Piece(step=4, first_sample=0), table + 1)
+        tokens = TokenRange(step=3, first_sample=3, part=part, parts=2)
+        write_tokens(tmp_path, tokens, table[3:, 2 * part : 2 * part + 2])
+    write_tokens(tmp_path, TokenRange(step=3, first_sample=2), table[2:4])  # as another number of ranks wrote it
+    write_tokens(tmp_path, TokenRange(step=4, first_sample=0), table + 1)
     (tmp_path / "notes.txt").write_text("kept")
-    assert torch.equal(read_samples(tmp_path, Piece(step=3, first_sample=1), 5), table[1:6].to(torch.int16))
-    second = read_samples(tmp_path, Piece(step=3, first_sample=0, part=1, parts=2), 7)
+    assert torch.equal(read_samples(tmp_path, TokenRange(step=3, first_sample=1), 5), table[1:6].to(torch.int16))
+    second = read_samples(tmp_path, TokenRange(step=3, first_sample=0, part=1, parts=2), 7)
     assert torch.equal(second, table[:, 2:].to(torch.int16))
 
 
 def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="not a folder"):
-        read_samples(tmp_path / "nowhere", Piece(step=0, first_sample=0), 1)
-    write_piece(tmp_path, Piece(step=0, first_sample=0, part=0, parts=2), torch.zeros(2, 4, 1, 1))
+        read_samples(tmp_path / "nowhere", TokenRange(step=0, first_sample=0), 1)
+    write_tokens(tmp_path, TokenRange(step=0, first_sample=0, part=0, parts=2), torch.zeros(2, 4, 1, 1))
     with pytest.raises(ConfigurationError, match="no routing of sample 0 of step 0 in whole"):
-        read_samples(tmp_path, Piece(step=0, first_sample=0), 1)
-    write_piece(tmp_path, Piece(step=1, first_sample=0), torch.zeros(2, 3, 1, 1))
+        read_samples(tmp_path, TokenRange(step=0, first_sample=0), 1)
+    write_tokens(tmp_path, TokenRange(step=1, first_sample=0), torch.zeros(2, 3, 1, 1))
     with pytest.raises(ConfigurationError, match="such as 2 ranks cannot share"):
-        read_samples(tmp_path, Piece(step=1, first_sample=0, part=0, parts=2), 2)
+        read_samples(tmp_path, TokenRange(step=1, first_sample=0, part=0, parts=2), 2)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "other"])
 def test_a_damaged_file_is_a_sentence(tmp_path: Path, damage: str) -> None:
-    piece = Piece(step=0, first_sample=0)
-    write_piece(tmp_path, piece, torch.zeros(2, 4, 1, 1) if damage == "truncated" else torch.zeros(2, 4))
+    piece = TokenRange(step=0, first_sample=0)
+    write_tokens(tmp_path, piece, torch.zeros(2, 4, 1, 1) if damage == "truncated" else torch.zeros(2, 4))
     if damage == "truncated":
         path = tmp_path / piece.name
         path.write_bytes(path.read_bytes()[:-3])
