@@ -116,13 +116,16 @@ ROUNDING = 3.0
 """Most times that a training may be as far from float64 as plain PyTorch in float32 is."""
 
 
-def unexplained(found: Run, plain: Run, exact: Run, limits: Limits) -> tuple[list[Difference], float]:
+def unexplained(
+    found: Run, plain: Run, reordered: Sequence[Run], exact: Run, limits: Limits
+) -> tuple[list[Difference], float]:
     """Differences above their limits that rounding does not explain: those of a kind of number, such as gradients, that
     lie farther from float64 in some step than `ROUNDING` times the farthest of plain PyTorch in float32.
 
     Args:
         found: the training under test.
         plain: plain PyTorch in float32, whose ties end the comparison.
+        reordered: the same with the samples of each micro-batch in other orders, which changes nothing but rounding.
         exact: the same in float64.
 
     Returns:
@@ -138,12 +141,15 @@ def unexplained(found: Run, plain: Run, exact: Run, limits: Limits) -> tuple[lis
                 by_step[key] = difference
         return by_step
 
-    own = farthest(plain)
+    own: dict[tuple[str, int], float] = {}
+    for run in (plain, *reordered):
+        for key, difference in farthest(run).items():
+            own[key] = max(own.get(key, 0.0), difference.apart)
     left, largest = [], 0.0
     for key, difference in farthest(found).items():
         if difference.is_seen:
-            bound = ROUNDING * own[key].apart if key in own else 0.0
-            largest = max(largest, difference.apart / own[key].apart if bound else math.inf)
+            bound = ROUNDING * own.get(key, 0.0)
+            largest = max(largest, difference.apart / own[key] if bound else math.inf)
             if not difference.apart <= bound:
                 left.append(difference)
     return left, largest

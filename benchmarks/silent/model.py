@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -268,3 +268,24 @@ class PackedTokens(Tokens):
         begins = torch.where(torch.arange(self._length) < begin, 0, begin)
         targets[begin - 1] = -100
         return inputs, targets, torch.ones(self._length, dtype=torch.bool), begins
+
+
+class Reordered(Dataset[tuple[Tensor, ...]]):
+    """Samples of another data set, each micro-batch of them in another order.
+
+    Args:
+        data: makes the data set.
+        order: of the samples of a micro-batch; a last one that is shorter stays.
+    """
+
+    def __init__(self, data: Callable[[], Any], order: list[int]) -> None:
+        self._data, self._order = data(), order
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        first = index - index % len(self._order)
+        is_whole = first + len(self._order) <= len(self._data)
+        sample: tuple[Tensor, ...] = self._data[first + self._order[index - first] if is_whole else index]
+        return sample

@@ -39,8 +39,9 @@ _COMPOSITIONS = """\
 The same comparison for random trainings: 1 to 4 ranks, mesh, sharding, placement, quota, balancing, router, model,
 data, accumulation, clipping, recomputation, adapters, optimizer, and in half of them other ranks and another mesh after
 the resume. A comparison ends before a step in which the scores of two experts differ by less than 1e-5, where rounding
-may choose another one. Where a number exceeds its limit, plain PyTorch runs in float64 too: the training counts as the
-same only if in every step its distance from float64 is at most three times that of plain PyTorch in float32.
+may choose another one. Where a number exceeds its limit, plain PyTorch runs in float64 too, and in float32 with the
+samples of each micro-batch in four other orders, which changes nothing but rounding. The training counts as the same
+only if in every step its distance from float64 is at most three times the largest one of plain PyTorch in float32.
 
 | drawn | the same | above a limit, but by rounding | refused in one line | different |
 |-|-|-|-|-|

@@ -6,7 +6,8 @@ import re
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from benchmarks.silent.case import Case, Check, Training
 from benchmarks.silent.comparison import Difference, Run, differences, unexplained, values
+from benchmarks.silent.model import Reordered
 from benchmarks.silent.ranks import RankFailure, run_ranks
 from benchmarks.silent.reference import build, names_of, optimizers_of, plain_run
 from benchmarks.silent.training import STEPS, diagnosed, observed, unbroken, whole_run
@@ -76,8 +78,8 @@ def run_healthy(case: Case) -> Result:
         else:
             found = _judged(differences(right, expected, case.limits, until_tie=is_plain))
         if is_plain and not isinstance(right, str) and not found["holds"]:
-            exact = run_ranks(1, _in_float64, case.id)[0]
-            left, found["rounding"] = unexplained(right, expected, exact, case.limits)
+            exact, *reordered = run_ranks(1, _for_rounding, case.id)[0]
+            left, found["rounding"] = unexplained(right, expected, reordered, exact, case.limits)
             found |= {"holds": not left, "problem": "; ".join([found["problem"], *map(str, left[:3])]) if left else ""}
     except RankFailure as failure:
         found = {"holds": False, "largest": {}, "problem": str(failure)}
@@ -161,10 +163,20 @@ def _reference(rank: int, size: int, id: str) -> tuple[Run, list[list[str]]]:
     return run, [names_of(module, optimizer) for optimizer in optimizers]
 
 
-def _in_float64(rank: int, size: int, id: str) -> Run:
+_ORDERS = 4
+
+
+def _for_rounding(rank: int, size: int, id: str) -> list[Run]:
+    """The training in float64, and in float32 with the samples of each micro-batch in other orders."""
     from benchmarks.silent.catalogue import case_named
 
-    return plain_run(case_named(id).subject, 2 * STEPS, STEPS, torch.float64)  # type: ignore[arg-type]
+    training: Any = case_named(id).subject
+    runs = [plain_run(training, 2 * STEPS, STEPS, torch.float64)]
+    for seed in range(_ORDERS):
+        order = torch.randperm(training.batch_size, generator=torch.Generator().manual_seed(seed)).tolist()
+        reordered = replace(training, data=partial(Reordered, training.data, order))
+        runs.append(plain_run(reordered, 2 * STEPS, STEPS))
+    return runs
 
 
 def _check(case: Case, check: Check) -> dict[str, Any]:

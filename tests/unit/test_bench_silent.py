@@ -11,6 +11,7 @@ from benchmarks.silent.case import KINDS, Limits
 from benchmarks.silent.catalogue import CASES
 from benchmarks.silent.comparison import Run, Snapshot, unexplained
 from benchmarks.silent.compositions import composition
+from benchmarks.silent.model import Reordered
 from benchmarks.silent.ranks import run_ranks
 from benchmarks.silent.runner import run_case, run_healthy
 from benchmarks.silent.training import diagnosed
@@ -86,8 +87,16 @@ def test_what_rounding_explains_is_no_difference() -> None:
         return Run(losses=list(losses), gradients=[{}, {}], snapshots=[empty, empty], gaps=[1.0, 1.0])
 
     exact, plain = run(1.0, 2.0), run(1.0, 2.0 + 1e-4)
-    assert unexplained(run(1.0, 2.0 - 2.9e-4), plain, exact, Limits())[0] == []
-    left, ratio = unexplained(run(1.0, 2.0 - 3.1e-4), plain, exact, Limits())
+    assert unexplained(run(1.0, 2.0 - 2.9e-4), plain, [], exact, Limits())[0] == []
+    left, ratio = unexplained(run(1.0, 2.0 - 3.1e-4), plain, [], exact, Limits())
     assert [str(difference).partition(":")[0] for difference in left] == ["loss of step 2"]
     assert ratio == pytest.approx(3.1, rel=1e-3)
-    assert unexplained(run(1.1, 2.0), plain, exact, Limits())[0], "plain PyTorch is exact in the first step"
+    left, ratio = unexplained(run(1.0, 2.0 - 3.1e-4), plain, [run(1.0, 2.0 + 2e-4)], exact, Limits())
+    assert not left
+    assert ratio == pytest.approx(1.55, rel=1e-3)
+    assert unexplained(run(1.1, 2.0), plain, [], exact, Limits())[0], "plain PyTorch is exact in the first step"
+
+
+def test_samples_change_their_places_within_a_micro_batch() -> None:
+    data = Reordered(lambda: list(range(11)), [2, 0, 3, 1])
+    assert [data[index] for index in range(len(data))] == [2, 0, 3, 1, 6, 4, 7, 5, 8, 9, 10]
