@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text
 
@@ -137,6 +139,27 @@ def tokenizer_file(given: str, key: str = "tokenizer") -> Path:
             f"{key}={given}: {name} has no {TOKENIZER}: save_pretrained of a fast tokenizer writes one"
         )
     return path
+
+
+_IRRELEVANT = ("truncation", "padding", "post_processor", "decoder")
+"""Entries of a tokenizer.json that change no token of a text."""
+
+
+def tokenizer_identity(content: str | None) -> str:
+    """Return a text that tokenizers share if they make the same tokens of every text, whoever saved their files.
+
+    Args:
+        content: of a tokenizer.json; None: bytes.
+    """
+    if content is None:
+        return "bytes"
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError):  # refused when it is loaded
+        values = content
+    if isinstance(values, dict):
+        values = {name: value for name, value in values.items() if name not in _IRRELEVANT}
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode()))
 
 
 def missing_weights(given: str) -> bool:

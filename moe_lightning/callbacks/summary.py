@@ -212,7 +212,7 @@ class Summary(Callback):
                 numbers[f"val_{name}"] = metrics[f"val/{name}"]
         if "val/loss" in metrics and "val/accuracy" not in metrics:  # the classes are tokens
             numbers["val_perplexity"] = perplexity(metrics["val/loss"])
-        if isinstance(data, TextData):
+        if isinstance(data, TextData) and len(data.corpora) == 1:
             numbers |= ngram_losses(data, self._orders)
         telemetry = next((c for c in trainer.callbacks if isinstance(c, Telemetry)), None)  # type: ignore[attr-defined]
         if telemetry is not None and telemetry.train_s:
@@ -233,7 +233,7 @@ def ngram_losses(data: TextData, orders: Sequence[int]) -> dict[str, float]:
     for order in orders:
         try:
             losses[f"order_{order}_loss"] = ngram_cross_entropy(
-                data.corpus.train.open(), held_out, order, data.vocab_size
+                data.corpora[0].train.open(), held_out, order, data.vocab_size
             )
         except ConfigurationError:
             continue

@@ -1,1 +1,1 @@
-"""Commands: moe-train, moe-ckpt, moe-generate, moe-eval, moe-sim, moe-bench."""
+"""Commands: moe-train, moe-ckpt, moe-generate, moe-eval, moe-data, moe-sim, moe-bench."""

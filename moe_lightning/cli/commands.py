@@ -40,6 +40,11 @@ def moe_eval() -> NoReturn:
     _run("moe-eval", "evaluate")
 
 
+def moe_data() -> NoReturn:
+    """Run `moe-data`."""
+    _run("moe-data", "data")
+
+
 def _run(program: str, module: str) -> NoReturn:
     try:
         sys.exit(importlib.import_module(f"moe_lightning.cli.{module}").main())

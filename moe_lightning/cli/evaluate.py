@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_lightning.cli.language_model import LanguageModel
-    from moe_lightning.data.corpus import Tokenizer
+    from moe_lightning.data.tokenizer import Tokenizer
 
     Sample = tuple[NDArray[np.int64], NDArray[np.int64]]
     """Inputs and, one token later, targets; -100 where nothing is predicted."""
@@ -239,15 +239,17 @@ def documents(model: LanguageModel, path: Path, context_length: int) -> Iterator
     """
     import numpy as np
 
-    from moe_lightning.data.corpus import TextSpan
+    from moe_lightning.data.documents import reading, text_chunks
+    from moe_lightning.files import open_regular
 
     tokenizer = model.tokenizer()
     if path.suffix == ".jsonl":
         yield from _records(model, tokenizer, path, context_length)
         return
     num_bytes = path.stat().st_size
-    chunks = tokenizer.encode_chunks(TextSpan(path=path, start=0, stop=num_bytes).chunks())
-    ids = np.concatenate([np.zeros(0, np.int64), *(chunk.astype(np.int64) for chunk in chunks)])
+    with reading(path), open_regular(path) as file:
+        chunks = tokenizer.encode_chunks(text_chunks(file, path))
+        ids = np.concatenate([np.zeros(0, np.int64), *(chunk.astype(np.int64) for chunk in chunks)])
     windows = (len(ids) - 1) // context_length
     if windows > 0 and not model.data.get("packing"):  # training leaves out the end, which fills no window
         kept = windows * context_length + 1

@@ -23,8 +23,11 @@ from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.saved_model import network_of, open_saved
 from moe_lightning.config import TARGET
-from moe_lightning.data.corpus import TOKENIZER_FILE, Tokenizer, is_token_file, load_tokenizer, tokenizer_key
+from moe_lightning.data.corpus import Source, tokenizer_of
 from moe_lightning.data.instructions import ChatFormat, chat_format, hugging_face_tokenizer, templated_turns
+from moe_lightning.data.text import sources_of
+from moe_lightning.data.token_folder import is_token_folder, open_token_folder
+from moe_lightning.data.tokenizer import TOKENIZER_FILE, Tokenizer, is_trained, load_tokenizer, tokenizer_from
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text
 from moe_lightning.hub import local_folder, tokenizer_file
@@ -224,10 +227,11 @@ def _of_checkpoint(
     spec, trained = given, trained_tokenizer(saved.values)
     if spec is None and trained is None:
         spec = _spec_of(data, str(config.get("pretrained", "")), str(saved.path))
-    tokenizer = load_tokenizer("bpe:", (), trained=trained) if spec is None else _named(spec)
+    tokenizer = tokenizer_from(trained) if spec is None else _named(spec)
     if isinstance(network, GPT):
         positions = network.config.context_length
-        ends = frozenset([data["end_of_document"]] if data.get("end_of_document") is not None else [])
+        end = _end_of_document(data)
+        ends = frozenset([] if end is None else [end])
     else:
         _take_generation_defaults(network, local_folder(config["pretrained"]))
         positions, ends = _positions(network), _ends(network)
@@ -246,10 +250,9 @@ def _of_checkpoint(
 
 
 def _named(spec: str) -> Tokenizer:
-    if spec.startswith("bpe:"):
+    if is_trained(spec):
         raise ConfigurationError(f"--tokenizer {spec} is to be trained: give bytes, or the path of a tokenizer.json")
-    tokenizer_key(spec)  # refuses what is not there
-    return load_tokenizer(spec, ())
+    return load_tokenizer(spec)
 
 
 def _spec_of(data: Mapping[str, Any], pretrained: str, name: str) -> str:
@@ -259,7 +262,9 @@ def _spec_of(data: Mapping[str, Any], pretrained: str, name: str) -> str:
         ConfigurationError: there is none.
     """
     spec, own = data.get("tokenizer"), local_folder(pretrained) / TOKENIZER_FILE
-    if isinstance(spec, str) and not spec.startswith("bpe:") and not (spec == "bytes" and _of_tokens(data)):
+    if "source" in data:
+        spec = tokenizer_of(_sources(data), spec)
+    if isinstance(spec, str) and not is_trained(spec):
         return spec
     if pretrained and own.is_file():
         return str(own)
@@ -269,9 +274,15 @@ def _spec_of(data: Mapping[str, Any], pretrained: str, name: str) -> str:
     )
 
 
-def _of_tokens(data: Mapping[str, Any]) -> bool:
-    """True if a run has trained on a file of tokens, which only a tokenizer.json of its own says the text of."""
-    return is_token_file(str(data.get("source", "")))
+def _sources(data: Mapping[str, Any]) -> Sequence[Source]:
+    return sources_of(data["source"], str(data.get("text_field", "text"))) if "source" in data else ()
+
+
+def _end_of_document(data: Mapping[str, Any]) -> int | None:
+    """The token that ended the documents which a run was trained on."""
+    given = data.get("end_of_document")
+    folders = [source.path for source in _sources(data) if is_token_folder(source.path)]
+    return open_token_folder(folders[0]).header.end_of_document if given is None and folders else given
 
 
 # ---------------------------------------------------------------- Hugging Face folders

@@ -78,7 +78,7 @@ recipes{own}
 keys (all of them: moe-train --cfg job)
   depth=N                       one dial: sizes, batch, lr and steps of a small MoE of N layers
   ranks=auto                    local ranks: every GPU, or 2 on the CPU
-  data.source=stdlib            text file, folder, glob, or .bin/.npy tokens
+  data.source=stdlib            file, folder or glob of text, JSONL, Parquet; tokens of moe-data
   data.tokenizer=bytes          bpe:8192, or the path of a tokenizer.json
   data.global_batch_size=N      samples of one step, over all ranks
   model=NAME                    {models}

@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, shown, validated
-from moe_lightning.data.corpus import Tokenizer, load_tokenizer, tokenizer_key
 from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.packing import Packed
+from moe_lightning.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local, check_written, decoded, open_regular, read_bytes, read_text
 from moe_lightning.hub import tokenizer_file
@@ -638,7 +638,7 @@ class InstructionData(StepDataModule):
             )
         check_local("path", path)
         check_local("tokenizer", tokenizer)
-        tokenizer_key(tokenizer)  # refuses what is no tokenizer before anything else is built
+        check_tokenizer(tokenizer)  # refuses what is no tokenizer before anything else is built
         self.context_length = context_length
         self._path = Path(path).expanduser()
         self._tokenizer_spec = tokenizer
@@ -676,7 +676,7 @@ class InstructionData(StepDataModule):
                 raise ConfigurationError(
                     f"tokenizer={self._tokenizer_spec!r} is not the model's: give its tokenizer.json"
                 )
-            self._tokenizer = load_tokenizer(self._tokenizer_spec, ())
+            self._tokenizer = load_tokenizer(self._tokenizer_spec)
         return self._tokenizer
 
     @property

@@ -178,11 +178,13 @@ class StepLoader:
         num_workers: int = 0,
         trainer: Trainer | None = None,
         sampler: type[StepSampler] = StepSampler,
+        order: Callable[[int], torch.Tensor] | None = None,
     ) -> StepLoader:
         """Build a data module's loader: shuffled whole steps for training, every sample in order for evaluation.
 
         Args:
             sampler: the class that turns positions into indices of the data set.
+            order: of training, see StepSampler.
             trainer: whose rank, world and accumulation the loader takes; None: one process.
 
         Raises:
@@ -195,6 +197,7 @@ class StepLoader:
             shuffle=training,
             drop_last=training,
             evaluation=not training,
+            order=order if training else None,
         )
         loader = cls(
             dataset,
@@ -459,7 +462,8 @@ def _shuffles(sampler: Any, dataset: Any) -> bool | None:
 class StepDataModule(LightningDataModule):
     """Samples as training, validation, test and prediction batches of a constant global size.
 
-    A subclass sets `_train` and `_val`, the samples to train on and those held out, in `setup`.
+    A subclass sets `_train` and `_val`, the samples to train on and those held out, in `setup`, and where training has
+    an order of its own `_order`, see StepSampler.
 
     Args:
         global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
@@ -472,6 +476,7 @@ class StepDataModule(LightningDataModule):
 
     _train: Dataset[Any]
     _val: Dataset[Any]
+    _order: Callable[[int], torch.Tensor] | None = None
 
     def __init__(self, *, global_batch_size: int, num_workers: int, seed: int) -> None:
         super().__init__()
@@ -499,6 +504,7 @@ class StepDataModule(LightningDataModule):
         return StepLoader.of_samples(
             samples,
             sampler=self.sampler,
+            order=self._order,
             global_batch_size=self.global_batch_size,
             seed=self.seed,
             training=training,

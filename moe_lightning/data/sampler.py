@@ -135,7 +135,8 @@ class StepSampler(Sampler[list[int]]):
         keeps_micro_batch: another `num_micros` changes the samples of a step, as in stock Lightning, and not those of a
             micro-batch; `drop_last` then leaves out a last partial micro-batch.
         order: the indices of an epoch, int64 [num_samples], by its number and the same on every rank; without
-            `shuffle` those of the first one. None: those of the data set.
+            `shuffle` those of the first one. A position is refused in one whose `name` is another, if it has one. None:
+            those of the data set.
 
     Attributes:
         data_size, data_key: the number of the data set's samples and a text that other content changes, as far as they
@@ -399,7 +400,7 @@ class StepSampler(Sampler[list[int]]):
     @property
     def _data_order(self) -> str | None:
         if self._given_order is not None:
-            return None
+            return getattr(self._given_order, "name", None)
         return f"shuffled with seed {self.seed}" if self.shuffle else "in the order of the data set"
 
     def _position_from(self, consumed: int, num_samples: int) -> int:

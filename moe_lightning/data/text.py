@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 from annotated_types import Interval
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from moe_lightning.config import NonNegativeInt, PositiveInt, validated
-from moe_lightning.data.corpus import Corpus, TokenSpan, document_starts, is_token_file, prepare_corpus, text_files
+from moe_lightning.compat import private_lightning
+from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
+from moe_lightning.data.corpus import (
+    Corpus,
+    Source,
+    TokenSpan,
+    document_starts,
+    prepare_corpora,
+    tokenizer_of,
+    trained_tokenizer,
+)
+from moe_lightning.data.documents import STDLIB
 from moe_lightning.data.loader import StepDataModule
+from moe_lightning.data.mixture import Mixture
 from moe_lightning.data.packing import IntArray, Packed
+from moe_lightning.data.token_folder import fingerprint, is_token_folder, open_token_folder
+from moe_lightning.data.tokenizer import check_tokenizer, is_trained
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import check_local
 
 
 class _MappedTokens(Dataset[tuple[Tensor, Tensor]]):
@@ -50,13 +63,12 @@ class TokenWindows(_MappedTokens):
     Args:
         span: tokens on disk.
         context_length: L.
-        max_windows: at most so many windows, spread evenly over the span.
 
     Raises:
         ConfigurationError: a length or number below one, or a span shorter than one window.
     """
 
-    def __init__(self, span: TokenSpan, context_length: PositiveInt, max_windows: PositiveInt | None = None) -> None:
+    def __init__(self, span: TokenSpan, context_length: PositiveInt) -> None:
         self.context_length = context_length
         self._windows = (span.count - 1) // context_length
         if self._windows < 1:
@@ -65,16 +77,15 @@ class TokenWindows(_MappedTokens):
                 "(data.context_length + 1); lower that (with moe-train model.context_length, which sets both), give "
                 "more text, or change val_fraction."
             )
-        self._length = self._windows if max_windows is None else min(max_windows, self._windows)
         super().__init__(span)
 
     def __len__(self) -> int:
-        return self._length
+        return self._windows
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < self._length:
-            raise IndexError(f"window {index} of {self._length}")
-        return self._pair(index * self._windows // self._length * self.context_length, self.context_length)
+        if not 0 <= index < self._windows:
+            raise IndexError(f"window {index} of {self._windows}")
+        return self._pair(index * self.context_length, self.context_length)
 
 
 class DocumentPieces(_MappedTokens):
@@ -105,25 +116,38 @@ class DocumentPieces(_MappedTokens):
         return self._pair(int(self._begins[index]), int(self.lengths[index]))
 
 
+class JoinedSamples(ConcatDataset[Any]):
+    """Samples of several sources, one source after the other."""
+
+    def __init__(self, datasets: Sequence[Dataset[Any]]) -> None:
+        super().__init__(datasets)
+        self.data_key = fingerprint(tuple(getattr(dataset, "data_key", None) for dataset in datasets))
+
+
 @validated
 class TextData(StepDataModule):
     """Text or tokens as training, held-out and prediction batches of a constant global size.
 
     Args:
-        source: see `prepare_corpus`: "stdlib", text file, folder, glob, or .bin or .npy token file.
+        source: "stdlib" (the source code of Python's standard library), a file, a folder or a glob of text, JSONL,
+            Parquet or a saved Hugging Face data set, a folder of tokens that moe-data has made, or a .bin or .npy file
+            of tokens. A list mixes several: of paths, or of mappings with `path`, `weight` (share of the samples,
+            relative to the other sources; without weights an epoch has every sample once) and `text_field`.
+        text_field: of the text in records: key of JSONL, column of Parquet and saved data sets.
         context_length: tokens of one sample.
         global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
         num_workers: DataLoader processes on each rank; slicing a memory map rarely needs any.
-        val_fraction: fraction of the bytes that is held out, inside (0, 1).
-        val_samples: at most so many held-out windows, spread evenly; None for all.
+        val_fraction: fraction of the tokens of each source that is held out, inside (0, 1): its end, where files are in
+            the order of a hash of their names.
+        val_samples: at most so many held-out samples, spread evenly; None for all.
         tokenizer: "bytes", "bpe:SIZE", the path of a tokenizer.json, or ORG/NAME or ORG/NAME@REVISION of a model on the
-            Hub that has one.
+            Hub that has one. None: bytes of text, and that of a folder of tokens.
         cache_dir: where tokens are kept; the user's cache folder if None.
-        seed: of the split and of the order of the samples.
+        seed: of the order of the samples.
         dtype: of a .bin source.
         packing: keep documents apart, with several in one sample, see `Packed`; else samples are windows of the text,
             wherever documents end in it.
-        end_of_document: token that ends a document, under `packing`; so do text files.
+        end_of_document: token that ends a document. It is appended to documents of text that do not end with it.
 
     Raises:
         ConfigurationError: from the constructor for sizes; from `prepare_data`, `setup`, `vocab_size` for the source.
@@ -132,13 +156,14 @@ class TextData(StepDataModule):
     def __init__(
         self,
         *,
-        source: str = "stdlib",
+        source: str | Sequence[str | Source] = STDLIB,
+        text_field: str = "text",
         context_length: PositiveInt = 128,
         global_batch_size: PositiveInt = 32,
         num_workers: NonNegativeInt = 0,
         val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.05,
         val_samples: PositiveInt | None = None,
-        tokenizer: str = "bytes",
+        tokenizer: str | None = None,
         cache_dir: str | Path | None = None,
         seed: NonNegativeInt = 0,
         dtype: str | None = None,
@@ -146,82 +171,88 @@ class TextData(StepDataModule):
         end_of_document: NonNegativeInt | None = None,
     ) -> None:
         super().__init__(global_batch_size=global_batch_size, num_workers=num_workers, seed=seed)
-        if end_of_document is not None and not packing:
-            raise ConfigurationError(
-                f"end_of_document={end_of_document} is read under packing=true only: set that, or leave it out"
-            )
         self.packing = packing
-        self.end_of_document = end_of_document
         self.context_length = context_length
         self.val_samples = val_samples
-        self._source: dict[str, Any] = {
-            "source": source,
+        self.sources = sources_of(source, text_field)
+        self._tokenizer = tokenizer
+        self._trained: str | None = None
+        self._options: dict[str, Any] = {
             "cache_dir": cache_dir,
-            "tokenizer": tokenizer,
             "val_fraction": val_fraction,
-            "seed": seed,
             "dtype": dtype,
-            "trained": None,
+            "end_of_document": end_of_document,
         }
-        self._corpus: Corpus | None = None
+        self._corpora: tuple[Corpus, ...] | None = None
         self._packs = ""  # what is said of them
 
     # ------------------------------------------------------------------ what the text is
 
     @property
-    def corpus(self) -> Corpus:
-        """The tokens, built at the first use."""
-        if self._corpus is None:
-            self._corpus = self._prepared()
-        return self._corpus
-
-    def _prepared(self) -> Corpus:
-        source, share = self.source, self._source["val_fraction"]
-        check_local("source", source)
-        if not is_token_file(source) and not self.packing:
-            # No tokenizer makes more tokens of a text than it has bytes, up to what it puts before each file.
-            files = text_files(source)
-            most = len(files) + round(min(share, 1 - share) * sum(file.size_bytes for file in files))
-            if most <= self.context_length:
-                raise ConfigurationError(
-                    f"data.context_length={self.context_length} is more than the {most:,} bytes of source={source!r} "
-                    f"that val_fraction={share} leaves for a part: lower it (with moe-train model.context_length, "
-                    "which sets both), or give more text"
-                )
-        return prepare_corpus(**self._source)
+    def corpora(self) -> tuple[Corpus, ...]:
+        """The tokens of each source, built at the first use."""
+        if self._corpora is None:
+            self._corpora = prepare_corpora(
+                self.sources, tokenizer=self._tokenizer, trained=self.trained_tokenizer, **self._options
+            )
+        return self._corpora
 
     @property
     def source(self) -> str:
-        """The source of the text, as given."""
-        return str(self._source["source"])
+        """The source of the text, as given, or the names of several."""
+        paths = [source.path for source in self.sources]
+        return paths[0] if len(paths) == 1 else ", ".join(Path(path).name for path in paths)
 
     @property
     def tokenizer(self) -> str | None:
-        """The tokenizer of the text, as given; None where the source is a file of tokens."""
-        return None if is_token_file(self.source) else str(self._source["tokenizer"])
+        """The tokenizer of the text, as given or of a folder of tokens; None where the source is a file of tokens."""
+        return tokenizer_of(self.sources, self._tokenizer)
+
+    @property
+    def tokens_tokenizer(self) -> str | None:
+        """Identity of the tokenizer that made the first folder of tokens among the sources; None without one."""
+        folder = next((source.path for source in self.sources if is_token_folder(source.path)), None)
+        return None if folder is None else open_token_folder(folder).header.tokenizer
 
     @property
     def trained_tokenizer(self) -> str | None:
         """Content of the tokenizer.json that was trained for tokenizer="bpe:SIZE"; None for any other tokenizer."""
-        if not self.trains_tokenizer:
+        if not self.trains_tokenizer or not all(source.is_text for source in self.sources):
             return None
-        if self._source["trained"] is None:
-            self._source["trained"] = self.corpus.trained_tokenizer()
-        return str(self._source["trained"])
+        if self._trained is None:
+            check_tokenizer(str(self._tokenizer))
+            options = {name: self._options[name] for name in ("val_fraction", "cache_dir")}
+            self._trained = trained_tokenizer(self.sources, str(self._tokenizer), **options)
+        return self._trained
 
     @property
     def trains_tokenizer(self) -> bool:
         """True for tokenizer="bpe:SIZE"."""
-        return str(self._source["tokenizer"]).startswith("bpe:")
+        return self._tokenizer is not None and is_trained(self._tokenizer)
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens of the vocabulary."""
-        return self.corpus.vocab_size
+        return max(corpus.vocab_size for corpus in self.corpora)
 
     def summary(self) -> str:
-        """One line about the text, and under `packing` another, once it is set up."""
-        return "\n".join([self.corpus.summary(), *self._packs.splitlines()])
+        """A line about each source, and once they are set up, about their mixture and packs."""
+        lines = [corpus.summary() for corpus in self.corpora]
+        return "\n".join([*lines, *self._mixture_lines(), *self._packs.splitlines()])
+
+    def _mixture_lines(self) -> list[str]:
+        """How often each source is read in the whole training, or in an epoch of one whose end nobody knows."""
+        if not isinstance(self._order, Mixture):
+            return []
+        order, trainer = self._order, self.trainer
+        steps = None if trainer is None else private_lightning.steps_of_training(trainer)
+        during = "an epoch" if steps is None else f"{steps:,} steps"
+        passes = order.passes(len(order) if steps is None else steps * self.global_batch_size)
+        return [
+            f"{source.path}: {order.sizes[number]:,} samples, {order.counts[number] / len(order):.1%} of the mixture, "
+            f"read {passes[number]:.3g} times in {during}"
+            for number, source in enumerate(self.sources)
+        ]
 
     # ------------------------------------------------------------------ Lightning's hooks
 
@@ -235,47 +266,82 @@ class TextData(StepDataModule):
         trained = state_dict.get("trained_tokenizer")
         if trained is None or not self.trains_tokenizer:
             return
-        if self._corpus is not None and self.trained_tokenizer != trained:
-            self._corpus = None
-        self._source["trained"] = trained
-        if self._corpus is None and hasattr(self, "_train"):
+        if self._corpora is not None and self.trained_tokenizer != trained:
+            self._corpora = None
+        self._trained = trained
+        if self._corpora is None and hasattr(self, "_train"):
             self.setup()
 
     def prepare_data(self) -> None:
         """Build the tokens, once on every node; other ranks then find them."""
-        corpus = self._prepared()
-        asked, total = self._source["val_fraction"], corpus.train.count + corpus.val.count
-        if abs(corpus.val.count / total - asked) > asked / 5:
-            rank_zero_warn(
-                f"{corpus.val.count:,} of the {total:,} tokens of {corpus.name} are held out, "
-                f"{corpus.val.count / total:.1%} and not val_fraction={asked}: text this short, or whose files differ "
-                "this much in bytes a token, is not split more exactly"
-            )
+        self._corpora = None  # the files may have changed
+        assert self.corpora
 
     def setup(self, stage: str | None = None) -> None:
         """Map the tokens."""
-        if self.packing:
-            self._pack()
-            return
-        self._train = TokenWindows(self.corpus.train, self.context_length)
-        self._val = TokenWindows(self.corpus.val, self.context_length, self.val_samples)
+        self._packs = ""
+        make = self._packed if self.packing else self._windows
+        samples = [make(corpus) for corpus in self.corpora]
+        trains, vals = [train for train, _ in samples], [val for _, val in samples]
+        if len(samples) == 1:
+            self._train, val = samples[0]
+        else:
+            self._train, val = JoinedSamples(trains), JoinedSamples(vals)
+            self._order = Mixture([len(train) for train in trains], _weights_of(self.sources), self.seed)
+        if self._packs:
+            rank_zero_info(self._packs)
+        most = min(len(val), self.val_samples or len(val))
+        self._val = Subset(val, (np.arange(most) * len(val) // most).tolist())
 
-    def _pack(self) -> None:
+    def _windows(self, corpus: Corpus) -> tuple[Any, Any]:
+        return TokenWindows(corpus.train, self.context_length), TokenWindows(corpus.val, self.context_length)
+
+    def _packed(self, corpus: Corpus) -> tuple[Any, Any]:
         train, val = (
             Packed(pieces, pieces.lengths, self.context_length, seed=seed)
-            for pieces, seed in ((self._pieces(self.corpus.train), self.seed), (self._pieces(self.corpus.val), None))
+            for pieces, seed in (
+                (self._pieces(corpus, corpus.train), self.seed),
+                (self._pieces(corpus, corpus.val), None),
+            )
         )
-        train.require_step(self.global_batch_size)
-        self._packs = train.summary("documents, or pieces of long ones,")
-        rank_zero_info(self._packs)
-        most = min(len(val), self.val_samples or len(val))
-        self._train, self._val = train, Subset(val, (np.arange(most) * len(val) // most).tolist())
+        if len(self.sources) == 1:
+            train.require_step(self.global_batch_size)
+        self._packs += train.summary("documents, or pieces of long ones,") + "\n"
+        return train, val
 
-    def _pieces(self, span: TokenSpan) -> DocumentPieces:
-        starts = document_starts(span, self.end_of_document)
-        if self.end_of_document is not None and span == self.corpus.train and len(starts) < 2:
+    def _pieces(self, corpus: Corpus, span: TokenSpan) -> DocumentPieces:
+        starts, end = document_starts(span, corpus.end_of_document), corpus.end_of_document
+        if end is not None and span == corpus.train and len(starts) < 2:
             raise ConfigurationError(
-                f"end_of_document={self.end_of_document} ends no document among the {span.count} training tokens of "
-                f"{span.path}: name the token that does, or set packing=false"
+                f"end_of_document={end} ends no document among the {span.count} training tokens of {span.path}: name "
+                "the token that does, or set packing=false"
             )
         return DocumentPieces(span, starts, self.context_length)
+
+
+def sources_of(source: str | Sequence[str | Source], text_field: str) -> tuple[Source, ...]:
+    """The sources that are given as `TextData` takes them.
+
+    Raises:
+        ConfigurationError: there is none, or some have a weight and others do not.
+    """
+    if isinstance(source, str):
+        return (Source(path=source, text_field=text_field),)
+    sources = []
+    for number, given in enumerate(source):
+        values: Any = {"path": given} if isinstance(given, str) else given
+        if isinstance(values, Mapping):
+            values = {"text_field": text_field, **values}
+        sources.append(build_config(Source, values, key=f"source[{number}]"))
+    if not sources:
+        raise ConfigurationError("source=[] is empty: give a file, a folder or a list of them")
+    weighted = [one for one in sources if one.weight is not None]
+    if 0 < len(weighted) < len(sources):
+        without = next(one.path for one in sources if one.weight is None)
+        raise ConfigurationError(f"source={without!r} has no weight, but {weighted[0].path!r} has: give all or none")
+    return tuple(sources)
+
+
+def _weights_of(sources: Sequence[Source]) -> list[float] | None:
+    weights = [source.weight for source in sources if source.weight is not None]
+    return weights or None

@@ -66,9 +66,9 @@ ELSEWHERE = (
 QUICK = ("doctor=true", "strategy.replicas=2")
 """Beginnings of the commands that run by default; the others are composed (tests/unit/test_docs.py)."""
 KNOWN = (
-    "moe-train|moe-generate|moe-eval|moe-bench|moe-ckpt|moe-sim|pip install|python -m moe_lightning|sphinx-build"
-    "|python -m tests|echo|wandb|ruff|pytest|#SBATCH|#!|#|host=|secret=|until |srun|for |done|wait|TORCH_DISABLE"
-    "|torchrun|sbatch|pre-commit"
+    "moe-train|moe-generate|moe-eval|moe-bench|moe-ckpt|moe-sim|moe-data|pip install|python -m moe_lightning"
+    "|hf download|sphinx-build|python -m tests|echo|wandb|ruff|pytest|#SBATCH|#!|#|host=|secret=|until |srun|for |done"
+    "|wait|TORCH_DISABLE|torchrun|sbatch|pre-commit"
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="partial checkpoints need Linux's shared memory")

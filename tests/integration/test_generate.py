@@ -10,7 +10,7 @@ import pytest
 from moe_lightning.cli import evaluate, generate
 from moe_lightning.cli.composition import build_object
 from moe_lightning.cli.resume import config_of
-from moe_lightning.data.corpus import load_tokenizer
+from moe_lightning.data.tokenizer import load_tokenizer
 from tests.commands import SMALL_MODEL, TINY, moe_train, write_words
 from tests.parameters import slow
 
@@ -46,8 +46,8 @@ def test_a_run_is_talked_to_and_measured(
     assert config is not None
     data = build_object(config["data"], "data")
     trained = run / "tokenizer.json"
-    tokenizer = load_tokenizer(str(trained) if trained.is_file() else "bytes", ())
-    Path("held_out.txt").write_text(tokenizer.decode(data.corpus.val.open().tolist()))
+    tokenizer = load_tokenizer(str(trained) if trained.is_file() else "bytes")
+    Path("held_out.txt").write_text(tokenizer.decode(data.corpora[0].val.open().tolist()))
     assert evaluate.main(["outputs/tiny", "held_out.txt", "--json"]) == 0
     measured = json.loads(capsys.readouterr().out)
     logged = json.loads((run / "ranks" / "metrics.json").read_text())["val/loss"]

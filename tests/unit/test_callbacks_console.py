@@ -181,7 +181,7 @@ def test_counting_models_see_the_validated_windows(text: TextData) -> None:
     windows = text.val_dataloader().dataset
     held_out = np.concatenate([windows[i][1].numpy() for i in range(20)])
     losses = ngram_losses(text, [0, 1])
-    assert losses["order_1_loss"] == ngram_cross_entropy(text.corpus.train.open(), held_out, 1, 256)
+    assert losses["order_1_loss"] == ngram_cross_entropy(text.corpora[0].train.open(), held_out, 1, 256)
     assert losses["order_1_loss"] < losses["order_0_loss"]
 
 

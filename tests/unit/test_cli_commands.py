@@ -10,7 +10,7 @@ import pytest
 
 from moe_lightning import __version__
 from moe_lightning.cli import ckpt, train
-from moe_lightning.cli.commands import moe_bench, moe_ckpt, moe_eval, moe_generate, moe_sim, moe_train
+from moe_lightning.cli.commands import moe_bench, moe_ckpt, moe_data, moe_eval, moe_generate, moe_sim, moe_train
 from moe_lightning.cli.train import with_ranks
 from moe_lightning.text_table import in_columns
 from tests.programs import users_environment
@@ -22,6 +22,7 @@ COMMANDS = {
     "moe-ckpt": moe_ckpt,
     "moe-generate": moe_generate,
     "moe-eval": moe_eval,
+    "moe-data": moe_data,
 }
 
 _INTERRUPTED_IMPORT = """
@@ -74,6 +75,7 @@ globals()[sys.argv[0].replace("-", "_")]()
     [
         *(f"{program} {flag}" for program in COMMANDS for flag in ("--help", "--version")),
         "moe-ckpt export --help",
+        "moe-data tokenize --help",
         "moe-bench report --help",
         "moe-bench plot --help",
     ],

@@ -12,8 +12,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from moe_lightning import ConfigurationError
-from moe_lightning.data.corpus import load_tokenizer
 from moe_lightning.data.instructions import Conversation, InstructionData, MarkedTurns, chat_format, encode
+from moe_lightning.data.tokenizer import load_tokenizer
 from moe_lightning.moe.losses import IGNORED_TARGET
 
 CHATML = (
@@ -291,6 +291,6 @@ def test_a_special_token_that_strips_white_space_belongs_to_its_own_turn(
         token[strips] = True
     Path(path).write_text(json.dumps(raw))
     turns = [("user", "a"), ("assistant", answer), ("user", "d")]
-    encoded = encode(said(*turns), chat_format(path, None), load_tokenizer(path, ()))
+    encoded = encode(said(*turns), chat_format(path, None), load_tokenizer(path))
     learned = "".join(encoded.text[start:end] for start, end in encoded.places[encoded.is_predicted])
     assert learned.strip() == f"{answer.strip()}<|end|>"

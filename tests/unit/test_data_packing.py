@@ -220,7 +220,7 @@ def test_text_files_are_documents(tmp_path: Path) -> None:
     pieces = predicted(made.train_dataloader().dataset)
     assert all(len(set(piece)) == 1 for piece in pieces), "no document follows another"
     assert "documents, or pieces of long ones, in" in made.summary()
-    training = bytes(made.corpus.train.open())
+    training = bytes(made.corpora[0].train.open())
     for first in {piece[:1] for piece in pieces}:
         tokens = sum(len(piece) - 1 for piece in pieces if piece[:1] == first)
         assert tokens == training.count(first) - 1, "every token but the first is predicted once"
@@ -237,5 +237,3 @@ def test_a_token_ends_documents(tmp_path: Path) -> None:
         text(tmp_path, path, dtype="uint8")
     with pytest.raises(ConfigurationError, match="end_of_document=255 ends no document among the"):
         text(tmp_path, path, dtype="uint8", end_of_document=255)
-    with pytest.raises(ConfigurationError, match="end_of_document=0 is read under packing=true only"):
-        TextData(end_of_document=0)

@@ -13,7 +13,7 @@ from hydra import compose
 import moe_lightning
 from benchmarks import BENCHMARKS
 from moe_lightning import arguments
-from moe_lightning.cli import evaluate, generate
+from moe_lightning.cli import data, evaluate, generate
 from moe_lightning.cli.bench import COMMANDS
 from moe_lightning.cli.composition import config_folder, with_quotes
 from tests.documented import PAGES, PLUGINS, RECIPES, ROOT, commands
@@ -66,13 +66,14 @@ def test_training_commands_compose(arguments: list[str]) -> None:
 def test_generation_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments.os.path, "isfile", lambda path: True)
     monkeypatch.setattr(arguments.os, "access", lambda path, mode: True)
-    shown = [(given, name) for page in PAGES for name in ("moe-generate", "moe-eval") for given in commands(page, name)]
-    assert len([name for given, name in shown if given]) > 5
+    names = ("moe-generate", "moe-eval", "moe-data")
+    shown = [(given, name) for page in PAGES for name in names for given in commands(page, name)]
+    assert len([name for given, name in shown if given]) > 7
     for given, name in shown:
-        if given and "--help" not in given:
+        if given and "--help" not in given and given != ["tokenize"]:
             for_file = evaluate.parser(has_file="--tasks" not in given)
             parser = for_file if name == "moe-eval" else generate.parser(has_prompt="--chat" not in given)
-            assert parser.parse_args(given)
+            assert (data.parser() if name == "moe-data" else parser).parse_args(given)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_lightning.checkpoint.files import write_file
 from moe_lightning.cli.generate import TextStream, main
-from moe_lightning.data.corpus import ByteTokenizer
+from moe_lightning.data.tokenizer import ByteTokenizer
 from moe_lightning.models.generation import Sampling, generate
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_module import GPTModule

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_lightning.data.corpus import load_tokenizer, tokenizer_key
 from moe_lightning.data.instructions import chat_format
+from moe_lightning.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_content
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.hub import hub_name, local_folder, missing_weights, model_folder, tokenizer_file, weights_folder
 from tests.huggingface_models import inputs_for, logits_of, make_checkpoint
@@ -180,11 +180,8 @@ def test_a_revision_and_a_folder_of_the_same_name(served: Served) -> None:
 def test_a_tokenizer_by_the_name_of_its_model(spec: str, served: Served) -> None:
     publish(served, "org/tiny")
     path = served.folder / "org" / "tiny" / "tokenizer.json"
-    assert tokenizer_key(spec) == tokenizer_key(str(path))
-    assert (
-        load_tokenizer(spec, ()).encode("hello")[0].tolist()
-        == load_tokenizer(str(path), ()).encode("hello")[0].tolist()
-    )
+    assert tokenizer_content(spec) == tokenizer_content(str(path))
+    assert load_tokenizer(spec).encode("hello")[0].tolist() == load_tokenizer(str(path)).encode("hello")[0].tolist()
     assert type(chat_format(spec, "<e>")) is type(chat_format(str(path), "<e>"))
     assert not [file for file in served.files if file.endswith(".safetensors")]
 
@@ -221,7 +218,7 @@ def test_what_cannot_be_downloaded_is_one_sentence(served: Served, capfd: pytest
         with pytest.raises(ConfigurationError, match=f"^pretrained={name} {sentence}[^\n]*$"):
             weights_folder(name)
     with pytest.raises(ConfigurationError, match=r"^tokenizer=org/pickled: org/pickled has no tokenizer.json: "):
-        tokenizer_key("org/pickled")
+        check_tokenizer("org/pickled")
     Path("chat.jsonl").write_text('{"prompt": "1", "response": "2"}\n' * 9)
     command = ["recipes=olmoe_finetune", "data.path=chat.jsonl", "model.context_length=64", "ranks=1", "run_dir=out"]
     told = {
@@ -248,7 +245,7 @@ def test_without_a_network(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ConfigurationError, match=r"the Hub cannot be reached \(.*\): " + cure.format("tokenizer")):
-        tokenizer_key("org/tiny@v1")
+        check_tokenizer("org/tiny@v1")
 
 
 def test_a_run_and_its_exports_name_the_model(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from moe_lightning.config import PositiveInt, build_config, option, options_of, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.hub import TOKENIZER, local_folder, model_folder, weights_folder
+from moe_lightning.files import read_text
+from moe_lightning.hub import TOKENIZER, local_folder, model_folder, tokenizer_identity, weights_folder
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import IS_TOKEN, Architecture, SparseArchitecture, SparseBlock
 from moe_lightning.models.huggingface.attention import check_packing, document_options, share_sequences
@@ -247,6 +248,12 @@ class HuggingFaceModule(SupervisedModule):
             raise ConfigurationError(
                 f"data.tokenizer={given} gives other tokens than the model was trained on: use data.tokenizer={own}, "
                 "or remove that file to train on new ones"
+            )
+        made_with = getattr(data, "tokens_tokenizer", None)
+        if made_with is not None and own.is_file() and made_with != tokenizer_identity(read_text(own)):
+            raise ConfigurationError(
+                f"the tokens were made with another tokenizer than the model was trained with: run moe-data tokenize "
+                f"with --tokenizer {own}"
             )
 
     def tensor_parallel_plan(self) -> Plan:

@@ -1,0 +1,235 @@
+"""`moe-data`: tokens of text as a memory map.
+
+    moe-data tokenize SOURCE... --tokenizer T --out DIR   make it; a command that was killed goes on where it stopped
+    moe-data inspect DIR                                  sizes, tokenizer, and some of its text
+
+SOURCE is what data.source takes: a file, a folder or a glob of text, JSONL or Parquet. This module parses and prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+from annotated_types import Interval
+
+from moe_lightning import user_errors
+from moe_lightning.arguments import Parser, output_folder, value
+from moe_lightning.config import NonNegativeInt
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import check_local
+
+if TYPE_CHECKING:
+    from moe_lightning.data.token_folder import TokenFolder
+
+_Workers = Annotated[int, Interval(ge=1, le=1024)]
+_Fraction = Annotated[float, Interval(gt=0, lt=1)]
+_WIDE = 100
+"""Columns of a terminal from which on a bar is drawn beside the numbers."""
+_PLAIN_S = 10.0
+_SHOWN_TOKENS, _SHOWN_LETTERS = 64, 200
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        arguments = parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed the reason
+        return int(stop.code or 0)
+    try:
+        tokenize(arguments) if arguments.command == "tokenize" else inspect(arguments)
+    except Exception as error:
+        return user_errors.report("moe-data", error)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of a command line."""
+    parser = Parser(prog="moe-data", description="Make tokens of text, and look at them.")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
+    made = commands.add_parser("tokenize", help="make a folder of tokens, or finish one that was begun")
+    made.add_argument("source", nargs="+", metavar="SOURCE", help="file, folder or glob of text, JSONL or Parquet")
+    made.add_argument(
+        "--tokenizer", required=True, help="bytes, bpe:SIZE, the path of a tokenizer.json, or ORG/NAME on the Hub"
+    )
+    made.add_argument("--out", type=output_folder, required=True, metavar="DIR", help="the folder to make")
+    made.add_argument(
+        "--workers", type=value(_Workers), default=len(os.sched_getaffinity(0)), metavar="N",
+        help="processes; the tokens do not depend on their number (default: the cores of this machine)",
+    )  # fmt: skip
+    made.add_argument(
+        "--text-field", default="text", metavar="NAME", help="key or column of the text (default: %(default)s)"
+    )
+    made.add_argument(
+        "--end-of-document", type=value(NonNegativeInt), metavar="ID", help="token to append to every document"
+    )
+    made.add_argument(
+        "--val-fraction", type=value(_Fraction), default=0.05, metavar="X",
+        help="end of the text that bpe:SIZE is not trained on (default: %(default)s, as data.val_fraction)",
+    )  # fmt: skip
+    shown = commands.add_parser("inspect", help="sizes, tokenizer, and some of the text")
+    shown.add_argument("path", metavar="DIR", help="a folder of tokens")
+    shown.add_argument("--verify", action="store_true", help="compare everything with its checksums")
+    return parser
+
+
+# ---------------------------------------------------------------------- tokenize
+
+
+def tokenize(arguments: argparse.Namespace) -> None:
+    """Make a folder of tokens.
+
+    Raises:
+        ConfigurationError: see `write_token_folder`.
+    """
+    from moe_lightning.data.documents import has_records, source_files
+    from moe_lightning.data.token_folder import Recipe, is_token_folder, write_token_folder
+
+    for source in arguments.source:
+        check_local("SOURCE", source)
+        if is_token_folder(source):
+            raise ConfigurationError(f"{source} holds tokens already; train on it with data.source={source}")
+    files = source_files(arguments.source)
+    recipe = Recipe(
+        tokenizer=_tokenizer(arguments),
+        text_field=arguments.text_field if has_records(files) else "",
+        end_of_document=arguments.end_of_document,
+    )
+    if is_token_folder(arguments.out):
+        print(f"moe-data: {arguments.out} was begun before: what is finished is kept", file=sys.stderr)
+    with _progress(sum(file.size_bytes for file in files)) as progress:
+        made = write_token_folder(arguments.out, files, recipe, workers=arguments.workers, advance=progress.advance)
+    header = made.header
+    print(
+        f"{made.path}: {header.num_tokens:,} tokens ({header.dtype}) in {header.num_documents:,} documents of "
+        f"{header.num_files:,} files; train on it with data.source={made.path}"
+    )
+
+
+class _Progress(Protocol):
+    def advance(self, nbytes: int, tokens: int) -> None: ...
+
+
+@contextmanager
+def _progress(size_bytes: int) -> Iterator[_Progress]:
+    """A bar on a terminal, a line every few seconds elsewhere."""
+    if not sys.stdout.isatty():
+        yield _Lines(size_bytes)
+        return
+    bar = _Bar(size_bytes)
+    with bar.drawn:
+        yield bar
+
+
+class _Bar:
+    def __init__(self, size_bytes: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.table import Column
+
+        console = Console()
+        is_wide = console.width >= _WIDE
+        self.drawn = Progress(
+            *([BarColumn(bar_width=None)] if is_wide else []),
+            TextColumn("{task.fields[amount]}", table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            TextColumn("<", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            console=console,
+            refresh_per_second=4,
+            expand=is_wide,
+        )
+        self._counts = _Counts(size_bytes)
+        self._task = self.drawn.add_task("", total=size_bytes, amount=str(self._counts))
+
+    def advance(self, nbytes: int, tokens: int) -> None:
+        self._counts.add(nbytes, tokens)
+        self.drawn.update(self._task, advance=nbytes, amount=str(self._counts))
+
+
+class _Lines:
+    def __init__(self, size_bytes: int) -> None:
+        self._counts, self._next_s = _Counts(size_bytes), time.monotonic() + _PLAIN_S
+
+    def advance(self, nbytes: int, tokens: int) -> None:
+        self._counts.add(nbytes, tokens)
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _PLAIN_S
+            print(self._counts, flush=True)
+
+
+class _Counts:
+    """Text of what is done, at most 40 columns up to a terabyte."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes, self._nbytes, self._tokens = size_bytes, 0, 0
+
+    def add(self, nbytes: int, tokens: int) -> None:
+        self._nbytes, self._tokens = self._nbytes + nbytes, self._tokens + tokens
+
+    def __str__(self) -> str:
+        return f"{self._nbytes / 1e6:,.1f}/{self._size_bytes / 1e6:,.1f} MB  {self._tokens / 1e6:,.1f}M tokens"
+
+
+def _tokenizer(arguments: argparse.Namespace) -> str | None:
+    """The content of the tokenizer.json; one that is trained is kept in the cache, where a second try finds it."""
+    from moe_lightning.data.corpus import Source, trained_tokenizer
+    from moe_lightning.data.tokenizer import check_tokenizer, is_trained, tokenizer_content
+
+    spec = arguments.tokenizer
+    check_local("--tokenizer", spec)
+    check_tokenizer(spec)
+    if not is_trained(spec):
+        return tokenizer_content(spec)
+    sources = [Source(path=source, text_field=arguments.text_field) for source in arguments.source]
+    return trained_tokenizer(sources, spec, val_fraction=arguments.val_fraction)
+
+
+# ---------------------------------------------------------------------- inspect
+
+
+def inspect(arguments: argparse.Namespace) -> None:
+    """Print what is in a folder of tokens.
+
+    Raises:
+        ConfigurationError: it is none, or damaged.
+    """
+    from moe_lightning.data.token_folder import open_token_folder
+
+    folder = open_token_folder(arguments.path)
+    header = folder.header
+    if arguments.verify:
+        folder.check()
+    mean = header.num_tokens / header.num_documents
+    end = header.end_of_document
+    print(folder.path)
+    print(f"tokens     {header.num_tokens:,} of {header.dtype}, {folder.tokens.stat().st_size / 1e6:,.1f} MB")
+    print(f"documents  {header.num_documents:,}, {mean:,.1f} tokens each{'' if end is None else f', ended by {end}'}")
+    print(f"tokenizer  {folder.tokenizer}, vocabulary {header.vocab_size:,}")
+    print(f"source     {header.num_files:,} files, {header.size_bytes / 1e6:,.1f} MB")
+    for number in sorted({0, header.num_documents // 2}):
+        print(f"document   {number:,}: {_sample(folder, number)}")
+    print("verified   every checksum" if arguments.verify else "checksums  are compared by --verify")
+
+
+def _sample(folder: TokenFolder, number: int) -> str:
+    """The beginning of a document, in a line."""
+    import numpy as np
+
+    from moe_lightning.data.tokenizer import load_tokenizer
+
+    starts = folder.documents()
+    stop = starts[number + 1] if number + 1 < len(starts) else folder.header.num_tokens
+    tokens = np.memmap(folder.tokens, dtype=folder.header.dtype, mode="r")[starts[number] : stop]
+    text = load_tokenizer(folder.tokenizer).decode(tokens[:_SHOWN_TOKENS].tolist())
+    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return shown if len(shown) <= _SHOWN_LETTERS and len(tokens) <= _SHOWN_TOKENS else f"{shown[:_SHOWN_LETTERS]} ..."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
