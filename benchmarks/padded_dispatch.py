@@ -38,8 +38,7 @@ class PaddedBackend(ExchangeBackend):
         padded_MD = rows_MD.new_zeros(sum(outgoing), rows_MD.shape[1])
         padded_MD = padded_MD.index_copy(0, _heads(send, outgoing).to(rows_MD.device), rows_MD)
         arrived_MD = exchange_rows(padded_MD, outgoing, incoming, self.world, spec.overlap_fn)
-        self.sent_rows = sum(outgoing) - outgoing[self.world.rank]
-        self.sent_bytes = self.sent_rows * rows_MD.shape[1] * rows_MD.element_size()
+        self.rows_to_ranks = outgoing
         return arrived_MD[_heads(recv, incoming).to(rows_MD.device)]
 
 

@@ -209,8 +209,10 @@ class DispatchBackend(Protocol):
         sent_rows, sent_bytes: that left this rank in the last dispatch.
     """
 
-    sent_rows: int
-    sent_bytes: int
+    @property
+    def sent_rows(self) -> int: ...
+    @property
+    def sent_bytes(self) -> int: ...
 
     def dispatch(
         self, x_TD: Tensor, expert_ids_TK: Tensor, plan: Any, overlap_fn: OverlapFn
@@ -292,6 +294,7 @@ class ExchangeBackend:
         takes_device_plans: True if `dispatch` accepts a `DevicePlan`, too.
         is_packed: True if the rows of all ranks follow each other under such a plan, with splits in tensors; False if
             they travel in blocks of one size.
+        rows_to_ranks: of the last dispatch, those that stay on this rank included.
     """
 
     takes_device_plans = True
@@ -299,7 +302,19 @@ class ExchangeBackend:
 
     def __init__(self, world: World, /) -> None:
         self.world = world
-        self.sent_rows = self.sent_bytes = 0
+        self.rows_to_ranks: Sequence[int] | Tensor = [0] * world.size
+        self._row_bytes = 0
+
+    @property
+    def sent_rows(self) -> int:
+        """Rows that left this rank in the last dispatch, padding of blocks included; waits for a plan on the device."""
+        rows = self.rows_to_ranks.tolist() if isinstance(self.rows_to_ranks, Tensor) else self.rows_to_ranks
+        return sum(rows) - rows[self.world.rank]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Their bytes."""
+        return self.sent_rows * self._row_bytes
 
     def dispatch(
         self, x_TD: Tensor, expert_ids_TK: Tensor, plan: DispatchPlan | DevicePlan, overlap_fn: OverlapFn
@@ -312,9 +327,7 @@ class ExchangeBackend:
                 x_TD, expert_ids_TK = F.pad(x_TD, (0, 0, 0, 1)), F.pad(expert_ids_TK, (0, 0, 0, 1), value=-1)
             handle, tokens_C = _device_handle(expert_ids_TK, plan, is_packed=self.is_packed)
         rows_MD = ops.permute(x_TD, handle.order_M, handle.inverse_TK, may_pad=isinstance(plan, DevicePlan))
-        if not isinstance(handle.send_rows, Tensor):
-            self.sent_rows = sum(handle.send_rows) - handle.send_rows[self.world.rank]
-        self.sent_bytes = self.sent_rows * rows_MD.shape[-1] * rows_MD.element_size()
+        self.rows_to_ranks, self._row_bytes = handle.send_rows, rows_MD.shape[-1] * rows_MD.element_size()
         spec = AllToAllSpec(
             send_splits=handle.send_rows, recv_splits=handle.recv_rows, plan=plan, overlap_fn=overlap_fn
         )

@@ -9,11 +9,12 @@ The second on every node. The script is run as `python SCRIPT ARGUMENTS...` woul
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from moe_lightning.arguments import OutputFolder, Parser, add_options, option, read_options, shortened
-from moe_lightning.config import NonNegativeInt, PositiveInt
+from moe_lightning.config import NonNegativeInt, PositiveInt, build_config
 from moe_lightning.elastic.launcher import ElasticLauncher
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticSettings
 from moe_lightning.elastic.worker import LAUNCHER_PID_VARIABLE, Interrupted, leave, work
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ElasticLauncher(
             num_ranks=options.ranks,
             log_dir=options.log_dir,
-            settings=ElasticSettings(**_settings(options.set)),
+            settings=_settings(options.set),
             module=_MODULE,
             program=_PROGRAM,
             max_restarts=options.max_restarts,
@@ -86,30 +87,20 @@ def _run_script(script: str, *arguments: str) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def _settings(texts: Sequence[str]) -> dict[str, Any]:
+def _settings(texts: Sequence[str]) -> ElasticSettings:
     """Parse the settings given as NAME=VALUE.
 
     Raises:
         ConfigurationError: a name or value is invalid.
     """
-    types = {f.name: type(f.default) for f in fields(ElasticSettings)}
     values: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
-        if name not in types:
-            raise ConfigurationError(f"--set {text}: {name!r} is not a setting: use one of {', '.join(types)}")
         try:
-            if types[name] is float:
-                values[name] = float(value)
-            elif types[name] is int:
-                values[name] = int(value)
-            elif types[name] is bool:
-                values[name] = {"true": True, "false": False}[value.lower()]
-            else:
-                values[name] = value
-        except (ValueError, KeyError):
-            raise ConfigurationError(f"--set {text}: {value!r} is not a {types[name].__name__}") from None
-    return values
+            values[name] = json.loads(value.lower() if value.lower() in ("true", "false") else value)
+        except ValueError:
+            values[name] = value
+    return build_config(ElasticSettings, values, key="--set")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
+from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, effects, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.architecture import (
     Architecture,
@@ -295,11 +295,18 @@ def _as_qwen3_moe(config: Any, sparse: SparseLayers) -> tuple[Any, Family]:
 
 def _moe_config(model_type: str, config: Any, sparse: SparseLayers, others: Mapping[str, Any]) -> tuple[Any, Family]:
     """The configuration of the same model with experts, where its router is the one that this family has."""
-    router = sparse.router
-    if router.score != "softmax" or router.num_groups > 1 or router.bias_update_rate or router.noisy_top_k:
+    router, plain = sparse.router, RouterConfig()
+    others_than_plain = [
+        f"router.{name}={getattr(router, name)}"
+        for name, effect in effects(type(router)).items()
+        if (effect.changes_function or name == "bias_update_rate")  # the rate's bias is in the weights
+        and name not in ("top_k", "normalize_top_k", "softmax_after_top_k")  # which this function writes
+        and getattr(router, name) != getattr(plain, name, None)
+    ]
+    if others_than_plain:
         raise ConfigurationError(
-            f"{model_type} has a plain softmax router, without groups, selection bias and learned noise: keep the "
-            "Lightning checkpoint of this one"
+            f"{model_type} has a plain softmax router and cannot hold {', '.join(others_than_plain)}: keep the "
+            "Lightning checkpoint of this model"
         )
     values = config.to_dict()
     shared = {name: values[name] for name in _LLAMA_KEYS if name in values}

@@ -83,7 +83,7 @@ def test_numbers_of_a_layer() -> None:
 def test_numbers_of_ranks_come_from_the_dispatcher() -> None:
     layer = _layer([[6, 2], [4, 0]])
     layer.dispatcher.last_rank_loads = np.array([9, 3])
-    layer.dispatcher._backend.sent_rows, layer.dispatcher._backend.sent_bytes = 5, 160
+    layer.dispatcher._backend.rows_to_ranks, layer.dispatcher._backend._row_bytes = [7, 5], 32
     metrics = {m.name: m for m in layer_metrics([layer])}
     assert metrics["moe/layer00/rank_imbalance_ratio"].value == 1.5
     assert (metrics["comm/layer00/exchanged_rows"].value, metrics["comm/layer00/exchanged_rows"].over_ranks) == (

@@ -18,7 +18,15 @@ from tests.documented import ROOT
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 ROWS = re.findall(r"^\| \[([^\]]+)\]\(#([\w-]+)\) \| (.+) \| (.+) \|$", PAGE, re.MULTILINE)
 CHANGES = {
-    *("a router option", "a family of models", "a metric", "a placement rule", "a command", "an elastic setting"),
+    *(
+        "a router option",
+        "a family of models",
+        "a metric",
+        "a placement rule",
+        "a check in a step",
+        "a command",
+        "an elastic setting",
+    ),
     "saved state",
     *("a gradient sum", "a pipeline schedule", "a storage", "a mesh axis"),
 }

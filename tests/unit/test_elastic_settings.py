@@ -77,9 +77,9 @@ def test_no_engine_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "sentence"),
     [
         (["no_such.py"], "no_such.py is not there"),
-        (["--set", "no_such=1", __file__], "'no_such' is not a setting: use one of heartbeat_timeout_s"),
-        (["--set", "min_ranks=x", __file__], "'x' is not a int"),
-        (["--set", "notice_on_sigterm=maybe", __file__], "'maybe' is not a bool"),
+        (["--set", "no_such=1", __file__], "--set has no 'no_such': use one of heartbeat_timeout_s"),
+        (["--set", "min_ranks=x", __file__], "--set.min_ranks='x' must be an integer of at least 1"),
+        (["--set", "notice_on_sigterm=maybe", __file__], "--set.notice_on_sigterm='maybe' must be true or false"),
     ],
 )
 def test_wrong_options_of_run(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

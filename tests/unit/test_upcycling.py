@@ -135,7 +135,8 @@ def test_what_transformers_has_no_class_for_is_not_exported(tmp_path: Path) -> N
     make_checkpoint("qwen3_dense", tmp_path / "qwen3")
     for dense, options, message in (
         ("llama", {"moe_every": 2}, "is a Mixtral only with experts in every layer"),
-        ("llama", {"router": RouterConfig(score="sigmoid")}, "mixtral has a plain softmax router"),
+        ("llama", {"router": RouterConfig(score="sigmoid")}, "mixtral has a .* cannot hold router.score=sigmoid"),
+        ("llama", {"router": RouterConfig(group_top_k=1)}, "cannot hold router.group_top_k=1"),
         ("qwen3", {"router": RouterConfig(bias_update_rate=0.1)}, "qwen3_moe has a plain softmax router"),
     ):
         module = load(tmp_path / dense, upcycling=UpcyclingConfig(**options))  # type: ignore[arg-type]
