@@ -24,7 +24,8 @@ from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.cli.short_training import StepClock, gpt, quiet_trainer, random_text, write_job
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.strategies import ExpertParallelStrategy
-from moe_lightning.strategies.recovery import RecoveryListener, RecoveryReport
+from moe_lightning.strategies.recovery import RecoveryReport
+from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 STOP = "stop"
 _SAMPLES = 4096
@@ -77,7 +78,7 @@ class Task:
         return write_job(Path(self.folder), "benchmarks.recovery_worker:train", asdict(self), self.cores)
 
 
-class Diary(StepClock, RecoveryListener):
+class Diary(StepClock, ExpertParallelCallback):
     """Writes down what this process does as it happens."""
 
     def __init__(self, folder: Path, slot: int) -> None:
@@ -91,13 +92,7 @@ class Diary(StepClock, RecoveryListener):
         self._file.write(json.dumps({"kind": kind, "time_s": time.time(), **facts}) + "\n")
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        elastic = getattr(trainer.strategy, "elastic", None)
-        if elastic is not None:  # after FaultRecovery, which sets the listeners
-            elastic.listeners.append(self)
-
-    @override
-    def recovered(self, report: RecoveryReport) -> None:
+    def on_recovered(self, trainer: pl.Trainer, pl_module: pl.LightningModule, report: RecoveryReport) -> None:
         self.write("recovery", **asdict(report))
 
     @override

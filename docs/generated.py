@@ -50,7 +50,10 @@ FIRST = {
 """Options that come first on their page."""
 
 API_GROUPS = {
-    "Strategy and layer": ("ExpertParallelStrategy", "MoELayer", "RouterConfig", "ForcedRouting", "ContextParallel"),
+    "Strategy and layer": (
+        *("ExpertParallelStrategy", "ExpertParallelCallback", "MoELayer", "RouterConfig", "ForcedRouting"),
+        "ContextParallel",
+    ),
     "Losses and gradients": ("auxiliary_loss", "global_mean", "global_sum", "gradient_norms"),
     "Models": (
         *("GPT", "GPTConfig", "GPTModule", "OptimizerConfig", "HuggingFaceConfig", "HuggingFaceModule"),

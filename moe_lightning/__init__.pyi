@@ -35,6 +35,7 @@ from moe_lightning.moe.router import RouterConfig as RouterConfig
 from moe_lightning.parallel.sequence import ContextParallel as ContextParallel
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy as ExpertParallelStrategy
 from moe_lightning.strategies.gradients import gradient_norms as gradient_norms
+from moe_lightning.strategies.worlds import ExpertParallelCallback as ExpertParallelCallback
 
 __all__: list[str]
 __version__: str

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import FaultRecovery, MoELayer, PartialExpertsCheckpoint
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.elastic import launcher
-from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests import agents
 from tests.distributed.harness import run_ranks
@@ -350,7 +350,7 @@ def _trace_recovery(trace: Trace) -> None:
     """From the exception that ends the fit loop in a broken world to where the loop runs again."""
     run = ElasticWorlds.run
 
-    def traced_run(elastic: ElasticWorlds, fit: Callable[[], None]) -> None:
+    def traced_run(elastic: ElasticWorlds, policy: RecoveryPolicy, fit: Callable[[], None]) -> None:
         is_open = False
 
         def traced_fit() -> None:
@@ -365,7 +365,7 @@ def _trace_recovery(trace: Trace) -> None:
                 trace.open()
                 raise
 
-        run(elastic, traced_fit)
+        run(elastic, policy, traced_fit)
 
     ElasticWorlds.run = traced_run  # type: ignore[method-assign]
 

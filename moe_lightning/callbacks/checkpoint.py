@@ -40,7 +40,6 @@ from moe_lightning.checkpoint.directory import checkpoints, enter_world, next_wo
 from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings, Order
-from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.selection import DynamicKRule, parse_scopes, worst_case_plt
 from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
@@ -53,8 +52,8 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
-from moe_lightning.strategies.recovery import RecoveryListener
 from moe_lightning.strategies.train_state import TrainState
+from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 
 @validated
@@ -340,7 +339,7 @@ def _dynamic_k(trainer: pl.Trainer) -> DynamicK | None:
 
 
 @validated
-class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener):
+class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCallback):
     """Saves directories `step-...` under `dirpath`, whole or not at all; resume with `ckpt_path=` such a directory,
     `dirpath` or "last".
 
@@ -396,7 +395,6 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
         self.session: CheckpointSession | None = None
         self.checkpoint_ledger: CheckpointLedger | None = None
         self._strategy: ExpertParallelStrategy | None = None
-        self._layout: Callable[[ExpertParallelStrategy], ProtectionLayout] | None = None
         self._growth = StateGrowth()
         self._received_ledger: dict[str, Any] | None = None
         self._is_interrupted = self._is_saving = self._experts_moved = False
@@ -447,20 +445,15 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
             self._strategy.state.require_replayable()
         if self._strategy.elastic is not None:  # a rank that joined for the end saves with those that were there
             self._is_interrupted = self.session is None
-        if self not in trainer.strategy.worlds.listeners:
-            trainer.strategy.worlds.listeners.append(self)
 
-    def leave(self) -> None:
-        """Experts are about to move: finish the copy of their rows. Others may write them from now on."""
+    @override
+    def on_before_experts_move(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Finish the copy of the experts' rows. Others may write them from now on."""
         if self.session is not None:
             self.session.wait_before_update()
             self._experts_moved = True
 
     # ------------------------------------------------------------------ another world
-
-    def protect_with(self, layout: Callable[[ExpertParallelStrategy], ProtectionLayout]) -> None:
-        """Let every snapshot be protected as the layout says, which is asked for when a session opens."""
-        self._layout = layout
 
     def recovery_sources(self, strategy: ExpertParallelStrategy) -> RecoverySources:
         """Sources of saved state for a recovery."""
@@ -474,12 +467,14 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
         )
 
     @override
-    def publish_snapshots(self) -> None:
+    def on_before_recovery(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.session is not None:
             self.session.finish_copy()
 
     @override
-    def count_stale(self, versions: Mapping[tuple[int, int], int]) -> None:
+    def on_stale_experts(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, versions: Mapping[tuple[int, int], int]
+    ) -> None:
         self._counts.record(self.checkpoint_ledger)
         if self.checkpoint_ledger is not None:
             self._lost_plt += count_stale(self.checkpoint_ledger, versions)
@@ -488,12 +483,13 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
     def _run_name(self) -> str:
         return absolute(self._root).parent.name or "run"
 
-    def enter(self, world: World) -> None:
+    @override
+    def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Other ranks write from now on: the session ends where it is, and the next checkpoint opens another."""
         self._close(wait=False)
         self._experts_moved = False
         self._is_interrupted = True
-        elastic = self._strategy.elastic if self._strategy is not None else None
+        elastic = own_strategy(trainer, "PartialExpertsCheckpoint").elastic
         if elastic is not None and elastic.has_rolled_back:
             self.checkpoint_ledger, self._counts, self._lost_plt = None, TokenCounts(), 0.0
 
@@ -632,7 +628,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, RecoveryListener
             ledger_bytes=self.checkpoint_ledger.largest_dump_bytes if self.checkpoint_ledger is not None else 0,
             node_peers=strategy.world.node_peers,
             node=strategy.elastic.engine.node if strategy.elastic else "",
-            layout=self._layout(strategy) if self._layout is not None else None,
+            layout=None if strategy.elastic is None else strategy.elastic.protection(),
             computed_in=computed_in(strategy),
             experts_move=any(isinstance(c, LoadBalancer) for c in trainer.callbacks),  # type: ignore[attr-defined]
             world_number=strategy.world.generation or self._world_number,

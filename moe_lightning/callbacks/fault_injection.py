@@ -32,7 +32,6 @@ from typing import Annotated, Any, Literal, get_args
 
 import lightning.pytorch as pl
 from annotated_types import Interval
-from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -42,9 +41,9 @@ from moe_lightning.checkpoint.arena import Arena, arena_path
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.parallel.context import World
 from moe_lightning.simulate.failures import cap_nodes, read_trace
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
+from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 Kind = Literal["kill", "stop", "slow", "drop_node", "corrupt_arena", "fill_disk"]
 Place = Literal["forward", "backward", "gradients", "update", "step_end", "validation", "recovery"]
@@ -340,7 +339,7 @@ _FOREVER_S = 1e8  # a node that never comes: the launcher ends who waits for it
 
 
 @validated
-class FaultInjection(Callback):
+class FaultInjection(ExpertParallelCallback):
     """Kills, stops, slows ranks and takes nodes, snapshots and disks away, where and when it is told to.
 
     Faults are texts such as "rank=1,step=30", several separated by semicolons or in a list; `Fault` lists their keys.
@@ -393,7 +392,6 @@ class FaultInjection(Callback):
         self._began = 0.0
         self._peers: tuple[int, ...] = ()
         self._hooks: list[RemovableHandle] = []
-        self._trainer: pl.Trainer | None = None
         self._clock: _Clock | None = None
 
     # ------------------------------------------------------------------ places
@@ -404,8 +402,6 @@ class FaultInjection(Callback):
         if stage != "fit":
             return
         self._marks.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._trainer = trainer
-        strategy.worlds.listeners.append(self)
         if self._trace is not None:
             absences = self._own_absences(strategy)
             self._wait_for_node(absences)
@@ -470,17 +466,10 @@ class FaultInjection(Callback):
         if self._clock is not None:
             self._clock.close()
             self._clock = None
-        strategy = _strategy(trainer)
-        if self in strategy.worlds.listeners:
-            strategy.worlds.listeners.remove(self)
 
-    def leave(self) -> None:
-        """Nothing is struck between worlds."""
-
-    def enter(self, world: World) -> None:
-        """Another world has begun."""
-        assert self._trainer is not None, "only a fit has listeners"
-        self._strike(self._trainer, "recovery")
+    @override
+    def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._strike(trainer, "recovery")
 
     # ------------------------------------------------------------------ faults
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
@@ -25,10 +25,11 @@ from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
 from moe_lightning.elastic.faults import WorldChanged
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
-from moe_lightning.strategies.recovery import RecoveryListener, RecoveryReport
+from moe_lightning.strategies.recovery import RecoveryReport
 from moe_lightning.strategies.train_state import replay_peer, verify_replay
+from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 COLUMNS = (
     "step",
@@ -84,7 +85,7 @@ def _append(path: Path, row: Sequence[Any]) -> None:
 
 
 @validated
-class FaultRecovery(Callback, RecoveryListener):
+class FaultRecovery(ExpertParallelCallback):
     """Recovers from lost ranks inside the running fit.
 
     Needs ranks that an elastic launcher started (`moe-train` with elastic.enabled=true, or
@@ -117,6 +118,8 @@ class FaultRecovery(Callback, RecoveryListener):
             loaders that are made anew every n epochs, or optimizer_replay where dense parameters are cut.
     """
 
+    repairs_replicas = True
+
     def __init__(
         self,
         *,
@@ -143,7 +146,6 @@ class FaultRecovery(Callback, RecoveryListener):
         self.replays, self._verify_every = optimizer_replay, verify_replay_every
         self._max_recoveries = max_recoveries
         self._committed = -1
-        self._trainer: pl.Trainer | None = None  # whose fit recovers
         self.reports: list[RecoveryReport] = []
 
     @override
@@ -161,7 +163,6 @@ class FaultRecovery(Callback, RecoveryListener):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _strategy(trainer).steps.repairs_replicas = True
         elastic = _elastic(trainer)
         if elastic is None:
             return
@@ -175,14 +176,15 @@ class FaultRecovery(Callback, RecoveryListener):
                 f"reload_dataloaders_every_n_epochs={reload_every} makes loaders anew at "
                 "epochs that a rank which joins later does not count: set it to 0, or leave FaultRecovery out"
             )
-        elastic.min_replicas, elastic.max_recoveries = self._min_replicas, self._max_recoveries
-        self._trainer, elastic.listeners[:] = trainer, [self]
+        strategy = _strategy(trainer)
         checkpoint = next((c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)), None)  # type: ignore[attr-defined]
-        if checkpoint is not None:
-            checkpoint.protect_with(self._layout)
-            elastic.planner.sources = checkpoint.recovery_sources(_strategy(trainer))
-            elastic.listeners.insert(0, checkpoint)
-        private_lightning.run_fit_by(trainer, elastic.run, elastic.met_after_batch)
+        policy = RecoveryPolicy(
+            min_replicas=self._min_replicas,
+            max_recoveries=self._max_recoveries,
+            sources=None if checkpoint is None else checkpoint.recovery_sources(strategy),
+            protection=partial(self._layout, strategy),
+        )
+        private_lightning.run_fit_by(trainer, partial(elastic.run, policy), elastic.met_after_batch)
 
     def _layout(self, strategy: ExpertParallelStrategy) -> ProtectionLayout:
         """Protection of snapshots in the present world: the ranks that protect each other's."""
@@ -200,8 +202,6 @@ class FaultRecovery(Callback, RecoveryListener):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._trainer = None
-        _strategy(trainer).steps.repairs_replicas = False
         private_lightning.run_fit_as_usual(trainer)
 
     @override
@@ -271,9 +271,7 @@ class FaultRecovery(Callback, RecoveryListener):
             elastic.epoch_ended()
 
     @override
-    def recovered(self, report: RecoveryReport) -> None:
-        trainer = self._trainer
-        assert trainer is not None
+    def on_recovered(self, trainer: pl.Trainer, pl_module: pl.LightningModule, report: RecoveryReport) -> None:
         self.reports.append(report)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(logger, CSVLogger):

@@ -234,7 +234,7 @@ class SpeedFollower:
             return False
         if rank == self._strategy.world.rank:
             share = f"{ratios[rank]:.2f} of the median rank's speed"
-            elastic.parting = f"it had {share} for {_SLOW_STEPS} steps (stragglers=expel)"
+            elastic.request_departure(f"it had {share} for {_SLOW_STEPS} steps (stragglers=expel)")
         return True
 
     # ------------------------------------------------------------------ metrics

@@ -88,11 +88,9 @@ class Membership(Protocol):
         store: for building groups, under the prefix `members.name`; no wait on it may outlive the world.
         reason: why the last guarded world broke, as one sentence; None while it holds.
         notice: notice of preemption of this process, as a sentence; None without one.
-        multiple: worlds train in multiples of so many members.
     """
 
     task: ElasticTask
-    multiple: int
 
     @property
     def settings(self) -> ElasticSettings: ...
@@ -150,15 +148,15 @@ class Membership(Protocol):
 class MembershipFactory(Protocol):
     """Factory of a worker's `Membership`."""
 
-    def __call__(self, task: ElasticTask, /) -> Membership:
-        """Return the membership of the worker with this task."""
+    def __call__(self, task: ElasticTask, multiple: int, /) -> Membership:
+        """Return the membership of the worker with this task, in worlds that train in multiples of so many members."""
 
 
-def _rendezvous_host(task: ElasticTask, /) -> Membership:
+def _rendezvous_host(task: ElasticTask, multiple: int, /) -> Membership:
     # Here: launchers, which check the name, need not load it.
     from moe_lightning.elastic.rendezvous_client import RendezvousClient
 
-    return RendezvousClient(task)
+    return RendezvousClient(task, multiple)
 
 
 MEMBERSHIPS: Registry[MembershipFactory] = Registry(
@@ -303,11 +301,14 @@ class ElasticTask:
             raise ConfigurationError(f"{ELASTIC_VARIABLE} is malformed ({error}): leave it to the launcher") from None
 
 
-def membership_from_environment() -> Membership | None:
+def membership_from_environment(multiple: int = 1) -> Membership | None:
     """Return the membership of a worker that an elastic launcher started; None in any other process.
+
+    Args:
+        multiple: worlds train in multiples of so many members.
 
     Raises:
         ConfigurationError: the launcher's variable is malformed, or its membership cannot be made.
     """
     task = ElasticTask.from_environment()
-    return None if task is None else MEMBERSHIPS.make(task.settings.membership, task)
+    return None if task is None else MEMBERSHIPS.make(task.settings.membership, task, multiple)

@@ -266,19 +266,19 @@ class RendezvousClient:
 
     Args:
         task: from the launcher.
+        multiple: number of members of which worlds that train are multiples.
 
     Attributes:
         task: as given.
         settings: timeouts of this run.
         node: failure domain of this process.
         member_id: name of this process among the members; a new one after an eviction.
-        multiple: number of members of which worlds are multiples; set it before the first `join`.
 
     Raises:
         ConfigurationError: the run's secret cannot be read.
     """
 
-    def __init__(self, task: ElasticTask) -> None:
+    def __init__(self, task: ElasticTask, multiple: int = 1) -> None:
         self.task, self.settings, self.node = task, task.settings, task.node
         self.member_id = new_member_id(task.node, task.token, task.birth_ns)
         self._secret = read_secret(Path(task.secret_file))
@@ -288,7 +288,7 @@ class RendezvousClient:
         self._clock = ProcessClock()
         self._watch: JoinedWorld | None = None  # the newest world
         self._guarded: JoinedWorld | None = None
-        self._main_is_here, self.multiple = True, 1
+        self._main_is_here, self._multiple = True, multiple
         self._is_joining = self._is_ready = self._is_spare = False
         self._evicted: str | None = None
         self._rejected: str | None = None
@@ -353,7 +353,7 @@ class RendezvousClient:
             self._is_ready |= is_ready
             self._rejected = None
             if self._evicted is None:
-                ready, multiple = self._is_ready, self.multiple
+                ready, multiple = self._is_ready, self._multiple
                 self._connection.send({"t": "join", "ready": ready, "multiple": multiple, "spare": is_spare})
             while self._watch is former:
                 is_over = self.is_finished() and self._finished > self._finished_together
@@ -593,7 +593,7 @@ class RendezvousClient:
                 "t": "member", "id": self.member_id, "expected": self.task.expected, "patience": timeouts,
                 "probe": list(self._prober.endpoint) if self._prober is not None else None,
                 "joining": self._is_joining, "ready": self._is_ready, "number": self._number, "world": world,
-                "multiple": self.multiple,
+                "multiple": self._multiple,
             })  # fmt: skip
             self._changed.notify_all()
 

@@ -16,18 +16,19 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from moe_lightning.balancing.repair import Repair, repair_placements
-from moe_lightning.checkpoint.memory import DamagedSnapshots
+from moe_lightning.checkpoint.memory import DamagedSnapshots, RecoverySources
+from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, without_snapshots
 from moe_lightning.compat import private_lightning
 from moe_lightning.data.loader import leave_schedule
@@ -42,7 +43,6 @@ from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, agree, any_says
 from moe_lightning.strategies.recovery import (
     FitProgress,
-    RecoveryListener,
     RecoveryPlanner,
     RecoveryReport,
     Stopwatch,
@@ -59,7 +59,10 @@ from moe_lightning.strategies.recovery import (
     transfer_progress,
 )
 from moe_lightning.strategies.train_state import TrainState
-from moe_lightning.strategies.worlds import WorldListener, Worlds
+from moe_lightning.strategies.worlds import call_hook
+
+if TYPE_CHECKING:
+    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -196,53 +199,48 @@ def first_world(engine: Membership, build: Callable[[Members], World]) -> tuple[
             release_frames(error)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecoveryPolicy:
+    """Choices of a fit that recovers.
+
+    Attributes:
+        min_replicas: nodes that shall hold each expert.
+        max_recoveries: recoveries after which the run gives up.
+        sources: places of saved state; None if nothing is saved.
+        protection: returns the ranks that protect each other's snapshots in the present world; None: none do.
+    """
+
+    min_replicas: int = 1
+    max_recoveries: int = 1000
+    sources: RecoverySources | None = None
+    protection: Callable[[], ProtectionLayout] | None = None
+
+
 class ElasticWorlds:
     """Worlds of this rank: joining them, and the transfer of its state between them.
 
     Args:
-        worlds: learns the present one.
-        state: what crosses.
-        wrapped: left before the state crosses and entered after it: the module with what surrounds it.
-        take_place: tell Lightning of this rank's place in a world.
+        strategy: of this rank, whose state is transferred.
         engine: membership, monitor and sockets.
-        device, backend, timeout: of the groups.
 
     Attributes:
         members: of the world that this process joined last; None before the first.
-        min_replicas: nodes that shall hold each expert.
-        max_recoveries: recoveries after which the run gives up.
         version: committed optimizer steps of the live state.
         is_newcomer: this process holds nothing of the run yet.
         change_is_due: the ranks agreed to form another world before the next step.
-        parting: why this rank shall leave after the present step; None: only if it is given notice.
-        planner: chooses what to go on from.
         has_rolled_back: the last change of the world went back to a saved state.
-        listeners, report: have a part in recoveries; of the last one, None before the first.
+        report: of the last recovery; None before the first.
     """
 
-    def __init__(
-        self,
-        worlds: Worlds,
-        state: TrainState,
-        wrapped: WorldListener,
-        take_place: Callable[[World], None],
-        engine: Membership,
-        device: torch.device,
-        backend: str,
-        timeout: timedelta,
-    ) -> None:
-        self._worlds, self._state, self._wrapped, self._take_place = worlds, state, wrapped, take_place
-        self._device, self._backend, self._timeout = device, backend, timeout
-        self.engine = engine
-        worlds.allow_changes()
-        engine.multiple = worlds.axes.num_ranks
+    def __init__(self, strategy: ExpertParallelStrategy, engine: Membership) -> None:
+        self._strategy, self._worlds, self._state, self.engine = strategy, strategy.worlds, strategy.state, engine
+        self._worlds.allow_changes()
         self.members: Members | None = None
-        self.min_replicas, self.max_recoveries = 1, 1000
+        self._policy = RecoveryPolicy()
+        self._planner = RecoveryPlanner(None)
         self.version = self._recoveries = 0
         self.is_newcomer = self.change_is_due = False
-        self.parting: str | None = None
-        self.listeners: list[RecoveryListener] = []
-        self.planner = RecoveryPlanner(self.listeners)
+        self._departure: str | None = None
         self.has_rolled_back = self._has_newcomers = False
         self.report: RecoveryReport | None = None
         self._pending: Optimizer | None = None
@@ -271,7 +269,7 @@ class ElasticWorlds:
         task = self.engine.task
         place = min(task.slot, task.expected - 1), task.expected
         nodes = [rank // ranks_per_node for rank in range(task.expected)]
-        return World.offline(*place, self._device, self._worlds.layout(nodes))
+        return World.offline(*place, self._strategy.root_device, self._worlds.layout(nodes))
 
     def _join(self, watch: Stopwatch) -> World:
         with watch.phase("rendezvous"):
@@ -288,10 +286,10 @@ class ElasticWorlds:
             store=self.engine.store,
             rank=members.rank,
             size=members.size,
-            backend=self._backend,
-            timeout=self._timeout,
+            backend=self._strategy.process_group_backend,
+            timeout=self._strategy.collectives_timeout,
             build_timeout_s=self.engine.settings.build_timeout_s,
-            device=self._device,
+            device=self._strategy.root_device,
             layout=self._worlds.layout(members.nodes),
             generation=members.number,
             guard=lambda cut: self.engine.guard(members, cut),
@@ -300,6 +298,18 @@ class ElasticWorlds:
         if world.rank == 0:
             take_over_terminal()
         return world
+
+    def protection(self) -> ProtectionLayout | None:
+        """Return the ranks that protect each other's snapshots in the present world; None: none do."""
+        return None if self._policy.protection is None else self._policy.protection()
+
+    def request_departure(self, reason: str) -> None:
+        """Let this rank leave after the present step, as on a notice.
+
+        Args:
+            reason: as one sentence.
+        """
+        self._departure = reason
 
     def close(self) -> None:
         """Leave for good, when training is over."""
@@ -316,7 +326,7 @@ class ElasticWorlds:
         """Every collective of the step is done: wait until all say so, and agree whether the world changes now."""
         self._pending = optimizer
         self.engine.record_progress()
-        is_asked = self.engine.has_newcomers() or (self.engine.notice or self.parting) is not None
+        is_asked = self.engine.has_newcomers() or (self.engine.notice or self._departure) is not None
         (is_wished,) = any_says([is_asked], self._worlds.present)
         self.change_is_due = is_wished and self._state.window_replay is None  # state that crosses is whole
 
@@ -360,8 +370,12 @@ class ElasticWorlds:
 
     # ------------------------------------------------------------------ recovering
 
-    def run(self, fit: Callable[[], None]) -> None:
+    def run(self, policy: RecoveryPolicy, fit: Callable[[], None]) -> None:
         """Run the fit loop to its end, through as many worlds as it takes.
+
+        Args:
+            policy: of this fit.
+            fit: runs the loop in one world.
 
         Raises:
             Preempted: this process shall leave.
@@ -372,9 +386,11 @@ class ElasticWorlds:
         fault: BaseException | None = None
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
         trainer = self._state.trainer
+        self._policy = policy
+        self._planner = RecoveryPlanner(policy.sources, partial(call_hook, trainer, "on_before_recovery"))
         set_up_data(trainer)
         with trainer.precision_plugin.forward_context():  # once others know of this rank, they wait for it
-            warm_up(self._state.module, self._state.experts.layers, self._device)
+            warm_up(self._state.module, self._state.experts.layers, self._strategy.root_device)
         is_first, self._progress = not self.is_newcomer, None
         self.version, loop = trainer.global_step, trainer.fit_loop
         while True:
@@ -472,7 +488,8 @@ class ElasticWorlds:
 
     def _follows_a_lost_world(self) -> bool:
         """True if this first world of its ranks follows one without survivors: saved state is then restored."""
-        return starts_anew(self.engine, self._worlds.present, self._timeout, self.planner.sources is not None)
+        timeout, can_restore = self._strategy.collectives_timeout, self._policy.sources is not None
+        return starts_anew(self.engine, self._worlds.present, timeout, can_restore)
 
     def _recover(self, fault: BaseException | None) -> None:
         began_at, began = time.time(), time.perf_counter()
@@ -483,16 +500,17 @@ class ElasticWorlds:
         former = self._require_members().ids if before else ()
         while True:
             self._recoveries += 1
-            if self._recoveries > self.max_recoveries:
+            if self._recoveries > self._policy.max_recoveries:
                 raise ConfigurationError(
-                    f"the run has recovered {self.max_recoveries} times, the limit of max_recoveries: {reason}"
+                    f"the run has recovered {self._policy.max_recoveries} times, the limit of max_recoveries: {reason}"
                 )
             watch = Stopwatch()
             try:
                 if isinstance(fault, WorldChanged):
-                    who = self.engine, self.engine.notice or self.parting, self._require_members().nodes
-                    promise, spares = (self.min_replicas, self._timeout), self._worlds.spares
-                    self._is_spare = hand_over(self._state, self._worlds.present, *who, *promise, spares, reason)
+                    who = self.engine, self.engine.notice or self._departure, self._require_members().nodes
+                    promise = self._policy.min_replicas, self._strategy.collectives_timeout
+                    leaving = self._worlds.spares, reason
+                    self._is_spare = hand_over(self._state, self._worlds.present, *who, *promise, *leaving)
                     if self._is_spare:  # what it holds others hold, too
                         self.is_newcomer, before = True, 0
                 with watch.phase("leaving"):
@@ -519,8 +537,7 @@ class ElasticWorlds:
             seconds=seconds,
         )
         self._has_lost_rank_zero |= 0 in self.report.lost_ranks
-        for listener in self.listeners:
-            listener.recovered(self.report)
+        call_hook(self._state.trainer, "on_recovered", self.report)
         if self.report.lost_ranks:
             self._repeats = 0
         elif self._repeats >= _MOST_REPEATS:
@@ -553,7 +570,7 @@ class ElasticWorlds:
     def _leave(self, reason: str) -> None:
         """Abort the old world on all ranks, so that nothing waits on its connections."""
         self.engine.abort(reason)
-        self._wrapped.leave()
+        self._strategy.leave()
         destroy_groups()
 
     def _join_and_transfer(self, watch: Stopwatch) -> tuple[RecoveryPlan, Repair]:
@@ -573,7 +590,7 @@ class ElasticWorlds:
         inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
         while True:
             with watch.phase("plan"):
-                plan, inventories = self.planner.plan(
+                plan, inventories = self._planner.plan(
                     inventories,
                     world,
                     num_layers=len(layers),
@@ -581,7 +598,7 @@ class ElasticWorlds:
                     last_step=self.version,
                     has_trained=self.version > 0 or self._is_torn,
                 )
-                repair = repaired(plan, self._state, world, min_replicas=self.min_replicas)
+                repair = repaired(plan, self._state, world, min_replicas=self._policy.min_replicas)
             try:
                 with watch.phase("movement"):
                     self._move(plan, repair, world)
@@ -591,11 +608,10 @@ class ElasticWorlds:
         with watch.phase("settling"):
             self.version, self.has_rolled_back = plan.resumes_at, plan.level != "live"
             if plan.level == "live" and plan.stale:
-                for listener in self.listeners:
-                    listener.count_stale(plan.stale)
+                call_hook(self._state.trainer, "on_stale_experts", plan.stale)
             self._has_newcomers = bool(newcomers_of(plan, world))
             self._progress = transfer_progress(self._progress, self._state, plan, world)
-            self._wrapped.enter(world)
+            self._strategy.enter(world)
             self._progress.restore(self._state.trainer)
             if self.has_rolled_back:
                 self._progress = self._progress.with_dues(self._state.trainer)
@@ -609,7 +625,7 @@ class ElasticWorlds:
         state.window_replay = None
         if world.rank in plan.apply_prepared:
             self._make_up()
-        saved = fetch_missing(self.planner, plan, repair, world)
+        saved = fetch_missing(self._planner, plan, repair, world)
         if plan.level == "live":
             share_state(state, plan, world)
         # Another fault in these exchanges leaves live rows as they were; what follows does not wait for peers, except
@@ -618,7 +634,7 @@ class ElasticWorlds:
         self._is_torn |= plan.level != "live"
         enter_experts(state, plan, repair, world)
         self._is_torn = True
-        self._take_place(world)  # from here on the new world is the present one
+        self._strategy.take_place(world)  # from here on the new world is the present one
         state.reshard(plan.shards if plan.level == "live" else (), rows)
         restore_missing(state, plan, saved)
         state.find_twins()

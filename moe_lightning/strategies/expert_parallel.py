@@ -70,7 +70,7 @@ from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import FIXED_GROUPS, TrainState, replay_update
 from moe_lightning.strategies.watch import FiniteWatch, StallWatch, StopOnNan, UpdateSkipped, dense_values
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_way
-from moe_lightning.strategies.worlds import Worlds
+from moe_lightning.strategies.worlds import Worlds, call_hook
 
 _MOST_BYTES = 1 << 30
 _MOST_SHARE = 1 / 8
@@ -398,13 +398,12 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @override
     def elastic_worlds(self, engine: Membership) -> ElasticWorlds:
-        groups = self.root_device, self.process_group_backend, self.collectives_timeout
-        return ElasticWorlds(self.worlds, self.state, self, self.take_place, engine, *groups)
+        return ElasticWorlds(self, engine)
 
     def leave(self) -> None:
         """Release everything that belongs to the groups of the present world; values stay."""
         self._stalls.end()
-        self.worlds.leave()
+        call_hook(self.state.trainer, "on_before_experts_move")
         self.model = self.state.module  # DDP's reducer holds a group
         self.state.parts.leave()
         self.steps.leave_world()
@@ -425,7 +424,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             self.step_data.enter_world(rank=world.data_rank, world_size=world.shape.dp, loaders=loaders)
         self.steps.sequences.enter_world(world)
         self.configure_ddp()
-        self.worlds.enter()
+        call_hook(trainer, "on_world_changed")
         self._stalls.begin(world)
 
     @override
@@ -563,9 +562,9 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         Raises:
             ConfigurationError: a placement that does not fit the world, a dispatch group or the slots.
         """
+        call_hook(self.state.trainer, "on_before_experts_move")
         if self.state.stages is not None:
             return self.state.stages.replace(self.experts, placements, self.optimizers)
-        self.worlds.leave()
         return self.experts.replace(placements, self.optimizers, self.node_of)
 
     def start_shadow_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -72,21 +72,6 @@ class RecoveryReport:
     seconds: dict[str, float]
 
 
-class RecoveryListener:
-    """Listener to recoveries: `ElasticWorlds.listeners`."""
-
-    def publish_snapshots(self) -> None:
-        """Called before snapshots are looked for: publish a half-finished one."""
-
-    def count_stale(self, versions: Mapping[tuple[int, int], int]) -> None:
-        """Called with the experts of the live state, by (layer, expert), that were restored as of these steps, before
-        newcomers receive the counts.
-        """
-
-    def recovered(self, report: RecoveryReport) -> None:
-        """Called after a recovery."""
-
-
 @dataclass
 class Stopwatch:
     """Seconds of the phases of a recovery."""
@@ -105,16 +90,16 @@ class RecoveryPlanner:
     plan.
 
     Args:
-        listeners: publish their snapshots before they are looked for.
+        sources: places of saved state; None if nothing is saved.
+        publish: publishes a snapshot that is being copied; called before snapshots are looked for.
 
     Attributes:
-        sources: places of saved state; None if nothing is saved.
+        sources: as given.
         storage: the checkpoint that the last plan uses; None if it uses none.
     """
 
-    def __init__(self, listeners: Sequence[RecoveryListener]) -> None:
-        self._listeners = listeners
-        self.sources: RecoverySources | None = None
+    def __init__(self, sources: RecoverySources | None, publish: Callable[[], None] = lambda: None) -> None:
+        self.sources, self._publish = sources, publish
         self.storage: Checkpoint | None = None
 
     def plan(
@@ -168,8 +153,7 @@ class RecoveryPlanner:
         self, inventories: list[RankInventory], sources: RecoverySources, world: World
     ) -> list[RankInventory]:
         """Add the snapshots in each node's memory, which its first rank reports."""
-        for listener in self._listeners:
-            listener.publish_snapshots()
+        self._publish()
         mine = inventories[world.rank]
         first = next(inventory.rank for inventory in inventories if inventory.node == mine.node)
         found = sources.snapshots() if world.rank == first else []

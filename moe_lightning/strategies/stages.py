@@ -530,7 +530,6 @@ class StageState:
         refusals = all_gather_json(experts.refusal(self.own(placements)), self._worlds.present.pipe)
         if refusal := next(filter(None, refusals), None):
             raise ConfigurationError(refusal)
-        self._worlds.leave()
         report = experts.replace(self.set_placements(placements), optimizers, self.nodes(self._worlds.present.nodes))
         moved = torch.tensor(report.moved_states, device=self.whole.device)
         all_reduce_(moved, self._worlds.present.pipe)

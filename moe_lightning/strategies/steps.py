@@ -28,7 +28,7 @@ from moe_lightning.strategies.dummy_batches import nothing_of, without_traces
 from moe_lightning.strategies.gradients import Gradients
 from moe_lightning.strategies.step_data import begin_batch, running_slice, training_slice
 from moe_lightning.strategies.train_state import TrainState
-from moe_lightning.strategies.worlds import Worlds
+from moe_lightning.strategies.worlds import Worlds, expert_parallel_callbacks
 
 _WATCHED_STEPS = 100
 """Batches that are searched for ignored targets, before the module is taken to have none."""
@@ -188,14 +188,12 @@ class Steps:
         is_dummy_batch: the batch that runs, or ran last, has no sample of this rank.
         stage_loss: weighted loss of the last batch in the last stage of a pipeline on this rank; None elsewhere.
         is_skipped: the last update was left out, because a loss or gradient was not finite.
-        repairs_replicas: overwrite a replica that differs from a majority, unless the comparison before did so too:
-            the cause is then more than a flipped bit.
     """
 
     def __init__(self, worlds: Worlds, state: TrainState, *, check_replicas_every: int) -> None:
         self._worlds, self._state = worlds, state
         self._check_replicas_every, self._compared_step = check_replicas_every, -1
-        self.repairs_replicas = self._has_just_repaired = False
+        self._has_just_repaired = False
         self._weights = StepWeights()
         self.is_blocked = False
         self.stream = SampleStream()
@@ -293,7 +291,9 @@ class Steps:
             )
 
     def _compare_replicas(self, step: int) -> None:
-        """Compare replicas before a step whose number is a multiple of `check_replicas_every`; collective then.
+        """Compare replicas before a step whose number is a multiple of `check_replicas_every`; collective then. A
+        replica that differs from a majority is overwritten if a callback wants that, unless the comparison before did
+        so too: the cause is then more than a flipped bit.
 
         Raises:
             ReplicasDifferError: on every rank.
@@ -301,7 +301,8 @@ class Steps:
         every = self._check_replicas_every
         if every and step % every == 0 and step not in (0, self._compared_step):
             self._compared_step = step
-            repairs = self.repairs_replicas and not self._has_just_repaired
+            is_wanted = any(c.repairs_replicas for c in expert_parallel_callbacks(self._state.trainer))
+            repairs = is_wanted and not self._has_just_repaired
             optimizers = self._state.optimizers if repairs else None
             self._has_just_repaired = self._state.experts.compare_replicas(step, optimizers)
 

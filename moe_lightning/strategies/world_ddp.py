@@ -393,7 +393,7 @@ class WorldDDPStrategy(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         reset_seed()
-        engine = membership_from_environment() if self.elastic is None else None
+        engine = membership_from_environment(self.worlds.axes.num_ranks) if self.elastic is None else None
         if engine is not None:
             carry_objects_without_pickle()
             self.elastic = self.elastic_worlds(engine)

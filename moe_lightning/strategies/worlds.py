@@ -1,26 +1,76 @@
-"""The present world: this rank's place in it, its mesh, and the listeners to changes of experts or ranks."""
+"""The present world: this rank's place in it, its mesh, and the hooks of callbacks for changes of experts or ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
+import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Groups, Layout, MeshShape
 
+if TYPE_CHECKING:
+    from moe_lightning.strategies.recovery import RecoveryReport
 
-class WorldListener(Protocol):
-    """Listener to changes of the rows of experts or of the ranks; add it to `strategy.worlds.listeners`, once."""
+HookName = Literal[
+    "on_before_experts_move", "on_before_recovery", "on_stale_experts", "on_world_changed", "on_recovered"
+]
 
-    def leave(self) -> None:
-        """Called before experts move, in this world or between worlds: from now on nobody may read their rows."""
 
-    def enter(self, world: World) -> None:
-        """Called when this rank has entered another world and has its state; the fit loop resumes next. Collective."""
+class ExpertParallelCallback(Callback):
+    """Callback with hooks of `ExpertParallelStrategy` beside those of Lightning.
+
+    The strategy calls each hook on all such callbacks in the order of `trainer.callbacks`, on every rank. Where ranks
+    do not come and go only `on_before_experts_move` is called.
+
+    Attributes:
+        repairs_replicas: True: of replicas of an expert that differ those of a minority are overwritten, instead of
+            ending the run.
+    """
+
+    repairs_replicas = False
+
+    def on_before_experts_move(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Called before experts move between slots or ranks, in this world or to another one: until a step begins
+        nobody may read their rows. Not collective.
+        """
+
+    def on_before_recovery(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Called before a recovery looks for snapshots in memory: publish one that is being copied. Not collective."""
+
+    def on_stale_experts(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, versions: Mapping[tuple[int, int], int]
+    ) -> None:
+        """Called when a recovery has restored experts to older states than the rest, before ranks that join receive
+        the states of callbacks.
+
+        Args:
+            versions: step of the state of each such expert, by (layer, expert).
+        """
+
+    def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Called when this rank has entered another world, `trainer.strategy.world`, with its state; the fit loop
+        resumes next. Collective.
+        """
+
+    def on_recovered(self, trainer: pl.Trainer, pl_module: pl.LightningModule, report: RecoveryReport) -> None:
+        """Called after a recovery, with its report."""
+
+
+def expert_parallel_callbacks(trainer: pl.Trainer) -> list[ExpertParallelCallback]:
+    """Return the callbacks of a Trainer that have the hooks, in their order."""
+    return [c for c in trainer.callbacks if isinstance(c, ExpertParallelCallback)]  # type: ignore[attr-defined]
+
+
+def call_hook(trainer: pl.Trainer, name: HookName, *arguments: Any) -> None:
+    """Call a hook on all callbacks that have it, in the order of `trainer.callbacks`."""
+    for callback in expert_parallel_callbacks(trainer):
+        getattr(callback, name)(trainer, trainer.lightning_module, *arguments)
 
 
 class Worlds:
@@ -33,7 +83,6 @@ class Worlds:
 
     Attributes:
         axes: as given.
-        listeners: called in this order when experts move and when another world begins.
         is_elastic: True if the number of ranks may change.
     """
 
@@ -45,7 +94,6 @@ class Worlds:
     ) -> None:
         self.axes, self._shards_of, self._shard_size = axes or MeshShape(), shards_of, shard_size or 1
         self._present: World | None = None
-        self.listeners: list[WorldListener] = []
         self._has_warned_of_few = False
         self.is_elastic = False
 
@@ -73,16 +121,6 @@ class Worlds:
         environment.set_world_size(world.size)
         environment.set_global_rank(max(1, world.rank) if is_waiting else world.rank)
         rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
-
-    def leave(self) -> None:
-        """Call the listeners before experts move."""
-        for listener in self.listeners:
-            listener.leave()
-
-    def enter(self) -> None:
-        """Call the listeners after this rank has entered another world."""
-        for listener in self.listeners:
-            listener.enter(self.present)
 
     def layout(self, nodes: Sequence[object]) -> Layout:
         """Return the layout of a world: its mesh shape and the groups that share dense parameters.

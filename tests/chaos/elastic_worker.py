@@ -32,7 +32,8 @@ from moe_lightning.parallel import exchange, sequence
 from moe_lightning.state.tensors import is_cut, local
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.recovery import RecoveryListener, RecoveryReport
+from moe_lightning.strategies.recovery import RecoveryPlanner, RecoveryReport
+from moe_lightning.strategies.worlds import ExpertParallelCallback
 from tests.distributed.training import TINY, RandomTokens, TokenStream, make_trainer
 
 PLACES = (
@@ -194,7 +195,7 @@ class Holder(pl.Callback):
         return max((manifest.step for _, manifest in checkpoints(self._root)), default=0)
 
 
-class Witness(pl.Callback, RecoveryListener):
+class Witness(ExpertParallelCallback):
     """Digests of the state after every step, and what the process holds open after every recovery."""
 
     def __init__(self, folder: Path, worker: int) -> None:
@@ -204,25 +205,20 @@ class Witness(pl.Callback, RecoveryListener):
         self.k_persist: int | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        elastic = _elastic(trainer)
-        if elastic is not None:
-            self._trainer = trainer
-            elastic.listeners.append(self)
-            choose = elastic.planner.plan
+        choose = RecoveryPlanner.plan
 
-            def chosen(*args: Any, **options: Any) -> Any:
-                result = choose(*args, **options)
-                self._versions = result[0].versions.tolist()
-                return result
+        def chosen(*args: Any, **options: Any) -> Any:
+            result = choose(*args, **options)
+            self._versions = result[0].versions.tolist()
+            return result
 
-            elastic.planner.plan = chosen  # type: ignore[method-assign]
+        RecoveryPlanner.plan = chosen  # type: ignore[method-assign]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.fit_loop._should_accumulate():
             self._write_state(trainer, after_step=True)
 
-    def recovered(self, report: RecoveryReport) -> None:
-        trainer = self._trainer
+    def on_recovered(self, trainer: pl.Trainer, pl_module: pl.LightningModule, report: RecoveryReport) -> None:
         self._write_state(trainer, after_step=False)
         line = {
             "report": vars(report),

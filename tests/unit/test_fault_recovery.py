@@ -76,9 +76,8 @@ def test_the_rank_that_died_is_a_metric(capsys: pytest.CaptureFixture[str]) -> N
     logger: Any = SimpleNamespace(log_metrics=lambda metrics, step: logged.setdefault(step, metrics))
     trainer: Any = SimpleNamespace(loggers=[logger], is_global_zero=True, progress_bar_callback=None)
     recovery = FaultRecovery()
-    recovery._trainer = trainer
     for each in (report(5, 3, 2), report(7)):
-        recovery.recovered(each)
+        recovery.on_recovered(trainer, None, each)  # type: ignore[arg-type]
     assert logged[5]["recovery/lost_rank"] == 3
     assert "recovery/lost_rank" not in logged[7], "nobody was lost where ranks only joined"
     assert "ranks (3, 2) were killed at step 5: 2 ranks continue" in capsys.readouterr().out

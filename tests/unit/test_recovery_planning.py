@@ -19,8 +19,7 @@ NAMES = RowCut.among(((0, 1),), 0).names()
 
 def planned(version: int, *, has_trained: bool, sources: RecoverySources | None = None) -> str:
     """The level of the plan of a rank that is left with the first of two parts."""
-    planner = RecoveryPlanner([])
-    planner.sources = sources
+    planner = RecoveryPlanner(sources)
     survivor = RankInventory(
         rank=0, node="0", live_version=version, sharded_dense=NAMES, owned_dense=NAMES[:1], experts=((0, 0),)
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -16,7 +15,7 @@ from moe_lightning.elastic.worker import RunFinished
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.warm_up import warm_up
 from moe_lightning.strategies import elastic_worlds
-from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -36,13 +35,12 @@ def test_a_newcomer_warms_up_before_it_says_that_it_is_ready(monkeypatch: pytest
     monkeypatch.setattr(elastic_worlds, "set_up_data", lambda trainer: None)
     monkeypatch.setattr(elastic_worlds, "warm_up", lambda module, layers, of: done.append(f"warms {of} up"))
     monkeypatch.setattr(elastic_worlds, "destroy_groups", lambda: None)
-    worlds = ElasticWorlds(
-        Worlds(), state, MagicMock(), lambda world: None, engine, device, "nccl", timedelta(seconds=1)
-    )
+    strategy: Any = SimpleNamespace(worlds=Worlds(), state=state, root_device=device, leave=lambda: None)
+    worlds = ElasticWorlds(strategy, engine)
     gc.unfreeze()
     worlds.is_newcomer = True
     with pytest.raises(RunFinished):
-        worlds.run(lambda: None)
+        worlds.run(RecoveryPolicy(), lambda: None)
     assert done == ["warms cuda:0 up", "joins, ready: True"]
 
 

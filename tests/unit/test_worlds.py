@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, get_args
+
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import MeshShape
-from moe_lightning.strategies.worlds import Worlds
+from moe_lightning.strategies.worlds import ExpertParallelCallback, HookName, Worlds, call_hook
 
 
-class Listener:
-    def __init__(self, name: str, heard: list[str]) -> None:
-        self.name, self.heard = name, heard
+class Recorder(ExpertParallelCallback):
+    def __init__(self, name: str, calls: list[tuple[str, ...]]) -> None:
+        self.name, self.calls = name, calls
 
-    def leave(self) -> None:
-        self.heard.append(f"{self.name} leaves")
+    def on_before_experts_move(self, trainer: Any, pl_module: Any) -> None:
+        self.calls.append((self.name, "moves", trainer, pl_module))
 
-    def enter(self, world: World) -> None:
-        self.heard.append(f"{self.name} enters {world.size}")
+    def on_stale_experts(self, trainer: Any, pl_module: Any, versions: Any) -> None:
+        self.calls.append((self.name, "stale", versions))
 
 
 def world_of(rank: int, size: int) -> World:
     return World.offline(rank, size, torch.device("cpu"))
 
 
-def test_listeners_hear_in_the_order_of_their_coming() -> None:
-    worlds, heard = Worlds(), list[str]()
-    worlds.listeners += [Listener("a", heard), Listener("b", heard)]
-    worlds.leave()
-    worlds.take_place(world_of(0, 3))
-    worlds.enter()
-    assert heard == ["a leaves", "b leaves", "a enters 3", "b enters 3"]
+def test_hooks_are_called_in_the_order_of_the_callbacks() -> None:
+    calls: list[Any] = []
+    callbacks = [Recorder("a", calls), Callback(), ExpertParallelCallback(), Recorder("b", calls)]
+    trainer: Any = SimpleNamespace(callbacks=callbacks, lightning_module="module")
+    arguments: dict[str, list[Any]] = {"on_stale_experts": [{(0, 1): 2}], "on_recovered": ["report"]}
+    for name in get_args(HookName):
+        call_hook(trainer, name, *arguments.get(name, []))
+    assert calls == [
+        ("a", "moves", trainer, "module"), ("b", "moves", trainer, "module"),
+        ("a", "stale", {(0, 1): 2}), ("b", "stale", {(0, 1): 2}),
+    ]  # fmt: skip
 
 
 def test_a_world_that_nobody_joined_has_no_place() -> None:
