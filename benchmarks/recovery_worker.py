@@ -144,9 +144,8 @@ def train(settings: dict[str, Any]) -> None:
     is_tied = task.strategy.get("mesh", {}).get("pp", 1) == 1
     module = GPTModule(gpt(task, tie_embeddings=is_tied), OptimizerConfig(lr=1e-4, warmup_steps=0, decay="constant"))
     trainer.fit(module, loader, ckpt_path=_last(task))
-    elastic = getattr(trainer.strategy, "elastic", None)
-    if elastic is not None:
-        elastic.close()
+    if isinstance(trainer.strategy, ExpertParallelStrategy):
+        trainer.strategy.elastic.close()
 
 
 def _last(task: Task) -> str | None:

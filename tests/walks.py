@@ -330,9 +330,7 @@ def _worker(number: int, environment: dict[str, str], folder: str) -> None:
         )
         trainer.fit(OwnModule(), DataLoader(RandomTokens(), batch_size=12, shuffle=True))
         Path(folder, f"walk-{number}.json").write_text(json.dumps(list(trace.files)))
-    elastic = trainer.strategy.elastic
-    assert elastic is not None
-    elastic.engine.close()
+    trainer.strategy.elastic.engine.close()
 
 
 class Victim(pl.Callback):

@@ -53,7 +53,7 @@ from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.train_state import TrainState
-from moe_lightning.strategies.worlds import ExpertParallelCallback
+from moe_lightning.strategies.worlds import ExpertParallelCallback, FixedWorld
 
 
 @validated
@@ -429,11 +429,11 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         """This world may resume from what is in the directory: older ones commit nothing there from now on. Rank 0
         says so for all; who waits to join a running world does not."""
         elastic = strategy.elastic
-        is_member = elastic is None or (elastic.members is not None and not elastic.is_newcomer)
-        if is_member and strategy.is_global_zero and run_of(self._root) is not None:
+        is_waiting = elastic.is_newcomer or (strategy.worlds.is_elastic and elastic.members is None)
+        if not is_waiting and strategy.is_global_zero and run_of(self._root) is not None:
             number = strategy.world.generation or self._world_number or next_world(self._root)
             enter_world(self._root, number)
-            self._world_number = number if strategy.elastic is None else 0
+            self._world_number = 0 if strategy.worlds.is_elastic else number
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -443,7 +443,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._strategy = trainer.strategy
         if self.settings.lossless:
             self._strategy.state.require_replayable()
-        if self._strategy.elastic is not None:  # a rank that joined for the end saves with those that were there
+        if self._strategy.worlds.is_elastic:  # a rank that joined for the end saves with those that were there
             self._is_interrupted = self.session is None
 
     @override
@@ -460,7 +460,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         return RecoverySources(
             root=absolute(self._root),
             name=self._run_name,
-            node=strategy.elastic.engine.node if strategy.elastic else "",
+            node=strategy.elastic.node,
             fallback=fallback_directory(absolute(self._root)),
             report=rank_zero_warn,
             enter=lambda: self.enter_root(strategy),
@@ -489,14 +489,13 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._close(wait=False)
         self._experts_moved = False
         self._is_interrupted = True
-        elastic = own_strategy(trainer, "PartialExpertsCheckpoint").elastic
-        if elastic is not None and elastic.has_rolled_back:
+        if own_strategy(trainer, "PartialExpertsCheckpoint").elastic.has_rolled_back:
             self.checkpoint_ledger, self._counts, self._lost_plt = None, TokenCounts(), 0.0
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """The ledger, for a rank that joins a running world; checkpoints hold it in a place of their own."""
-        is_elastic = self._strategy is not None and self._strategy.elastic is not None
+        is_elastic = self._strategy is not None and self._strategy.worlds.is_elastic
         if not is_elastic or self._is_saving or self.checkpoint_ledger is None:
             return {}
         ledger = self.checkpoint_ledger.state_dict()
@@ -627,13 +626,13 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             objects=self._objects(strategy, is_first=True),
             ledger_bytes=self.checkpoint_ledger.largest_dump_bytes if self.checkpoint_ledger is not None else 0,
             node_peers=strategy.world.node_peers,
-            node=strategy.elastic.engine.node if strategy.elastic else "",
-            layout=None if strategy.elastic is None else strategy.elastic.protection(),
+            node=strategy.elastic.node,
+            layout=strategy.elastic.protection(),
             computed_in=computed_in(strategy),
             experts_move=any(isinstance(c, LoadBalancer) for c in trainer.callbacks),  # type: ignore[attr-defined]
             world_number=strategy.world.generation or self._world_number,
         )
-        if strategy.elastic is None:
+        if not strategy.worlds.is_elastic:
             self._world_number = self.session.world_number
         if self.checkpoint_ledger is not None:
             if restored is not None and restored.keys("ledger"):
@@ -685,10 +684,6 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def _close(self, *, wait: bool) -> None:
         session, self.session = self.session, None
         if session is not None:
-            elastic = self._strategy.elastic if self._strategy is not None else None
-            status = session.close(
-                timeout_s=self._timeout_s,
-                wait=wait,
-                is_broken=lambda: elastic is not None and elastic.engine.reason is not None,
-            )
+            elastic = FixedWorld() if self._strategy is None else self._strategy.elastic
+            status = session.close(timeout_s=self._timeout_s, wait=wait, is_broken=lambda: elastic.is_broken)
             self.best_model_path = self.last_model_path = status.committed_path or ""

@@ -39,6 +39,7 @@ from typing_extensions import override
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.arena import Arena, arena_path
 from moe_lightning.config import validated
+from moe_lightning.elastic.membership import ElasticTask
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.simulate.failures import cap_nodes, read_trace
@@ -398,13 +399,12 @@ class FaultInjection(ExpertParallelCallback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        strategy = _strategy(trainer)
+        _strategy(trainer)  # refuses others
         if stage != "fit":
             return
         self._marks.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._trace is not None:
-            absences = self._own_absences(strategy)
-            self._wait_for_node(absences)
+            self._wait_for_node(self._own_absences())
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -420,7 +420,7 @@ class FaultInjection(ExpertParallelCallback):
                 raise ConfigurationError(
                     "a trace takes nodes away, and these ranks share theirs: use elastic.ranks_are_nodes=true"
                 )
-            self._clock = _Clock(self._origin(), self._own_absences(strategy), partial(self._lose_node, trainer))
+            self._clock = _Clock(self._origin(), self._own_absences(), partial(self._lose_node, trainer))
 
     @override
     def on_train_batch_start(
@@ -514,10 +514,9 @@ class FaultInjection(ExpertParallelCallback):
 
     # ------------------------------------------------------------------ a trace
 
-    def _own_absences(self, strategy: ExpertParallelStrategy) -> tuple[Absence, ...]:
-        if strategy.elastic is None:
+    def _own_absences(self) -> tuple[Absence, ...]:
+        if (task := ElasticTask.from_environment()) is None:
             raise ConfigurationError("a trace needs workers that are started again: use elastic.enabled=true")
-        task = strategy.elastic.engine.task
         assert self._trace is not None
         events = read_trace(Path(self._trace), start_ms=round(1000 * self._trace_start_s))
         changes = [

@@ -155,7 +155,7 @@ class FaultRecovery(ExpertParallelCallback):
             return
         stage_size = max(1, strategy.world_size // strategy.worlds.axes.pp)
         strategy.placing.require_replicas(self._min_replicas, stage_size)
-        if strategy.elastic is None:
+        if not strategy.worlds.is_elastic:
             rank_zero_info(
                 "FaultRecovery: no elastic launcher started these ranks, so a fault ends the run; "
                 "the same command resumes it"
@@ -163,8 +163,9 @@ class FaultRecovery(ExpertParallelCallback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        elastic = _elastic(trainer)
-        if elastic is None:
+        strategy = _strategy(trainer)
+        elastic = strategy.elastic
+        if not isinstance(elastic, ElasticWorlds):
             return
         if not pl_module.automatic_optimization:
             raise ConfigurationError(
@@ -176,7 +177,6 @@ class FaultRecovery(ExpertParallelCallback):
                 f"reload_dataloaders_every_n_epochs={reload_every} makes loaders anew at "
                 "epochs that a rank which joins later does not count: set it to 0, or leave FaultRecovery out"
             )
-        strategy = _strategy(trainer)
         checkpoint = next((c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)), None)  # type: ignore[attr-defined]
         policy = RecoveryPolicy(
             min_replicas=self._min_replicas,
@@ -206,12 +206,10 @@ class FaultRecovery(ExpertParallelCallback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        elastic = _elastic(trainer)
-        if elastic is None:
-            return
-        elastic.keep_progress(after_step=False)
+        strategy = _strategy(trainer)
+        strategy.elastic.keep_progress(after_step=False)
         self._committed = trainer.global_step
-        if self.replays:
+        if self.replays and strategy.worlds.is_elastic:
             self._replay_next_rank(trainer)
 
     def _replay_next_rank(self, trainer: pl.Trainer) -> None:
@@ -233,42 +231,34 @@ class FaultRecovery(ExpertParallelCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        elastic = _elastic(trainer)
-        if elastic is not None and elastic.change_is_due:
+        if _strategy(trainer).elastic.change_is_due:
             raise WorldChanged("ranks join or leave")
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        elastic = _elastic(trainer)
-        if elastic is None or trainer.global_step == self._committed:
+        strategy = _strategy(trainer)
+        if trainer.global_step == self._committed:
             return
-        elastic.keep_progress(after_step=True)
-        elastic.batch_ended(outputs, batch, batch_idx)
+        strategy.elastic.keep_progress(after_step=True)
+        strategy.elastic.batch_ended(outputs, batch, batch_idx)
         self._committed = trainer.global_step
-        if self.replays and trainer.global_step % self._verify_every == 0:
-            strategy = _strategy(trainer)
+        if self.replays and strategy.worlds.is_elastic and trainer.global_step % self._verify_every == 0:
             corrections = verify_replay(strategy.state, trainer.global_step, strategy.world)
             pl_module.log("recovery/replay_corrections", float(corrections))
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        elastic = _elastic(trainer)
-        if elastic is not None:
-            elastic.met_after_batch()
+        _strategy(trainer).elastic.met_after_batch()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        elastic = _elastic(trainer)
-        if elastic is not None:
-            elastic.validated()
+        _strategy(trainer).elastic.validated()
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        elastic = _elastic(trainer)
-        if elastic is not None:
-            elastic.epoch_ended()
+        _strategy(trainer).elastic.epoch_ended()
 
     @override
     def on_recovered(self, trainer: pl.Trainer, pl_module: pl.LightningModule, report: RecoveryReport) -> None:
@@ -295,10 +285,6 @@ def _sentence(report: RecoveryReport) -> str:
     return (
         f"{report.reason} at step {report.step}: {left}, {report.restored}{repeated}; {report.seconds['total']:.2f} s"
     )
-
-
-def _elastic(trainer: pl.Trainer) -> ElasticWorlds | None:
-    return _strategy(trainer).elastic
 
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:

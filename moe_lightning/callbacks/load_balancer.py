@@ -131,7 +131,7 @@ def balanced_ranks(strategy: ExpertParallelStrategy, ranks_per_node: int | None)
         )
     if len(experts.layers[0].dispatcher.groups) > 1:
         raise ConfigurationError("LoadBalancer needs one dispatch group: drop the strategy's ep_size")
-    if ranks_per_node is not None and strategy.elastic is not None:
+    if ranks_per_node is not None and strategy.worlds.is_elastic:
         raise ConfigurationError(
             f"ranks_per_node={ranks_per_node} counts consecutive ranks, but ranks of an elastic run are in order of "
             "birth and their nodes are known: leave it out (null)"
@@ -140,7 +140,7 @@ def balanced_ranks(strategy: ExpertParallelStrategy, ranks_per_node: int | None)
     if ranks_per_node is not None:
         nodes = [rank // ranks_per_node for rank in range(strategy.world.size)]
     # Ranks of an elastic run may have kept more room than those that came later, or from another stage.
-    slots = room.pop() if strategy.elastic is None else min(all_gather_json(room.pop(), strategy.world.stage))
+    slots = min(all_gather_json(room.pop(), strategy.world.stage)) if strategy.worlds.is_elastic else room.pop()
     return Cluster(node_of=tuple(nodes) if stages is None else stages.nodes(nodes), slots_per_rank=slots)
 
 
@@ -389,7 +389,7 @@ class LoadBalancer(Callback):
         After a change of the world all ranks take them from one, in a pipeline from one of each stage: those that came
         bring other states than those that stayed, and ranks whose states differ would plan different moves.
         """
-        if strategy.elastic is None or strategy.elastic.report is None:
+        if strategy.elastic.report is None:
             return None, self._restored
         planner, size = self.planner, strategy.world.stage.size
         own = {} if planner is None else dict(zip(self._layers.numbers, planner.costs, strict=True))

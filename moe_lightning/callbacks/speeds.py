@@ -111,13 +111,14 @@ class SpeedFollower:
             self._share_samples()
 
     def _check(self) -> None:
-        policy, size, elastic = self._policy, self._strategy.world.shape.dp, self._strategy.elastic
-        if policy.stragglers == "expel" and elastic is None:
+        policy, size = self._policy, self._strategy.world.shape.dp
+        is_elastic = self._strategy.worlds.is_elastic
+        if policy.stragglers == "expel" and not is_elastic:
             raise ConfigurationError(
                 "stragglers=expel lets slow ranks leave, which only elastic runs can go on from: set elastic.enabled="
                 "true, or stragglers=adapt"
             )
-        if elastic is not None and not isinstance(policy.speeds, str):
+        if is_elastic and not isinstance(policy.speeds, str):
             raise ConfigurationError(
                 "speeds lists fixed ranks, but those of an elastic run come and go: use speeds=measured or even"
             )
@@ -127,7 +128,7 @@ class SpeedFollower:
                 "another: use stragglers=adapt"
             )
         most, total = policy.max_samples_per_rank, self._micro_total
-        if most is not None and elastic is None and most * size < total:
+        if most is not None and not is_elastic and most * size < total:
             raise ConfigurationError(
                 f"max_samples_per_rank={most} on {size} ranks cannot hold a micro-batch of {total} samples: use at "
                 f"least {-(-total // size)}, or more micro-batches"
@@ -229,13 +230,9 @@ class SpeedFollower:
 
     def _expel(self, rank: int, ratios: np.ndarray) -> bool:
         """Let a rank leave, if it is the slowest and enough others are left."""
-        elastic, size = self._strategy.elastic, self._strategy.world.size
-        if elastic is None or size - 1 < max(1, elastic.engine.settings.min_ranks) or rank != int(ratios.argmin()):
-            return False
-        if rank == self._strategy.world.rank:
-            share = f"{ratios[rank]:.2f} of the median rank's speed"
-            elastic.request_departure(f"it had {share} for {_SLOW_STEPS} steps (stragglers=expel)")
-        return True
+        share = f"{ratios[rank]:.2f} of the median rank's speed"
+        reason = f"it had {share} for {_SLOW_STEPS} steps (stragglers=expel)"
+        return rank == int(ratios.argmin()) and self._strategy.elastic.request_departure(rank, reason)
 
     # ------------------------------------------------------------------ metrics
 

@@ -263,8 +263,7 @@ class GracefulStop(Callback):
 
 def _is_notice(trainer: pl.Trainer) -> bool:
     """True if SIGTERM asks a rank of an elastic run to leave the others."""
-    elastic = getattr(trainer.strategy, "elastic", None)
-    return elastic is not None and elastic.engine.settings.notice_on_sigterm
+    return isinstance(trainer.strategy, ExpertParallelStrategy) and trainer.strategy.elastic.leaves_on_sigterm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,9 +305,8 @@ def train(config: Mapping[str, Any]) -> None:
             raise Interrupted(signal.SIGTERM if run.trainer.received_sigterm else signal.SIGINT) from None
         raise
     finally:
-        elastic = getattr(run.trainer.strategy, "elastic", None)
-        if elastic is not None:
-            elastic.close()
+        if isinstance(run.trainer.strategy, ExpertParallelStrategy):
+            run.trainer.strategy.elastic.close()
 
 
 def _logged(run: Run) -> dict[str, float]:

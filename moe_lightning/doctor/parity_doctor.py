@@ -379,7 +379,7 @@ def _require_comparable(trainer: pl.Trainer) -> None:
             f"ParityDoctor cannot read whole tensors under {type(strategy).__name__}: use ExpertParallelStrategy, "
             "strategy='ddp' or one device"
         )
-    if getattr(strategy, "elastic", None) is not None:
+    if isinstance(strategy, ExpertParallelStrategy) and strategy.worlds.is_elastic:
         raise ConfigurationError("ParityDoctor needs ranks that stay: set elastic.enabled=false for its run")
     if trainer.global_step:
         raise ConfigurationError(

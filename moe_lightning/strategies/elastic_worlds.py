@@ -299,17 +299,38 @@ class ElasticWorlds:
             take_over_terminal()
         return world
 
+    @property
+    def node(self) -> str:
+        """Name of this rank's node; "" where ranks do not come and go."""
+        return self.engine.node
+
+    @property
+    def is_broken(self) -> bool:
+        """True if a rank of the present world is lost."""
+        return self.engine.reason is not None
+
+    @property
+    def leaves_on_sigterm(self) -> bool:
+        """True if SIGTERM asks this rank to leave the others."""
+        return self.engine.settings.notice_on_sigterm
+
     def protection(self) -> ProtectionLayout | None:
         """Return the ranks that protect each other's snapshots in the present world; None: none do."""
         return None if self._policy.protection is None else self._policy.protection()
 
-    def request_departure(self, reason: str) -> None:
-        """Let this rank leave after the present step, as on a notice.
+    def request_departure(self, rank: int, reason: str) -> bool:
+        """Let a rank leave after the present step, as on a notice; True if enough others are left for that. Called with
+        the same rank on every rank.
 
         Args:
             reason: as one sentence.
         """
-        self._departure = reason
+        world = self._worlds.present
+        if world.size - 1 < max(1, self.engine.settings.min_ranks):
+            return False
+        if rank == world.rank:
+            self._departure = reason
+        return True
 
     def close(self) -> None:
         """Leave for good, when training is over."""
@@ -331,11 +352,15 @@ class ElasticWorlds:
         self.change_is_due = is_wished and self._state.window_replay is None  # state that crosses is whole
 
     def begin_update(self) -> None:
-        """Values change from here on."""
-        self._is_torn = True
+        """Values change from here on: where optimizers are sharded, other ranks lack the updates of this one after a
+        fault.
+        """
+        self._is_torn = self._state.shards_optimizers
 
     def commit(self) -> None:
         """The update is applied, and spread where one rank computes it for others."""
+        if self._state.shards_optimizers:
+            self._worlds.present.synchronize()  # the updates of other ranks for this one have arrived
         self._is_torn = False
         self._pending = None
         self.version += 1

@@ -443,7 +443,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._scaler = share_scale(self.precision_plugin, self.worlds, self.state.parameters_of)
         private_lightning.clip_with(self.precision_plugin, self._clip, self.steps.gradients.clip_by_value)
         private_torch.clip_norms_by(self.steps.gradients.norms_for_clipping, scale_gradients)
-        if self.elastic is not None and self.elastic.is_newcomer:
+        if self.elastic.is_newcomer:
             trainer.num_sanity_val_steps = 0  # there are no peers to validate with yet
 
     @override
@@ -489,7 +489,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     def _require_separate_updates(self) -> None:
         self._num_groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
-        if self.world.size > 1 or self.elastic is not None:
+        if self.worlds.may_have_peers:
             require_separate_updates(self.optimizers, self.experts.stack_of)
 
     @override
@@ -519,7 +519,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         super().on_train_end()
         self._finite.finish()
         # In an elastic run a rank that is lost now must not end the others.
-        if self._gathered is not None and self.elastic is None and self.world.size > 1:
+        if self._gathered is not None and not self.worlds.is_elastic and self.world.size > 1:
             room, ranks = gather_limit(self.num_processes), self.world.stage
             self.state.gather(ranks, room)
             self._gathered.gather(room)  # in a pipeline dense parameters, too
@@ -607,7 +607,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         """Loaders of this rank and their positions."""
         if self._data is None:
             place = {"rank": self.world.data_rank, "world_size": self.world.shape.dp, "pieces": self._micro_batches}
-            shares = self.worlds.axes.num_ranks > 1 or self.elastic is not None
+            shares = self.worlds.axes.num_ranks > 1 or self.worlds.is_elastic
             self._data = StepData(**place, seed=self._run_seed(), must_cut=shares)
         return self._data
 
@@ -622,7 +622,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         """True if values are restored after optimizers are built, as is needed where ranks hold shards of dense
         parameters; stock DDP restores them before.
         """
-        has_peers = self.world_size > 1 or self.elastic is not None
+        has_peers = self.world_size > 1 or self.worlds.is_elastic
         return self.worlds.axes.pp > 1 or (has_peers and self.state.parts.is_wished)
 
     @override
@@ -773,22 +773,19 @@ class ExpertParallelStrategy(WorldDDPStrategy):
                 self._look_at_update(optimizer)
             is_bad = self._finite.is_skipped(state.module, self.world)
             self.steps.is_skipped = is_bad or overflows
-            if is_bad or (overflows and elastic is not None):
+            if is_bad or (overflows and self.worlds.is_elastic):
                 state.forget_update()  # a recovery would apply it
             elif overflows:
                 state.forget_counts()
             else:
                 self.steps.gradients.require_same_gradients(optimizer)
-            if elastic is not None:
-                elastic.prepare(optimizer)  # a barrier: the last collective before the update
+            elastic.prepare(optimizer)  # where ranks may be lost, a barrier: the last collective before the update
             if self.steps.is_skipped:
                 if self._scaler is not None:
                     self._scaler.update()
                 raise UpdateSkipped
-            if elastic is not None:
-                replay_update(state, optimizer)
-                if state.shards_optimizers:  # after a fault other ranks would lack the updates of this one
-                    elastic.begin_update()
+            replay_update(state, optimizer)
+            elastic.begin_update()
             expose_blocks()
 
         # Closure, hooks, clipping, `prepare`, update.
@@ -798,10 +795,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         state.broadcast_updates(optimizer)
         state.after_update(optimizer)
-        if elastic is not None:
-            if state.shards_optimizers:
-                self.world.synchronize()  # the updates of other ranks for this one have arrived
-            elastic.commit()
+        elastic.commit()
         return output
 
     def _clip(self, optimizer: Optimizer, most: float) -> None:

@@ -48,7 +48,7 @@ from moe_lightning.strategies.checkpoints import decided
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.failures import Failure
 from moe_lightning.strategies.gradients import explained_norm
-from moe_lightning.strategies.worlds import Worlds
+from moe_lightning.strategies.worlds import FixedWorld, Worlds
 from moe_lightning.user_errors import suggestion
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class WorldDDPStrategy(DDPStrategy):
         start_method: how a launcher of ours starts the other ranks: "popen" (the script again), or one of
             multiprocessing's.
         worlds: the present world.
-        elastic: changes of the world in a run that outlives its ranks; None where no elastic launcher started it.
+        elastic: changes of the world; `FixedWorld` where no elastic launcher started this process.
         collectives_timeout: longest wait for a peer in any collective.
         may_change: returns True if a file of Lightning's own may be written or deleted now.
 
@@ -242,7 +242,7 @@ class WorldDDPStrategy(DDPStrategy):
     def begin(self) -> None:
         """Create the attributes of this process and its run: constructors and copies from other processes call it."""
         self.worlds = Worlds()
-        self.elastic: ElasticWorlds | None = None
+        self.elastic: ElasticWorlds | FixedWorld = FixedWorld()
         self.may_change: Callable[[object], bool] = lambda file: True
         self.look_at_gradients: Callable[[Tensor], None] | None = None
         self._own_launcher: PrivateLauncher | WorkerLauncher | None = None
@@ -348,7 +348,7 @@ class WorldDDPStrategy(DDPStrategy):
                 "dense=fsdp and hsdp gather the weights of an element of a ModuleList while it is called: call it, not "
                 "its parts, and use its weights nowhere else, or use dense=zero1"
             )
-        if self.elastic is not None:
+        if isinstance(self.elastic, ElasticWorlds):
             return explain(error, self.elastic.engine)
         if self._failure is not None and self._failure.is_of_network and (cause := self._failure.cause()):
             return PeerFailed(f"{cause}; see its traceback")
@@ -393,12 +393,13 @@ class WorldDDPStrategy(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         reset_seed()
-        engine = membership_from_environment(self.worlds.axes.num_ranks) if self.elastic is None else None
-        if engine is not None:
-            carry_objects_without_pickle()
-            self.elastic = self.elastic_worlds(engine)
-            self.take_place(self.elastic.enter(self.num_processes))
-        if self.elastic is None:
+        if not self.worlds.is_elastic:  # nor in an earlier run of this process
+            engine = membership_from_environment(self.worlds.axes.num_ranks)
+            if engine is not None:
+                carry_objects_without_pickle()
+                self.elastic = elastic = self.elastic_worlds(engine)
+                self.take_place(elastic.enter(self.num_processes))
+        if not self.worlds.is_elastic:
             self._join()
         self._build_groups()
         self._has_met = True

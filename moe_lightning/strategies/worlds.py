@@ -15,6 +15,10 @@ from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Groups, Layout, MeshShape
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from moe_lightning.checkpoint.protection import ProtectionLayout
+    from moe_lightning.elastic.membership import Members
     from moe_lightning.strategies.recovery import RecoveryReport
 
 HookName = Literal[
@@ -102,6 +106,11 @@ class Worlds:
         self.is_elastic = True
 
     @property
+    def may_have_peers(self) -> bool:
+        """True if this rank trains with others, or others may join."""
+        return self.is_elastic or self.present.size > 1
+
+    @property
     def present(self) -> World:
         """The ranks that train together."""
         assert self._present is not None, "the strategy is not set up"
@@ -172,3 +181,51 @@ class Worlds:
         """Number of the last ranks that leave the present world so that the axes divide the others."""
         size, multiple = self.present.size, self.axes.num_ranks
         return size % multiple if self.is_elastic and size > multiple else 0
+
+
+class FixedWorld:
+    """World of a run whose ranks do not change: `ElasticWorlds` as steps and callbacks use it, without effect.
+
+    Attributes:
+        members, report, is_newcomer, change_is_due, has_rolled_back, node, is_broken, leaves_on_sigterm: see there.
+    """
+
+    members: Members | None = None
+    report: RecoveryReport | None = None
+    is_newcomer = change_is_due = has_rolled_back = is_broken = leaves_on_sigterm = False
+    node = ""
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Do nothing: no rank has to know that all others are ready for the update."""
+
+    def begin_update(self) -> None:
+        """Do nothing: an update that fails ends the run."""
+
+    def commit(self) -> None:
+        """Do nothing: nobody repeats the update."""
+
+    def keep_progress(self, *, after_step: bool) -> None:
+        """Do nothing: the fit loop does not go back."""
+
+    def batch_ended(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Do nothing, as `keep_progress`."""
+
+    def met_after_batch(self) -> None:
+        """Do nothing, as `keep_progress`."""
+
+    def validated(self) -> None:
+        """Do nothing, as `keep_progress`."""
+
+    def epoch_ended(self) -> None:
+        """Do nothing, as `keep_progress`."""
+
+    def request_departure(self, rank: int, reason: str) -> bool:
+        """Return False: no rank can leave."""
+        return False
+
+    def protection(self) -> ProtectionLayout | None:
+        """Return None: no rank outlives another one, whose snapshots it could keep."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing: there is no membership to leave."""

@@ -285,7 +285,7 @@ def held_open() -> dict[str, int]:
 
 def _elastic(trainer: pl.Trainer) -> ElasticWorlds | None:
     assert isinstance(trainer.strategy, ExpertParallelStrategy)
-    return trainer.strategy.elastic
+    return trainer.strategy.elastic if isinstance(trainer.strategy.elastic, ElasticWorlds) else None
 
 
 def _saver(trainer: pl.Trainer) -> PartialExpertsCheckpoint | None:

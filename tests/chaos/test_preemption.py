@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import SETTINGS, elastic_run, finish
 from tests.forks import PATIENCE_S
@@ -27,7 +28,7 @@ class SlowToLeave(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
         assert isinstance(trainer.strategy, ExpertParallelStrategy)
         elastic, experts = trainer.strategy.elastic, trainer.strategy.experts
-        assert elastic is not None
+        assert isinstance(elastic, ElasticWorlds)
         engine, inner = elastic.engine, experts.hand_over
         if engine.task.slot != 1:
             return

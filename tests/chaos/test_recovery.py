@@ -211,7 +211,7 @@ class WatchedBalancer(LoadBalancer):
         super().on_train_batch_end(trainer, *arguments)
         strategy = trainer.strategy
         assert isinstance(strategy, ExpertParallelStrategy)
-        if self.planner is not None and strategy.elastic is not None and strategy.elastic.members is not None:
+        if self.planner is not None and strategy.elastic.members is not None:
             line = [strategy.elastic.members.name, trainer.global_step, self.planner.state_dict()]
             self._file.write(json.dumps(line) + "\n")
 

@@ -63,7 +63,7 @@ class Diary(pl.Callback):
         time.sleep(_number(self._folder / "pace", 0.0))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        elastic = getattr(trainer.strategy, "elastic", None)
+        elastic = getattr(trainer.strategy, "elastic", None)  # DDP has none
         members = elastic.members if elastic is not None else None
         line = {
             "step": trainer.global_step,

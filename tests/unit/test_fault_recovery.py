@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from moe_lightning.callbacks.fault_recovery import COLUMNS, FaultRecovery, log_table, table_row
 from moe_lightning.callbacks.loggers import QuietWandbLogger
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.recovery import RecoveryReport
 
@@ -28,7 +29,7 @@ def test_fits_that_cannot_go_back_are_refused(
     automatic: bool, reload_every: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = ExpertParallelStrategy()
-    monkeypatch.setattr(strategy, "elastic", SimpleNamespace())
+    monkeypatch.setattr(strategy, "elastic", object.__new__(ElasticWorlds))
     trainer: Any = SimpleNamespace(strategy=strategy, reload_dataloaders_every_n_epochs=reload_every)
     module: Any = SimpleNamespace(automatic_optimization=automatic)
     with pytest.raises(ConfigurationError, match=words):

@@ -119,12 +119,12 @@ def test_lost_protection_is_restored_though_nobody_is_busier() -> None:
 class KnownNodes:
     """What the balancer asks a strategy for, on ranks whose nodes alternate."""
 
-    def __init__(self, elastic: object = None, promised: int = 1) -> None:
+    def __init__(self, is_elastic: bool = False, promised: int = 1) -> None:
         layer = SimpleNamespace(num_experts=EXPERTS, dispatcher=SimpleNamespace(groups=[range(4)]))
         self.experts = SimpleNamespace(layers=[layer], room=[[3] * 4])
         self.world = SimpleNamespace(size=4)
         self.state = SimpleNamespace(stages=None, layers=[layer])
-        self.node_of, self.elastic = (0, 1, 0, 1), elastic
+        self.node_of, self.worlds = (0, 1, 0, 1), SimpleNamespace(is_elastic=is_elastic)
         self.placing = SimpleNamespace(promised_replicas=promised)
 
 
@@ -132,7 +132,7 @@ def test_failure_domains_are_the_nodes_of_the_run_and_not_consecutive_ranks() ->
     assert balanced_ranks(KnownNodes(), None).node_of == (0, 1, 0, 1)  # type: ignore[arg-type]
     assert balanced_ranks(KnownNodes(), 1).node_of == (0, 1, 2, 3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"ranks_per_node=2 .* in order of birth .* leave it out"):
-        balanced_ranks(KnownNodes(elastic=object()), 2)  # type: ignore[arg-type]
+        balanced_ranks(KnownNodes(is_elastic=True), 2)  # type: ignore[arg-type]
 
 
 def test_the_balancer_promises_no_less_than_recovery() -> None:

@@ -20,6 +20,7 @@ from moe_lightning.doctor.comparison import Digest, StepRecord, compare, tensors
 from moe_lightning.doctor.parity_doctor import ParityDoctor
 from moe_lightning.doctor.reference import one_process_loader
 from moe_lightning.errors import ConfigurationError, ParityError
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
 
 class Numbers(IterableDataset[int]):
@@ -32,8 +33,8 @@ def trainer(strategy: Any, steps: int = 0) -> Any:
 
 
 def elastic() -> Any:
-    strategy = DDPStrategy()
-    strategy.elastic = object()
+    strategy = ExpertParallelStrategy()
+    strategy.worlds.allow_changes()
     return strategy
 
 
