@@ -568,7 +568,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         """Begin a checkpoint now, between two steps; every rank must call it."""
         strategy = trainer.strategy
         assert isinstance(strategy, ExpertParallelStrategy)
-        self._counts.total = strategy.state.counts_of_all(self._counts.total)
+        self._counts.total = strategy.state.stages.counts_of_all(self._counts.total)
         if self._experts_moved:
             self._experts_moved = False
             self._reassign(strategy)

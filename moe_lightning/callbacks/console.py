@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -29,7 +28,7 @@ from moe_lightning.data.instructions import InstructionData
 from moe_lightning.data.text import TextData
 from moe_lightning.models.gpt import GPT, model_size
 from moe_lightning.moe.layer import moe_layers
-from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.train_state import stages_of
 from moe_lightning.text_table import in_columns
 
 _WIDE = 100
@@ -167,9 +166,7 @@ def _fitting(parts: Sequence[str], room: int) -> str:
 
 def describe(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     """The headline: parameters, experts, ranks, data."""
-    strategy = trainer.strategy
-    stages = strategy.state.stages if isinstance(strategy, ExpertParallelStrategy) else None
-    with nullcontext() if stages is None else stages.cut.whole():
+    with stages_of(trainer).whole_module():
         layers, size = moe_layers(module), model_size(module)
     lines = [f"model  {_short(size.whole)} parameters"]
     if layers:

@@ -191,9 +191,9 @@ class FaultRecovery(ExpertParallelCallback):
         node_of = strategy.node_of
         if self._protection != "auto":
             return protected_by(PROTECTIONS[self._protection], node_of, self._failures)
-        stacks, stages = strategy.state.training_state().stacks, strategy.state.stages
+        stacks = strategy.state.training_state().stacks
         holders = [stack.placement.holders(e) for stack in stacks for e in range(stack.num_experts)]
-        holders += strategy.world.row_cut.holders if stages is None else map(tuple, stages.ranks)  # of dense parameters
+        holders += strategy.state.stages.dense_holders
         replicated = all(len({node_of[rank] for rank in ranks}) > self._failures for ranks in holders)
         failures = min(self._failures, len(set(node_of)) - 1)
         return choose_protection(
@@ -215,7 +215,7 @@ class FaultRecovery(ExpertParallelCallback):
     def _replay_next_rank(self, trainer: pl.Trainer) -> None:
         """Begin to repeat the updates of the next rank's shard, from its present state; collective."""
         strategy = _strategy(trainer)
-        if strategy.state.parts.is_wished or strategy.state.stages is not None:
+        if strategy.state.is_shared:
             sizes = {"mesh.pp": strategy.worlds.axes.pp, "mesh.tp": strategy.worlds.axes.tp}
             cut = next((f"{axis}={size}" for axis, size in sizes.items() if size > 1), "dense=fsdp or hsdp")
             raise ConfigurationError(

@@ -29,7 +29,7 @@ from moe_lightning.models.huggingface.module import HuggingFaceModule
 from moe_lightning.moe.experts import Experts
 from moe_lightning.state.tensors import cuts_of
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.stages import stages_of
+from moe_lightning.strategies.train_state import stages_of
 
 Form = Literal["merged", "adapter"]
 
@@ -145,7 +145,7 @@ def _check_form(module: HuggingFaceModule, form: Form) -> None:
 
 
 def _require_whole(trainer: pl.Trainer) -> None:
-    if stages_of(trainer) is not None:
+    if stages_of(trainer).num_stages > 1:
         raise ConfigurationError(
             "mesh.pp leaves every rank some blocks of the model only, which HuggingFaceExport cannot write: leave it "
             "out (callbacks.huggingface_export=null), and export the checkpoint of this run with moe-ckpt export-hf"

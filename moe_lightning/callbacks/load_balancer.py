@@ -113,12 +113,12 @@ def balanced_ranks(strategy: ExpertParallelStrategy, ranks_per_node: int | None)
         ConfigurationError: what cannot be balanced.
     """
     experts, stages = strategy.experts, strategy.state.stages
-    sizes = {layer.num_experts for layer in strategy.state.layers}
+    sizes = {layer.num_experts for layer in stages.layers}
     if len(sizes) > 1:
         raise ConfigurationError(
             f"LoadBalancer plans all MoE layers together, but they have {sorted(sizes)} experts: give them equally many"
         )
-    if stages is not None and (bare := stages.without_layers):
+    if bare := stages.without_layers:
         raise ConfigurationError(
             f"LoadBalancer plans in every stage of mesh.pp, but the ranks of stages {bare} have no MoE layer: cut the "
             "model otherwise (mesh.pp, schedule, moe_every), or drop the callback"
@@ -141,7 +141,7 @@ def balanced_ranks(strategy: ExpertParallelStrategy, ranks_per_node: int | None)
         nodes = [rank // ranks_per_node for rank in range(strategy.world.size)]
     # Ranks of an elastic run may have kept more room than those that came later, or from another stage.
     slots = min(all_gather_json(room.pop(), strategy.world.stage)) if strategy.worlds.is_elastic else room.pop()
-    return Cluster(node_of=tuple(nodes) if stages is None else stages.nodes(nodes), slots_per_rank=slots)
+    return Cluster(node_of=stages.nodes(nodes), slots_per_rank=slots)
 
 
 def min_replicas(strategy: ExpertParallelStrategy, wanted: int | None) -> int:
@@ -337,15 +337,15 @@ class LoadBalancer(Callback):
         layers, stages = strategy.experts.layers, strategy.state.stages
         self._unfollow()
         known, self._restored = self._known(strategy)
-        if strategy.world.stage.size == 1 or not strategy.state.layers:
+        if strategy.world.stage.size == 1 or not stages.layers:
             for layer in layers:
                 layer.overlap_fn = None
             self._take_planner(None)  # nothing to balance
             return
         cluster = balanced_ranks(strategy, self._ranks_per_node)
         policy = replace(self._policy, min_replicas=min_replicas(strategy, self._min_replicas))
-        total, numbers = len(strategy.state.layers), range(len(layers)) if stages is None else stages.numbers
-        self._layers = OwnLayers(numbers=tuple(numbers), total=total)
+        numbers = stages.numbers
+        self._layers = OwnLayers(numbers=tuple(numbers), total=len(stages.layers))
         costs = self._costs(strategy) if known is None else [known[number] for number in numbers]
         timeout_s = strategy.collectives_timeout.total_seconds()
         self._take_planner(BalancePlanner(policy, cluster, strategy.experts.placements, costs, timeout_s))
@@ -357,7 +357,7 @@ class LoadBalancer(Callback):
         self._is_new_step = True
         self._counts = [{} for _ in layers]
         for index, layer in enumerate(layers):
-            layer.overlap_fn = partial(self._observe, index, layer, None if stages is None else strategy.steps)
+            layer.overlap_fn = partial(self._observe, index, layer, strategy.steps if stages.num_stages > 1 else None)
 
     def _unfollow(self) -> None:
         """The layers, or the ranks, are others from here on."""
@@ -379,7 +379,7 @@ class LoadBalancer(Callback):
         measured = calibrate(layers, strategy.world.stage, dtype)
         self._model_errors = measured.errors
         tell_errors(measured.errors)
-        if strategy.state.stages is None:  # in a pipeline passes of several micro-batches alternate
+        if strategy.state.stages.num_stages == 1:  # in a pipeline passes of several micro-batches alternate
             self._clock = DenseClock(layers, strategy.root_device)
         return list(measured.costs)
 
@@ -396,7 +396,7 @@ class LoadBalancer(Callback):
         listed = [[number, costs.to_json()] for number, costs in own.items()]
         told = all_gather_json([listed, self.state_dict() or None], strategy.world)
         measured = {number: costs for listed, _ in reversed(told) for number, costs in listed}
-        total = len(strategy.state.layers)
+        total = len(strategy.state.stages.layers)
         state = together([([number for number, _ in listed], state) for listed, state in told], total)
         if len(measured) < total:
             return None, state
@@ -428,7 +428,8 @@ class LoadBalancer(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Ranks of a pipeline know the loads of their own layers: those that write get those of all."""
-        if self.planner is None or (stages := _strategy(trainer).state.stages) is None:
+        stages = _strategy(trainer).state.stages
+        if self.planner is None or stages.num_stages == 1:
             return
         told = all_gather_json([self._layers.numbers, self.state_dict()], stages.pipe)
         self._restored = together(told, self._layers.total)
@@ -479,9 +480,7 @@ class LoadBalancer(Callback):
         return self.follower
 
     def _move(self, strategy: ExpertParallelStrategy, planner: BalancePlanner, placements: list[Placement]) -> None:
-        stages = strategy.state.stages
-        everyones = placements if stages is None else stages.placements_of_all(placements)
-        self._reports.append(strategy.replace_experts(everyones))
+        self._reports.append(strategy.replace_experts(strategy.state.stages.placements_of_all(placements)))
         planner.moved(placements)
 
     def rebalance(self, trainer: pl.Trainer) -> None:
@@ -564,5 +563,5 @@ def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
 
 def _any_moves(strategy: ExpertParallelStrategy, placements: Sequence[Placement]) -> bool:
     """True if any layer of any pipeline stage gets a new placement; collective over the stages."""
-    moves, stages = list(placements) != strategy.experts.placements, strategy.state.stages
-    return moves if stages is None else any_says([moves], stages.pipe)[0]
+    moves = list(placements) != strategy.experts.placements
+    return any_says([moves], strategy.state.stages.pipe)[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +39,7 @@ from moe_lightning.moe.replayed_routing import (
 )
 from moe_lightning.moe.router import Router
 from moe_lightning.strategies.expert_parallel import own_strategy
-from moe_lightning.strategies.stages import StageState, stages_of
+from moe_lightning.strategies.train_state import StageMap, stages_of
 
 
 @validated
@@ -69,8 +69,7 @@ class RoutingRecorder(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         stages = stages_of(trainer)
-        layers = moe_layers(pl_module) if stages is None else stages.layers
-        ranks = trainer.world_size if stages is None else stages.num_ranks
+        layers = stages.layers
         experts = {layer.num_experts for layer in layers}
         if len(experts) != 1:
             raise ConfigurationError(
@@ -79,7 +78,7 @@ class RoutingRecorder(Callback):
             )
         self._samples, self._iterations = [], []
         if trainer.global_step and self._path.is_file():
-            self._continue(trainer.global_step, (len(layers), ranks, experts.pop()))
+            self._continue(trainer.global_step, (len(layers), stages.num_ranks, experts.pop()))
 
     def _continue(self, step: int, shape: tuple[int, ...]) -> None:
         counts, iterations = read_routing_trace(self._path)
@@ -98,7 +97,7 @@ class RoutingRecorder(Callback):
         accumulating = private_lightning.is_accumulating(trainer)
         iteration = trainer.global_step + 1 if accumulating else trainer.global_step
         stages = stages_of(trainer)
-        if (iteration - 1) % self._every or not (trainer.is_global_zero or stages is not None):
+        if (iteration - 1) % self._every or not (trainer.is_global_zero or stages.num_stages > 1):
             return
         counts = _counts(moe_layers(pl_module), stages)
         if not trainer.is_global_zero:
@@ -135,21 +134,17 @@ class RoutingRecorder(Callback):
             raise
 
 
-def _counts(layers: Sequence[MoELayer], stages: StageState | None) -> NDArray[np.int64]:
+def _counts(layers: Sequence[MoELayer], stages: StageMap) -> NDArray[np.int64]:
     """int64 [L, N, E] of the last micro-batch; collective in a pipeline.
 
     Args:
         layers: of this rank.
-        stages: whose layers are counted, too.
+        stages: all of whose layers are counted.
     """
     own = [layer.statistics.tokens_NE for layer in layers if layer.statistics is not None]
-    if stages is None:
-        counts_LNE = torch.stack(own)
-    else:
-        nothing = torch.zeros(0, stages.num_ranks, stages.layers[0].num_experts, dtype=torch.int64)
-        whole_LNE = stages.counts_of_all(torch.stack(own) if own else nothing)
-        assert whole_LNE is not None, "every step routes tokens"
-        counts_LNE = whole_LNE
+    nothing = torch.zeros(0, stages.num_ranks, stages.layers[0].num_experts, dtype=torch.int64)
+    counts_LNE = stages.counts_of_all(torch.stack(own) if own else nothing)
+    assert counts_LNE is not None, "every step routes tokens"
     counts: NDArray[np.int64] = counts_LNE.cpu().numpy()
     return counts
 
@@ -181,9 +176,9 @@ class RoutingReplay(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         own_strategy(trainer, "RoutingReplay", "call replay_routing in your step")
         stages = stages_of(trainer)
-        with nullcontext() if stages is None else stages.cut.whole():
+        with stages.whole_module():
             self._routers = routers_of(pl_module)
-        self._layers = list(range(len(self._routers))) if stages is None else stages.numbers
+        self._layers = stages.own(range(len(self._routers)))
         if not self._layers:
             raise ConfigurationError(
                 "a stage of mesh.pp has no MoE layer whose routing could be kept: use fewer stages, or drop "
@@ -200,17 +195,16 @@ class RoutingReplay(Callback):
             self._write(tokens, seen, stages_of(trainer))
         self._seen = {}
 
-    def _write(self, tokens: TokenRange, seen: _Seen, stages: StageState | None) -> None:
+    def _write(self, tokens: TokenRange, seen: _Seen, stages: StageMap) -> None:
         """Write the chosen experts of a micro-batch; collective in a pipeline, whose first stage writes."""
         if seen.by_layer.keys() != set(self._layers):
             return
         ids_TLK = Choices([seen.by_layer[layer] for layer in self._layers]).stacked()
-        if stages is not None:
-            ids_LTK = ids_TLK.movedim(1, 0)
-            all_LTK = stages.counts_of_all(ids_LTK)
-            ids_TLK = ids_LTK.new_zeros(len(self._routers), *ids_LTK.shape[1:]) if all_LTK is None else all_LTK
-            ids_TLK = ids_TLK.movedim(0, 1)
-        if stages is None or 0 in stages.cut.stages:
+        ids_LTK = ids_TLK.movedim(1, 0)
+        all_LTK = stages.counts_of_all(ids_LTK)
+        ids_TLK = ids_LTK.new_zeros(len(self._routers), *ids_LTK.shape[1:]) if all_LTK is None else all_LTK
+        ids_TLK = ids_TLK.movedim(0, 1)
+        if 0 in stages.held:
             write_tokens(self._folder, tokens, ids_TLK.reshape(seen.count, -1, *ids_TLK.shape[1:]).cpu())
 
     @override

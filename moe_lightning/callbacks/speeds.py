@@ -26,7 +26,6 @@ from moe_lightning.dispatch.quota import ONE_SPEED, given_speeds, shares
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.stages import StageState
 
 _SLOW, _SLOW_STEPS = 0.8, 20
 """Of the median's speed, and how long a rank must stay below it to be told of."""
@@ -93,20 +92,18 @@ class SpeedFollower:
             strategy.experts.take_speeds(None)
             strategy.share_samples(None)
         self._stages, self._world = strategy.state.stages, strategy.world.stage
-        nodes: Sequence[int] = strategy.node_of if self._stages is None else self._stages.nodes(strategy.node_of)
+        nodes, is_pipeline = self._stages.nodes(strategy.node_of), self._stages.num_stages > 1
         self.experts = AgreedSpeeds(nodes)
-        self.samples = AgreedSpeeds(nodes if self._stages is None else range(self._world.size))
+        self.samples = AgreedSpeeds(range(self._world.size) if is_pipeline else nodes)
         self._slow_for = np.zeros(self._world.size, dtype=np.int64)
         self._cut: IntArray | None = None
         if policy.speeds == "measured":
-            bubbles = None if self._stages is None else self._world.bubbles
+            bubbles = self._world.bubbles if is_pipeline else None
             self._clock = RankClock(strategy.experts.layers, strategy.root_device, bubbles)
         elif not isinstance(policy.speeds, str):
             given = given_speeds(policy.speeds, strategy.world.size, "load_balancer.speeds")
-            self.experts.speeds = self.samples.speeds = given
-            if self._stages is not None:
-                self.experts.speeds = given[list(self._stages.own_ranks)]
-                self.samples.speeds = np.array([given[list(ranks)] for ranks in self._stages.ranks]).min(axis=0)
+            self.experts.speeds = given[list(self._stages.own_ranks)]
+            self.samples.speeds = np.array([given[list(ranks)] for ranks in self._stages.ranks]).min(axis=0)
             strategy.experts.take_speeds(self.experts.speeds)
             self._share_samples()
 
@@ -122,7 +119,7 @@ class SpeedFollower:
             raise ConfigurationError(
                 "speeds lists fixed ranks, but those of an elastic run come and go: use speeds=measured or even"
             )
-        if policy.stragglers == "expel" and self._strategy.state.stages is not None:
+        if policy.stragglers == "expel" and self._strategy.state.stages.num_stages > 1:
             raise ConfigurationError(
                 "stragglers=expel takes a rank away from one stage of mesh.pp, and ranks of all others would wait for "
                 "another: use stragglers=adapt"
@@ -179,8 +176,7 @@ class SpeedFollower:
         if (self._steps - 1) % self._policy.speeds_every == 0:
             experts, samples = decode_readings(self._strategy.experts.layers[0].dispatcher.gathered_words)
             has_changed = self.experts.take(experts)
-            if self._stages is not None:
-                has_changed, samples = self._over_stages(self._stages, has_changed, samples)
+            has_changed, samples = self._over_stages(has_changed, samples)
             if has_changed:
                 self._strategy.experts.take_speeds(self.experts.speeds)
             if self.samples.take(samples):
@@ -188,12 +184,11 @@ class SpeedFollower:
         self._look_after_stragglers()
         return has_changed
 
-    @staticmethod
-    def _over_stages(stages: StageState, has_changed: bool, samples: Sequence[Reading]) -> tuple[bool, list[Reading]]:
+    def _over_stages(self, has_changed: bool, samples: Sequence[Reading]) -> tuple[bool, list[Reading]]:
         """Combine the stages: True if any has other speeds, so that all plan placements after the same step, and of
         each slice the slowest reading, since its samples pass through all. Collective.
         """
-        told = all_gather_json([has_changed, [reading.bits for reading in samples]], stages.pipe)
+        told = all_gather_json([has_changed, [reading.bits for reading in samples]], self._stages.pipe)
         slowest = zip(*([Reading.of(bits) for bits in readings] for _, readings in told), strict=True)
         return any(changed for changed, _ in told), [max(of, key=lambda one: one.femtoseconds) for of in slowest]
 

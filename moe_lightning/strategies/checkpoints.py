@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from moe_lightning.checkpoint.directory import has_manifest
 from moe_lightning.checkpoint.files import PlainValues, advice_for, check_file, read_checkpoint
 from moe_lightning.checkpoint.full_state import (
-    full_model_state,
     full_optimizer_state,
     load_local_optimizer_state,
     local_model_state,
@@ -64,11 +63,8 @@ class Checkpoints:
         """Return the whole model on rank 0, with expert stacks [E, ...]; empty on the other ranks. Collective."""
         if self._without_state:
             return {}
-        if self._state.stages is not None:
-            return self._state.stages.full_model_state(local(), self._state.training_state().stacks)
-        module = self._state.module
-        keys, cuts = self._state.experts.keys(module), cuts_of(module)
-        return full_model_state(local(), keys, self._worlds.present, cuts=cuts)
+        stages = self._state.stages
+        return stages.full_model_state(local(), stages.stacks(self._state.experts))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole optimizer state on rank 0 as a single process would have it; empty on the others.
@@ -235,9 +231,9 @@ class Checkpoints:
         if "state_dict" not in checkpoint:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")
         module = self._state.module
-        keys, stages = self._state.experts.keys(module), self._state.stages
+        keys = self._state.experts.keys(module)
         part, cuts = self._worlds.present.row_cut.part, cuts_of(module)
-        whole = checkpoint["state_dict"] if stages is None else stages.own_part(checkpoint["state_dict"], strict=strict)
+        whole = self._state.stages.own_part(checkpoint["state_dict"])
         local = local_model_state(whole, module.state_dict(), keys, part, cuts=cuts, strict=strict)
         module.load_state_dict(local, strict=strict)
 

@@ -17,11 +17,11 @@ states are transferred in units: the state of a parameter, or of one of its part
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -73,7 +73,9 @@ from moe_lightning.strategies.fsdp import (
     undo_shard,
 )
 from moe_lightning.strategies.placed_experts import PlacedExperts
-from moe_lightning.strategies.stages import StageState
+
+if TYPE_CHECKING:
+    from moe_lightning.strategies.train_state import StageMap
 
 
 class DenseSharding(Protocol):
@@ -454,7 +456,7 @@ class ParameterHolder(Protocol):
     def experts(self) -> PlacedExperts: ...
 
     @property
-    def stages(self) -> StageState | None: ...
+    def stages(self) -> StageMap: ...
 
     def training_state(self) -> State: ...
 
@@ -556,9 +558,9 @@ class DenseParts:
         with self._all_stages():
             for name, style in planned_styles(module, self._tensors):
                 part = module.get_submodule(name)
-                block = None if stages is None else stages.cut.number_of(part)
-                if stages is not None and block is not None and style == Parted():
-                    stages.cut.entering[block] = partial(ranks.own, dim=1)  # other stages' hidden states are parts, too
+                block = stages.number_of_block(part)
+                if block is not None and style == Parted():
+                    stages.transform_hidden(block, partial(ranks.own, dim=1))  # those of other stages are parts, too
                 elif not (isinstance(style, Embedding) and part.weight.is_meta):  # else zeros, which are not summed
                     PartedForward(part, style, ranks)
 
@@ -570,8 +572,7 @@ class DenseParts:
 
     def _all_stages(self) -> AbstractContextManager[None]:
         """Restore the layers of all stages inside, because plans are for whole models."""
-        stages = self._state.stages
-        return nullcontext() if stages is None else stages.cut.whole()
+        return self._state.stages.whole_module()
 
     @torch.no_grad()
     def _sum_parts(self, world: World) -> None:
@@ -617,13 +618,10 @@ class DenseParts:
         Args:
             cuts: by tensor index.
         """
-        if (stages := self._state.stages) is None:
-            return
-        with stages.cut.whole():
-            for *_, parameter, _ in stages.cut.dense():
-                if parameter.is_meta and parameter.ndim:
-                    rows = TensorCut(shape=tuple(parameter.shape)) if self.is_in_rows else None
-                    mark(parameter, cuts.get(parameter, rows))
+        for parameter in self._state.stages.absent_parameters():
+            if parameter.ndim:
+                rows = TensorCut(shape=tuple(parameter.shape)) if self.is_in_rows else None
+                mark(parameter, cuts.get(parameter, rows))
 
     @torch.no_grad()
     def gather(self, world: World, most_bytes: int) -> bool:
@@ -645,9 +643,9 @@ class DenseParts:
         sources = [
             (part.name, ranks[0])
             for whose, ranks in zip(cut.parts, cut.holders, strict=True)
-            for part in self._in_stages(whose, self._stages_here)
+            for part in self._in_stages(whose, self._state.stages.held)
         ]
-        targets = [self._in_stages(Part(), self._stages_here)] * world.size
+        targets = [self._in_stages(Part(), self._state.stages.held)] * world.size
         rows = self._transfer(sources, targets, world).exchange()
         self.leave()
         self.install(rows, World.single(world.device))
@@ -745,18 +743,14 @@ class DenseParts:
         """Return the names of all parts of a cut, and of those of this rank, if ranks share copies."""
         if not self.is_wished:
             return [], []
-        stages = (0,) if self._state.stages is None else range(self._state.stages.cut.num_stages)
+        stages = range(self._state.stages.num_stages)
         everyones = [part.name for whose in cut.parts for part in self._in_stages(whose, stages)]
-        return everyones, [part.name for part in self._in_stages(cut.part, self._stages_here)] + [*self.departed_parts]
-
-    @property
-    def _stages_here(self) -> Sequence[int]:
-        return (0,) if self._state.stages is None else self._state.stages.held
+        own = self._in_stages(cut.part, self._state.stages.held)
+        return everyones, [*(part.name for part in own), *self.departed_parts]
 
     def _in_stages(self, part: Part, stages: Sequence[int]) -> list[Part]:
         """Return the same part of each of some stages."""
-        count = 1 if self._state.stages is None else self._state.stages.cut.num_stages
-        return [replace(part, stage=stage, stages=count) for stage in stages]
+        return [replace(part, stage=stage, stages=self._state.stages.num_stages) for stage in stages]
 
     def fetch(
         self, sources: Sequence[tuple[str, int]], part: Part, world: World, stages: Sequence[int] = (0,)
@@ -781,9 +775,9 @@ class DenseParts:
             targets,
             world,
             self.departed_parts,
-            held=self._in_stages(state.cut.part, self._stages_here),
+            held=self._in_stages(state.cut.part, self._state.stages.held),
             with_moments=self.with_moments,
-            stage_of=(lambda _: 0) if stages is None else stages.stage_of,
+            stage_of=stages.stage_of,
         )
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:

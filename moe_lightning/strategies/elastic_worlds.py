@@ -21,12 +21,11 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from moe_lightning.balancing.repair import Repair, repair_placements
+from moe_lightning.balancing.repair import Repair
 from moe_lightning.checkpoint.memory import DamagedSnapshots, RecoverySources
 from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, without_snapshots
@@ -46,7 +45,6 @@ from moe_lightning.strategies.recovery import (
     RecoveryPlanner,
     RecoveryReport,
     Stopwatch,
-    enter_experts,
     fetch_missing,
     fetch_rows,
     finish_step,
@@ -101,19 +99,8 @@ def hand_over(
     """
     notices = all_gather_json(notice, world)
     staying = [rank for rank, notice in enumerate(notices[: world.size - spares]) if notice is None]
-    if 0 < len(staying) < world.size and world.is_connected and state.stages is not None:
-        state.hand_over(staying, world)
-        state.stage_transfer.hand_over(staying, world, nodes, min_replicas=min_replicas)
-    elif 0 < len(staying) < world.size and world.is_connected:
-        held = np.stack([p.replicas > 0 for p in state.experts.placements])
-        repair = repair_placements(
-            held[..., staying],
-            nodes=[nodes[rank] for rank in staying],
-            min_replicas=min_replicas,
-            max_slots=state.max_slots,
-        )
-        state.experts.hand_over(staying, repair.placements, state.optimizers, nodes)
-        state.hand_over(staying, world)
+    if 0 < len(staying) < world.size and world.is_connected:
+        state.transfer.hand_over(staying, world, nodes, min_replicas=min_replicas)
     try:
         store_barrier(engine.store, "hand over", world.size, timeout.total_seconds())
     except (dist.DistError, TimeoutError):
@@ -600,7 +587,7 @@ class ElasticWorlds:
 
     def _join_and_transfer(self, watch: Stopwatch) -> tuple[RecoveryPlan, Repair]:
         """Join the next world and bring every rank to the same committed step."""
-        layers = self._state.layers
+        layers = self._state.stages.layers
         world = self._join(watch)
         counts = not (self.is_newcomer or self._is_torn or self._state.window_replay)
         own = inventory_of(
@@ -657,7 +644,7 @@ class ElasticWorlds:
         # where optimizer shards change hands.
         rows = fetch_rows(state, plan, world) if plan.level == "live" else None
         self._is_torn |= plan.level != "live"
-        enter_experts(state, plan, repair, world)
+        state.transfer.enter_world(world, repair.placements, plan.held, plan.nodes)
         self._is_torn = True
         self._strategy.take_place(world)  # from here on the new world is the present one
         state.reshard(plan.shards if plan.level == "live" else (), rows)

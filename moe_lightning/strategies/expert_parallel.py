@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ from moe_lightning.strategies.scaling import AgreedScaler, own_scale, share_scal
 from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps
-from moe_lightning.strategies.train_state import FIXED_GROUPS, TrainState, replay_update
+from moe_lightning.strategies.train_state import FIXED_GROUPS, StageMap, TrainState, replay_update
 from moe_lightning.strategies.watch import FiniteWatch, StallWatch, StopOnNan, UpdateSkipped, dense_values
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_way
 from moe_lightning.strategies.worlds import Worlds, call_hook
@@ -82,24 +82,20 @@ class GatheredExperts:
 
     Args:
         experts: under their placements.
-        stages: of a pipeline, whose layers are then all gathered; None without one.
+        stages: of the model, whose layers are all gathered.
     """
 
-    def __init__(self, experts: PlacedExperts, stages: StageState | None = None) -> None:
+    def __init__(self, experts: PlacedExperts, stages: StageMap) -> None:
         self._experts, self._stages = experts, stages
-        self._layers = experts.layers if stages is None else stages.layers
-        self._world = experts.world if stages is None else stages.whole
+        self._layers, self._world = stages.layers, stages.world
         self._stacks: list[dict[str, Tensor]] | None = None
 
     def gather(self, most_bytes: int) -> None:
         """Gather all experts, unless they take more than the least limit of the ranks; collective. In a pipeline dense
         parameters are gathered too.
         """
-        if self._stages is not None:
-            self._stages.gather(most_bytes)
-        stacks, world = self._experts.stacks, self._world
-        if self._stages is not None:
-            stacks = self._stages.stacks(self._experts)
+        self._stages.gather(most_bytes)
+        stacks, world = self._stages.stacks(self._experts), self._world
         entries = [(stack.num_experts, p) for stack in stacks for p in stack.parameters.values()]
         needed = sum(count * p.shape[1:].numel() * p.element_size() for count, p in entries)
         if needed > min(all_gather_json(most_bytes, world)):
@@ -197,24 +193,22 @@ class PlacementOptions:
             self._replicas = min(nodes, world_size)
         return self._replicas or 1
 
-    def place(self, module: nn.Module, world: World, stages: StageState | None = None) -> PlacedExperts:
+    def place(self, module: nn.Module, world: World, stages: StageMap) -> PlacedExperts:
         """Put a module's experts into slots; collective.
 
         Args:
             world: the ranks, of each stage of a pipeline.
-            stages: those on this rank; None without a pipeline.
+            stages: of the module.
         """
         if self._kernels is not None:
             set_backend(self._kernels)
-        with nullcontext() if stages is None else stages.cut.whole():
+        with stages.whole_module():
             placements = resolve_placements(
                 module, world.size, ep_size=self._ep_size, replicas=self._replicas, placement=self._placement
             )
-        if stages is not None:
-            placements = stages.set_placements(placements)
         return PlacedExperts(
             module,
-            placements,
+            stages.set_placements(placements),
             world,
             ep_size=self._ep_size,
             quota=self._quota,
@@ -471,18 +465,19 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             if self.worlds.axes.pp > 1:
                 check_for_pipeline(module)
                 self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds, self._scaled)
-            stages = None if self._pipeline is None else StageState(self._pipeline.cut, self.worlds)
+            stages = StageMap(module, self.worlds)
+            if self._pipeline is not None:
+                stages = StageState(self._pipeline.cut, self.worlds)
             self.state.set_module(module, self.placing.place(module, self.world.stage, stages), stages)
             self._gathered = GatheredExperts(self.experts, stages)
-        elif self._pipeline is not None:
-            self._pipeline.cut.apply(self.root_device)
+        self.state.stages.apply(self.root_device)
         assert self._gathered is not None
         self._gathered.detach(weights_change=trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path is not None)
         self._is_placed = True
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        with nullcontext() if self._pipeline is None else self._pipeline.cut.whole():
+        with self.state.stages.whole_module():
             super().setup_optimizers(trainer)
         self._require_separate_updates()
         self.state.set_optimizers(self.optimizers)
@@ -539,7 +534,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             private_lightning.end_epochs_as_usual(trainer)
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
             super().teardown()  # else placing the experts failed, and the user shall see that error
-        if self._pipeline is not None:
+        if self._pipeline is not None:  # also where placing the experts failed
             self.state.replace_parameters(self._pipeline.cut.restore_values())
 
     # ------------------------------------------------------------------ placement
@@ -563,9 +558,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             ConfigurationError: a placement that does not fit the world, a dispatch group or the slots.
         """
         call_hook(self.state.trainer, "on_before_experts_move")
-        if self.state.stages is not None:
-            return self.state.stages.replace(self.experts, placements, self.optimizers)
-        return self.experts.replace(placements, self.optimizers, self.node_of)
+        return self.state.stages.replace(self.experts, placements, self.optimizers)
 
     def start_shadow_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
         """Start the shadow experts of the next step, a plan for each MoE layer here; collective, before the step.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
-from moe_lightning.balancing.repair import Repair, repair_placements, repair_stages
+from moe_lightning.balancing.repair import Repair, repair_stages
 from moe_lightning.checkpoint.files import PlainValues
 from moe_lightning.checkpoint.full_state import broadcast_dense, broadcast_optimizers
 from moe_lightning.checkpoint.loader import Checkpoint
@@ -381,7 +381,7 @@ def inventory_of(
         is_prepared: True if it was ready for the update after that.
     """
     experts, (sharded, owned) = state.experts, state.dense_parts(former)
-    numbers = {layer: number for number, layer in enumerate(state.layers)}
+    numbers = {layer: number for number, layer in enumerate(state.stages.layers)}
     stacks = zip(experts.layers, experts.stacks, strict=True)
     held = [(numbers[layer], expert) for layer, stack in stacks for _, expert in stack.held()]
     return RankInventory(
@@ -403,14 +403,9 @@ def repaired(plan: RecoveryPlan, state: TrainState, world: World, *, min_replica
     Args:
         min_replicas: wanted nodes that hold each expert, or ranks where there are fewer nodes.
     """
-    options: dict[str, Any] = {"nodes": plan.nodes, "min_replicas": min_replicas, "max_slots": state.max_slots}
-    if state.stages is None:
-        repair = repair_placements(plan.held, **options)
-        stages: list[Sequence[int]] = [range(world.size)]
-    else:
-        stages = state.stage_transfer.ranks_of_layers(world)
-        repair = repair_stages(plan.held, stages, **options)
-    if repair.min_replicas < min(min_replicas, *map(len, stages)):
+    ranks = state.stages.ranks_of_layers(world)
+    repair = repair_stages(plan.held, ranks, nodes=plan.nodes, min_replicas=min_replicas, max_slots=state.max_slots)
+    if repair.min_replicas < min([min_replicas, *map(len, ranks)]):
         rank_zero_warn(
             f"slots are left for {repair.min_replicas} instead of {min_replicas} replicas of each expert: "
             "another lost one may cost state until ranks come back"
@@ -456,22 +451,10 @@ def fetch_rows(state: TrainState, plan: RecoveryPlan, world: World) -> Rows | No
     """Transfer the dense parameters that this rank will hold in another world, if ranks share them; collective there.
     Live state stays unchanged.
     """
-    if state.stages is not None:
-        rows = state.stage_transfer.fetch(plan.shards, world, is_live=world.rank in plan.live_ranks)
-    elif state.parts.is_wished:
-        rows = state.parts.fetch(plan.shards, world.row_cut.part, world)
-    else:
-        return None
-    agree(world)  # all have theirs and continue, or none does
+    rows = state.transfer.fetch(plan.shards, world, is_live=world.rank in plan.live_ranks)
+    if rows is not None:
+        agree(world)  # all have theirs and continue, or none does
     return rows
-
-
-def enter_experts(state: TrainState, plan: RecoveryPlan, repair: Repair, world: World) -> None:
-    """Move experts to the ranks of another world's placements; collective there."""
-    if state.stages is not None:
-        state.stage_transfer.enter_world(world, repair.placements, plan.held, plan.nodes)
-    else:
-        state.experts.enter_world(world, repair.placements, plan.held, state.optimizers, plan.nodes)
 
 
 def restore_missing(state: TrainState, plan: RecoveryPlan, saved: MemoryCheckpoint | None) -> None:

@@ -10,31 +10,37 @@ checkpoints are those of a run without a pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
-from moe_lightning.arrays import cut
-from moe_lightning.checkpoint.full_state import full_model_state
+from moe_lightning.arrays import BoolArray, cut
+from moe_lightning.balancing.migration import plan_migration
+from moe_lightning.balancing.repair import repair_stages
+from moe_lightning.checkpoint.full_state import broadcast_optimizers, full_model_state
 from moe_lightning.compat import private_torch
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.kernels import pack, packed_bytes, unpack
 from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import AbsentBlock
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
-from moe_lightning.parallel.context import World, all_reduce_, broadcast_
-from moe_lightning.parallel.mesh import stage_ranks
-from moe_lightning.state.tensors import cuts_of, whole_shape
+from moe_lightning.parallel.context import World, agree, all_reduce_, broadcast_
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
+from moe_lightning.parallel.mesh import Part, stage_ranks
+from moe_lightning.state.tensors import cut_of, cuts_of, mark, whole_shape
+from moe_lightning.strategies.dense_parameters import Rows
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
+from moe_lightning.strategies.train_state import StageMap, StateTransfer, TrainState, held_among
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -444,31 +450,26 @@ def _shown(value: object) -> str:
 T = TypeVar("T")
 
 
-def stages_of(trainer: pl.Trainer) -> StageState | None:
-    """Return the stages of a run; None without a pipeline."""
-    return getattr(getattr(trainer.strategy, "state", None), "stages", None)
-
-
-class StageState:
-    """State of the stages on this rank.
+class StageState(StageMap):
+    """Stages of a pipeline: those on this rank, with their state.
 
     Args:
         cut: the parts of the module on this rank.
         worlds: the present world.
 
     Attributes:
-        held: stages whose dense values are here; others of the cut get theirs later.
+        cut: as given.
         placements: of all layers, each among the ranks of its stage.
-        ranks: global ranks that hold each stage.
     """
 
     def __init__(self, cut: StageCut, worlds: Worlds) -> None:
-        self.cut, self._worlds, self.held = cut, worlds, cut.stages
+        super().__init__(cut.module, worlds, cut.num_stages)
+        self.cut, self._held = cut, cut.stages
         self._layers = cut.layers()
         self.placements: list[Placement] = []
         size, axes = worlds.present.size, worlds.axes
         everyone = range(size) if worlds.is_passing(size) else None
-        self.ranks: list[Sequence[int]] = [everyone or stage_ranks(s, size, axes) for s in range(cut.num_stages)]
+        self._ranks: list[Sequence[int]] = [everyone or stage_ranks(s, size, axes) for s in range(cut.num_stages)]
         with cut.whole():
             self._names = list(cut.module.state_dict(keep_vars=True))
             self._stage_of = {
@@ -478,65 +479,173 @@ class StageState:
             }
             self._shared = {name for name, _ in cut.module.named_buffers() if cut.shares_buffer(name)}
 
+    @override
+    def transfer_of(self, state: TrainState) -> StageTransfer:
+        return StageTransfer(state, self, self._worlds)
+
+    @override
+    def everyones(self, value: Any, world: World) -> list[Any]:
+        return all_gather_json(value, world)
+
+    # ------------------------------------------------------------------ stages and ranks
+
     @property
+    @override
+    def held(self) -> Sequence[int]:
+        return self._held
+
+    def lose_values(self) -> None:
+        """The dense values on this rank are not those of the run."""
+        self._held = ()
+
+    def values_arrived(self) -> None:
+        """All stages of the cut have their dense values."""
+        self._held = self.cut.stages
+
+    @property
+    @override
+    def ranks(self) -> Sequence[Sequence[int]]:
+        return self._ranks
+
+    @property
+    @override
+    def own_ranks(self) -> Sequence[int]:
+        return self._ranks[self.cut.stages[0]]
+
+    @property
+    @override
+    def num_ranks(self) -> int:
+        return self.world.stage.size
+
+    def assign(self, ranks: Sequence[Sequence[int]], placements: Sequence[Placement]) -> None:
+        """Set the ranks that hold each stage, and the placements of all layers.
+
+        Args:
+            placements: over all ranks.
+        """
+        self._ranks = list(ranks)
+        own = [ranks[stage] for _, stage in self._layers]
+        self.placements = [placement.among(its) for placement, its in zip(placements, own, strict=True)]
+
+    def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
+        """Return which of these ranks will hold each stage, once they are a world."""
+        axes = self._worlds.axes
+        return [[ranks[at] for at in stage_ranks(stage, len(ranks), axes)] for stage in range(self.num_stages)]
+
+    @override
+    def sharers(self, world: World) -> tuple[World, Sequence[int]]:
+        peers = next((own for own in self.ranks_in(range(world.size)) if world.rank in own), [world.rank])
+        return world.own_stage or World.offline(peers.index(world.rank), len(peers), world.device), peers
+
+    @override
+    def ranks_of_layers(self, world: World) -> list[Sequence[int]]:
+        return self.layers_of(self.ranks_in(range(world.size)))
+
+    def layers_of(self, of_stages: Sequence[T]) -> list[T]:
+        """Return the entry of each layer's stage."""
+        return [of_stages[stage] for _, stage in self._layers]
+
+    @override
+    def nodes(self, of_ranks: Sequence[int]) -> tuple[int, ...]:
+        found = [of_ranks[rank] for rank in self.own_ranks]
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(found))}
+        return tuple(numbers[node] for node in found)
+
+    # ------------------------------------------------------------------ the module
+
+    @override
+    def whole_module(self) -> AbstractContextManager[None]:
+        return self.cut.whole()
+
+    @override
+    def apply(self, device: torch.device) -> None:
+        self.cut.apply(device)
+
+    @override
+    def number_of_block(self, part: nn.Module) -> int | None:
+        return self.cut.number_of(part)
+
+    @override
+    def transform_hidden(self, block: int, function: Callable[[Tensor], Tensor]) -> None:
+        self.cut.entering[block] = function
+
+    # ------------------------------------------------------------------ dense values
+
+    @property
+    @override
     def names(self) -> Collection[str]:
-        """Names of the parameters and buffers of all stages."""
         return self._stage_of
 
+    @override
     def parts(self) -> list[str]:
-        """Return the names of the stages, for inventories."""
-        return [f"dense stage {stage} of {self.cut.num_stages}" for stage in range(self.cut.num_stages)]
+        return [f"dense stage {stage} of {self.num_stages}" for stage in range(self.num_stages)]
 
+    @override
+    def own_parts(self) -> list[str]:
+        names = self.parts()
+        return [names[stage] for stage in self._held]
+
+    @override
     def stage_of(self, name: str) -> int:
-        """Return the stage that has a parameter."""
         return self._stage_of[name]
 
     def belongs(self, name: str, stage: int) -> bool:
         """True if a stage has a parameter or buffer; buffers outside of blocks are in all."""
         return name in self._shared or self._stage_of[name] == stage
 
+    @override
     def holders(self, name: str) -> tuple[int, ...]:
         """Return the global ranks that hold a parameter or buffer. All have a buffer outside of blocks, and the last
         stage, which runs whole steps, has the valid values.
         """
-        return tuple(self.ranks[self.cut.num_stages - 1 if name in self._shared else self._stage_of.get(name, 0)])
+        return tuple(self._ranks[self.num_stages - 1 if name in self._shared else self._stage_of.get(name, 0)])
+
+    @property
+    @override
+    def dense_holders(self) -> Sequence[tuple[int, ...]]:
+        return [tuple(ranks) for ranks in self._ranks]
+
+    @override
+    def absent_parameters(self) -> Sequence[nn.Parameter]:
+        with self.cut.whole():
+            return [parameter for *_, parameter, _ in self.cut.dense() if parameter.is_meta]
 
     # ------------------------------------------------------------------ experts
 
+    @override
     def set_placements(self, placements: Sequence[Placement]) -> list[Placement]:
-        """Set the placements of all layers, and return those of the layers here."""
         self.placements = list(placements)
         return self.own(placements)
 
+    @override
     def own(self, of_layers: Sequence[T]) -> list[T]:
-        """Select the entries of the layers here from those of all layers."""
         return [one for one, (_, stage) in zip(of_layers, self._layers, strict=True) if stage in self.cut.stages]
 
+    @override
+    def is_up_to_date(self, experts: PlacedExperts) -> bool:
+        return True
+
+    @override
     def replace(
         self, experts: PlacedExperts, placements: Sequence[Placement], optimizers: Sequence[Optimizer]
     ) -> MigrationReport:
-        """See `ExpertParallelStrategy.replace_experts`; collective over all ranks, and `moved_states` are those of all.
-
-        Raises:
-            ConfigurationError: on every rank, the refusal of one of them, before anything moves.
-        """
         if len(placements) != len(self._layers):
             raise ConfigurationError(
                 f"{len(placements)} placements do not fit the {len(self._layers)} MoE layers of all stages of mesh.pp: "
                 "give one for each"
             )
         wanted = fingerprint(*(placement.replicas for placement in placements))
-        check_agreement(wanted, "the new placement", self.whole)
-        refusals = all_gather_json(experts.refusal(self.own(placements)), self._worlds.present.pipe)
+        check_agreement(wanted, "the new placement", self.world)
+        refusals = all_gather_json(experts.refusal(self.own(placements)), self.pipe)
         if refusal := next(filter(None, refusals), None):
             raise ConfigurationError(refusal)
-        report = experts.replace(self.set_placements(placements), optimizers, self.nodes(self._worlds.present.nodes))
-        moved = torch.tensor(report.moved_states, device=self.whole.device)
-        all_reduce_(moved, self._worlds.present.pipe)
+        report = experts.replace(self.set_placements(placements), optimizers, self.nodes(self.world.nodes))
+        moved = torch.tensor(report.moved_states, device=self.world.device)
+        all_reduce_(moved, self.pipe)
         return replace(report, moved_states=int(moved))
 
+    @override
     def placements_of_all(self, own: Sequence[Placement]) -> list[Placement]:
-        """Return the placements of all layers from those of the layers here; collective over the stages."""
         experts = max((layer.num_experts for layer in self.layers), default=0)
         tables = [torch.tensor(placement.replicas) for placement in own]
         tables_LEN = self.counts_of_all(
@@ -544,19 +653,8 @@ class StageState:
         )
         return [] if tables_LEN is None else [Placement(replicas=table) for table in tables_LEN.cpu().numpy()]
 
-    @property
-    def own_ranks(self) -> Sequence[int]:
-        """Global ranks that hold the stages here."""
-        return self.ranks[self.cut.stages[0]]
-
-    def nodes(self, of_ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the nodes of the ranks of the stages here, numbered from 0, from those of all ranks."""
-        found = [of_ranks[rank] for rank in self.own_ranks]
-        numbers = {node: number for number, node in enumerate(dict.fromkeys(found))}
-        return tuple(numbers[node] for node in found)
-
+    @override
     def stacks(self, experts: PlacedExperts) -> list[ExpertStack]:
-        """Return the stacks of all layers over all ranks; those of other stages have no slots here."""
         own = dict(zip(experts.layers, experts.stacks, strict=True))
         found = []
         for (layer, stage), first in zip(self._layers, self.placements, strict=True):
@@ -566,93 +664,60 @@ class StageState:
                 ExpertStack(
                     parameters=layer.experts.stacked_parameters() if stack is None else stack.parameters,
                     slot_experts=() if stack is None else stack.slot_experts,
-                    placement=here.over(self.ranks[stage], self._worlds.present.size),
-                    rank=self._worlds.present.rank,
+                    placement=here.over(self._ranks[stage], self.world.size),
+                    rank=self.world.rank,
                     base=layer.experts.base_names,
                 )
             )
         return found
 
+    @override
     def counts_of_all(self, own_LE: Tensor | None) -> Tensor | None:
-        """Return a number for each expert, or any other values of each layer, int64 [L, ...], from those of the layers
-        here; None if all are 0. Collective.
-
-        Args:
-            own_LE: of the layers here; None on all ranks of a stage: zeros [L, E].
-        """
+        """See `StageMap`; None if all are 0. Collective."""
         experts = max((layer.num_experts for layer, _ in self._layers), default=0)
-        device, shape = self._worlds.present.device, (experts,) if own_LE is None else own_LE.shape[1:]
+        device, shape = self.world.device, (experts,) if own_LE is None else own_LE.shape[1:]
         all_LE = torch.zeros(len(self._layers), *shape, dtype=torch.int64, device=device)
         if own_LE is not None:
             all_LE[self.numbers] = own_LE.to(device)
-        all_reduce_(all_LE, self._worlds.present.pipe)
+        all_reduce_(all_LE, self.pipe)
         return all_LE if bool(all_LE.any()) else None
 
     @property
+    @override
     def layers(self) -> list[MoELayer]:
-        """The MoE layers of all stages."""
         return [layer for layer, _ in self._layers]
 
     @property
-    def numbers(self) -> list[int]:
-        """Numbers of the MoE layers here among those of the whole module."""
-        return self.own(range(len(self._layers)))
-
-    @property
+    @override
     def without_layers(self) -> list[int]:
-        """Stages whose ranks have no MoE layer at all; the ranks of several stages may be the same."""
-        with_layers = {tuple(self.ranks[stage]) for _, stage in self._layers}
-        return [stage for stage, ranks in enumerate(self.ranks) if tuple(ranks) not in with_layers]
-
-    @property
-    def pipe(self) -> World:
-        """The ranks of the other stages for this rank's samples."""
-        return self._worlds.present.pipe
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks of a stage."""
-        return self._worlds.present.stage.size
-
-    @property
-    def whole(self) -> World:
-        """The ranks of all stages."""
-        return self._worlds.present
-
-    def ranks_of_layers(self, ranks: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Return the ranks that hold each layer.
-
-        Args:
-            ranks: those that hold each stage.
-        """
-        return [ranks[stage] for _, stage in self._layers]
+        """See `StageMap`; the ranks of several stages may be the same."""
+        with_layers = {tuple(ranks) for ranks in self.layers_of(self._ranks)}
+        return [stage for stage, ranks in enumerate(self._ranks) if tuple(ranks) not in with_layers]
 
     # ------------------------------------------------------------------ after training
 
+    @override
     @torch.no_grad()
     def gather(self, most_bytes: int) -> None:
-        """Gather the dense values of all stages on every rank, unless they take more than this on some rank;
-        collective.
-        """
         with self.cut.whole():
             entries = list(self.cut.dense())
         size = sum(whole_shape(p).numel() * p.element_size() for *_, p, _ in entries)
-        if size > min(all_gather_json(most_bytes, self.whole)):
+        if size > min(all_gather_json(most_bytes, self.world)):
             rank_zero_warn(
                 "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank "
                 "has those of its stages only, so continue from a checkpoint"
             )
             return
         for part, name, parameter, stage in entries:
-            values = torch.empty_like(parameter, device=self.whole.device) if parameter.is_meta else parameter.detach()
-            broadcast_(values, self.ranks[stage][0], self.whole)
+            values = torch.empty_like(parameter, device=self.world.device) if parameter.is_meta else parameter.detach()
+            broadcast_(values, self._ranks[stage][0], self.world)
             if parameter.is_meta:
                 self.cut.gathered_values[part, name] = values.cpu()
 
     # ------------------------------------------------------------------ optimizers
 
+    @override
     def leave_absent(self, optimizers: Sequence[Optimizer]) -> None:
-        """Remove absent parameters from the optimizers, which were built with all parameters."""
         here = set(self.cut.module.parameters())
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -663,26 +728,182 @@ class StageState:
 
     # ------------------------------------------------------------------ one file
 
+    @override
     def full_model_state(self, state: Mapping[str, Any], stacks: Sequence[ExpertStack]) -> dict[str, Any]:
-        """Return the whole module's state_dict on rank 0; empty on the others. Collective.
-
-        Args:
-            state: state_dict of this rank's parts.
-            stacks: those of all layers.
-        """
-        owners: dict[nn.Parameter, ExpertStack] = {p: stack for stack in stacks for p in stack.parameters.values()}
         with self.cut.whole():
-            named = self.cut.module.named_parameters(remove_duplicate=False)
-            experts = {name: owners[parameter] for name, parameter in named if parameter in owners}
-            cuts = cuts_of(self.cut.module)
+            experts, cuts = self._expert_keys(stacks), cuts_of(self.cut.module)
         own = {name: v for name, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
-        rank = self._worlds.present.rank
         whole_here = own.keys() - experts.keys() - cuts.keys()
-        spoken = {name: own[name] for name in whole_here if self.holders(name)[0] == rank}
-        whole = full_model_state(own, experts, self._worlds.present, cuts=cuts, spoken=spoken)
+        spoken = {name: own[name] for name in whole_here if self.holders(name)[0] == self.world.rank}
+        whole = full_model_state(own, experts, self.world, cuts=cuts, spoken=spoken)
         return {name: whole[name] for name in self._names} if whole else {}
 
-    def own_part(self, full: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:
-        """Select the entries of a whole state_dict that are on this rank, and those that are in no stage."""
+    @override
+    def own_part(self, full: Mapping[str, Any]) -> Mapping[str, Any]:
         others = set(self._names) - set(self.cut.module.state_dict(keep_vars=True))
         return {name: value for name, value in full.items() if name not in others}
+
+
+class StageTransfer(StateTransfer):
+    """Transfer of the stages of a pipeline between worlds, with their optimizer states and experts. A rank may hold
+    other stages in the next world; until everything has arrived it holds its former stages and the new ones.
+
+    Args:
+        state: the state of this rank.
+        stages: of its module.
+        worlds: the present world.
+    """
+
+    def __init__(self, state: TrainState, stages: StageState, worlds: Worlds) -> None:
+        super().__init__(state)
+        self._stages, self._worlds = stages, worlds
+
+    # ------------------------------------------------------------------ dense values
+
+    @override
+    def fetch(self, sources: Sequence[tuple[str, int]], world: World, *, is_live: bool) -> Rows:
+        """Transfer the missing parts of the stages that this rank will hold, see `StateTransfer`."""
+        if not is_live:
+            self._stages.lose_values()
+        self._state.detach_states(unit for unit, rank in sources if rank == world.rank)
+        ranks = self._stages.ranks_in(range(world.size))
+        return self._fetch(dict(sources), ranks, world, world.row_cut.part)
+
+    def _fetch(self, sources: Mapping[str, int], ranks: list[Sequence[int]], world: World, part: Part) -> Rows:
+        """
+        Args:
+            ranks: those that will hold each stage.
+            part: the part of its stages that this rank will hold, if ranks share copies.
+        """
+        names, own, parts = self._stages.parts(), self._wanted(ranks, world), self._state.parts
+        self._hold({*self._stages.held, *own})
+        lacking = all_gather_json([stage for stage in own if stage not in self._stages.held], world)
+        ways = [
+            (stage, sources[names[stage]], target)
+            for target, stages in enumerate(lacking)
+            for stage in stages
+            if sources[names[stage]] >= 0
+        ]
+        for source in sorted({source for _, source, _ in ways}):
+            targets = {target for _, sender, target in ways if sender == source}
+            broadcast_optimizers(self._state.training_state(), targets, world, source)
+        here = {stage: self._tensors(stage) for stage in {*self._stages.held, *own}}
+        parcels = [
+            PeerBuffer(source=source, target=target, nbytes=packed_bytes(here[stage]) if stage in here else 0)
+            for stage, source, target in ways
+        ]
+        arrived = exchange_buffers(parcels, lambda at: _packed(here[ways[at][0]]), world)
+        rows = {names[ways[at][0]]: data for at, data in arrived.items()}
+        return rows | (parts.fetch(list(sources.items()), part, world, own) if parts.is_wished else {})
+
+    @override
+    @torch.no_grad()
+    def install(self, rows: Rows | None, world: World) -> None:
+        for stage, name in enumerate(self._stages.parts()):
+            if rows is not None and name in rows and rows[name].numel():
+                tensors = self._tensors(stage)
+                here = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+                unpack(rows[name], here)
+                for tensor, values in zip(tensors, here, strict=True):
+                    tensor.copy_(values)
+        self._stages.values_arrived()
+        super().install(rows, world)
+
+    def _wanted(self, ranks: Sequence[Sequence[int]], world: World) -> list[int]:
+        """Return the stages that this rank will hold."""
+        return [stage for stage, own in enumerate(ranks) if world.rank in own]
+
+    def _tensors(self, stage: int) -> list[Tensor]:
+        """Return the tensors of a stage that are equal on all of its ranks: dense parameters, their optimizer states
+        and buffers, in an order that all ranks share.
+        """
+        state, stages, parts = self._state.training_state(), self._stages, self._state.parts
+        found, cut = list[Tensor](), parts.ways() if parts.is_wished else {}
+        for name, parameter in state.dense.items():
+            if stages.belongs(name, stage) and name not in cut:
+                found += [parameter.detach(), *(state.moments(parameter).values() if parts.with_moments else ())]
+        return found + [buffer for name, buffer in self._state.module.named_buffers() if stages.belongs(name, stage)]
+
+    def _hold(self, wanted: set[int]) -> None:
+        """Hold these stages and their layers."""
+        stages, experts = self._stages, self._state.experts
+        placements: dict[Any, Placement] = dict(zip(stages.layers, stages.placements, strict=True))
+        placements |= dict(zip(experts.layers, experts.placements, strict=True))
+        others = stages.cut.hold(wanted)
+        for before, after in others.items():
+            mark(after, cut_of(before))
+        self._state.replace_parameters(others)
+        self._state.fill_groups()
+        layers = stages.own(stages.layers)
+        experts.hold(layers, [placements[layer] for layer in layers])
+
+    # ------------------------------------------------------------------ experts
+
+    @override
+    def enter_world(self, world: World, placements: Sequence[Placement], held: BoolArray, nodes: Sequence[str]) -> None:
+        """Move experts, see `StateTransfer`, then drop the stages that this rank will not hold."""
+        ranks = self._stages.ranks_in(range(world.size))
+        everyone = world if all(len(own) == world.size for own in ranks) else None
+        self._move_experts(world, placements, held, nodes, ranks, world.own_stage or everyone)
+
+    def _move_experts(
+        self,
+        world: World,
+        placements: Sequence[Placement],
+        held: BoolArray,
+        nodes: Sequence[str],
+        ranks: list[Sequence[int]],
+        among: World | None,
+    ) -> None:
+        """Move experts to the ranks that will hold each stage, and dispatch the layers here among some of them; None:
+        not yet.
+        """
+        stages, experts, optimizers = self._stages, self._state.experts, self._state.optimizers
+        own = self._wanted(ranks, world)
+        self._hold({*stages.held, *own})
+        here = stages.numbers
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for s in experts.stacks for tensor in s.tensors(optimizers)}
+        everyones_dtypes = all_gather_json(sorted(dtypes), world) if _moves(placements, held) else []
+        agreed = {getattr(torch, name) for names in everyones_dtypes for name in names}
+        at = {number: index for index, number in enumerate(here)}  # sources are chosen with a view to all layers
+        everyones = plan_migration(held, placements, nodes).transfers
+        transfers = [replace(way, layer=at[way.layer]) for way in everyones if way.layer in at]
+        placed = [placements[number] for number in here]
+        experts.enter_world(world, placed, held[here], optimizers, nodes, agreed, transfers)
+        self._hold(set(own))
+        stages.assign(ranks, placements)
+        layers = stages.own(stages.layers)
+        peers = ranks[own[0]] if own else [world.rank]
+        offline = World.offline(peers.index(world.rank), len(peers), world.device)
+        experts.dispatch_among(layers, stages.own(stages.placements), among or offline)
+
+    # ------------------------------------------------------------------ before ranks leave
+
+    @override
+    def hand_over(self, staying: Sequence[int], world: World, nodes: Sequence[str], *, min_replicas: int) -> None:
+        """Transfer to the ranks that stay the stages that they will hold, see `StateTransfer`."""
+        self._state.hand_over(staying, world)
+        stages, ranks, parts = self._stages, self._stages.ranks_in(staying), self._state.parts
+        parts.leave()
+        everyones = all_gather_json([*stages.own_parts(), *parts.named(world.row_cut)[1]], world)
+        sources = dict.fromkeys(stages.parts(), -1)
+        sources |= {name: rank for rank, names in reversed([*enumerate(everyones)]) for name in names}
+        held = held_among([stack.placement for stack in stages.stacks(self._state.experts)], world.size)
+        options: dict[str, Any] = {"nodes": nodes, "min_replicas": min_replicas, "max_slots": self._state.max_slots}
+        repair = repair_stages(held, stages.layers_of(ranks), **options)
+        rows = self._fetch(sources, ranks, world, Part())
+        agree(world)
+        self._move_experts(world, repair.placements, held, nodes, ranks, None)
+        alone = replace(World.offline(world.rank, world.size, world.device), nodes=world.nodes)
+        self.install(rows, alone)
+        self._worlds.take_place(alone)  # where nothing is cut
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    return pack([tensor.cpu() for tensor in tensors]) if tensors else torch.empty(0, dtype=torch.uint8)
+
+
+def _moves(placements: Sequence[Placement], held: BoolArray) -> bool:
+    """True if any expert has to move."""
+    lacking = held_among(placements, held.shape[2]) & ~held
+    return bool((lacking & held.any(axis=2, keepdims=True)).any()) if len(placements) else False

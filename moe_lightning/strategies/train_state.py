@@ -1,14 +1,16 @@
 """State of a rank: module, experts in slots, optimizers, and states that it holds for others.
 
-`StageTransfer` moves the stages of a pipeline between worlds. A rank may also repeat the optimizer updates of a peer on
-its host, and so hold the optimizer state of the peer's dense parameters (REFT's AOR).
+`StageMap` says which ranks hold which part of the model, and `StateTransfer` moves state between worlds: those of a
+model that every rank has whole; `stages.py` has both for pipelines. A rank may also repeat the optimizer updates of a
+peer on its host, and so hold the optimizer state of the peer's dense parameters (REFT's AOR).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import numpy as np
@@ -18,22 +20,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.arrays import BoolArray
-from moe_lightning.balancing.migration import held_states, plan_migration
-from moe_lightning.balancing.repair import repair_stages
-from moe_lightning.checkpoint.full_state import broadcast_optimizers
+from moe_lightning.balancing.migration import held_states
+from moe_lightning.balancing.repair import repair_placements
+from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, exchange_shards, verify_replays
 from moe_lightning.checkpoint.training_state import TrainingState, WindowReplay, replay_of, restore_random_state
 from moe_lightning.dispatch.placement import Placement
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels import pack, packed_bytes, unpack
-from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.moe.router import Router
-from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.parallel.context import World, agree
-from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
-from moe_lightning.parallel.mesh import Part, stage_ranks
-from moe_lightning.state.tensors import Updates, cut_of, cuts_of, local, mark, swap_parameters
+from moe_lightning.parallel.context import World
+from moe_lightning.state.tensors import Updates, cuts_of, local, swap_parameters
 from moe_lightning.strategies.checks import check_for_recovery, require_host_updates, require_updates_by_expert
 from moe_lightning.strategies.dense_parameters import (
     DENSE_SHARDINGS,
@@ -46,8 +45,7 @@ from moe_lightning.strategies.dense_parameters import (
     new_holders_of,
     unit_state,
 )
-from moe_lightning.strategies.placed_experts import PlacedExperts
-from moe_lightning.strategies.stages import StageState
+from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.worlds import Worlds
 
 FIXED_GROUPS = (
@@ -68,8 +66,8 @@ class TrainState:
     Attributes:
         max_slots: as given.
         parts: the dense parameters that ranks share.
-        stage_transfer: transfer of the stages of a pipeline between worlds.
-        stages: of a pipeline, those on this rank; None without one.
+        transfer: transfer of this state between worlds.
+        stages: of the module, those on this rank; of an empty one before one is placed.
         optimizers: of the running fit.
         updates: parameters as the optimizers update them.
         replay: copy of another rank's optimizer shard; None without one.
@@ -88,9 +86,9 @@ class TrainState:
         self._numbers: Sequence[int] = ()  # in the whole world, of the ranks that those count
         self._detached_states: dict[str, Mapping[str, Tensor]] = {}
         self._own_forward: Any = None
-        self.stages: StageState | None = None
+        self.stages = StageMap(nn.Module(), worlds)
         self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=dense != "zero1")
-        self.stage_transfer = StageTransfer(self, worlds)
+        self.transfer = StateTransfer(self)
         self.optimizers: Sequence[Optimizer] = ()
         self.updates = Updates(on_host=on_host)
         self.replay: AdamWReplay | None = None
@@ -126,13 +124,14 @@ class TrainState:
         known = self._experts
         if known is None or known.module is not module or known.world is not self._worlds.present.stage:
             return False
-        return self.stages is not None or known.is_up_to_date()
+        return self.stages.is_up_to_date(known)
 
-    def set_module(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageState | None = None) -> None:
+    def set_module(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageMap) -> None:
         """Set the module whose experts are placed, or some stages of it; raises as `check_for_recovery`."""
         if self._worlds.is_elastic:
             check_for_recovery(self._worlds.axes, self._dense)
         self._module, self._experts, self.stages = module, experts, stages
+        self.transfer = stages.transfer_of(self)
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Set the optimizers of a fit; raises as `require_host_updates` if they update on the host."""
@@ -145,7 +144,7 @@ class TrainState:
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._recorded = _groups_of(optimizers)
         self.fill_groups()
-        sharers, self._numbers = self.stage_transfer.sharers(self._worlds.present)
+        sharers, self._numbers = self.stages.sharers(self._worlds.present)
         self._shard(self._dense_sharding(sharers))
 
     def training_state(self) -> TrainingState:
@@ -154,13 +153,13 @@ class TrainState:
         owners = {} if self._shards is None else self._shards.owners
         return TrainingState(
             self.module,
-            self.experts.stacks if self.stages is None else self.stages.stacks(self.experts),
+            self.stages.stacks(self.experts),
             list(zip(self.optimizers, self._groups, strict=True)),
             state_ranks={parameter: numbers[rank] for parameter, rank in owners.items()},
             rank=ranks.rank,
             world_size=ranks.size,
             cut=ranks.row_cut,
-            holders=None if self.stages is None else self.stages.holders,
+            holders=self.stages.holders,
             on_host=self.updates.on_host,
         )
 
@@ -175,17 +174,8 @@ class TrainState:
         Raises:
             ConfigurationError: a pipeline, whose ranks have the loads of their own layers only.
         """
-        if self.stages is not None:
+        if self.stages.num_stages > 1:
             raise ConfigurationError(f"{what} cannot work with mesh.pp yet: drop it, or use mesh.pp=1")
-
-    def counts_of_all(self, counts_LE: Tensor | None) -> Tensor | None:
-        """Return the counts of the MoE layers of all stages from those of this rank; collective in a pipeline."""
-        return counts_LE if self.stages is None else self.stages.counts_of_all(counts_LE)
-
-    @property
-    def layers(self) -> Sequence[MoELayer]:
-        """The MoE layers of all stages."""
-        return self.experts.layers if self.stages is None else self.stages.layers
 
     @property
     def fixes_groups(self) -> bool:
@@ -233,8 +223,7 @@ class TrainState:
         for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = list(parameters)
-        if self.stages is not None:
-            self.stages.leave_absent(self.optimizers)
+        self.stages.leave_absent(self.optimizers)
 
     def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Replace parameters in the optimizers, with their states."""
@@ -331,11 +320,11 @@ class TrainState:
     @property
     def is_shared(self) -> bool:
         """True if ranks share copies of the dense parameters, given enough ranks."""
-        return self.stages is not None or self.parts.is_wished
+        return self.stages.num_stages > 1 or self.parts.is_wished
 
     def shared_names(self) -> Collection[str]:
         """Return the parameters that ranks share, given enough ranks."""
-        return self.parts.ways() if self.stages is None else self.stages.names
+        return self.stages.names or self.parts.ways()
 
     def dense_parts(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of dense state that some ranks only have, and of this rank's part of that.
@@ -344,10 +333,10 @@ class TrainState:
             former: the former world of this rank.
         """
         names, parts = self.parts.named(former.row_cut)
-        stages, held = ([], []) if self.stages is None else self.stage_transfer.named()
-        holders = self._state_holders(*self.stage_transfer.sharers(former))
+        holders = self._state_holders(*self.stages.sharers(former))
         own = {unit for unit, holder in holders.items() if holder == former.rank}
-        return (*stages, *names, *sorted(holders)), (*held, *parts, *sorted(own | self._detached_states.keys()))
+        everyones = (*self.stages.parts(), *names, *sorted(holders))
+        return everyones, (*self.stages.own_parts(), *parts, *sorted(own | self._detached_states.keys()))
 
     @property
     def shards_optimizers(self) -> bool:
@@ -367,20 +356,19 @@ class TrainState:
         """Return the rank that has each unit of the optimizer states here; empty without sharding.
 
         Args:
-            ranks, numbers: see `StageTransfer.sharers`.
+            ranks, numbers: see `StageMap.sharers`.
         """
         units = holders_of_units(self.shard_owners, cuts_of(self.module), ranks.row_cut)
         return {unit: numbers[rank] for unit, rank in units.items()}
 
     def _everyones(self, holders: Mapping[str, int], world: World) -> Mapping[str, int]:
         """Return the holders of all stages; collective in a pipeline."""
-        everyones = [holders] if self.stages is None else all_gather_json(dict(holders), world)
-        return {unit: rank for one in everyones for unit, rank in one.items()}
+        return {unit: rank for one in self.stages.everyones(dict(holders), world) for unit, rank in one.items()}
 
     def _dense_sharding(self, ranks: World) -> DenseSharding:
         """Build the sharding of the dense parameters among the ranks that hold them."""
         dense = [p for p in self.module.parameters() if p.requires_grad and p not in self.experts.stack_of]
-        leaving = self._worlds.spares if self.stages is None else 0  # they hold nothing for others
+        leaving = self._worlds.spares if self.stages.num_stages == 1 else 0  # they hold nothing for others
         staying = replace(ranks, size=ranks.size - leaving)
         sharding: DenseSharding = DENSE_SHARDINGS.make(self._dense, dense, staying)
         return sharding
@@ -402,11 +390,8 @@ class TrainState:
             rows: of the parameters that this rank will hold, if ranks share them; None: they are restored next.
         """
         world = self._worlds.present
-        ranks, numbers = self.stage_transfer.sharers(world)
-        if self.stages is not None:
-            self.stage_transfer.install(rows, ranks)
-        elif self.parts.is_wished:
-            self.parts.install(rows, world)
+        ranks, numbers = self.stages.sharers(world)
+        self.transfer.install(rows, ranks)
         self._share_states([(unit, rank) for unit, rank in sources if is_unit_name(unit)], world, ranks, numbers)
 
     def gather(self, world: World, most_bytes: int) -> None:
@@ -431,7 +416,7 @@ class TrainState:
             ranks, numbers: those that hold the same parameters as this one, and their numbers in the world.
         """
         sharding = self._dense_sharding(ranks)
-        if not sharding.owners and (self.stages is None or self.parts.with_moments):
+        if not sharding.owners and (self.stages.num_stages == 1 or self.parts.with_moments):
             return
         dense = {name: p for name, p in self.module.named_parameters() if p not in self.experts.stack_of}
         homes = {p: o for o, groups in zip(self.optimizers, self._groups, strict=True) for g in groups for p in g}
@@ -453,8 +438,8 @@ class TrainState:
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:
         """Transfer the dense state that only leaving ranks have to ranks that stay; collective."""
-        own = self._state_holders(*self.stage_transfer.sharers(world))
-        if self.stages is None:
+        own = self._state_holders(*self.stages.sharers(world))
+        if self.stages.num_stages == 1:
             self.parts.hand_over(staying, world)
         else:
             self.detach_states(unit for unit, owner in own.items() if owner == world.rank)
@@ -464,7 +449,7 @@ class TrainState:
             holders = {unit: [staying[number % len(staying)]] for number, unit in enumerate(lost)}
             local = self._held_states(unit for unit in lost if owners[unit] == world.rank)
             self._detached_states |= exchange_shards([(unit, owners[unit]) for unit in lost], holders, local, world)
-        if self.stages is not None:
+        if self.stages.num_stages > 1:
             self._shards = None  # all states are detached: parameters may leave now
 
     def detach_states(self, units: Iterable[str]) -> None:
@@ -482,220 +467,280 @@ class TrainState:
         return {unit: s if s or replayed is None else replayed.moments(unit) for unit, s in here.items()}
 
 
-class StageTransfer:
-    """Transfer of the stages of a pipeline between worlds, with their optimizer states and experts. A rank may hold
-    other stages in the next world; until everything has arrived it holds its former stages and the new ones.
+T = TypeVar("T")
+
+
+def stages_of(trainer: pl.Trainer) -> StageMap:
+    """Return the stages of a run under any strategy."""
+    state = getattr(trainer.strategy, "state", None)
+    stages: StageMap = StageMap(trainer.lightning_module, Worlds()) if state is None else state.stages
+    return stages
+
+
+class StageMap:
+    """Stages of a model on the ranks: one stage, the whole model, on every rank. `StageState` is the map of a pipeline.
 
     Args:
-        state: the state of this rank.
-        worlds: the present world, with the axes of the mesh.
+        module: the model.
+        worlds: the present world.
+
+    Attributes:
+        num_stages: of the model.
     """
 
-    def __init__(self, state: TrainState, worlds: Worlds) -> None:
-        self._state, self._worlds = state, worlds
+    def __init__(self, module: nn.Module, worlds: Worlds, num_stages: int = 1) -> None:
+        self.num_stages = num_stages
+        self._module, self._worlds = module, worlds
 
     @property
-    def _stages(self) -> StageState:
-        assert self._state.stages is not None
-        return self._state.stages
+    def world(self) -> World:
+        """The ranks of all stages."""
+        return self._worlds.present
 
-    def named(self) -> tuple[list[str], list[str]]:
-        """Return the names of all stages, and of those whose dense values are here, or this rank's parts of them."""
-        names = self._stages.parts()
-        return names, [names[stage] for stage in self._stages.held]
+    @property
+    def pipe(self) -> World:
+        """The ranks of the other stages for this rank's samples."""
+        return self._worlds.present.pipe
+
+    def transfer_of(self, state: TrainState) -> StateTransfer:
+        """Return the transfer of a rank's state between worlds."""
+        return StateTransfer(state)
+
+    def everyones(self, value: Any, world: World) -> list[Any]:
+        """Return a JSON value of each rank, or of this one where all have the same; collective in a pipeline."""
+        return [value]
+
+    # ------------------------------------------------------------------ stages and ranks
+
+    @property
+    def held(self) -> Sequence[int]:
+        """Stages whose dense values are on this rank."""
+        return (0,)
+
+    @property
+    def ranks(self) -> Sequence[Sequence[int]]:
+        """Global ranks that hold each stage."""
+        return [range(self.world.size)]
+
+    @property
+    def own_ranks(self) -> Sequence[int]:
+        """Global ranks that hold the stages here."""
+        return range(self.world.size)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of a stage."""
+        return self.layers[0].dispatcher.world.size
 
     def sharers(self, world: World) -> tuple[World, Sequence[int]]:
         """Return the ranks of a world that hold the same stages as this one, and their numbers there."""
-        if self._state.stages is None:
-            return world, range(world.size)
-        ranks = self.ranks_in(range(world.size))
-        peers = next((own for own in ranks if world.rank in own), [world.rank])
-        return world.own_stage or World.offline(peers.index(world.rank), len(peers), world.device), peers
-
-    def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
-        """Return which of these ranks will hold each stage, once they are a world."""
-        axes, count = self._worlds.axes, self._stages.cut.num_stages
-        return [[ranks[at] for at in stage_ranks(stage, len(ranks), axes)] for stage in range(count)]
+        return world, range(world.size)
 
     def ranks_of_layers(self, world: World) -> list[Sequence[int]]:
         """Return the ranks of a world that will hold each MoE layer."""
-        return self._stages.ranks_of_layers(self.ranks_in(range(world.size)))
+        return [range(world.size) for _ in self.layers]
+
+    def nodes(self, of_ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the nodes of the ranks of the stages here, numbered from 0, from those of all ranks."""
+        return tuple(of_ranks)
+
+    # ------------------------------------------------------------------ the module
+
+    def whole_module(self) -> AbstractContextManager[None]:
+        """Restore the parts of all stages inside, for code that counts or numbers parameters."""
+        return nullcontext()
+
+    def apply(self, device: torch.device) -> None:
+        """Remove the parts of other stages again, in another run of the Trainer."""
+
+    def number_of_block(self, part: nn.Module) -> int | None:
+        """Return the number of a block at which the model is cut; None if the part is none."""
+        return None
+
+    def transform_hidden(self, block: int, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to the hidden states before a block, on every stage."""
 
     # ------------------------------------------------------------------ dense values
 
-    def fetch(self, sources: Sequence[tuple[str, int]], world: World, *, is_live: bool) -> Rows:
-        """Transfer the missing parts of the stages that this rank will hold in a world, by part; collective there.
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the parameters and buffers that some ranks only have; empty without a pipeline."""
+        return ()
+
+    def parts(self) -> list[str]:
+        """Return the names of the stages, for inventories; empty without a pipeline."""
+        return []
+
+    def own_parts(self) -> list[str]:
+        """Return those of the stages whose dense values are here."""
+        return []
+
+    def stage_of(self, name: str) -> int:
+        """Return the stage that has a parameter."""
+        return 0
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """Return the global ranks that hold a parameter or buffer."""
+        return tuple(range(self.world.size))
+
+    @property
+    def dense_holders(self) -> Sequence[tuple[int, ...]]:
+        """Global ranks that hold each part of the dense parameters."""
+        return self.world.row_cut.holders
+
+    def absent_parameters(self) -> Sequence[nn.Parameter]:
+        """Return the dense parameters of other stages, which have no values here."""
+        return ()
+
+    def leave_absent(self, optimizers: Sequence[Optimizer]) -> None:
+        """Remove absent parameters from the optimizers, which were built with all parameters."""
+
+    def gather(self, most_bytes: int) -> None:
+        """Gather the dense values of all stages on every rank, unless they take more than this on some rank;
+        collective.
+        """
+
+    # ------------------------------------------------------------------ experts
+
+    @property
+    def layers(self) -> list[MoELayer]:
+        """The MoE layers of all stages."""
+        return moe_layers(self._module)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the MoE layers here among those of the whole module."""
+        return self.own(range(len(self.layers)))
+
+    @property
+    def without_layers(self) -> list[int]:
+        """Stages whose ranks have no MoE layer at all, where other stages have some."""
+        return []
+
+    def own(self, of_layers: Sequence[T]) -> list[T]:
+        """Select the entries of the layers here from those of all layers."""
+        return list(of_layers)
+
+    def is_up_to_date(self, experts: PlacedExperts) -> bool:
+        """True if the layers of the module are still those that were placed."""
+        return experts.is_up_to_date()
+
+    def stacks(self, experts: PlacedExperts) -> list[ExpertStack]:
+        """Return the stacks of all layers over all ranks; those of other stages have no slots here."""
+        return experts.stacks
+
+    def set_placements(self, placements: Sequence[Placement]) -> list[Placement]:
+        """Set the placements of all layers, and return those of the layers here."""
+        return list(placements)
+
+    def placements_of_all(self, own: Sequence[Placement]) -> list[Placement]:
+        """Return the placements of all layers from those of the layers here; collective over the stages."""
+        return list(own)
+
+    def replace(
+        self, experts: PlacedExperts, placements: Sequence[Placement], optimizers: Sequence[Optimizer]
+    ) -> MigrationReport:
+        """See `ExpertParallelStrategy.replace_experts`; collective over all ranks, and `moved_states` are those of all.
+
+        Raises:
+            ConfigurationError: on every rank, the refusal of one of them, before anything moves.
+        """
+        return experts.replace(placements, optimizers, self.world.nodes)
+
+    def counts_of_all(self, own_LE: Tensor | None) -> Tensor | None:
+        """Return a number for each expert, or any other values of each layer, int64 [L, ...], from those of the layers
+        here; None where there are none. Collective in a pipeline.
 
         Args:
-            sources: (name of a stage, a rank that has it); a stage of rank -1 is not sent.
+            own_LE: of the layers here; None on all ranks of a stage: zeros [L, E].
+        """
+        return own_LE
+
+    # ------------------------------------------------------------------ one file
+
+    def full_model_state(self, state: Mapping[str, Any], stacks: Sequence[ExpertStack]) -> dict[str, Any]:
+        """Return the whole module's state_dict on rank 0; empty on the others. Collective.
+
+        Args:
+            state: state_dict of this rank's parts.
+            stacks: those of all layers.
+        """
+        return full_model_state(state, self._expert_keys(stacks), self.world, cuts=cuts_of(self._module))
+
+    def _expert_keys(self, stacks: Sequence[ExpertStack]) -> dict[str, ExpertStack]:
+        """Return the state_dict keys of the expert parameters of the module as it is, with their stacks."""
+        owners = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
+        named = self._module.named_parameters(remove_duplicate=False)
+        return {name: owners[parameter] for name, parameter in named if parameter in owners}
+
+    def own_part(self, full: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Select the entries of a whole state_dict that are on this rank, and those that are in no stage."""
+        return full
+
+
+class StateTransfer:
+    """Transfer of a rank's state between worlds in which every rank holds all stages.
+
+    Args:
+        state: the state of this rank.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+
+    def fetch(self, sources: Sequence[tuple[str, int]], world: World, *, is_live: bool) -> Rows | None:
+        """Transfer the dense values that this rank will hold in a world, by part, if ranks share them; collective
+        there. Live state stays unchanged.
+
+        Args:
+            sources: (name of a part, a rank that has it); a part of rank -1 is not sent.
             is_live: True if the values of this rank are valid.
         """
-        if not is_live:
-            self._stages.held = ()
-        self._state.detach_states(unit for unit, rank in sources if rank == world.rank)
-        return self._fetch(dict(sources), self.ranks_in(range(world.size)), world, world.row_cut.part)
+        parts = self._state.parts
+        return parts.fetch(sources, world.row_cut.part, world) if parts.is_wished else None
 
-    def _fetch(self, sources: Mapping[str, int], ranks: list[Sequence[int]], world: World, part: Part) -> Rows:
-        """
-        Args:
-            ranks: those that will hold each stage.
-            part: the part of its stages that this rank will hold, if ranks share copies.
-        """
-        names, own, parts = self._stages.parts(), self._wanted(ranks, world), self._state.parts
-        self._hold({*self._stages.held, *own})
-        lacking = all_gather_json([stage for stage in own if stage not in self._stages.held], world)
-        ways = [
-            (stage, sources[names[stage]], target)
-            for target, stages in enumerate(lacking)
-            for stage in stages
-            if sources[names[stage]] >= 0
-        ]
-        for source in sorted({source for _, source, _ in ways}):
-            targets = {target for _, sender, target in ways if sender == source}
-            broadcast_optimizers(self._state.training_state(), targets, world, source)
-        here = {stage: self._tensors(stage) for stage in {*self._stages.held, *own}}
-        parcels = [
-            PeerBuffer(source=source, target=target, nbytes=packed_bytes(here[stage]) if stage in here else 0)
-            for stage, source, target in ways
-        ]
-        arrived = exchange_buffers(parcels, lambda at: _packed(here[ways[at][0]]), world)
-        rows = {names[ways[at][0]]: data for at, data in arrived.items()}
-        return rows | (parts.fetch(list(sources.items()), part, world, own) if parts.is_wished else {})
-
-    @torch.no_grad()
     def install(self, rows: Rows | None, world: World) -> None:
-        """Set the values of the stages that this rank holds now; None: they are restored next.
+        """Set the dense values that this rank holds now, if ranks share them; None: they are restored next.
 
         Not collective.
 
         Args:
-            world: the ranks of these stages.
+            world: the ranks that hold the same stages.
         """
-        for stage, name in enumerate(self._stages.parts()):
-            if rows is not None and name in rows and rows[name].numel():
-                tensors = self._tensors(stage)
-                here = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
-                unpack(rows[name], here)
-                for tensor, values in zip(tensors, here, strict=True):
-                    tensor.copy_(values)
-        self._stages.held = self._stages.cut.stages
         if self._state.parts.is_wished:
             self._state.parts.install(rows, world)
 
-    def _wanted(self, ranks: Sequence[Sequence[int]], world: World) -> list[int]:
-        """Return the stages that this rank will hold."""
-        return [stage for stage, own in enumerate(ranks) if world.rank in own]
-
-    def _tensors(self, stage: int) -> list[Tensor]:
-        """Return the tensors of a stage that are equal on all of its ranks: dense parameters, their optimizer states
-        and buffers, in an order that all ranks share.
-        """
-        state, stages, parts = self._state.training_state(), self._stages, self._state.parts
-        found, cut = list[Tensor](), parts.ways() if parts.is_wished else {}
-        for name, parameter in state.dense.items():
-            if stages.belongs(name, stage) and name not in cut:
-                found += [parameter.detach(), *(state.moments(parameter).values() if parts.with_moments else ())]
-        return found + [buffer for name, buffer in self._state.module.named_buffers() if stages.belongs(name, stage)]
-
-    def _hold(self, wanted: set[int]) -> None:
-        """Hold these stages and their layers."""
-        stages, experts = self._stages, self._state.experts
-        placements: dict[Any, Placement] = dict(zip(stages.layers, stages.placements, strict=True))
-        placements |= dict(zip(experts.layers, experts.placements, strict=True))
-        others = stages.cut.hold(wanted)
-        for before, after in others.items():
-            mark(after, cut_of(before))
-        self._state.replace_parameters(others)
-        self._state.fill_groups()
-        layers = stages.own(stages.layers)
-        experts.hold(layers, [placements[layer] for layer in layers])
-
-    # ------------------------------------------------------------------ experts
-
     def enter_world(self, world: World, placements: Sequence[Placement], held: BoolArray, nodes: Sequence[str]) -> None:
-        """Bring experts to where the placements want them, then let go of the stages that this rank will not hold.
-        Collective.
+        """Move experts to the ranks of a world's placements; collective there.
 
         Args:
             placements: one for each layer of all stages, over all ranks.
             held: bool [L, E, N], what each rank still holds.
             nodes: of the ranks.
         """
-        ranks = self.ranks_in(range(world.size))
-        everyone = world if all(len(own) == world.size for own in ranks) else None
-        self._move_experts(world, placements, held, nodes, ranks, world.own_stage or everyone)
-
-    def _move_experts(
-        self,
-        world: World,
-        placements: Sequence[Placement],
-        held: BoolArray,
-        nodes: Sequence[str],
-        ranks: list[Sequence[int]],
-        among: World | None,
-    ) -> None:
-        """Move experts to the ranks that will hold each stage, and dispatch the layers here among some of them; None:
-        not yet.
-        """
-        stages, experts, optimizers = self._stages, self._state.experts, self._state.optimizers
-        own = self._wanted(ranks, world)
-        self._hold({*stages.held, *own})
-        here = stages.numbers
-        dtypes = {str(tensor.dtype).removeprefix("torch.") for s in experts.stacks for tensor in s.tensors(optimizers)}
-        everyones_dtypes = all_gather_json(sorted(dtypes), world) if _moves(placements, held) else []
-        agreed = {getattr(torch, name) for names in everyones_dtypes for name in names}
-        at = {number: index for index, number in enumerate(here)}  # sources are chosen with a view to all layers
-        everyones = plan_migration(held, placements, nodes).transfers
-        transfers = [replace(way, layer=at[way.layer]) for way in everyones if way.layer in at]
-        placed = [placements[number] for number in here]
-        experts.enter_world(world, placed, held[here], optimizers, nodes, agreed, transfers)
-        self._hold(set(own))
-        stages.ranks, layers = ranks, stages.own(stages.layers)
-        stages.placements = [
-            placement.among(own_ranks)
-            for placement, own_ranks in zip(placements, stages.ranks_of_layers(ranks), strict=True)
-        ]
-        peers = ranks[own[0]] if own else [world.rank]
-        offline = World.offline(peers.index(world.rank), len(peers), world.device)
-        experts.dispatch_among(layers, stages.own(stages.placements), among or offline)
-
-    # ------------------------------------------------------------------ before ranks leave
+        self._state.experts.enter_world(world, placements, held, self._state.optimizers, nodes)
 
     def hand_over(self, staying: Sequence[int], world: World, nodes: Sequence[str], *, min_replicas: int) -> None:
-        """Transfer to the ranks that stay the stages that they will hold, before others leave; collective.
+        """Transfer the state that only leaving ranks hold to ranks that stay, in their present world; collective.
 
         Args:
             nodes: of all ranks.
             min_replicas: nodes that shall hold each expert.
         """
-        stages, ranks, parts = self._stages, self.ranks_in(staying), self._state.parts
-        parts.leave()
-        everyones = all_gather_json([*self.named()[1], *parts.named(world.row_cut)[1]], world)
-        sources = dict.fromkeys(self.named()[0], -1)
-        sources |= {name: rank for rank, names in reversed([*enumerate(everyones)]) for name in names}
-        held = _held([stack.placement for stack in stages.stacks(self._state.experts)], world.size)
-        options: dict[str, Any] = {"nodes": nodes, "min_replicas": min_replicas, "max_slots": self._state.max_slots}
-        repair = repair_stages(held, stages.ranks_of_layers(ranks), **options)
-        rows = self._fetch(sources, ranks, world, Part())
-        agree(world)
-        self._move_experts(world, repair.placements, held, nodes, ranks, None)
-        alone = replace(World.offline(world.rank, world.size, world.device), nodes=world.nodes)
-        self.install(rows, alone)
-        self._worlds.take_place(alone)  # where nothing is cut
+        state = self._state
+        repair = repair_placements(
+            held_among(state.experts.placements, world.size)[..., staying],
+            nodes=[nodes[rank] for rank in staying],
+            min_replicas=min_replicas,
+            max_slots=state.max_slots,
+        )
+        state.experts.hand_over(staying, repair.placements, state.optimizers, nodes)
+        state.hand_over(staying, world)
 
 
-def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    return pack([tensor.cpu() for tensor in tensors]) if tensors else torch.empty(0, dtype=torch.uint8)
-
-
-def _held(placements: Sequence[Placement], num_ranks: int) -> BoolArray:
+def held_among(placements: Sequence[Placement], num_ranks: int) -> BoolArray:
+    """Return the experts that each rank holds, bool [L, E, N], under the placements of the layers."""
     return held_states(placements) if placements else np.zeros((0, 0, num_ranks), dtype=np.bool_)
-
-
-def _moves(placements: Sequence[Placement], held: BoolArray) -> bool:
-    """True if any expert has to move."""
-    lacking = _held(placements, held.shape[2]) & ~held
-    return bool((lacking & held.any(axis=2, keepdims=True)).any()) if len(placements) else False
 
 
 def _groups_of(optimizers: Sequence[Optimizer]) -> list[list[list[nn.Parameter]]]:

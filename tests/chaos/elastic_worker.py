@@ -259,7 +259,7 @@ def state_digests(strategy: ExpertParallelStrategy) -> dict[str, str]:
         stack = strategy.experts.stack_of.get(parameter)
         for tensor in tensors:
             if stack is None:
-                unit = "dense" if strategy.state.stages is None else f"dense {name}"
+                unit = "dense" if strategy.state.stages.num_stages == 1 else f"dense {name}"
                 unit = f"{strategy.world.row_cut.part.name}{unit[5:]}" if is_cut(parameter) else unit
                 hashes[unit].update(tensor.contiguous().cpu().numpy().tobytes())
                 continue

@@ -21,6 +21,7 @@ from moe_lightning.callbacks.speeds import SpeedFollower, SpeedPolicy
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
+from moe_lightning.strategies.stages import StageState
 from tests.distributed.balanced_training import NUM_EXPERTS, random_placement
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import SKEWED, assert_same_training
@@ -119,7 +120,6 @@ class Mover(pl.Callback):
         assert isinstance(strategy, ExpertParallelStrategy)
         if trainer.global_step in (1, 3, 4) and trainer.global_step != self._last:
             self._last, stages = trainer.global_step, strategy.state.stages
-            assert stages is not None
             wanted = [random_placement(self._rng, stages.num_ranks, self._slots) for _ in stages.layers]
             self.moved += strategy.replace_experts(wanted).moved_states
             known = [stack.placement.among(ranks) for stack, ranks in self._known(strategy)]
@@ -128,8 +128,8 @@ class Mover(pl.Callback):
     @staticmethod
     def _known(strategy: ExpertParallelStrategy) -> Any:
         stages = strategy.state.stages
-        assert stages is not None
-        return zip(stages.stacks(strategy.experts), stages.ranks_of_layers(stages.ranks), strict=True)
+        assert isinstance(stages, StageState)
+        return zip(stages.stacks(strategy.experts), stages.layers_of(stages.ranks), strict=True)
 
 
 def moving(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
@@ -223,9 +223,9 @@ def test_slices_follow_measured_speeds(strategy: dict[str, Any]) -> None:
 
 
 def test_no_rank_is_expelled_from_a_stage() -> None:
-    state = SimpleNamespace(stages=object())
+    state, worlds = SimpleNamespace(stages=SimpleNamespace(num_stages=2)), SimpleNamespace(is_elastic=True)
     world = World.offline(0, 2, torch.device("cpu"))
-    strategy: Any = SimpleNamespace(world=world, state=state, elastic=object())
+    strategy: Any = SimpleNamespace(world=world, worlds=worlds, state=state)
     with pytest.raises(ConfigurationError, match="takes a rank away from one stage"):
         SpeedFollower(SpeedPolicy(stragglers="expel"), strategy)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -93,7 +94,7 @@ def test_a_pipeline_is_told_before_it_trains_that_it_cannot_export(
 
     make_checkpoint("olmoe", tmp_path)
     module = HuggingFaceModule({"pretrained": str(tmp_path), "context_length": 16})
-    monkeypatch.setattr(huggingface_export, "stages_of", lambda trainer: object())
+    monkeypatch.setattr(huggingface_export, "stages_of", lambda trainer: SimpleNamespace(num_stages=2))
     callback = huggingface_export.HuggingFaceExport(tmp_path / "exported")
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     with pytest.raises(ConfigurationError, match=r"mesh\.pp leaves every rank some blocks"):

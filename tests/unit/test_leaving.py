@@ -27,7 +27,7 @@ def test_who_is_cut_off_by_one_that_met_all_others_has_met_them_too(
     monkeypatch.setattr(elastic_worlds, "store_barrier", cut)
     world, engine = World.offline(rank, 3, torch.device("cpu")), SimpleNamespace(store=None, reason="ranks wait")
     rest: list[Any] = [world, engine, None, ["a", "b", "c"], 1, timedelta(seconds=1), 1, "ranks wait"]
-    assert elastic_worlds.hand_over(SimpleNamespace(stages=None), *rest) is is_spare  # type: ignore[arg-type]
+    assert elastic_worlds.hand_over(SimpleNamespace(), *rest) is is_spare  # type: ignore[arg-type]
     engine.reason = "rank 1 on node b died"
     with pytest.raises(dist.DistNetworkError):
-        elastic_worlds.hand_over(SimpleNamespace(stages=None), *rest)  # type: ignore[arg-type]
+        elastic_worlds.hand_over(SimpleNamespace(), *rest)  # type: ignore[arg-type]

@@ -123,7 +123,8 @@ class KnownNodes:
         layer = SimpleNamespace(num_experts=EXPERTS, dispatcher=SimpleNamespace(groups=[range(4)]))
         self.experts = SimpleNamespace(layers=[layer], room=[[3] * 4])
         self.world = SimpleNamespace(size=4)
-        self.state = SimpleNamespace(stages=None, layers=[layer])
+        stages = SimpleNamespace(layers=[layer], without_layers=[], nodes=tuple)
+        self.state = SimpleNamespace(stages=stages)
         self.node_of, self.worlds = (0, 1, 0, 1), SimpleNamespace(is_elastic=is_elastic)
         self.placing = SimpleNamespace(promised_replicas=promised)
 

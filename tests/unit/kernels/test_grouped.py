@@ -9,6 +9,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import backends, torch_grouped
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
+from moe_lightning.strategies.train_state import StageMap
 from tests.unit.kernels.kernel_cases import DEVICE, assert_close, assert_equals_reference, randn
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -81,7 +82,7 @@ def test_the_strategy_chooses_it(monkeypatch):
     layer = MoELayer(16, 16, 2)
     for kernels in ("grouped", None):
         strategy = ExpertParallelStrategy(kernels=kernels)
-        strategy.placing.place(layer, World.single())
+        strategy.placing.place(layer, World.single(), StageMap(layer, strategy.worlds))
     assert chosen == ["grouped"]
     with pytest.raises(ConfigurationError, match="kernels='fast'"):
         ExpertParallelStrategy(kernels="fast")
