@@ -538,7 +538,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._counts.add(pl_module)
         is_update = not private_lightning.is_accumulating(trainer)
         if is_update:
-            self._counts.end_step(is_skipped=self._strategy is not None and self._strategy.steps.is_skipped)
+            self._counts.end_step(is_skipped=self._strategy is not None and self._strategy.update_is_skipped)
         if self._windows is not None:
             (self._windows.updated if is_update else self._windows.end_batch)()
         if trainer.global_step == self._saved_at or not is_update or self._keeps_nothing(trainer):

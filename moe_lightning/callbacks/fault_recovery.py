@@ -28,7 +28,6 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.recovery import RecoveryReport
-from moe_lightning.strategies.train_state import replay_peer, verify_replay
 from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 COLUMNS = (
@@ -224,8 +223,8 @@ class FaultRecovery(ExpertParallelCallback):
                 "or dense=hsdp, which has copies anyway"
             )
         if strategy.state.shards_optimizers:
-            replay_peer(strategy.state, (strategy.world.rank + 1) % strategy.world.size, trainer.global_step)
-            verify_replay(strategy.state, trainer.global_step, strategy.world)
+            strategy.state.replay_peer((strategy.world.rank + 1) % strategy.world.size)
+            strategy.state.verify_replay()
 
     @override
     def on_train_batch_start(
@@ -245,8 +244,7 @@ class FaultRecovery(ExpertParallelCallback):
         strategy.elastic.batch_ended(outputs, batch, batch_idx)
         self._committed = trainer.global_step
         if self.replays and strategy.worlds.is_elastic and trainer.global_step % self._verify_every == 0:
-            corrections = verify_replay(strategy.state, trainer.global_step, strategy.world)
-            pl_module.log("recovery/replay_corrections", float(corrections))
+            pl_module.log("recovery/replay_corrections", float(strategy.state.verify_replay()))
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:

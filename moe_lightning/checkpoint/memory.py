@@ -361,6 +361,7 @@ class MemoryCheckpoint(CheckpointSource):
         storage: the checkpoint that has what is not in memory.
         experts_on_storage: (layer, expert) pairs to be read from there.
         rest_on_storage: whether everything that is no expert is read from there, too.
+        is_trusted: see `CheckpointSource`.
     """
 
     def __init__(
@@ -373,7 +374,9 @@ class MemoryCheckpoint(CheckpointSource):
         storage: Checkpoint | None = None,
         experts_on_storage: Iterable[tuple[int, int]] = (),
         rest_on_storage: bool = False,
+        is_trusted: bool = False,
     ) -> None:
+        self.is_trusted = is_trusted
         self.path = Path(f"the snapshot of step {step}")
         self._step, self._versions, self._storage = step, versions, storage
         self._first = step if first is None else first
@@ -455,6 +458,7 @@ def fetch(
     needed_experts: Collection[Expert],
     *,
     storage: Checkpoint | None = None,
+    is_trusted: bool = False,
 ) -> MemoryCheckpoint:
     """Read or receive what this rank needs of the plan's snapshots; collective.
 
@@ -463,6 +467,7 @@ def fetch(
         arenas: directory of this node's arenas; None where it has none.
         needed_experts: (layer, expert) pairs that this rank will hold; it gets all other state in any case.
         storage: the checkpoint that the plan counted on.
+        is_trusted: see `CheckpointSource`.
 
     Returns:
         The state at `plan.version`. Arenas must not be written before it was restored from.
@@ -507,6 +512,7 @@ def fetch(
         storage=storage,
         experts_on_storage=plan.from_storage,
         rest_on_storage=plan.level == "storage",
+        is_trusted=is_trusted,
     )
 
 

@@ -323,6 +323,15 @@ class BatchEnd:
                 owner.on_train_batch_end(*(() if index == len(callbacks) else (trainer, module)), *self.arguments)
         self.done = min(self.done, len(callbacks) + 1)
 
+    def skip_failed(self, *, ended: int) -> None:
+        """Count the part that has failed as ended, if it has ended on another rank, where so many have."""
+        self.done += self.has_failed and ended > self.done
+
+    def run_log(self, trainer: pl.Trainer) -> None:
+        """Log, and leave the hooks out."""
+        self.done = self.num_parts(trainer) - 1
+        self.run(trainer)
+
     def run(self, trainer: pl.Trainer) -> None:
         """Do what is left, as the training loop does it."""
         callbacks, module = trainer.callbacks, trainer.lightning_module  # type: ignore[attr-defined]
@@ -384,10 +393,28 @@ def validates_by_time(trainer: pl.Trainer) -> bool:
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
+@contextmanager
+def validating(trainer: pl.Trainer) -> Generator[None, None, None]:
+    """Be in a validation of the fit inside. The epoch loop alone runs one."""
+    trainer.validating = True
+    yield
+    trainer.training = True
+
+
+def run_validation(trainer: pl.Trainer) -> None:
+    """Run a validation from its begin, as the epoch loop does it."""
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    validation.restarting = False
+    with validating(trainer):
+        validation.run()
+
+
 def abandon_validation(trainer: pl.Trainer) -> None:
-    """Leave a validation that failed in the middle, which Lightning does at its end only."""
-    trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
-    trainer._logger_connector.reset_results()
+    """Leave a validation that failed in the middle, if there is one, which Lightning does at its end only."""
+    if trainer.validating:
+        trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
+        trainer._logger_connector.reset_results()
+    trainer.training = True
 
 
 def restart_loaders(trainer: pl.Trainer) -> None:

@@ -223,6 +223,10 @@ class StepShadowTransfers:
         """Start the first layer's Trans, which no MoE layer precedes; collective."""
         self._layers[0].start_trans()
 
+    def begin_backward(self, *, is_last: bool) -> None:
+        """Begin a backward pass of the step; in the last one Agg starts."""
+        self.is_last_backward = is_last
+
     def finish(self) -> None:
         """Send all gradients to their home ranks and add them there; collective."""
         for layer in reversed(self._layers):

@@ -324,7 +324,7 @@ class Recorder(Callback):
         place, samples = self._place, samples_of(trainer, self._place, len(self._note["micros"]))
         of_rank = loss.detach() / place.ranks
         if place.stages > 1:
-            of_rank = trainer.strategy.steps.stage_loss  # type: ignore[attr-defined]
+            of_rank = trainer.strategy.last_stage_loss  # type: ignore[attr-defined]
         names = {id(part): name for name, part in pl_module.named_modules()}
         counts = [
             [names[id(m)], m.statistics.tokens_NE.sum(0).tolist(), m.statistics.computed_NE.sum(0).tolist()]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, Literal, Protocol
@@ -29,6 +29,7 @@ from moe_lightning.compat import private_torch
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.kernels.interface import ExpertSort, is_gated
+from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.state.tensors import BASE_DIGEST, digest_of
 
 BLOCK = 64
@@ -406,6 +407,36 @@ class Experts(private_torch.Float32Module):
         self.slot_experts = wanted
         if deferred:
             self.reset_parameters()
+
+    def move(self, slot_experts: Sequence[int], arrived: Container[int]) -> None:
+        """Have these experts in the slots, whose rows other code has moved; those that neither were here nor have
+        arrived get their frozen rows from the source.
+
+        Raises:
+            CheckpointError: there is no source.
+        """
+        former, self.slot_experts = self.slot_experts, tuple(slot_experts)
+        if self.base_names:
+            pairs = enumerate(zip(former, self.slot_experts, strict=True))
+            self.read_base(slot for slot, (old, e) in pairs if e not in (VACANT, old) and e not in arrived)
+
+    @torch.no_grad()
+    def add_slots(self, count: int) -> None:
+        """Append vacant slots; parameters stay the same objects, without gradients."""
+        for parameter in self.stacked_parameters().values():
+            parameter.data = torch.cat([parameter.data, parameter.data.new_zeros(count, *parameter.shape[1:])])
+            parameter.grad = None
+        self.slot_experts += (VACANT,) * count
+
+    def drop_slots(self) -> None:
+        """Have no slot from now on; other code drops the rows."""
+        self.slot_experts = ()
+
+    def broadcast_seed(self, world: World) -> None:
+        """Draw the first weights from rank 0's seed on every rank; collective."""
+        seed = torch.tensor([self.init_seed], device=world.device)
+        broadcast_(seed, 0, world)
+        self.init_seed = int(seed)
 
     def filled(self, stacks: Mapping[str, Tensor]) -> Experts:
         """The same experts with these stacks [E, ...] as parameters, in a process that holds all of them."""

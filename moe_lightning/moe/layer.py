@@ -6,7 +6,7 @@ Shapes: T tokens of this rank, K choices, E experts, N ranks, D model width.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moe_lightning.compat import private_torch
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.dispatch.dispatcher import Dispatched, Dispatcher
+from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.dispatch.shadow_exchange import ShadowTransfers
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import VACANT, Activation, Experts, FeedForward
@@ -238,6 +239,52 @@ class MoELayer(nn.Module):
             dispatcher.slot_experts, device, {} if self.ended is None else self.ended.stacks(self.experts)
         )
         self.dispatcher = dispatcher
+        self.ended = None
+
+    def move(self, dispatcher: Dispatcher, arrived: Container[int] = ()) -> None:
+        """Use another dispatcher, to whose slots the rows of experts have been moved.
+
+        Args:
+            arrived: experts whose rows have come from other ranks.
+        """
+        self.experts.move(dispatcher.slot_experts, arrived)
+        self.dispatcher = dispatcher
+
+    def leave_ranks(self) -> None:
+        """Release the dispatcher, which holds process groups; the rows of experts stay."""
+        self.dispatcher = Dispatcher.local(self.num_experts)
+
+    def start_shadows(self, plan: ShadowPlan, transfers: ShadowTransfers) -> None:
+        """Have these shadow experts in the running step; raises as `Dispatcher.shadows`."""
+        self.dispatcher.shadows, self.shadow_transfers = plan, transfers
+
+    def drop_shadows(self) -> None:
+        """End the shadow experts of a step."""
+        self.shadow_transfers = self.dispatcher.shadows = None
+
+    def forget_step(self) -> None:
+        """Release what an aborted step has left: shadow experts, losses with their graphs, counts."""
+        self.drop_shadows()
+        self.auxiliary_loss = self.statistics = None
+
+    def join_statistics(self, of_micro_batches: Sequence[LayerStatistics]) -> None:
+        """Count several micro-batches as one."""
+        self.statistics = LayerStatistics(
+            tokens_NE=torch.stack([one.tokens_NE for one in of_micro_batches]).sum(0),
+            computed_NE=torch.stack([one.computed_NE for one in of_micro_batches]).sum(0),
+        )
+
+    def take_auxiliary_loss(self) -> Tensor | None:
+        """Return `auxiliary_loss`, which is None afterwards."""
+        loss, self.auxiliary_loss = self.auxiliary_loss, None
+        return loss
+
+    def end_world(self, num_ranks: int, stacks: Mapping[str, Tensor] | None) -> None:
+        """Compute without the other ranks, if possible, once the Trainer has ended; see `EndedWorld`."""
+        self.ended = EndedWorld(self.experts, num_ranks, stacks)
+
+    def resume_world(self) -> None:
+        """Compute with the other ranks again."""
         self.ended = None
 
     def forward(self, x: Tensor, is_token: Tensor | None = None) -> Tensor:

@@ -6,6 +6,8 @@ The mean of an auxiliary loss is per token, so that weighting ranks by samples g
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,6 +33,15 @@ class AbsentBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.auxiliary_loss: Tensor | None = None
+
+    @contextmanager
+    def carrying(self, loss: Tensor) -> Generator[None, None, None]:
+        """Have this auxiliary loss inside."""
+        self.auxiliary_loss = loss
+        try:
+            yield
+        finally:
+            self.auxiliary_loss = None
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x

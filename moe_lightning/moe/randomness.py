@@ -82,6 +82,10 @@ class SampleStream:
         """In another process nobody drives it."""
         return {**self.__dict__, "_is_driven": False, "micro_batch": None, "is_dummy_batch": False}
 
+    def begin_run(self, seed: int) -> None:
+        """Draw numbers of this seed from now on."""
+        self.seed = seed
+
     def begin_micro_batch(self) -> None:
         """Begin a micro-batch, whether the positions of its samples are known or not."""
         self.micro_batch = 1 + (self.micro_batch or 0)

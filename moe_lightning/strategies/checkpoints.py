@@ -52,6 +52,7 @@ class Checkpoints:
     def __init__(self, worlds: Worlds, state: TrainState) -> None:
         self._worlds, self._state = worlds, state
         self._leases = ExitStack()
+        self._restored: Checkpoint | None = None  # the directory that Lightning restores now
         self._without_state = False
         self._scheduler_steps: Sequence[object] = ()
         self._schedulers_behind: Sequence[int] = ()
@@ -195,6 +196,10 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ restoring
 
+    def begin_restoring(self) -> None:
+        """Forget the directory that was restored before: another checkpoint is restored next."""
+        self._restored = None
+
     def open(self, path: Place, world: World, *, is_trusted: bool = False) -> dict[str, Any]:
         """Return the checkpoint that Lightning restores from a file, a checkpoint directory, or a directory of these;
         collective.
@@ -210,7 +215,7 @@ class Checkpoints:
             return self._read_file(path, world, is_trusted=is_trusted)
         restored = self._newest_for_all(path, world)
         restored.is_trusted = is_trusted
-        self._state.restored = restored
+        self._restored = restored
         checkpoint: dict[str, Any] = restored.read_object("trainer")
         return checkpoint
 
@@ -225,8 +230,8 @@ class Checkpoints:
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load the module's state."""
-        if self._state.restored is not None:
-            self._state.training_state().restore_model(self._state.restored)
+        if self._restored is not None:
+            self._state.training_state().restore_model(self._restored)
             return
         if "state_dict" not in checkpoint:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")
@@ -239,9 +244,9 @@ class Checkpoints:
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the optimizers, and from a directory those of the random generators too."""
-        if self._state.restored is not None:
-            self._state.training_state().restore_optimizers(self._state.restored)
-            self._state.resume_from(self._state.restored)
+        if self._restored is not None:
+            self._state.training_state().restore_optimizers(self._restored)
+            self._state.resume_from(self._restored)
             return
         states, number = checkpoint["optimizer_states"], len(self._state.optimizers)
         if len(states) != number:

@@ -469,10 +469,9 @@ class ElasticWorlds:
                 "and a process that has not made the step has joined"
             )
             if succeeds and left is not None:
-                left.done = num_parts - 1  # its row needs no exchange
-                left.run(trainer)
+                left.run_log(trainer)  # its row needs no exchange
         elif left is not None:
-            left.done += left.has_failed and max(everyones) > left.done
+            left.skip_failed(ended=max(everyones))
             kept = self._progress
             if succeeds:
                 left.repeat_for_rank_zero(trainer)
@@ -634,10 +633,10 @@ class ElasticWorlds:
     def _move(self, plan: RecoveryPlan, repair: Repair, world: World) -> None:
         """Transfer the state of the plan's version to the ranks of the placements."""
         state = self._state
-        state.window_replay = None
+        state.abort_window_replay()
         if world.rank in plan.apply_prepared:
             self._make_up()
-        saved = fetch_missing(self._planner, plan, repair, world)
+        saved = fetch_missing(self._planner, plan, repair, world, is_trusted=self._strategy.reads_objects)
         if plan.level == "live":
             share_state(state, plan, world)
         # Another fault in these exchanges leaves live rows as they were; what follows does not wait for peers, except

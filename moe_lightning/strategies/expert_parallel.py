@@ -40,7 +40,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import MOST_BYTES, check_regular, read_text
 from moe_lightning.kernels import BackendName, set_backend
 from moe_lightning.moe.experts import deferred_experts
-from moe_lightning.moe.layer import EndedWorld, moe_layers, whole_state_dict
+from moe_lightning.moe.layer import moe_layers, whole_state_dict
 from moe_lightning.moe.randomness import attach_stream
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_
@@ -67,7 +67,7 @@ from moe_lightning.strategies.scaling import AgreedScaler, own_scale, share_scal
 from moe_lightning.strategies.stages import StageState
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps
-from moe_lightning.strategies.train_state import FIXED_GROUPS, StageMap, TrainState, replay_update
+from moe_lightning.strategies.train_state import FIXED_GROUPS, StageMap, TrainState
 from moe_lightning.strategies.watch import FiniteWatch, StallWatch, StopOnNan, UpdateSkipped, dense_values
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_way
 from moe_lightning.strategies.worlds import Worlds, call_hook
@@ -111,12 +111,12 @@ class GatheredExperts:
         layers = self._layers
         stacks: Sequence[dict[str, Tensor] | None] = self._stacks or [None] * len(layers)
         for layer, whole in zip(layers, stacks, strict=True):
-            layer.ended = EndedWorld(layer.experts, self._world.size, whole)
+            layer.end_world(self._world.size, whole)
 
     def detach(self, *, weights_change: bool) -> None:
         """Let the layers compute with the other ranks again; drop the copies if weights change."""
         for layer in self._layers:
-            layer.ended = None
+            layer.resume_world()
         if weights_change:
             self._stacks = None
 
@@ -304,6 +304,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     Attributes:
         worlds, elastic, collectives_timeout, may_change: see WorldDDPStrategy.
         state, steps: this rank's state of the run; batches, losses and gradients.
+        update_is_skipped: the last update was left out, because a loss or gradient was not finite.
+        reads_objects: the user lets restores unpickle objects.
         weigh, scale_sum: see `moe_lightning.moe.losses.global_mean` and `global_sum`.
         checkpoints, placing: saving and restoring; the options of placement.
 
@@ -313,8 +315,9 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     strategy_name = "expert_parallel"
     of_process = WorldDDPStrategy.of_process | {
-        "state", "steps", "weigh", "scale_sum", "checkpoints", "_gathered", "_pipeline", "_data",
-        "_is_placed", "_num_groups", "_before_hooks", "_losses", "_stalls", "_scaler"}  # fmt: skip
+        "state", "steps", "weigh", "scale_sum", "checkpoints", "update_is_skipped", "reads_objects", "_gathered",
+        "_pipeline", "_data", "_is_placed", "_num_groups", "_before_hooks", "_finite", "_clipped", "_stalls",
+        "_scaler"}  # fmt: skip
 
     def __init__(
         self,
@@ -372,6 +375,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.may_change = self.checkpoints.may_change
+        self.update_is_skipped = self.reads_objects = False
         self._gathered: GatheredExperts | None = None
         self._pipeline: Pipeline | None = None
         self._data: StepData | None = None
@@ -458,7 +462,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         convert_by_rule(self.precision_plugin)
         fixed = FIXED_GROUPS if self.state.fixes_groups else None
         check_module(trainer, module, cuts_dense=self.state.parts.is_wished, fixed_groups=fixed)
-        self.steps.stream.seed = self._run_seed()
+        self.steps.stream.begin_run(self._run_seed())
         attach_stream(module, self.steps.stream)
         self.steps.sequences.attach(module, self.world, self.worlds.axes.cp)
         if not self.state.has_placed(module):
@@ -654,7 +658,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             CheckpointError: it is missing, damaged, holds objects that are not read, or weights alone where a training
                 is to resume.
         """
-        is_trusted = self.state.reads_objects = weights_only is False
+        is_trusted = self.reads_objects = weights_only is False
+        self.checkpoints.begin_restoring()
         if "://" in str(checkpoint_path) and str(checkpoint_path).endswith(SUFFIX):  # a file of stock Lightning's
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=not is_trusted)
         elif reads_its_own_way(self.checkpoint_io):
@@ -715,6 +720,11 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             return super().training_step(*args, **kwargs)
 
     @property
+    def last_stage_loss(self) -> Tensor | None:
+        """Weighted loss of the last batch in the last stage of a pipeline; None on ranks without it."""
+        return None if self._pipeline is None else self._pipeline.last_loss
+
+    @property
     def last_gradient_norm(self) -> Tensor | None:
         """Gradient norm of the last clipped step, over the whole model."""
         return self.steps.gradients.last_norm
@@ -765,7 +775,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             if not overflows:
                 self._look_at_update(optimizer)
             is_bad = self._finite.is_skipped(state.module, self.world)
-            self.steps.is_skipped = is_bad or overflows
+            self.update_is_skipped = is_bad or overflows
             if is_bad or (overflows and self.worlds.is_elastic):
                 state.forget_update()  # a recovery would apply it
             elif overflows:
@@ -773,11 +783,11 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             else:
                 self.steps.gradients.require_same_gradients(optimizer)
             elastic.prepare(optimizer)  # where ranks may be lost, a barrier: the last collective before the update
-            if self.steps.is_skipped:
+            if self.update_is_skipped:
                 if self._scaler is not None:
                     self._scaler.update()
                 raise UpdateSkipped
-            replay_update(state, optimizer)
+            state.replay_update(optimizer)
             elastic.begin_update()
             expose_blocks()
 

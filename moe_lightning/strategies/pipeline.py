@@ -237,8 +237,6 @@ class _Run:
         calls: its arguments for each micro-batch.
         pieces: samples of each micro-batch.
         is_training: backward passes follow.
-        wire: elements that are sent for a micro-batch.
-        is_watched: True for the first run of its kind, whose use of parameters is checked.
         outcomes, weights, logs: of the last stage.
         losses: of the last stage, as they are differentiated.
         statistics: of the layers here, of each micro-batch.
@@ -249,8 +247,6 @@ class _Run:
     calls: list[tuple[Any, ...]]
     pieces: tuple[StepSlice, ...]
     is_training: bool
-    wire: int = 0
-    is_watched: bool = True
     outcomes: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
@@ -270,6 +266,7 @@ class Pipeline:
 
     Attributes:
         cut: the parts of the module on this rank.
+        last_loss: weighted loss of the last batch in the last stage; None on ranks without it.
     """
 
     def __init__(
@@ -286,6 +283,8 @@ class Pipeline:
         self._scaled = scaled
         self._pipes: OrderedDict[Any, tuple[Pipe, int]] = OrderedDict()
         self._run: _Run | None = None
+        self._wire = 0  # elements that are sent for a micro-batch of the running batch
+        self.last_loss: Tensor | None = None
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self.cut.apply(world.device)
 
@@ -365,20 +364,17 @@ class Pipeline:
         step = step.own if isinstance(step, GatheringStep) else step
         run = _Run(step, context, [(part, *arguments[1:]) for part in parts], batch.pieces, is_training=backward)
         with gathered(module) if is_sharded(module) else nullcontext():
-            pipe = self._pipe(run)
+            pipe, self._wire, is_new = self._pipe(run)
             self._run = run
             try:
-                with self.cut.flow.watching() if run.is_watched else nullcontext():
+                with self.cut.flow.watching() if is_new else nullcontext():
                     pipe.run(backward=backward)
             finally:
                 self._run = None
                 steps.enter(batch)
-        steps.stage_loss = torch.stack(run.losses).sum() if run.losses else None
+        self.last_loss = torch.stack(run.losses).sum() if run.losses else None
         for layer, seen in run.statistics.items():
-            layer.statistics = LayerStatistics(
-                tokens_NE=torch.stack([one.tokens_NE for one in seen]).sum(0),
-                computed_NE=torch.stack([one.computed_NE for one in seen]).sum(0),
-            )
+            layer.join_statistics(seen)
         outcome, logs, weights = broadcast_object(
             self._summary(run) if self._is_last else None, self._world.shape.pp - 1, self._world.pipe
         )
@@ -394,13 +390,16 @@ class Pipeline:
         outcome = joined(run.outcomes, counts, weights or [float(count) for count in counts])
         return [outcome, run.logs.to_plain(), weights]
 
-    def _pipe(self, run: _Run) -> Pipe:
-        """Return the pipe for batches of the shapes of this one."""
+    def _pipe(self, run: _Run) -> tuple[Pipe, int, bool]:
+        """Return the pipe for batches of the shapes of this one, the elements that it sends for a micro-batch, and True
+        if it is new: the use of parameters is then checked.
+        """
         leaves = [leaf for call in run.calls for leaf in private_torch.tree_leaves(call)]
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
         rows = tuple(piece.rows for piece in run.pieces)
         key = run.is_training, run.step.__name__, rows, shapes, torch.is_inference_mode_enabled()
-        if key not in self._pipes:
+        is_new = key not in self._pipes
+        if is_new:
             hidden = self._probe(run)
             size, rest = divmod(hidden.numel(), rows[0])
             if rest:
@@ -414,11 +413,8 @@ class Pipeline:
             self._pipes[key] = pipe, size * max(rows)
             while len(self._pipes) > _MOST_SHAPES:
                 self._pipes.popitem(last=False)
-        else:
-            run.is_watched = False
         self._pipes.move_to_end(key)
-        pipe, run.wire = self._pipes[key]
-        return pipe
+        return *self._pipes[key], is_new
 
     def _probe(self, run: _Run) -> Tensor:
         """Return the hidden states that arrive at the first block of the first micro-batch, or a tensor of
@@ -449,13 +445,12 @@ class Pipeline:
         piece, is_last = run.pieces[micro], stage == self.cut.num_stages - 1
         hidden, auxiliary = arrived if stage else (None, torch.zeros(1, device=self._world.device))
         layers = self.cut.chunk_layers(stage)
-        if is_last:
-            self.cut.block_before(stage).auxiliary_loss = auxiliary.squeeze(0)
         self._steps.enter_piece(piece, is_training=run.is_training)
         logs = run.logs if is_last else StepLogs()
         recording = logs.recording(self._module, piece.count, lambda: self._steps.weight_of_batch)
         traces = nullcontext() if piece.count else without_traces(self._module)
-        with traces, self.cut.flow.of(stage, hidden), recording, run.context():
+        before = self.cut.block_before(stage).carrying(auxiliary.squeeze(0)) if is_last else nullcontext()
+        with traces, before, self.cut.flow.of(stage, hidden), recording, run.context():
             try:
                 outcome = run.step(*run.calls[micro])
             except Left as left:
@@ -464,16 +459,14 @@ class Pipeline:
             if layer.statistics is not None:
                 run.statistics[layer].append(layer.statistics)
         if not is_last:
-            return self._sent(outcome, auxiliary, layers, run.wire)
-        self.cut.block_before(stage).auxiliary_loss = None
+            return self._sent(outcome, auxiliary, layers, self._wire)
         return self._loss(run, outcome, auxiliary)
 
     def _sent(self, hidden: Tensor, auxiliary: Tensor, layers: Sequence[MoELayer], wire: int) -> tuple[Tensor, Tensor]:
         """Return the tensors for the next stage: hidden states, and the auxiliary losses so far."""
         for layer in layers:
-            if layer.auxiliary_loss is not None:
-                auxiliary = auxiliary + layer.auxiliary_loss
-                layer.auxiliary_loss = None
+            if (loss := layer.take_auxiliary_loss()) is not None:
+                auxiliary = auxiliary + loss
         flat = hidden.reshape(-1)
         return pad(flat, (0, wire - flat.numel())) if flat.numel() < wire else flat, auxiliary
 
@@ -489,9 +482,11 @@ class Pipeline:
             )
         share = torch.as_tensor(self._steps.share(), dtype=loss.dtype, device=loss.device)
         weight = self._steps.weight_of_batch
-        run.weights += [] if weight is None else [weight]
+        if weight is not None:
+            run.weights.append(weight)
         loss, batch = loss * share, self._steps.batch
-        run.losses += [loss.detach()] if batch is not None and batch.count else []
+        if batch is not None and batch.count:
+            run.losses.append(loss.detach())
         return self._scaled(loss + 0.0 * auxiliary.squeeze(0))  # every stage gets a gradient back
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Container, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,15 +132,6 @@ def in_slots(placement: Placement, rank: int, slots: int | None) -> tuple[int, .
     return held + (-1,) * (room - len(held))
 
 
-def new_slots(former: Sequence[int], now: Sequence[int], layer: int, arrived: Container[tuple[int, int]]) -> list[int]:
-    """Return the slots of experts that neither were on this rank nor have come from another one."""
-    return [
-        slot
-        for slot, (before, expert) in enumerate(zip(former, now, strict=True))
-        if expert not in (VACANT, before) and (layer, expert) not in arrived
-    ]
-
-
 @torch.no_grad()
 def grow(layer: MoELayer, slots: int, optimizers: Sequence[Optimizer]) -> None:
     """Grow a layer's stacks to so many slots with vacant rows; parameters and states stay the same objects."""
@@ -150,18 +141,14 @@ def grow(layer: MoELayer, slots: int, optimizers: Sequence[Optimizer]) -> None:
     for parameter in layer.experts.stacked_parameters().values():
         for optimizer, name, value in list(stacked_states(parameter, optimizers)):
             optimizer.state[parameter][name] = torch.cat([value, value.new_zeros(vacant, *value.shape[1:])])
-        parameter.data = torch.cat([parameter.data, parameter.data.new_zeros(vacant, *parameter.shape[1:])])
-        parameter.grad = None
-    layer.experts.slot_experts += (VACANT,) * vacant
+    layer.experts.add_slots(vacant)
 
 
 def broadcast_experts(layer: MoELayer, world: World) -> None:
     """Broadcast rank 0's experts, as DDP does with dense parameters: its weights, or its seed if none are allocated."""
     experts = layer.experts
     if experts.is_deferred:
-        seed = torch.tensor([experts.init_seed], device=world.device)
-        broadcast_(seed, 0, world)
-        experts.init_seed = int(seed)
+        experts.broadcast_seed(world)
     elif layer.dispatcher.world.size == 1 and world.size > 1:  # never placed: all ranks agree on that
         for parameter in experts.stacked_parameters().values():
             values = parameter.data.to(world.device)
@@ -419,7 +406,7 @@ class PlacedExperts:
             placements: of each layer, or those of a former world.
         """
         for layer in set(self.layers) - set(layers):
-            layer.dispatcher = Dispatcher.local(layer.num_experts)  # its own holds groups
+            layer.leave_ranks()
         self.layers, self.placements = list(layers), list(placements)
         self.stacks = self._stacks([layer.experts.slot_experts for layer in layers], placements)
         self.stack_of = {parameter: stack for stack in self.stacks for parameter in stack.parameters.values()}
@@ -431,7 +418,7 @@ class PlacedExperts:
         self.room = [[layer.experts.num_slots] * world.size for layer in layers]
         for index, (layer, placement) in enumerate(zip(layers, placements, strict=True)):
             place = placement, world, self._groups, self._quota, layer.experts.slot_experts, index, *self._dispatch
-            layer.dispatcher = Dispatcher(*place)
+            layer.move(Dispatcher(*place))
         self._set_stacks(self.stacks)
 
     def hand_over(
@@ -472,12 +459,9 @@ class PlacedExperts:
             parameter.grad = None
         former = self._stacks(before, placements)
         sent_bytes = migrate_rows(former, stacks, optimizers, transfers, self.world, dtypes)
-        arrived = {(t.layer, t.expert) for t in transfers if t.target == self.world.rank}
+        here = [t for t in transfers if t.target == self.world.rank]
         for index, (layer, dispatcher) in enumerate(zip(self.layers, dispatchers, strict=True)):
-            slots, layer.experts.slot_experts = layer.experts.slot_experts, dispatcher.slot_experts
-            layer.dispatcher = dispatcher
-            if layer.experts.base_names:
-                layer.experts.read_base(new_slots(slots, dispatcher.slot_experts, index, arrived))
+            layer.move(dispatcher, arrived={t.expert for t in here if t.layer == index})
         self.placements = list(placements)
         self._set_stacks(stacks)
         self.take_speeds(self.speeds)
@@ -537,10 +521,9 @@ class PlacedExperts:
             )
         shadow_transfers = []
         for layer, plan, share in zip(self.layers, plans, early_shares, strict=True):
-            layer.dispatcher.shadows = plan
             parameters, slots = layer.experts.stacked_parameters(), layer.experts.slot_experts
             shadow_transfers.append(ShadowTransfers(parameters, slots, plan, self.world, dtype, share))
-            layer.shadow_transfers = shadow_transfers[-1]
+            layer.start_shadows(plan, shadow_transfers[-1])
         self.shadow_transfers = StepShadowTransfers(shadow_transfers)
         self.shadow_transfers.begin()
 
@@ -548,14 +531,14 @@ class PlacedExperts:
         """Release what an aborted step has left in the layers: graphs, statistics, shadows."""
         self._drop_shadows()
         for layer in self.layers:
-            layer.auxiliary_loss = layer.statistics = None
+            layer.forget_step()
 
     def _drop_shadows(self) -> None:
         if self.shadow_transfers is not None:
             self.shadow_transfers.release()
         self.shadow_transfers = None
         for layer in self.layers:
-            layer.shadow_transfers = layer.dispatcher.shadows = None
+            layer.drop_shadows()
 
     def keys(self, module: nn.Module) -> dict[str, ExpertStack]:
         """Return the state_dict keys of the expert parameters, with their stacks."""

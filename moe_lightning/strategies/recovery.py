@@ -280,9 +280,7 @@ class FitProgress:
             ConfigurationError: a training loader that has no position to go back to.
         """
         loop = trainer.fit_loop
-        if trainer.validating:  # the fault came in the middle of a validation
-            private_lightning.abandon_validation(trainer)
-        trainer.training = True
+        private_lightning.abandon_validation(trainer)  # the fault may have come in the middle of one
         loop.load_state_dict(copy.deepcopy(self.loops))
         follow_schedule(trainer)
         ended = None if self.epoch_is_over else self.lr_schedulers_next_epoch
@@ -312,11 +310,7 @@ def finish_step(trainer: pl.Trainer, progress: FitProgress | None, *, with_newco
     """
     assert progress is not None, "a recovery restored it"
     if progress.validation_is_due:
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        validation.restarting = False
-        trainer.validating = True
-        validation.run()
-        trainer.training = True
+        private_lightning.run_validation(trainer)
     if progress.epoch_is_over:
         private_lightning.end_epoch(trainer, drop_logged=with_newcomers)
 
@@ -363,9 +357,8 @@ def set_up_data(trainer: pl.Trainer) -> None:
     loop = trainer.fit_loop
     loop.setup_data()
     if trainer.enable_validation and trainer.val_dataloaders is None:
-        trainer.validating = True
-        loop.epoch_loop.val_loop.setup_data()
-        trainer.training = True
+        with private_lightning.validating(trainer):
+            loop.epoch_loop.val_loop.setup_data()
 
 
 def inventory_of(
@@ -414,10 +407,13 @@ def repaired(plan: RecoveryPlan, state: TrainState, world: World, *, min_replica
 
 
 def fetch_missing(
-    planner: RecoveryPlanner, plan: RecoveryPlan, repair: Repair, world: World
+    planner: RecoveryPlanner, plan: RecoveryPlan, repair: Repair, world: World, *, is_trusted: bool
 ) -> MemoryCheckpoint | None:
     """Return the state that the plan restores from snapshots and storage, as far as this rank needs it; None if it is
     none.
+
+    Args:
+        is_trusted: see `CheckpointSource`.
 
     Raises:
         DamagedSnapshots: on every rank.
@@ -431,7 +427,7 @@ def fetch_missing(
         for expert in placement.experts_on(world.rank)
         if not plan.held[index, expert].any()
     }
-    return fetch(plan, world, planner.sources.arenas, needed, storage=planner.storage)
+    return fetch(plan, world, planner.sources.arenas, needed, storage=planner.storage, is_trusted=is_trusted)
 
 
 def share_state(state: TrainState, plan: RecoveryPlan, world: World) -> None:
@@ -465,7 +461,6 @@ def restore_missing(state: TrainState, plan: RecoveryPlan, saved: MemoryCheckpoi
     """
     if saved is None:
         return
-    saved.is_trusted = state.reads_objects
     own = state.training_state()
     if plan.level == "live":
         if plan.lacks_dense:
@@ -474,7 +469,6 @@ def restore_missing(state: TrainState, plan: RecoveryPlan, saved: MemoryCheckpoi
         return
     own.restore_model(saved)
     own.restore_optimizers(saved)
-    state.restored = saved
     state.resume_from(saved)
 
 

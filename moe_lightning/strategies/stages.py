@@ -276,7 +276,7 @@ class StageCut:
     def _drop_values(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         for part, stage in self._stage_of.items():
             if stage not in self.stages and isinstance(part, Experts):
-                part.slot_experts = ()
+                part.drop_slots()
             for name, parameter in list(part.named_parameters(recurse=False)):
                 if stage not in self.stages and not parameter.is_meta:
                     _put(part, name, torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta"), others)

@@ -186,8 +186,6 @@ class Steps:
         batch: samples of the running batch; None if the loader has no position, and between batches.
         is_blocked: others follow the running micro-batch in its step: nothing is summed over ranks yet.
         is_dummy_batch: the batch that runs, or ran last, has no sample of this rank.
-        stage_loss: weighted loss of the last batch in the last stage of a pipeline on this rank; None elsewhere.
-        is_skipped: the last update was left out, because a loss or gradient was not finite.
     """
 
     def __init__(self, worlds: Worlds, state: TrainState, *, check_replicas_every: int) -> None:
@@ -201,8 +199,6 @@ class Steps:
         self.gradients = Gradients(worlds, state)
         self.batch: StepSlice | None = None
         self.is_dummy_batch = False
-        self.stage_loss: Tensor | None = None
-        self.is_skipped = False
 
     def leave_world(self) -> None:
         """Abort the running step. All ranks compare replicas again together, since newcomers have not."""
@@ -378,7 +374,7 @@ class Steps:
         is_summed = self._worlds.present.size > 1 or self._state.parts.is_wished
         earlier = _take_gradients(module) if is_summed and not module.automatic_optimization else {}
         if experts.shadow_transfers is not None:
-            experts.shadow_transfers.is_last_backward = not self.is_blocked
+            experts.shadow_transfers.begin_backward(is_last=not self.is_blocked)
         yield
         if not module.automatic_optimization:
             self._state.parts.end_backward()

@@ -72,7 +72,6 @@ class TrainState:
         updates: parameters as the optimizers update them.
         replay: copy of another rank's optimizer shard; None without one.
         restored: the directory checkpoint, or the snapshots, restored last; None without any.
-        reads_objects: True if the user lets restores unpickle objects.
         window_replay: the steps that are repeated until the state is whole; None if it is.
     """
 
@@ -93,7 +92,6 @@ class TrainState:
         self.updates = Updates(on_host=on_host)
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
-        self.reads_objects = False
         self.window_replay: WindowReplay | None = None
 
     @property
@@ -259,6 +257,7 @@ class TrainState:
 
     def resume_from(self, restored: CheckpointSource) -> None:
         """Restore this rank's random generators, after everything else. Raises as `replay_of`."""
+        self.restored = restored
         restore_random_state(restored, self._worlds.present)
         self.window_replay = replay_of(restored, self.trainer.max_steps)
 
@@ -291,6 +290,10 @@ class TrainState:
                 assert self.restored is not None
                 self.restored.release()
 
+    def abort_window_replay(self) -> None:
+        """Forget the steps that are repeated: the state comes from elsewhere."""
+        self.window_replay = None
+
     def remember_forward(self) -> None:
         """Remember the module's own attribute `forward`, if it differs from that of its class: Lightning sets its own
         when DDP fails.
@@ -314,6 +317,41 @@ class TrainState:
         """Drop the counts of a step that does not happen, on which router biases would follow."""
         for layer in self.experts.layers:
             layer.router.forget_counts()
+
+    # ------------------------------------------------------------------ updates of a peer
+
+    def replay_peer(self, peer: int) -> None:
+        """Repeat a peer's updates from now on.
+
+        Raises:
+            ConfigurationError: no sharding, several optimizers, or one whose updates cannot be repeated exactly.
+        """
+        owners, optimizers = self.shard_owners, self.training_state().optimizers
+        if not owners or len(optimizers) != 1:
+            raise ConfigurationError("updates of a peer can be repeated for one optimizer under dense=zero1 only")
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        optimizer, groups = optimizers[0]
+        own = [{names[id(p)]: p.detach() for p in group if owners.get(names[id(p)]) == peer} for group in groups]
+        self.replay = AdamWReplay(optimizer, own, version=self.trainer.global_step)
+
+    def replay_update(self, optimizer: Optimizer) -> None:
+        """Repeat the update that the peer is about to make, if there is one."""
+        if self.replay is not None:
+            parameters = self.module.named_parameters()
+            self.replay.replay({name: p.grad for name, p in parameters if p.grad is not None}, optimizer)
+
+    def verify_replay(self) -> int:
+        """Compare every repeated shard with its owner, and return the number of corrections. Collective."""
+        version, world = self.trainer.global_step, self._worlds.present
+        if self.replay is None or version == 0:  # at first there are no states yet, and the weights are alike
+            return 0
+        owners, optimizer = self.shard_owners, self.optimizers[0]
+        owned = {
+            name: {"weight": p.detach(), **optimizer.state[p]}
+            for name, p in self.module.named_parameters()
+            if owners.get(name) == world.rank and p in optimizer.state
+        }
+        return sum(len(names) for names in verify_replays(self.replay, owned, version, world).values())
 
     # ------------------------------------------------------------------ sharded dense parameters
 
@@ -745,38 +783,3 @@ def held_among(placements: Sequence[Placement], num_ranks: int) -> BoolArray:
 
 def _groups_of(optimizers: Sequence[Optimizer]) -> list[list[list[nn.Parameter]]]:
     return [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
-
-
-def replay_peer(state: TrainState, peer: int, version: int) -> None:
-    """Repeat a peer's updates from this version on.
-
-    Raises:
-        ConfigurationError: no sharding, several optimizers, or one whose updates cannot be repeated exactly.
-    """
-    owners, optimizers = state.shard_owners, state.training_state().optimizers
-    if not owners or len(optimizers) != 1:
-        raise ConfigurationError("updates of a peer can be repeated for one optimizer under dense=zero1 only")
-    names = {id(p): name for name, p in state.module.named_parameters()}
-    optimizer, groups = optimizers[0]
-    own = [{names[id(p)]: p.detach() for p in group if owners.get(names[id(p)]) == peer} for group in groups]
-    state.replay = AdamWReplay(optimizer, own, version=version)
-
-
-def replay_update(state: TrainState, optimizer: Optimizer) -> None:
-    """Repeat the update that a peer is about to make."""
-    if state.replay is not None:
-        parameters = state.module.named_parameters()
-        state.replay.replay({name: p.grad for name, p in parameters if p.grad is not None}, optimizer)
-
-
-def verify_replay(state: TrainState, version: int, world: World) -> int:
-    """Compare every repeated shard with its owner, and return the number of corrections. Collective."""
-    if state.replay is None or version == 0:  # at first there are no states yet, and the weights are alike
-        return 0
-    owners, optimizer = state.shard_owners, state.optimizers[0]
-    owned = {
-        name: {"weight": p.detach(), **optimizer.state[p]}
-        for name, p in state.module.named_parameters()
-        if owners.get(name) == world.rank and p in optimizer.state
-    }
-    return sum(len(names) for names in verify_replays(state.replay, owned, version, world).values())

@@ -332,17 +332,14 @@ class WorldDDPStrategy(DDPStrategy):
             self._own_launcher = PrivateLauncher(*place, failed=self.failed, explained=self.explained)
         return self._own_launcher
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if "Expected to have finished reduction in the prior iteration" in str(exception):
-            exception.args = (
-                "the module has parameters that the loss of a training_step does not depend on: if that is meant, use "
-                "ExpertParallelStrategy(find_unused_parameters=True)",
-            )
-
     def explained(self, error: Exception) -> Exception:
         """Return the exception to raise instead of one that leaves the Trainer."""
         error = explained_norm(error)
+        if "Expected to have finished reduction in the prior iteration" in str(error):
+            return ConfigurationError(
+                "the module has parameters that the loss of a training_step does not depend on: if that is meant, use "
+                "ExpertParallelStrategy(find_unused_parameters=True)"
+            )
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
                 "dense=fsdp and hsdp gather the weights of an element of a ModuleList while it is called: call it, not "

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.errors import CheckpointError
+from moe_lightning.errors import CheckpointError, ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_hook_order import fitted, trainer_of
 from tests.distributed.test_users_modules import Base, Options, Seen, tokens
@@ -91,7 +91,7 @@ def with_unused(rank: int, world_size: int) -> str:
 
     try:
         fitted(trainer_of(rank, world_size, {}, max_steps=3), Unused())
-    except RuntimeError as error:
+    except ConfigurationError as error:
         return str(error)
     return "trained"
 
