@@ -202,14 +202,15 @@ class AgreedSpeeds:
 
     Args:
         node_of: node of each rank, [N].
+        speeds: the first ones; None: equal ones.
 
     Attributes:
         speeds: int64 [N], ONE_SPEED is the median rank's.
     """
 
-    def __init__(self, node_of: Sequence[int]) -> None:
+    def __init__(self, node_of: Sequence[int], speeds: IntArray | None = None) -> None:
         self._node_of = np.array(node_of)
-        self.speeds: IntArray = np.full(len(node_of), ONE_SPEED)
+        self.speeds: IntArray = np.full(len(node_of), ONE_SPEED) if speeds is None else speeds
 
     def take(self, readings: Sequence[Reading]) -> bool:
         """Follow the readings that differ from what is agreed by more than their noise; whether any does.

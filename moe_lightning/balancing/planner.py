@@ -255,11 +255,11 @@ class BalancePlanner:
         policy: what to do.
         cluster: ranks, nodes and slots.
         placements: of each layer at the start.
-        costs: constants of each layer's block; may be replaced later, by the same on every rank after the same step.
+        costs: constants of each layer's block.
         timeout_s: longest wait for a plan.
 
     Attributes:
-        costs: as given.
+        costs: as given, with the speeds and times that were measured since.
     """
 
     def __init__(
@@ -281,6 +281,13 @@ class BalancePlanner:
         self._placing: Future[list[Placement]] | None = None
         self._interval = min(FIRST_REBALANCE, policy.rebalance_every)
         self._wait = self._interval
+
+    def take_dense_times(self, forward_s: Sequence[float], backward_s: Sequence[float]) -> None:
+        """Plan with these times of each block's dense layers; the same on every rank, after the same step."""
+        self.costs = [
+            replace(costs, dense_forward_s=forward, dense_backward_s=backward)
+            for costs, forward, backward in zip(self.costs, forward_s, backward_s, strict=True)
+        ]
 
     def take_speeds(self, speeds: IntArray | None) -> None:
         """Plan for ranks of these speeds, int64 [N], from now on, and soon for new placements; the same on every rank,

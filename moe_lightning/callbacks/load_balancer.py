@@ -537,10 +537,7 @@ class LoadBalancer(Callback):
     def _take_dense_times(self, trainer: pl.Trainer, planner: BalancePlanner, clock: DenseClock) -> None:
         local = torch.tensor(clock.close(), device=trainer.strategy.root_device, dtype=torch.float64)
         forward_s, backward_s = trainer.strategy.reduce(local, reduce_op="max").tolist()
-        planner.costs = [
-            replace(costs, dense_forward_s=forward, dense_backward_s=backward)
-            for costs, forward, backward in zip(planner.costs, forward_s, backward_s, strict=True)
-        ]
+        planner.take_dense_times(forward_s, backward_s)
         self._clock = None
 
     # ------------------------------------------------------------------ metrics

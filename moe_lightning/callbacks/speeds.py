@@ -93,19 +93,25 @@ class SpeedFollower:
             strategy.share_samples(None)
         self._stages, self._world = strategy.state.stages, strategy.world.stage
         nodes, is_pipeline = self._stages.nodes(strategy.node_of), self._stages.num_stages > 1
-        self.experts = AgreedSpeeds(nodes)
-        self.samples = AgreedSpeeds(range(self._world.size) if is_pipeline else nodes)
+        given = self._given()
+        own = None if given is None else given[list(self._stages.own_ranks)]
+        slowest = None if given is None else np.array([given[list(ranks)] for ranks in self._stages.ranks]).min(axis=0)
+        self.experts = AgreedSpeeds(nodes, own)
+        self.samples = AgreedSpeeds(range(self._world.size) if is_pipeline else nodes, slowest)
         self._slow_for = np.zeros(self._world.size, dtype=np.int64)
         self._cut: IntArray | None = None
         if policy.speeds == "measured":
             bubbles = self._world.bubbles if is_pipeline else None
             self._clock = RankClock(strategy.experts.layers, strategy.root_device, bubbles)
-        elif not isinstance(policy.speeds, str):
-            given = given_speeds(policy.speeds, strategy.world.size, "load_balancer.speeds")
-            self.experts.speeds = given[list(self._stages.own_ranks)]
-            self.samples.speeds = np.array([given[list(ranks)] for ranks in self._stages.ranks]).min(axis=0)
+        elif given is not None:
             strategy.experts.take_speeds(self.experts.speeds)
             self._share_samples()
+
+    def _given(self) -> IntArray | None:
+        """Return the speeds that the user gives to all ranks; None: they are measured, or equal."""
+        if isinstance(self._policy.speeds, str):
+            return None
+        return given_speeds(self._policy.speeds, self._strategy.world.size, "load_balancer.speeds")
 
     def _check(self) -> None:
         policy, size = self._policy, self._strategy.world.shape.dp
