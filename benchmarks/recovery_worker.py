@@ -24,8 +24,7 @@ from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.cli.short_training import StepClock, gpt, quiet_trainer, random_text, write_job
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.strategies import ExpertParallelStrategy
-from moe_lightning.strategies.recovery import RecoveryReport
-from moe_lightning.strategies.worlds import ExpertParallelCallback
+from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport
 
 STOP = "stop"
 _SAMPLES = 4096

@@ -297,3 +297,32 @@ def test_no_object_travels_as_a_pickle() -> None:
             by_collective = path.name == "torch_collective.py"  # of Fabric, for its users
             callers = calls_of(OBJECT_COLLECTIVES, path)
             assert callers <= ({"broadcast"} if by_strategy else OBJECT_COLLECTIVES if by_collective else set()), path
+
+
+WRITTEN_BY_STRATEGIES = {
+    "here.forward": "a block of the user's model, whose call is answered by the stage that has it",
+    "self.module.forward": "the user's own method, which Lightning drops when DDP fails",
+    "rank_zero_only.rank": "Lightning's",
+    "trainer.num_sanity_val_steps": "Lightning's",
+    "io.checkpoint_io": "Lightning's",
+    "saver.save_on_exception": "Lightning's",
+    "precision.scaler": "Lightning's",
+    "layer.dispatcher.speeds": "checked by its owner",
+    "self.stream.part": "the position in the samples, which only the steps set",
+    "self.stream.parts": "as above",
+    "self.stream.is_dummy_batch": "as above",
+    "loader.has_begun": "the position in the loader, which only the steps set",
+    "restored.is_trusted": "the user's choice, when a checkpoint is read",
+}
+"""Attributes of other objects that strategies set, with the reason."""
+
+
+def test_strategies_set_no_other_attributes_of_other_objects() -> None:
+    own = {"grad", "data", "__traceback__", "__cause__"}  # of tensors and exceptions
+    found = set()
+    for path in (PACKAGE / "strategies").glob("*.py"):
+        for node in ast.walk(tree(path)):
+            is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr not in own
+            if is_set and ast.unparse(node.value) not in ("self", "cls"):
+                found.add(ast.unparse(node))
+    assert found == set(WRITTEN_BY_STRATEGIES)

@@ -27,8 +27,7 @@ from moe_lightning.elastic.faults import WorldChanged
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
-from moe_lightning.strategies.recovery import RecoveryReport
-from moe_lightning.strategies.worlds import ExpertParallelCallback
+from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport
 
 COLUMNS = (
     "step",

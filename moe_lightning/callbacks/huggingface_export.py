@@ -29,7 +29,7 @@ from moe_lightning.models.huggingface.module import HuggingFaceModule
 from moe_lightning.moe.experts import Experts
 from moe_lightning.state.tensors import cuts_of
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.train_state import stages_of
+from moe_lightning.strategies.placed_experts import stages_of
 
 Form = Literal["merged", "adapter"]
 

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -72,10 +72,7 @@ from moe_lightning.strategies.fsdp import (
     sum_gradients,
     undo_shard,
 )
-from moe_lightning.strategies.placed_experts import PlacedExperts
-
-if TYPE_CHECKING:
-    from moe_lightning.strategies.train_state import StageMap
+from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
 
 
 class DenseSharding(Protocol):

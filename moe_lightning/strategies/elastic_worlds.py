@@ -19,8 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
@@ -43,7 +44,6 @@ from moe_lightning.parallel.context import World, agree, any_says
 from moe_lightning.strategies.recovery import (
     FitProgress,
     RecoveryPlanner,
-    RecoveryReport,
     Stopwatch,
     fetch_missing,
     fetch_rows,
@@ -57,10 +57,7 @@ from moe_lightning.strategies.recovery import (
     transfer_progress,
 )
 from moe_lightning.strategies.train_state import TrainState
-from moe_lightning.strategies.worlds import call_hook
-
-if TYPE_CHECKING:
-    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.worlds import RecoveryReport, Worlds, call_hook
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +200,27 @@ class RecoveryPolicy:
     protection: Callable[[], ProtectionLayout] | None = None
 
 
+class ChangingStrategy(Protocol):
+    """Strategy of this rank, `ExpertParallelStrategy`, as far as changes of the world need it."""
+
+    worlds: Worlds
+    state: TrainState
+    collectives_timeout: timedelta
+    reads_objects: bool
+
+    @property
+    def root_device(self) -> torch.device: ...
+
+    @property
+    def process_group_backend(self) -> str: ...
+
+    def take_place(self, world: World) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def enter(self, world: World) -> None: ...
+
+
 class ElasticWorlds:
     """Worlds of this rank: joining them, and the transfer of its state between them.
 
@@ -219,7 +237,7 @@ class ElasticWorlds:
         report: of the last recovery; None before the first.
     """
 
-    def __init__(self, strategy: ExpertParallelStrategy, engine: Membership) -> None:
+    def __init__(self, strategy: ChangingStrategy, engine: Membership) -> None:
         self._strategy, self._worlds, self._state, self.engine = strategy, strategy.worlds, strategy.state, engine
         self._worlds.allow_changes()
         self.members: Members | None = None
@@ -399,7 +417,7 @@ class ElasticWorlds:
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
         trainer = self._state.trainer
         self._policy = policy
-        self._planner = RecoveryPlanner(policy.sources, partial(call_hook, trainer, "on_before_recovery"))
+        self._planner = RecoveryPlanner(policy.sources, partial(call_hook, self._state.module, "on_before_recovery"))
         set_up_data(trainer)
         with trainer.precision_plugin.forward_context():  # once others know of this rank, they wait for it
             warm_up(self._state.module, self._state.experts.layers, self._strategy.root_device)
@@ -548,7 +566,7 @@ class ElasticWorlds:
             seconds=seconds,
         )
         self._has_lost_rank_zero |= 0 in self.report.lost_ranks
-        call_hook(self._state.trainer, "on_recovered", self.report)
+        call_hook(self._state.module, "on_recovered", self.report)
         if self.report.lost_ranks:
             self._repeats = 0
         elif self._repeats >= _MOST_REPEATS:
@@ -619,7 +637,7 @@ class ElasticWorlds:
         with watch.phase("settling"):
             self.version, self.has_rolled_back = plan.resumes_at, plan.level != "live"
             if plan.level == "live" and plan.stale:
-                call_hook(self._state.trainer, "on_stale_experts", plan.stale)
+                call_hook(self._state.module, "on_stale_experts", plan.stale)
             self._has_newcomers = bool(newcomers_of(plan, world))
             self._progress = transfer_progress(self._progress, self._state, plan, world)
             self._strategy.enter(world)

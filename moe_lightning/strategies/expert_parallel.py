@@ -61,13 +61,13 @@ from moe_lightning.strategies.dense_parameters import check_parts, cut_groups, d
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.gradients import scale_gradients
 from moe_lightning.strategies.pipeline import Context, Pipeline
-from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
+from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
 from moe_lightning.strategies.precision import convert_by_rule
 from moe_lightning.strategies.scaling import AgreedScaler, own_scale, share_scale
-from moe_lightning.strategies.stages import StageState
+from moe_lightning.strategies.stages import StageState, StageTransfer
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps
-from moe_lightning.strategies.train_state import FIXED_GROUPS, StageMap, TrainState
+from moe_lightning.strategies.train_state import FIXED_GROUPS, StateTransfer, TrainState
 from moe_lightning.strategies.watch import FiniteWatch, StallWatch, StopOnNan, UpdateSkipped, dense_values
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_way
 from moe_lightning.strategies.worlds import Worlds, call_hook
@@ -401,7 +401,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def leave(self) -> None:
         """Release everything that belongs to the groups of the present world; values stay."""
         self._stalls.end()
-        call_hook(self.state.trainer, "on_before_experts_move")
+        call_hook(self.state.module, "on_before_experts_move")
         self.model = self.state.module  # DDP's reducer holds a group
         self.state.parts.leave()
         self.steps.leave_world()
@@ -422,7 +422,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             self.step_data.enter_world(rank=world.data_rank, world_size=world.shape.dp, loaders=loaders)
         self.steps.sequences.enter_world(world)
         self.configure_ddp()
-        call_hook(trainer, "on_world_changed")
+        call_hook(self.state.module, "on_world_changed")
         self._stalls.begin(world)
 
     @override
@@ -469,10 +469,11 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             if self.worlds.axes.pp > 1:
                 check_for_pipeline(module)
                 self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds, self._scaled)
-            stages = StageMap(module, self.worlds)
+            stages, transfer = StageMap(module, self.worlds), StateTransfer(self.state)
             if self._pipeline is not None:
-                stages = StageState(self._pipeline.cut, self.worlds)
-            self.state.set_module(module, self.placing.place(module, self.world.stage, stages), stages)
+                stages = of_pipeline = StageState(self._pipeline.cut, self.worlds)
+                transfer = StageTransfer(self.state, of_pipeline, self.worlds)
+            self.state.set_module(module, self.placing.place(module, self.world.stage, stages), stages, transfer)
             self._gathered = GatheredExperts(self.experts, stages)
         self.state.stages.apply(self.root_device)
         assert self._gathered is not None
@@ -561,8 +562,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         Raises:
             ConfigurationError: a placement that does not fit the world, a dispatch group or the slots.
         """
-        call_hook(self.state.trainer, "on_before_experts_move")
-        return self.state.stages.replace(self.experts, placements, self.optimizers)
+        call_hook(self.state.module, "on_before_experts_move")
+        return self.state.stages.replace(self.experts, placements, self.optimizers, self.node_of)
 
     def start_shadow_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
         """Start the shadow experts of the next step, a plan for each MoE layer here; collective, before the step.

@@ -42,36 +42,6 @@ PHASES: tuple[str, ...] = get_args(Phase)
 """Phases of a recovery, in their order."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecoveryReport:
-    """Report of a recovery: the change from one world to the next.
-
-    Attributes:
-        reason: one sentence.
-        step: optimizer steps that the run goes on from.
-        steps_lost: committed steps that are run again.
-        lost_ranks: ranks of the world before that are not in the one after: dead, evicted or gone on notice.
-        ranks_before, ranks_after: sizes of the two worlds; 0 before for a process that was in none.
-        restored: sources of the experts' state, in words with counts.
-        stale_experts: experts restored to a state older than the step.
-        min_replicas: nodes that hold each expert now, or ranks where there are fewer nodes than replicas wanted.
-        began_at: seconds since the epoch at which this rank detected the fault.
-        seconds: of each of PHASES that took place, and their "total".
-    """
-
-    reason: str
-    step: int
-    steps_lost: int
-    lost_ranks: tuple[int, ...]
-    ranks_before: int
-    ranks_after: int
-    restored: str
-    stale_experts: int
-    min_replicas: int
-    began_at: float
-    seconds: dict[str, float]
-
-
 @dataclass
 class Stopwatch:
     """Seconds of the phases of a recovery."""

@@ -39,8 +39,8 @@ from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
 from moe_lightning.parallel.mesh import Part, stage_ranks
 from moe_lightning.state.tensors import cut_of, cuts_of, mark, whole_shape
 from moe_lightning.strategies.dense_parameters import Rows
-from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
-from moe_lightning.strategies.train_state import StageMap, StateTransfer, TrainState, held_among
+from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
+from moe_lightning.strategies.train_state import StateTransfer, TrainState, held_among
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -480,10 +480,6 @@ class StageState(StageMap):
             self._shared = {name for name, _ in cut.module.named_buffers() if cut.shares_buffer(name)}
 
     @override
-    def transfer_of(self, state: TrainState) -> StageTransfer:
-        return StageTransfer(state, self, self._worlds)
-
-    @override
     def everyones(self, value: Any, world: World) -> list[Any]:
         return all_gather_json(value, world)
 
@@ -627,7 +623,11 @@ class StageState(StageMap):
 
     @override
     def replace(
-        self, experts: PlacedExperts, placements: Sequence[Placement], optimizers: Sequence[Optimizer]
+        self,
+        experts: PlacedExperts,
+        placements: Sequence[Placement],
+        optimizers: Sequence[Optimizer],
+        nodes: Sequence[int],
     ) -> MigrationReport:
         if len(placements) != len(self._layers):
             raise ConfigurationError(
@@ -639,7 +639,7 @@ class StageState(StageMap):
         refusals = all_gather_json(experts.refusal(self.own(placements)), self.pipe)
         if refusal := next(filter(None, refusals), None):
             raise ConfigurationError(refusal)
-        report = experts.replace(self.set_placements(placements), optimizers, self.nodes(self.world.nodes))
+        report = experts.replace(self.set_placements(placements), optimizers, self.nodes(nodes))
         moved = torch.tensor(report.moved_states, device=self.world.device)
         all_reduce_(moved, self.pipe)
         return replace(report, moved_states=int(moved))

@@ -297,7 +297,7 @@ class Steps:
         every = self._check_replicas_every
         if every and step % every == 0 and step not in (0, self._compared_step):
             self._compared_step = step
-            is_wanted = any(c.repairs_replicas for c in expert_parallel_callbacks(self._state.trainer))
+            is_wanted = any(c.repairs_replicas for c in expert_parallel_callbacks(self._state.module))
             repairs = is_wanted and not self._has_just_repaired
             optimizers = self._state.optimizers if repairs else None
             self._has_just_repaired = self._state.experts.compare_replicas(step, optimizers)

@@ -1,20 +1,18 @@
 """State of a rank: module, experts in slots, optimizers, and states that it holds for others.
 
-`StageMap` says which ranks hold which part of the model, and `StateTransfer` moves state between worlds: those of a
-model that every rank has whole; `stages.py` has both for pipelines. A rank may also repeat the optimizer updates of a
-peer on its host, and so hold the optimizer state of the peer's dense parameters (REFT's AOR).
+`StateTransfer` moves it between worlds in which every rank has the whole model; `stages.py` has the transfer of a
+pipeline. A rank may also repeat the optimizer updates of a peer on its host, and so hold the optimizer state of the
+peer's dense parameters (REFT's AOR).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,14 +20,11 @@ from torch.optim import Optimizer
 from moe_lightning.arrays import BoolArray
 from moe_lightning.balancing.migration import held_states
 from moe_lightning.balancing.repair import repair_placements
-from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, exchange_shards, verify_replays
 from moe_lightning.checkpoint.training_state import TrainingState, WindowReplay, replay_of, restore_random_state
 from moe_lightning.dispatch.placement import Placement
-from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.moe.router import Router
 from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import Updates, cuts_of, local, swap_parameters
@@ -45,7 +40,7 @@ from moe_lightning.strategies.dense_parameters import (
     new_holders_of,
     unit_state,
 )
-from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
+from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
 from moe_lightning.strategies.worlds import Worlds
 
 FIXED_GROUPS = (
@@ -124,12 +119,13 @@ class TrainState:
             return False
         return self.stages.is_up_to_date(known)
 
-    def set_module(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageMap) -> None:
+    def set_module(
+        self, module: pl.LightningModule, experts: PlacedExperts, stages: StageMap, transfer: StateTransfer
+    ) -> None:
         """Set the module whose experts are placed, or some stages of it; raises as `check_for_recovery`."""
         if self._worlds.is_elastic:
             check_for_recovery(self._worlds.axes, self._dense)
-        self._module, self._experts, self.stages = module, experts, stages
-        self.transfer = stages.transfer_of(self)
+        self._module, self._experts, self.stages, self.transfer = module, experts, stages, transfer
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Set the optimizers of a fit; raises as `require_host_updates` if they update on the host."""
@@ -503,217 +499,6 @@ class TrainState:
             unit: detached[unit] if unit in detached else self.state_of(parameters[name_of(unit)]) for unit in units
         }
         return {unit: s if s or replayed is None else replayed.moments(unit) for unit, s in here.items()}
-
-
-T = TypeVar("T")
-
-
-def stages_of(trainer: pl.Trainer) -> StageMap:
-    """Return the stages of a run under any strategy."""
-    state = getattr(trainer.strategy, "state", None)
-    stages: StageMap = StageMap(trainer.lightning_module, Worlds()) if state is None else state.stages
-    return stages
-
-
-class StageMap:
-    """Stages of a model on the ranks: one stage, the whole model, on every rank. `StageState` is the map of a pipeline.
-
-    Args:
-        module: the model.
-        worlds: the present world.
-
-    Attributes:
-        num_stages: of the model.
-    """
-
-    def __init__(self, module: nn.Module, worlds: Worlds, num_stages: int = 1) -> None:
-        self.num_stages = num_stages
-        self._module, self._worlds = module, worlds
-
-    @property
-    def world(self) -> World:
-        """The ranks of all stages."""
-        return self._worlds.present
-
-    @property
-    def pipe(self) -> World:
-        """The ranks of the other stages for this rank's samples."""
-        return self._worlds.present.pipe
-
-    def transfer_of(self, state: TrainState) -> StateTransfer:
-        """Return the transfer of a rank's state between worlds."""
-        return StateTransfer(state)
-
-    def everyones(self, value: Any, world: World) -> list[Any]:
-        """Return a JSON value of each rank, or of this one where all have the same; collective in a pipeline."""
-        return [value]
-
-    # ------------------------------------------------------------------ stages and ranks
-
-    @property
-    def held(self) -> Sequence[int]:
-        """Stages whose dense values are on this rank."""
-        return (0,)
-
-    @property
-    def ranks(self) -> Sequence[Sequence[int]]:
-        """Global ranks that hold each stage."""
-        return [range(self.world.size)]
-
-    @property
-    def own_ranks(self) -> Sequence[int]:
-        """Global ranks that hold the stages here."""
-        return range(self.world.size)
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks of a stage."""
-        return self.layers[0].dispatcher.world.size
-
-    def sharers(self, world: World) -> tuple[World, Sequence[int]]:
-        """Return the ranks of a world that hold the same stages as this one, and their numbers there."""
-        return world, range(world.size)
-
-    def ranks_of_layers(self, world: World) -> list[Sequence[int]]:
-        """Return the ranks of a world that will hold each MoE layer."""
-        return [range(world.size) for _ in self.layers]
-
-    def nodes(self, of_ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the nodes of the ranks of the stages here, numbered from 0, from those of all ranks."""
-        return tuple(of_ranks)
-
-    # ------------------------------------------------------------------ the module
-
-    def whole_module(self) -> AbstractContextManager[None]:
-        """Restore the parts of all stages inside, for code that counts or numbers parameters."""
-        return nullcontext()
-
-    def apply(self, device: torch.device) -> None:
-        """Remove the parts of other stages again, in another run of the Trainer."""
-
-    def number_of_block(self, part: nn.Module) -> int | None:
-        """Return the number of a block at which the model is cut; None if the part is none."""
-        return None
-
-    def transform_hidden(self, block: int, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to the hidden states before a block, on every stage."""
-
-    # ------------------------------------------------------------------ dense values
-
-    @property
-    def names(self) -> Collection[str]:
-        """Names of the parameters and buffers that some ranks only have; empty without a pipeline."""
-        return ()
-
-    def parts(self) -> list[str]:
-        """Return the names of the stages, for inventories; empty without a pipeline."""
-        return []
-
-    def own_parts(self) -> list[str]:
-        """Return those of the stages whose dense values are here."""
-        return []
-
-    def stage_of(self, name: str) -> int:
-        """Return the stage that has a parameter."""
-        return 0
-
-    def holders(self, name: str) -> tuple[int, ...]:
-        """Return the global ranks that hold a parameter or buffer."""
-        return tuple(range(self.world.size))
-
-    @property
-    def dense_holders(self) -> Sequence[tuple[int, ...]]:
-        """Global ranks that hold each part of the dense parameters."""
-        return self.world.row_cut.holders
-
-    def absent_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the dense parameters of other stages, which have no values here."""
-        return ()
-
-    def leave_absent(self, optimizers: Sequence[Optimizer]) -> None:
-        """Remove absent parameters from the optimizers, which were built with all parameters."""
-
-    def gather(self, most_bytes: int) -> None:
-        """Gather the dense values of all stages on every rank, unless they take more than this on some rank;
-        collective.
-        """
-
-    # ------------------------------------------------------------------ experts
-
-    @property
-    def layers(self) -> list[MoELayer]:
-        """The MoE layers of all stages."""
-        return moe_layers(self._module)
-
-    @property
-    def numbers(self) -> list[int]:
-        """Numbers of the MoE layers here among those of the whole module."""
-        return self.own(range(len(self.layers)))
-
-    @property
-    def without_layers(self) -> list[int]:
-        """Stages whose ranks have no MoE layer at all, where other stages have some."""
-        return []
-
-    def own(self, of_layers: Sequence[T]) -> list[T]:
-        """Select the entries of the layers here from those of all layers."""
-        return list(of_layers)
-
-    def is_up_to_date(self, experts: PlacedExperts) -> bool:
-        """True if the layers of the module are still those that were placed."""
-        return experts.is_up_to_date()
-
-    def stacks(self, experts: PlacedExperts) -> list[ExpertStack]:
-        """Return the stacks of all layers over all ranks; those of other stages have no slots here."""
-        return experts.stacks
-
-    def set_placements(self, placements: Sequence[Placement]) -> list[Placement]:
-        """Set the placements of all layers, and return those of the layers here."""
-        return list(placements)
-
-    def placements_of_all(self, own: Sequence[Placement]) -> list[Placement]:
-        """Return the placements of all layers from those of the layers here; collective over the stages."""
-        return list(own)
-
-    def replace(
-        self, experts: PlacedExperts, placements: Sequence[Placement], optimizers: Sequence[Optimizer]
-    ) -> MigrationReport:
-        """See `ExpertParallelStrategy.replace_experts`; collective over all ranks, and `moved_states` are those of all.
-
-        Raises:
-            ConfigurationError: on every rank, the refusal of one of them, before anything moves.
-        """
-        return experts.replace(placements, optimizers, self.world.nodes)
-
-    def counts_of_all(self, own_LE: Tensor | None) -> Tensor | None:
-        """Return a number for each expert, or any other values of each layer, int64 [L, ...], from those of the layers
-        here; None where there are none. Collective in a pipeline.
-
-        Args:
-            own_LE: of the layers here; None on all ranks of a stage: zeros [L, E].
-        """
-        return own_LE
-
-    # ------------------------------------------------------------------ one file
-
-    def full_model_state(self, state: Mapping[str, Any], stacks: Sequence[ExpertStack]) -> dict[str, Any]:
-        """Return the whole module's state_dict on rank 0; empty on the others. Collective.
-
-        Args:
-            state: state_dict of this rank's parts.
-            stacks: those of all layers.
-        """
-        return full_model_state(state, self._expert_keys(stacks), self.world, cuts=cuts_of(self._module))
-
-    def _expert_keys(self, stacks: Sequence[ExpertStack]) -> dict[str, ExpertStack]:
-        """Return the state_dict keys of the expert parameters of the module as it is, with their stacks."""
-        owners = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
-        named = self._module.named_parameters(remove_duplicate=False)
-        return {name: owners[parameter] for name, parameter in named if parameter in owners}
-
-    def own_part(self, full: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Select the entries of a whole state_dict that are on this rank, and those that are in no stage."""
-        return full
 
 
 class StateTransfer:

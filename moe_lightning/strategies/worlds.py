@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
+from moe_lightning.compat import private_lightning
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Groups, Layout, MeshShape
@@ -19,7 +21,37 @@ if TYPE_CHECKING:
 
     from moe_lightning.checkpoint.protection import ProtectionLayout
     from moe_lightning.elastic.membership import Members
-    from moe_lightning.strategies.recovery import RecoveryReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport:
+    """Report of a recovery: the change from one world to the next.
+
+    Attributes:
+        reason: one sentence.
+        step: optimizer steps that the run goes on from.
+        steps_lost: committed steps that are run again.
+        lost_ranks: ranks of the world before that are not in the one after: dead, evicted or gone on notice.
+        ranks_before, ranks_after: sizes of the two worlds; 0 before for a process that was in none.
+        restored: sources of the experts' state, in words with counts.
+        stale_experts: experts restored to a state older than the step.
+        min_replicas: nodes that hold each expert now, or ranks where there are fewer nodes than replicas wanted.
+        began_at: seconds since the epoch at which this rank detected the fault.
+        seconds: of each of `recovery.PHASES` that took place, and their "total".
+    """
+
+    reason: str
+    step: int
+    steps_lost: int
+    lost_ranks: tuple[int, ...]
+    ranks_before: int
+    ranks_after: int
+    restored: str
+    stale_experts: int
+    min_replicas: int
+    began_at: float
+    seconds: dict[str, float]
+
 
 HookName = Literal[
     "on_before_experts_move", "on_before_recovery", "on_stale_experts", "on_world_changed", "on_recovered"
@@ -66,15 +98,16 @@ class ExpertParallelCallback(Callback):
         """Called after a recovery, with its report."""
 
 
-def expert_parallel_callbacks(trainer: pl.Trainer) -> list[ExpertParallelCallback]:
-    """Return the callbacks of a Trainer that have the hooks, in their order."""
-    return [c for c in trainer.callbacks if isinstance(c, ExpertParallelCallback)]  # type: ignore[attr-defined]
+def expert_parallel_callbacks(module: pl.LightningModule) -> list[ExpertParallelCallback]:
+    """Return the callbacks of a module's Trainer that have the hooks, in their order; a module without one has none."""
+    trainer: Any = private_lightning.trainer_of(module)
+    return [c for c in ([] if trainer is None else trainer.callbacks) if isinstance(c, ExpertParallelCallback)]
 
 
-def call_hook(trainer: pl.Trainer, name: HookName, *arguments: Any) -> None:
+def call_hook(module: pl.LightningModule, name: HookName, *arguments: Any) -> None:
     """Call a hook on all callbacks that have it, in the order of `trainer.callbacks`."""
-    for callback in expert_parallel_callbacks(trainer):
-        getattr(callback, name)(trainer, trainer.lightning_module, *arguments)
+    for callback in expert_parallel_callbacks(module):
+        getattr(callback, name)(module.trainer, module, *arguments)
 
 
 class Worlds:

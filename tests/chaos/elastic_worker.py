@@ -32,8 +32,8 @@ from moe_lightning.parallel import exchange, sequence
 from moe_lightning.state.tensors import is_cut, local
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.recovery import RecoveryPlanner, RecoveryReport
-from moe_lightning.strategies.worlds import ExpertParallelCallback
+from moe_lightning.strategies.recovery import RecoveryPlanner
+from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport
 from tests.distributed.training import TINY, RandomTokens, TokenStream, make_trainer
 
 PLACES = (

@@ -15,7 +15,7 @@ from moe_lightning.callbacks.loggers import QuietWandbLogger
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.recovery import RecoveryReport
+from moe_lightning.strategies.worlds import RecoveryReport
 
 
 @pytest.mark.parametrize(

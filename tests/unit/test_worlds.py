@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -12,7 +14,8 @@ from lightning.pytorch.callbacks import Callback
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import MeshShape
-from moe_lightning.strategies.worlds import ExpertParallelCallback, HookName, Worlds, call_hook
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.worlds import ExpertParallelCallback, FixedWorld, HookName, Worlds, call_hook
 
 
 class Recorder(ExpertParallelCallback):
@@ -33,14 +36,29 @@ def world_of(rank: int, size: int) -> World:
 def test_hooks_are_called_in_the_order_of_the_callbacks() -> None:
     calls: list[Any] = []
     callbacks = [Recorder("a", calls), Callback(), ExpertParallelCallback(), Recorder("b", calls)]
-    trainer: Any = SimpleNamespace(callbacks=callbacks, lightning_module="module")
+    trainer, module = SimpleNamespace(callbacks=callbacks), pl.LightningModule()
+    module._trainer = trainer  # type: ignore[assignment]
     arguments: dict[str, list[Any]] = {"on_stale_experts": [{(0, 1): 2}], "on_recovered": ["report"]}
     for name in get_args(HookName):
-        call_hook(trainer, name, *arguments.get(name, []))
+        call_hook(module, name, *arguments.get(name, []))
     assert calls == [
-        ("a", "moves", trainer, "module"), ("b", "moves", trainer, "module"),
+        ("a", "moves", trainer, module), ("b", "moves", trainer, module),
         ("a", "stale", {(0, 1): 2}), ("b", "stale", {(0, 1): 2}),
     ]  # fmt: skip
+
+
+def test_a_module_without_a_trainer_has_no_hooks() -> None:
+    call_hook(pl.LightningModule(), "on_world_changed")
+
+
+def test_a_fixed_world_has_what_steps_and_callbacks_use_of_an_elastic_one() -> None:
+    for name, own in vars(FixedWorld).items():
+        if inspect.isfunction(own):
+            assert inspect.signature(own) == inspect.signature(getattr(ElasticWorlds, name)), name
+    fixed = FixedWorld()
+    assert [fixed.is_newcomer, fixed.change_is_due, fixed.has_rolled_back, fixed.is_broken] == [False] * 4
+    assert not fixed.request_departure(0, "it is slow")
+    assert fixed.protection() is None
 
 
 def test_a_world_that_nobody_joined_has_no_place() -> None:
