@@ -11,6 +11,7 @@ BENCHMARKS = {
     "checkpoint": "stall of a snapshot and speed of writing against memmove, DCP, torch.save and safetensors",
     "balance-trace": "balance of placements and quotas on a recorded routing trace",
     "finetune": "adapters on experts, in four bits too: memory, tokens a second, beside peft's own loop",
+    "memory": "predicted and measured peak memory of a rank, for configurations of every kind",
     "packing": "instructions of lengths like Alpaca's, packed against padded",
     "planner": "seconds and memory of plans for thousands of ranks",
     "balance": "step time under skewed routing for every way of balancing, on two ranks of one core each",

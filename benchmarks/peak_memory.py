@@ -14,14 +14,23 @@ _LEAST_BYTES = 256 << 10
 
 
 class PeakMemory:
-    """Resident memory over what it is now, when everything unused has been given back to the system."""
+    """Resident memory over what it is now, when everything unused has been given back to the system.
 
-    def __init__(self) -> None:
+    Args:
+        counts_files: True if files that are mapped count, although their memory makes room for others.
+
+    Attributes:
+        before: bytes at the beginning.
+    """
+
+    def __init__(self, *, counts_files: bool = True) -> None:
         self._is_known = False
+        self.before = self._files = 0
+        self._counts_files = counts_files
         gc.collect()
         try:
             ctypes.CDLL(None).malloc_trim(0)
-            self._before = _resident("VmRSS")
+            self.before, self._files = _resident("VmRSS"), _resident("RssFile")
         except (AttributeError, OSError):
             return  # another system, or another C library
         self._is_known = True
@@ -35,7 +44,10 @@ class PeakMemory:
 
     def bytes(self) -> int | None:
         """The peak since `restart`; None where the system does not tell."""
-        return _resident("VmHWM") - self._before if self._is_known else None
+        if not self._is_known:
+            return None
+        files = 0 if self._counts_files else _resident("RssFile") - self._files
+        return _resident("VmHWM") - self.before - files
 
 
 def give_back_at_once() -> None:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from moe_lightning.errors import ConfigurationError
 
 GIB = 2**30
 
-_RANK_BYTES = GIB // 4  # of an interpreter that has imported torch and Lightning
+RANK_BYTES = GIB // 4
+"""Memory of an interpreter that has imported torch and Lightning."""
+
 _TRAINING_BYTES = {"adamw": 16, "muon": 12, "adafactor": 8}
 """Of a float32 parameter: weight, gradient and moments."""
 
@@ -23,6 +27,41 @@ _TOKEN_BYTES = 8
 def machine_memory() -> int:
     """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory() -> int:
+    """Bytes that this machine can still give to processes, within the limit of their container."""
+    known = [machine_memory()]
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        known.append(next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
+    for folder, limit, usage in _CONTAINER:
+        with suppress(OSError, ValueError):  # "max": no limit
+            used = int((folder / usage).read_text()) - _file_cache(folder / "memory.stat")
+            known.append(int((folder / limit).read_text()) - used)
+    return max(0, min(known))
+
+
+def _file_cache(path: Path) -> int:
+    """Bytes of files that a container has in memory, and that make room for others."""
+    found = dict(line.split() for line in path.read_text().splitlines())
+    return sum(int(found.get(f"total_{name}", found.get(name, 0))) for name in ("inactive_file", "active_file"))
+
+
+def free_bytes(ranks: int, *, on_cpu: bool) -> float:
+    """Bytes that are free for each of so many ranks of this machine; of a GPU for the rank that uses it."""
+    if on_cpu:
+        return available_memory() / ranks
+    import torch
+
+    return float(torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[0])
+
+
+_CONTAINER = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""Folder of a container's control group, and its files of limit and usage, of both versions."""
 
 
 def check_processes(ranks: int, num_workers: int = 0) -> None:
@@ -35,7 +74,7 @@ def check_processes(ranks: int, num_workers: int = 0) -> None:
     Raises:
         ConfigurationError: too many, and how many there may be.
     """
-    most = machine_memory() // _RANK_BYTES
+    most = machine_memory() // RANK_BYTES
     if ranks > most:
         raise ConfigurationError(
             f"ranks={ranks} is more than the {most} processes that fit into this machine's "

@@ -217,6 +217,7 @@ _PLAIN: dict[str, Any] = {
     "task": Literal["train", "validate"],
     "objective": str | None,
     "doctor": bool,
+    "check_memory": bool,
     "depth": int | None,  # its rules check its range
 }
 KEYS = ("run_name", "ranks", *_PLAIN, *_GROUPS, *COLLECTIONS)

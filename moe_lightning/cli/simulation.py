@@ -6,7 +6,7 @@ import argparse
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware, load_hardware, preset
 from moe_lightning.simulate.mesh import MeshSpec
-from moe_lightning.simulate.mesh_search import MeshReport, mesh_report, search_mesh
+from moe_lightning.simulate.mesh_search import MeshReport, mesh_report
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.recommend import Advice, recommend
 from moe_lightning.simulate.scenario import Report, Scenario
@@ -150,28 +150,41 @@ def _assumed(failures: Mapping[str, Any], nodes: int) -> str:
     return f"of the trace {failures['path']}" if kind == "trace" else "none assumed: failures.kind=exponential has some"
 
 
-_HEAD = "# @package _global_\n# Recommended by moe-sim for "
+HEAD = "# @package _global_\n# Recommended by "
+"""Beginning of a recipe that moe-sim recommend or moe-train --advise wrote."""
 
 
-def is_recommended(path: Path) -> bool:
-    """True if a file is a recipe that moe-sim wrote, which it may overwrite."""
-    return path.is_file() and path.read_text(errors="replace").startswith(_HEAD)
-
-
-def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: MeshSpec) -> str:
-    """The YAML of a recipe that trains as advised; the callbacks start from the files of conf/callbacks.
+def recipe_file(path: Path, key: str) -> Path:
+    """The file of a recipe that will be written; its folder is created.
 
     Args:
-        advice: what to choose.
-        config: moe-sim's configuration.
-        path: where the recipe will lie, for its launch command.
-        mesh: over which the model was simulated.
+        key: where the user has named it, for messages.
+
+    Raises:
+        ConfigurationError: moe-train would not find it, it is somebody else's, or it cannot be written.
     """
-    policy, report = advice.policy, advice.report
+    if path.parent.name != "recipes" or path.suffix != ".yaml":
+        raise ConfigurationError(f"{key}{path} must be recipes/NAME.yaml, where moe-train --config-dir looks for it")
+    if path.exists() and not (path.is_file() and path.read_text(errors="replace").startswith(HEAD)):
+        raise ConfigurationError(f"{key}{path} exists and was not recommended: name another file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{key}{path} cannot be written ({error.strerror}): write elsewhere") from error
+    return path
+
+
+def recommended_settings(advice: Advice, simultaneous: int) -> dict[str, Any]:
+    """What a recipe of moe-train sets to train as advised; the callbacks start from the files of conf/callbacks.
+
+    Args:
+        simultaneous: nodes that fail at once.
+    """
+    policy, mesh = advice.policy, advice.scenario.mesh
     balancer: dict[str, Any] = _load_balancer() | {
         "rebalance_every": policy.rebalance_every,
         "min_replicas": policy.min_replicas,
-        "ranks_per_node": config["hardware"]["ranks_per_node"] or 1,
+        "ranks_per_node": advice.scenario.hardware.ranks_per_node,
     }
     if policy.placement is not None:
         balancer["placement_rule"] = policy.placement
@@ -179,10 +192,9 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mes
         "_target_": "moe_lightning.callbacks.fault_recovery.FaultRecovery",
         "min_replicas": policy.min_replicas,
         "protection": policy.protection,
-        "failures": config["failures"]["simultaneous"],
+        "failures": simultaneous,
     }
-    body: dict[str, Any] = {
-        "model": dict(config["model"]),  # as it was simulated, whatever file or overrides it came from
+    return {
         "strategy": {"slots": policy.slots, **_mesh_of_recipe(mesh)},
         "callbacks": {
             "partial_experts_checkpoint": {
@@ -196,10 +208,23 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mes
             "fault_recovery": recovery,
         },
     }
+
+
+def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path) -> str:
+    """The YAML of a recipe that trains as advised.
+
+    Args:
+        advice: what to choose.
+        config: moe-sim's configuration.
+        path: where the recipe will lie, for its launch command.
+    """
+    report, mesh = advice.report, advice.scenario.mesh
+    # The model as it was simulated, whatever file or overrides it came from.
+    body = {"model": dict(config["model"])} | recommended_settings(advice, config["failures"]["simultaneous"])
     if config["global_batch"]:
         body["data"] = {"global_batch_size": config["global_batch"]}
     head = (
-        f"{_HEAD}{config['nodes']} nodes: {report.goodput:.4g} samples/s, "
+        f"{HEAD}moe-sim for {config['nodes']} nodes: {report.goodput:.4g} samples/s, "
         f"PLT {report.plt:.5f} predicted.\n#\n{_about(mesh)}"
         f"#   moe-train --config-dir {path.parent.parent} recipes={path.stem}\n"
         "defaults:\n  - override /callbacks: partial_experts\n\n"
@@ -440,30 +465,18 @@ def _output(config: Mapping[str, Any], key: str) -> Path:
 
 
 def _recommend(config: Mapping[str, Any]) -> int:
-    target = Path(str(config["recipe"]))
-    if target.parent.name != "recipes" or target.suffix != ".yaml":
-        raise ConfigurationError(
-            f"recipe={target} must be recipes/NAME.yaml, where moe-train --config-dir looks for it"
-        )
-
-    if target.exists() and not is_recommended(target):
-        raise ConfigurationError(f"recipe={target} exists and is not moe-sim's own: name another file")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"recipe={target} cannot be written ({error.strerror}): write elsewhere") from error
+    target = recipe_file(Path(str(config["recipe"])), "recipe=")
     scenario = scenario_of(config, "ours")
-    if config["mesh"]["search"]:
-        found = search_mesh(scenario, given(config, "mesh", "search"))
-        print(found.table())
-        scenario = replace(scenario, mesh=found.mesh)
     advice = recommend(
         scenario,
         config["failures"]["simultaneous"],
         fixed=given(config, "policy", "name"),
+        fixed_mesh=given(config, "mesh", "search") if config["mesh"]["search"] else None,
     )
+    if advice.meshes is not None:
+        print(advice.meshes.table())
     print(overview(scenario, advice.report, config["failures"]))
     print(advice.table())
-    target.write_text(recipe_text(advice, config, target, scenario.mesh))
+    target.write_text(recipe_text(advice, config, target))
     print(f"recipe       {target}")
     return 0

@@ -96,6 +96,9 @@ options
   -c, --cfg job                 print the configuration instead of training
   --config-dir DIR              your recipes: DIR/recipes/NAME.yaml
   --info searchpath             where configurations are looked for (also: defaults, plugins; dial: what depth=N sets)
+  --advise [RECIPE]             mesh, slots, checkpoints, memory and speed for this machine, as a recipe of yours
+     --cluster 4x8xH100         for nodes x GPUs elsewhere, or a .json file of moe-bench calibrate
+     --out DIR/recipes/NAME.yaml  where to write it
   -sc install=bash              completion: eval "$(moe-train -sc install=bash)"
   --version                     with --report: versions and machine, for a report of a fault
 
@@ -391,6 +394,9 @@ def _run(arguments: Sequence[str]) -> None:
         else:
             print(f"moe-train {__version__}")
         return
+    if "--advise" in arguments:
+        _advise(arguments)
+        return
     arguments = _as_settings(arguments)
     options, rest = parser.parse_known_intermixed_args(list(arguments))
     if rest:
@@ -435,6 +441,33 @@ def _run(arguments: Sequence[str]) -> None:
         raise failures[0]
 
 
+_ADVICE_OPTIONS = ("--cluster", "--out", "--config-dir")
+
+
+def _advise(arguments: Sequence[str]) -> None:
+    """Run `moe-train --advise [RECIPE] [--cluster CLUSTER] [--out FILE] [--config-dir DIR] [key=value ...]`."""
+    words, given, settings = [word for word in arguments if word != "--advise"], dict[str, str](), list[str]()
+    while words:
+        word = words.pop(0)
+        option, has_value, value = word.partition("=")
+        if option in _ADVICE_OPTIONS:
+            if not has_value and (not words or words[0].startswith("-")):
+                raise ConfigurationError(f"{option} needs a value: give {option} VALUE")
+            given[option] = value if has_value else words.pop(0)
+        elif word.startswith("-"):
+            raise refuse_option("moe-train --advise", word, [*_ADVICE_OPTIONS, "--help"])
+        else:
+            settings.append(f"recipes={word}" if word in choices("recipes") else word)
+    config_dir = given.pop("--config-dir", None)
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigurationError(f"--config-dir {config_dir} is not a folder: give the one that holds recipes/")
+    from moe_lightning.cli.advise import advise  # takes seconds to import
+
+    folder = [] if config_dir is None else ["--config-dir", config_dir]
+    read = [with_quotes(one) for one in _as_settings([*settings, *folder]) if one not in folder]
+    advise(given, read, config_dir)
+
+
 def _dial_table(overrides: Sequence[str], config_dir: str | None) -> str:
     """The keys that depth=N sets, with their values and rules."""
     own = [f"hydra.searchpath=[file://{Path(config_dir).absolute()}]"] if config_dir else []
@@ -472,6 +505,8 @@ def run_job(composed: DictConfig) -> float | None:
         return _objective(directory, config)
     if elastic is not None:
         _elastic_launcher(directory, config, elastic).check()
+    if config["trainer"]["accelerator"] == "cpu":  # of a GPU its rank looks at the memory
+        _check_memory(config)
     _prepare(directory, config, is_first=False)  # what can be refused is refused before anything is written
     with ExitStack() as locks, _undone_unless_trained(directory) as attempt:
         made = {path for path in (directory.logs, directory.lock) if not path.exists()}
@@ -632,6 +667,13 @@ def _print_next_steps(directory: RunDirectory, config: Mapping[str, Any]) -> Non
     steps = next_steps(directory, config) if config["task"] == "train" and not config["doctor"] else ""
     if steps:
         print(f"\n{steps}", flush=True)
+
+
+def _check_memory(config: Mapping[str, Any]) -> None:
+    if config["check_memory"]:
+        from moe_lightning.cli.planning import check_memory  # imports torch
+
+        check_memory(config)
 
 
 def _num_ranks(config: Mapping[str, Any]) -> int:

@@ -190,6 +190,10 @@ def check_room(config: Mapping[str, Any], module: pl.LightningModule) -> None:
     for name in ("num_shapes", "global_batch_size"):
         if name in data:
             check_sample(f"data.{name}", data[name], data[name], machine_memory())
+    if trainer["accelerator"] != "cpu" and config["check_memory"]:  # moe-train has looked at that of the machine
+        from moe_lightning.cli.planning import check_memory
+
+        check_memory(config)
 
 
 def _check_gpt(config: GPTConfig, memory_bytes: int, slots: int | None, ranks: int, optimizer: str) -> None:

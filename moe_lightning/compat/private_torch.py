@@ -107,6 +107,17 @@ def storage_info(path: str, offset: int, length: int) -> Any:
 # ---------------------------------------------------------------------- tensors
 
 
+@contextmanager
+def without_memory() -> Generator[None, None, None]:
+    """Let tensors created inside have shapes, strides and storages, but no memory; those that exist may be used, too.
+    The class has no public name. Imported on first use, since it imports much else.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place in one launch by a scalar tensor. The public name would synchronize with the host."""
     torch._foreach_mul_(tensors, factor)

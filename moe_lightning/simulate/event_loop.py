@@ -41,7 +41,7 @@ class History:
 
     def spans(self) -> tuple[SteadyPhase, ...]:
         """All stretches, each up to the next."""
-        ends = [start for start, _ in self._stretches[1:]] + [self._end_ns]
+        ends = [*(start for start, _ in self._stretches), self._end_ns][1:]
         return tuple(
             SteadyPhase(
                 start_s=start / NS,

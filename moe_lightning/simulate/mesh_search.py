@@ -1,7 +1,7 @@
 """Search of a mesh for a model and a cluster, and its report.
 
-Of the meshes that fit a rank's memory the one with the shortest step wins; where nodes fail, the one of the best few
-that trains most.
+Of the meshes that fit a rank's memory the one with the shortest step wins, of steps that differ by less than one
+percent the simplest; where nodes fail, the one of the best few that trains most.
 
 Every choice of axes, sharding, micro-batches, chunks and recomputation is judged; experts lie over all ranks of a
 stage. Results that two meshes share are computed once.
@@ -13,13 +13,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from math import log
 from typing import Any
 
 from moe_lightning.checkpoint.schedule import SnapshotWindows, schedule_snapshot
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate
-from moe_lightning.simulate.mesh import DENSE, MeshSpec, RankMemory, bubble_share, parts_of_ranks
+from moe_lightning.simulate.memory import RankMemory
+from moe_lightning.simulate.mesh import DENSE, MeshSpec, bubble_share, parts_of_ranks
 from moe_lightning.simulate.scenario import Report, Scenario, format_bytes, model_of
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.text_table import table
@@ -50,10 +52,16 @@ class MeshCandidate:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Smaller is better: goodput, then the step, then what is simplest."""
+        """Smaller is better: goodput, then the step to one percent, then what is simplest."""
         mesh = self.mesh
         simple = (mesh.unit, DENSE.index(mesh.dense), mesh.micro_batches or 1, mesh.chunks, mesh.recompute)
-        return (-self.report.goodput if self.report else 0.0, self.step.step_s, *simple)
+        goodput = _percents(self.report.goodput) if self.report and self.report.goodput else 0
+        return (-goodput, _percents(self.step.step_s), *simple, self.step.step_s)
+
+
+def _percents(number: float) -> int:
+    """Return the logarithm of a number in whole percents."""
+    return round(100 * log(number))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +139,7 @@ def search_mesh(scenario: Scenario, fixed: Mapping[str, Any] | None = None) -> M
         base = base or model
         memory = model.memory()
         if memory.total > room:
-            refused.append((memory.total, _largest(memory), mesh))
+            refused.append((memory.total, memory.largest, mesh))
             continue
         step = model.cost(model.usable_nodes(scenario.num_nodes), 0, 0)
         fitting.append(MeshCandidate(mesh=mesh, slots=model.slots, step=step, memory=memory))
@@ -193,12 +201,6 @@ def _micro_batches(samples: float, pp: int) -> list[int]:
     whole = int(samples)
     powers = [1 << power for power in range(whole.bit_length()) if whole % (1 << power) == 0]
     return sorted({*powers, whole})
-
-
-def _largest(memory: RankMemory) -> str:
-    """Return the largest part of a rank's memory."""
-    parts = {"activations": memory.activations, "weights and moments": memory.state + memory.gradients}
-    return max(parts, key=lambda name: parts[name])
 
 
 def _named(mesh: MeshSpec) -> str:

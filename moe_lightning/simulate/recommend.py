@@ -22,6 +22,7 @@ from moe_lightning.checkpoint.schedule import adapt
 from moe_lightning.config import build_config
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate
+from moe_lightning.simulate.mesh_search import ROOM, MeshAdvice, search_mesh
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.scenario import Report, Scenario
 from moe_lightning.simulate.step_model import StepModel
@@ -85,14 +86,11 @@ def mixture_of(scenario: Scenario) -> Mixture | None:
     )
 
 
-_ROOM = 0.6
-"""Share of a rank's memory that state may fill; activations need the rest."""
-
 _REBALANCE_PERIODS = (50, 200, 1000)
 _INTERVAL_FACTORS = (1, 2, 5, 10, 20, 50)
 _MORE_SLOTS = 4
 _WORTH = 0.01
-"""Gain for which replicas are given up."""
+"""Gain for which replicas, or whole checkpoints, are given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +105,24 @@ class RecommendedChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A recommended policy, its prediction, and each choice undone."""
+    """A recommended policy, its prediction, and each choice undone.
 
+    Attributes:
+        scenario: with the mesh that was found.
+        policy, report: the recommended policy and its prediction.
+        choices: each choice undone.
+        mixture: what unlike nodes cost; None where they are alike.
+        lossless: the same with lossless windows; None where the policy has them.
+        meshes: that were searched; None where the mesh was given.
+    """
+
+    scenario: Scenario
     policy: Policy
     report: Report
     choices: tuple[RecommendedChoice, ...]
     mixture: Mixture | None = None
-    lossless: Report | None = None  # where the policy is not
+    lossless: Report | None = None
+    meshes: MeshAdvice | None = None
 
     def table(self) -> str:
         """The prediction, what unlike nodes cost, and a line for each choice."""
@@ -133,17 +142,26 @@ class Advice:
         return "\n".join([*lines, table(("choice", "value", "instead", "goodput", "PLT instead"), rows)])
 
 
-def recommend(scenario: Scenario, simultaneous: int = 1, fixed: Mapping[str, Any] | None = None) -> Advice:
-    """The policy for a scenario.
+def recommend(
+    scenario: Scenario,
+    simultaneous: int = 1,
+    fixed: Mapping[str, Any] | None = None,
+    fixed_mesh: Mapping[str, Any] | None = None,
+) -> Advice:
+    """The policy for a scenario, and its mesh.
 
     Args:
         simultaneous: nodes that fail at once.
         fixed: parts of the policy that stay as they are.
+        fixed_mesh: parts of the mesh that stay, while the others are searched; None: it is that of the scenario.
 
     Raises:
         ConfigurationError: a model that does not fit the cluster.
     """
     fixed = fixed or {}
+    meshes = None if fixed_mesh is None else search_mesh(scenario, fixed_mesh)
+    if meshes is not None:
+        scenario = replace(scenario, mesh=meshes.mesh)
     several = min(simultaneous + 1, scenario.num_nodes)
     wanted = [scenario.policy.min_replicas] if "min_replicas" in fixed else sorted({1, several})
     candidates = [_candidate(scenario, simultaneous, fixed, replicas) for replicas in wanted]
@@ -170,7 +188,15 @@ def recommend(scenario: Scenario, simultaneous: int = 1, fixed: Mapping[str, Any
         worse = simulate(_with(scenario, policy, **changes))
         choices.append(RecommendedChoice(name=name, value=getattr(policy, name), instead=instead, report=worse))
     mixture = mixture_of(_with(scenario, policy))
-    return Advice(policy=policy, report=report, choices=tuple(choices), mixture=mixture, lossless=lossless)
+    return Advice(
+        scenario=scenario,
+        policy=policy,
+        report=report,
+        choices=tuple(choices),
+        mixture=mixture,
+        lossless=lossless,
+        meshes=meshes,
+    )
 
 
 def _candidate(
@@ -235,7 +261,7 @@ def _slots(scenario: Scenario) -> int:
     for slots in range(least, min(experts, least + _MORE_SLOTS) + 1):
         policy = replace(scenario.policy, slots=slots)
         model = StepModel(scenario.workload, hardware, policy, scenario.routing, scenario.num_nodes, scenario.mesh)
-        if seconds and model.memory().state > _ROOM * hardware.memory_bytes:
+        if seconds and model.memory().total > ROOM * hardware.memory_bytes:
             break
         seconds[slots] = model.cost(model.usable_nodes(scenario.num_nodes), 0, 0).step_s
     best = min(seconds.values())
@@ -260,9 +286,14 @@ def _checkpoints(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) -> Po
         failure_rate_per_s=scenario.faults_per_s,
         restart_s=policy.restart_s,
     )
+    k_snapshot, k_persist = found.k_snapshot, found.k_persist
+    everything, period_s = costs[work.num_experts], found.interval_steps * cost.step_s
+    waiting_s = max(0.0, everything.snapshot_s - cost.overlap_s)
+    if not policy.lossless and waiting_s < _WORTH * period_s and everything.persist_s < period_s:
+        k_snapshot = k_persist = work.num_experts  # all of them, where that costs next to nothing
     values: dict[str, Any] = {
-        "k_snapshot": found.k_snapshot,
-        "k_persist": None if policy.lossless else found.k_persist,
+        "k_snapshot": k_snapshot,
+        "k_persist": None if policy.lossless else k_persist,
         "interval_steps": found.interval_steps,
     }
     return replace(policy, **{name: value for name, value in values.items() if name not in fixed})

@@ -23,10 +23,10 @@ from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import shares, speeds_in_proportion
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
+from moe_lightning.simulate.memory import RankMemory, rank_memory
 from moe_lightning.simulate.mesh import (
     Axes,
     MeshSpec,
-    RankMemory,
     StageWork,
     axes,
     bubble_s,
@@ -34,7 +34,6 @@ from moe_lightning.simulate.mesh import (
     gradients_s,
     link_bytes_per_s,
     passes,
-    rank_memory,
 )
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.workload import RoutingScenario, Workload

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from annotated_types import Interval
@@ -111,6 +111,52 @@ def hottest(counts_SLE: IntArray, num_experts: int) -> IntArray:
     return np.maximum(1, np.take_along_axis(counts_SLE, chosen, axis=2))
 
 
+class StateBytes(NamedTuple):
+    """Bytes of a parameter, the mean over a group of them; frozen parameters have a weight only.
+
+    Attributes:
+        weight, gradient, optimizer: in the precisions that they are kept in.
+        cast: copy in the precision of the products, from the forward to the end of the backward pass.
+    """
+
+    weight: float
+    gradient: float
+    optimizer: float
+    cast: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes from which the memory of a rank follows, see `simulate.memory`.
+
+    Attributes:
+        dense, expert: of a parameter outside and inside of the experts.
+        block: kept for the backward pass by the dense parts of a transformer layer, for each token.
+        row: the same by an MoE layer, for each assignment of a token.
+        ends: the same outside of the transformer layers, for each token.
+        loss_forward, loss_backward: logits, and at the beginning of the backward pass their gradients, for each token.
+        working: of the layer that is computed, beside what is kept, for each token.
+        dense_update, expert_update: temporary in an update of the largest dense tensor, and of each expert of a layer.
+        buckets: sums of gradients over ranks have buckets beside the gradients of dense parameters.
+        keeps_freed: freed results of experts' kernels, and gradients of experts, stay with the process (CPU).
+        uneven: share of the rows of experts that is kept in addition, because their number changes from step to step.
+    """
+
+    dense: StateBytes
+    expert: StateBytes
+    block: float
+    row: float
+    ends: float = 0.0
+    loss_forward: float = 0.0
+    loss_backward: float = 0.0
+    working: float = 0.0
+    dense_update: float = 0.0
+    expert_update: float = 0.0
+    buckets: bool = False
+    keeps_freed: bool = False
+    uneven: float = 0.0
+
+
 _MAY_BE_NONE = {"dense_params", "dense_blocks", "embedding_params", "tied"}
 
 
@@ -137,6 +183,7 @@ class Workload:
         num_heads, kv_heads: of attention; None: any number, and as many as num_heads.
         embedding_params: of the token embedding, part of dense_params; the head has as many.
         tied: whether the head is the embedding.
+        footprint: of a model as moe-train trains it; None: mixed precision with fp32 copies, in closed form.
 
     Raises:
         ConfigurationError: a size below 1, or not exactly one kind of batch.
@@ -160,6 +207,7 @@ class Workload:
     kv_heads: int | None = None
     embedding_params: int = 0
     tied: bool = False
+    footprint: Footprint | None = None
 
     def __post_init__(self) -> None:
         if (self.rank_batch is None) == (self.global_batch is None):
@@ -167,7 +215,7 @@ class Workload:
                 f"rank_batch={self.rank_batch} and global_batch={self.global_batch}: give exactly one of them"
             )
         for name, value in vars(self).items():
-            if value is not None and value < (name not in _MAY_BE_NONE):
+            if isinstance(value, int | float) and value < (name not in _MAY_BE_NONE):
                 raise ConfigurationError(f"{name}={value} of the model or its batch must be at least 1")
         if self.top_k > self.num_experts:
             raise ConfigurationError(f"top_k={self.top_k} exceeds the {self.num_experts} experts: lower it")
@@ -216,45 +264,85 @@ def gpt_workload(
 ) -> Workload:
     """The workload of a GPT (`models.gpt.GPTConfig`), counted on its own modules without allocating them.
 
-    Attention is counted as causal: half of the score matrix.
-
     Raises:
         ConfigurationError: a dense model.
     """
     import torch  # the simulation itself needs no torch
 
     from moe_lightning.models.gpt import GPT, GPTConfig
-    from moe_lightning.moe.layer import moe_layers
 
     assert isinstance(config, GPTConfig)
     if not config.num_experts:
         raise ConfigurationError("model.num_experts=0 is a dense model: give the simulator one with experts")
     with torch.device("meta"):
         model = GPT(config)
-    layers = moe_layers(model)
-    expert_params = sum(s.shape[1:].numel() for s in layers[0].experts.stacked_parameters().values())
-    total = sum(parameter.numel() for parameter in model.parameters())
-    experts = sum(s.numel() for layer in layers for s in layer.experts.stacked_parameters().values())
-    position = 0 if model.position_embedding is None else model.position_embedding.weight.numel()
-    embedding = model.token_embedding.weight.numel()
-    multiplied = total - experts - position - (0 if config.tie_embeddings else embedding)
-    attention = 2 * config.num_layers * config.context_length * config.d_model
-    return Workload(
-        dense_params=total - experts,
-        expert_params=expert_params,
-        num_layers=len(layers),
-        num_experts=config.num_experts,
-        top_k=config.router.top_k,
+    sizes = TransformerSizes(
         d_model=config.d_model,
-        dense_flops_per_token=2.0 * multiplied + attention,
-        context_length=config.context_length,
-        rank_batch=rank_batch,
-        global_batch=global_batch,
-        activation_bytes=activation_bytes,
         depth=config.num_layers,
-        dense_blocks=config.num_layers - (0 if config.num_shared_experts else len(layers)),
+        context_length=config.context_length,
+        attention_width=config.num_layers * config.d_model,
         num_heads=config.num_heads,
         kv_heads=config.kv_heads,
-        embedding_params=embedding,
+        embedding_params=model.token_embedding.weight.numel(),
         tied=config.tie_embeddings,
+    )
+    return model_workload(
+        model, sizes, rank_batch=rank_batch, global_batch=global_batch, activation_bytes=activation_bytes
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerSizes:
+    """Sizes of a transformer that its modules do not tell, see `Workload`.
+
+    Attributes:
+        attention_width: heads times head size, summed over the layers.
+    """
+
+    d_model: int
+    depth: int
+    context_length: int
+    attention_width: int
+    num_heads: int
+    kv_heads: int
+    embedding_params: int
+    tied: bool
+
+
+def model_workload(model: Any, sizes: TransformerSizes, **options: Any) -> Workload:
+    """The workload of a transformer with MoE layers of one kind, counted on its modules, on the meta device or not.
+
+    Attention is counted as causal: half of the score matrix.
+
+    Args:
+        model: of torch.
+        options: of the `Workload`: its batch and precision.
+    """
+    from torch.nn import Embedding
+
+    from moe_lightning.models.gpt import expert_size, whole_parameters
+    from moe_lightning.moe.layer import moe_layers
+
+    layers = moe_layers(model)
+    dense = whole_parameters(model) - sum(layer.num_experts * expert_size(layer.experts) for layer in layers)
+    owned = [(module, p) for module in model.modules() for p in module.parameters(recurse=False)]
+    looked_up = {p for module, p in owned if isinstance(module, Embedding)}
+    looked_up -= {p for module, p in owned if not isinstance(module, Embedding)}
+    multiplied = dense - sum(p.numel() for p in looked_up)
+    return Workload(
+        dense_params=dense,
+        expert_params=expert_size(layers[0].experts),
+        num_layers=len(layers),
+        num_experts=layers[0].num_experts,
+        top_k=layers[0].router.config.top_k,
+        d_model=sizes.d_model,
+        dense_flops_per_token=2.0 * multiplied + 2.0 * sizes.attention_width * sizes.context_length,
+        context_length=sizes.context_length,
+        depth=sizes.depth,
+        dense_blocks=sizes.depth - sum(layer.shared_expert is None for layer in layers),
+        num_heads=sizes.num_heads,
+        kv_heads=sizes.kv_heads,
+        embedding_params=sizes.embedding_params,
+        tied=sizes.tied,
+        **options,
     )

@@ -20,6 +20,7 @@ from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.policy import POLICIES, Policy
 from moe_lightning.simulate.recommend import Advice
 from moe_lightning.simulate.scenario import Report
+from tests.unit.simulated import scenario
 
 UNTIED = ["model.tie_embeddings=false"]
 FAST = ["model=moe_gpt_s", "nodes=8", "hours=0.5", "failures.node_mtbf_hours=1"]
@@ -55,7 +56,7 @@ def test_only_a_recipe_of_moe_sim_is_written_again(tmp_path: Path, capsys: pytes
     assert main(["recommend", *FAST, f"recipe={path}"]) == 0
     path.write_text("# @package _global_\ntrainer:\n  max_steps: 7\n")
     assert main(["recommend", *FAST, f"recipe={path}"]) == 2
-    assert "exists and is not moe-sim's own: name another file" in capsys.readouterr().err
+    assert "exists and was not recommended: name another file" in capsys.readouterr().err
     assert "max_steps: 7" in path.read_text()
 
 
@@ -87,7 +88,7 @@ def test_assumed_failures_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_lost_tokens_are_weighed_against_lossless_windows(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(**{f.name: 0 for f in fields(Report) if f.default is MISSING} | {"duration_s": 1.0})
     lossy, lossless = replace(report, samples=1050, plt=0.008), replace(report, samples=1000)
-    advice = Advice(policy=POLICIES["ours"], report=lossy, choices=(), lossless=lossless)
+    advice = Advice(scenario=scenario(), policy=POLICIES["ours"], report=lossy, choices=(), lossless=lossless)
     assert "lost tokens  0.8 %, for 5 % more samples than with lossless windows" in advice.table()
     assert "lost tokens" not in replace(advice, lossless=None).table()
 

@@ -158,6 +158,7 @@ OTHERS = {
     "_group_start",
     "_parameters",
     "_pickler",
+    "_subclasses",
     "_symmetric_memory",
     "_timeout",
     "_unpickler",
@@ -280,6 +281,14 @@ def test_gradients_are_divided_by_a_scale_and_watched_for_overflows() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     state = torch.amp.GradScaler("cpu")._per_optimizer_states[id(optimizer)]
     assert set(state) == {"stage", "found_inf_per_device"}, gone("torch.amp.GradScaler._per_optimizer_states")
+
+
+def test_tensors_without_memory() -> None:
+    existing = torch.empty(2, 3, device="meta")
+    with private_torch.without_memory():
+        large = torch.zeros(1 << 48) + 1
+        made = torch.empty_like(existing, device="cpu")
+    assert (large.untyped_storage().nbytes(), made.device.type) == (1 << 50, "cpu"), gone("FakeTensorMode")
 
 
 def test_norms_of_many_tensors_are_those_of_each() -> None:

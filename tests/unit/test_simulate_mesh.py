@@ -15,17 +15,8 @@ from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.rules import evaluate, plan_placement, plan_shadows
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
-from moe_lightning.simulate.mesh import (
-    DENSE,
-    MeshSpec,
-    RankMemory,
-    bubble_share,
-    busiest_stage,
-    in_flight,
-    link_bytes_per_s,
-    rank_memory,
-    ring_s,
-)
+from moe_lightning.simulate.memory import RankMemory, in_flight, rank_memory
+from moe_lightning.simulate.mesh import DENSE, MeshSpec, bubble_share, busiest_stage, link_bytes_per_s, ring_s
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import Workload, make_routing

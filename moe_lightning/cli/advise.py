@@ -1,0 +1,427 @@
+"""`moe-train --advise`: mesh, slots, replicas, checkpoints and batch for a model on a machine, written as a recipe.
+
+The planner is that of `moe-sim recommend`. What it needs to know comes from the configuration of moe-train and from
+this machine, or from `--cluster NODESxGPUSxNAME`, whose numbers are the presets of simulate/hardware.yaml.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from moe_lightning.cli.capacity import RANK_BYTES, available_memory
+from moe_lightning.cli.composition import CONFIG_NAME, check_config, choices, composition_errors, config_folder
+from moe_lightning.cli.planning import PlannedRun, memory_refusal, planned_run
+from moe_lightning.cli.simulation import HEAD, recipe_file, recommended_settings
+from moe_lightning.config import shown
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.failures import Failures
+from moe_lightning.simulate.hardware import PRESETS, Hardware, load_hardware, preset
+from moe_lightning.simulate.mesh_search import ROOM
+from moe_lightning.simulate.policy import policy
+from moe_lightning.simulate.recommend import Advice, recommend
+from moe_lightning.simulate.scenario import Scenario, format_bytes
+from moe_lightning.simulate.step_model import StepModel
+from moe_lightning.simulate.workload import make_routing
+from moe_lightning.user_errors import suggestion
+
+_WIDTH = 80
+_NAME, _VALUE = 15, 16  # columns of a row
+_MTBF_HOURS = 100.0  # of a node, as in moe-sim
+_CLUSTER = re.compile(r"(?:(\d{1,5})x)?(\d{1,4})x([A-Za-z]\w*)")
+_LEAST_S, _MOST_S, _MOST_STEPS = 60.0, 24 * 3600.0, 10_000
+"""Of a simulation: a day, or so many steps where they are short."""
+_FOLDER = "outputs/advice/recipes"
+_MATRIX = 512
+_NOTHING = 5e-4  # of the goodput
+_DENSE_UTILIZATION, _EXPERT_UTILIZATION = 0.4, 0.7
+"""Of the rate of a plain product, by dense layers with attention and norms, and by experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Hardware that a run is planned for.
+
+    Attributes:
+        hardware: of its ranks.
+        num_nodes: machines.
+        words: where it is, and how many ranks.
+        source: where the numbers come from.
+        on_cpu: ranks compute on the CPU.
+        is_here: this machine, not a cluster elsewhere.
+    """
+
+    hardware: Hardware
+    num_nodes: int
+    words: str
+    source: str
+    on_cpu: bool
+    is_here: bool
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.hardware.ranks_per_node
+
+
+def advise(options: Mapping[str, str], settings: Sequence[str], config_dir: str | None) -> None:
+    """Print the advice and write the recipe.
+
+    Args:
+        options: values of `--cluster` and `--out`, where they are given.
+        settings: overrides of the command line.
+        config_dir: the user's own folder of recipes.
+
+    Raises:
+        ConfigurationError: a setting or cluster that cannot be, a model that the planner does not know or that does not
+            fit.
+    """
+    config = _configuration(settings, config_dir)
+    base = next((one.partition("=")[2] for one in settings if one.startswith("recipes=")), "quickstart")
+    folder = Path(config_dir, "recipes") if config_dir else Path(_FOLDER)
+    target = recipe_file(Path(options.get("--out") or folder / f"{base}_advised.yaml"), "--out ")
+    if config_dir and (Path(config_dir) / "recipes" / f"{base}.yaml").is_file() and target.parent != folder:
+        raise ConfigurationError(f"--out {target} must be in {folder}, beside the recipe {base} that it begins with")
+    machine = _cluster(options["--cluster"]) if "--cluster" in options else _this_machine(config)
+    run, notes = _run_on(config, machine)
+    advice, run = _advice(run, machine)
+    for line in _lines(advice, run, machine, base, notes):
+        print(line)
+    target.write_text(_recipe(advice, run, machine, base, settings, target))
+    command = f"moe-train --config-dir {target.parent.parent} recipes={target.stem}"
+    print(f"\nrecipe       {target}\nstart        {command}")
+
+
+def _configuration(settings: Sequence[str], config_dir: str | None) -> dict[str, Any]:
+    """The configuration of the run, resolved and checked."""
+    from moe_lightning.cli.train import resolved
+
+    own = [f"hydra.searchpath=[file://{Path(config_dir).absolute()}]"] if config_dir else []
+    names = {one.partition("=")[0] for one in settings}
+    fixed = [f"{key}=advised" for key in ("run_name", "run_dir") if key not in names]
+    with composition_errors(settings), config_folder():
+        composed = compose(CONFIG_NAME, [*own, *settings, *fixed], return_hydra_config=True)
+        OmegaConf.set_struct(composed, False)
+        del composed.hydra
+    config = resolved(composed)
+    check_config(config)
+    return config
+
+
+def _cluster(text: str) -> Machine:
+    """The cluster of NODESxGPUSxNAME, or of a file of `moe-bench calibrate`."""
+    if text.endswith(".json"):
+        hardware = load_hardware(Path(text))
+        words = f"{hardware.ranks_per_node} ranks of {text}"
+        return Machine(hardware=hardware, num_nodes=1, words=words, source=text, on_cpu=True, is_here=True)
+    match = _CLUSTER.fullmatch(text)
+    if match is None or not int(match[1] or 1) or not int(match[2]):
+        raise ConfigurationError(
+            f"--cluster {shown(text)} must be NODESxGPUSxNAME such as 4x8xH100, or the .json file of moe-bench "
+            "calibrate"
+        )
+    name = match[3].lower()
+    if name not in PRESETS:
+        raise ConfigurationError(
+            f"--cluster {text}: {match[3]} is not known{suggestion(name, PRESETS)}: choose one of "
+            f"{', '.join(key.upper() for key in PRESETS)}, or measure it with moe-bench calibrate"
+        )
+    nodes, ranks = int(match[1] or 1), int(match[2])
+    words = f"{nodes} node{'s' * (nodes > 1)} of {ranks} {match[3].upper()}"
+    hardware = preset(name, ranks_per_node=ranks)
+    return Machine(
+        hardware=hardware, num_nodes=nodes, words=words, source=f"preset {name}", on_cpu=False, is_here=False
+    )
+
+
+def _this_machine(config: Mapping[str, Any]) -> Machine:
+    """This machine with the ranks of the configuration: its GPUs by their name, its cores by a short measurement."""
+    from moe_lightning.cli.train import with_ranks
+
+    trainer = with_ranks(config, external=False)["trainer"]
+    ranks = len(trainer["devices"]) if isinstance(trainer["devices"], list) else int(trainer["devices"])
+    if trainer["accelerator"] != "cpu":
+        described = torch.cuda.get_device_properties(0)
+        name = next((key for key in PRESETS if key.upper() in described.name.upper().replace(" ", "")), None)
+        if name is None:
+            raise ConfigurationError(
+                f"{described.name} is not among the GPUs with known rates ({', '.join(PRESETS)}): give --cluster with "
+                "the nearest of them, such as --cluster 1x8xA800"
+            )
+        hardware = preset(name, ranks_per_node=ranks, memory_bytes=float(described.total_memory))
+        words = f"this machine, {ranks} {described.name}"
+        return Machine(hardware=hardware, num_nodes=1, words=words, source=f"preset {name}", on_cpu=False, is_here=True)
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    words = f"this machine, {ranks} rank{'s' * (ranks > 1)} of {threads} CPU thread{'s' * (threads > 1)}"
+    hardware = measured_cpu(ranks, threads)
+    rate = f"products measured at {hardware.flops_per_s / 1e9:.0f} GFLOP/s a rank, the rest assumed"
+    return Machine(hardware=hardware, num_nodes=1, words=words, source=rate, on_cpu=True, is_here=True)
+
+
+def measured_cpu(ranks: int, threads: int) -> Hardware:
+    """The numbers of this machine's ranks: products and copies are timed for a moment, the rest is assumed."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        matrix, block = torch.randn(_MATRIX, _MATRIX), torch.zeros(1 << 24, dtype=torch.uint8)
+        product_s = _shortest(lambda: torch.mm(matrix, matrix))
+        copy_s = _shortest(lambda: block.clone())
+    finally:
+        torch.set_num_threads(before)
+    copied = block.numel() / copy_s / ranks
+    free = available_memory() / ranks - RANK_BYTES
+    return Hardware(
+        ranks_per_node=ranks,
+        flops_per_s=2 * _MATRIX**3 / product_s,
+        utilization=_DENSE_UTILIZATION,
+        expert_utilization=_EXPERT_UTILIZATION,
+        link_bytes_per_s=1e9,
+        node_bytes_per_s=copied / 4,
+        latency_s=2e-4,
+        expert_s=2e-5,
+        step_s=5e-3,
+        overlap=0.0,
+        memory_bytes_per_s=copied,
+        host_copy_bytes_per_s=copied / 2,
+        storage_bytes_per_s=3e8,
+        memory_bytes=max(1.0, free),
+        host_memory_bytes=float(available_memory()),
+    )
+
+
+def _shortest(call: Any, rounds: int = 7) -> float:
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _run_on(config: Mapping[str, Any], machine: Machine) -> tuple[PlannedRun, list[str]]:
+    """The run on a machine, and what had to be changed for it."""
+    ranks, per_node = machine.num_ranks, machine.hardware.ranks_per_node
+    accelerator = "cpu" if machine.on_cpu else "gpu"
+    trainer = {**config["trainer"], "accelerator": accelerator, "devices": per_node, "num_nodes": 1}
+    run = planned_run({**config, "trainer": trainer}, ranks, per_node)
+    if run is None:
+        raise ConfigurationError(
+            "--advise plans language models with experts (model=NAME of a GPT, or model=huggingface), AdamW, Muon or "
+            "Adafactor, and dense=ddp, zero1, fsdp or hsdp: this run has another part"
+        )
+    if run.global_batch < ranks // run.mesh.unit:
+        raised = 1 << (ranks - 1).bit_length()
+        note = f"{run.global_batch} samples are fewer than the {ranks} ranks; more samples change the training"
+        return replace(run, global_batch=raised), [note]
+    return run, []
+
+
+def _advice(run: PlannedRun, machine: Machine) -> tuple[Advice, PlannedRun]:
+    """The planner's advice, and the run with it; recomputation only where nothing fits without."""
+    try:
+        return _planned(run, machine)
+    except ConfigurationError:
+        again = replace(run, training=replace(run.training, recomputes=True))
+        if run.model.is_pretrained:
+            again = replace(run, mesh=replace(run.mesh, recompute=True))
+        try:
+            return _planned(again, machine)
+        except ConfigurationError:
+            refusal = memory_refusal(run, ROOM * machine.hardware.memory_bytes)
+            if refusal is None:
+                raise
+            raise ConfigurationError(refusal.partition("; check_memory")[0]) from None
+
+
+def _planned(run: PlannedRun, machine: Machine) -> tuple[Advice, PlannedRun]:
+    workload, nodes = run.workload, machine.num_nodes
+    routing = make_routing("zipf", num_experts=workload.num_experts, num_layers=workload.num_layers)
+    ours = policy("ours", slots=run.slots)
+    plain = StepModel(workload, machine.hardware, ours, routing, nodes)  # the mesh is searched later
+    duration_s = min(_MOST_S, max(_LEAST_S, _MOST_STEPS * plain.cost(nodes, 0, 0).step_s))
+    scenario = Scenario(
+        workload=workload,
+        hardware=machine.hardware,
+        policy=ours,
+        routing=routing,
+        events=Failures(node_mtbf_hours=_MTBF_HOURS).events(nodes, duration_s, 0),
+        num_nodes=nodes,
+        duration_s=duration_s,
+        mesh=run.mesh,
+    )
+    given = {name: getattr(run.mesh, name) for name in ("pp", "cp", "tp") if getattr(run.mesh, name) > 1}
+    given |= {"chunks": run.mesh.chunks, "recompute": run.mesh.recompute}
+    if run.mesh.dense != "ddp":
+        given["dense"] = run.mesh.dense
+    elif run.training.optimizer != "adamw":
+        given |= {"dense": "zero1", "tp": 1}  # whole matrices
+    if run.model.is_pretrained:
+        given |= {name: getattr(run.mesh, name) for name in ("pp", "cp", "tp")}
+    fixed = {} if run.slots is None else {"slots": run.slots}
+    advice = recommend(scenario, fixed=fixed, fixed_mesh=given)
+    return advice, replace(run, mesh=advice.scenario.mesh, slots=advice.policy.slots)
+
+
+# ---------------------------------------------------------------- words
+
+
+def _lines(advice: Advice, run: PlannedRun, machine: Machine, base: str, notes: Sequence[str]) -> Iterator[str]:
+    """The lines of the advice, at most 80 columns wide."""
+    yield f"advice for {base} on {machine.words}"
+    yield ""
+    for name, value, reason in _rows(advice, run, machine, notes):
+        first, *others = textwrap.wrap(reason, _WIDTH - _NAME - _VALUE) or [""]
+        pad = max(1, _VALUE - len(value))
+        if len(value) >= _VALUE:
+            others, first = [first, *others] if first else others, ""
+        yield f"{name:<{_NAME}}{value}{' ' * pad}{first}".rstrip()
+        yield from (" " * (_NAME + _VALUE) + line for line in others)
+
+
+def _rows(advice: Advice, run: PlannedRun, machine: Machine, notes: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """(name, value, reason) of every choice and prediction."""
+    chosen, report, mesh, work = advice.policy, advice.report, advice.scenario.mesh, run.workload
+    assert advice.meshes is not None
+    best, ranks = advice.meshes.best, machine.num_ranks
+    slices = ranks // mesh.unit
+    micro = mesh.micro_batches_of(run.global_batch / slices)
+    undone = {choice.name: choice for choice in advice.choices}
+
+    def why(name: str, otherwise: str) -> str:
+        choice = undone.get(name)
+        if choice is None or not report.goodput:
+            return otherwise
+        change = choice.report.goodput / report.goodput - 1
+        lost = f", {choice.report.plt:.2%} of the tokens lost" if choice.report.plt > report.plt else ""
+        if abs(change) < _NOTHING and not lost:
+            return f"{otherwise}; {choice.instead} is as good"
+        return f"{otherwise}; {choice.instead}: {change:+.1%} goodput{lost}"
+
+    axes = " ".join(f"{axis}={size}" for axis, size in (("pp", mesh.pp), ("cp", mesh.cp), ("tp", mesh.tp)) if size > 1)
+    others = [found for found in best if (found.mesh.pp, found.mesh.cp, found.mesh.tp, found.mesh.dense) != (
+        mesh.pp, mesh.cp, mesh.tp, mesh.dense)]  # fmt: skip
+    next_best = ""
+    if others:
+        other, slower = others[0].mesh, others[0].step.step_s / best[0].step.step_s - 1
+        next_best = f"; pp={other.pp} cp={other.cp} tp={other.tp} {other.dense}: step {slower:+.1%}"
+    refused = sum(advice.meshes.refused.values())
+    fit = f"shortest step of {advice.meshes.fitting} meshes that fit" + (f", {refused} do not" if refused else "")
+    yield "mesh", f"dp={slices} {axes}".strip(), fit + next_best
+    sharing = {
+        "ddp": "every rank holds all dense parameters: they fit",
+        "zero1": "moments of dense parameters on one rank each",
+        "fsdp": "dense parameters cut over the ranks: whole they do not fit, or cost more",
+        "hsdp": "dense parameters cut inside of a node, a copy on each",
+    }
+    yield "dense", mesh.dense, sharing[mesh.dense]
+    if run.training.recomputes or mesh.recompute:
+        yield "recompute", "yes", "without it no mesh fits the memory"
+    experts = work.num_experts
+    yield "slots", f"{chosen.slots} of {experts}", why("slots", "the fewest within 1 % of the best step")
+    safe = "one lost node stays without an effect" if chosen.min_replicas > 1 else "more cost more than they save"
+    if machine.num_nodes == 1:
+        safe = "one node: it is lost with all of its experts"
+    yield "replicas", str(chosen.min_replicas), why("min_replicas", safe)
+    if chosen.protection != "none":
+        yield "protection", chosen.protection, why("protection", "snapshots survive the loss of their node")
+    yield "rebalance", f"every {chosen.rebalance_every}", why("rebalance_every", "steps between placements")
+    yield (
+        "checkpoint",
+        f"every {chosen.interval_steps}",
+        why("interval_steps", "steps"),
+    )
+    kind = "experts of a layer copied in a step of a window" if chosen.lossless else "experts of a layer copied"
+    copied = "more would stop training" if (chosen.k_snapshot or experts) < experts else "no token is lost"
+    yield "K_snapshot", f"{chosen.k_snapshot or experts} of {experts}", why("k_snapshot", f"{kind}: {copied}")
+    if chosen.k_persist is not None:
+        yield "K_persist", f"{chosen.k_persist} of {experts}", why("k_persist", "experts of a layer written")
+    per_rank = run.global_batch / slices / micro
+    batch = notes[0] if notes else "as in the recipe; it changes the training, so it stays"
+    yield "batch", f"{run.global_batch} samples", batch
+    steps = f"{per_rank:g} samples of a data slice at a time"
+    yield "micro-batches", str(micro), steps + ("" if micro == 1 else "; fewer do not fit, or are slower")
+    yield "", "", ""
+    tokens = run.global_batch * work.context_length / report.step_s
+    yield "tokens/s", f"{tokens:,.0f}", f"step of {report.step_s:.3g} s; {machine.source}"
+    memory, room = run.memory(), machine.hardware.memory_bytes
+    parts = {"weights": memory.parameters, "gradients": memory.gradients, "moments": memory.optimizer}
+    parts |= {"activations": memory.activations, "gathered": memory.gathered, "snapshots": memory.snapshots}
+    shares = ", ".join(f"{name} {format_bytes(_three(size))}" for name, size in parts.items() if size)
+    yield "memory", format_bytes(_three(memory.total)), f"of {format_bytes(_three(room))} a rank: {shares}"
+    share = report.goodput * work.context_length / tokens
+    simulated = f"{report.duration_s / 3600:.3g} h were simulated"
+    assumed = f"of the tokens/s, with checkpoints and nodes that fail every {_MTBF_HOURS:g} h (assumed); {simulated}"
+    yield "goodput", f"{share:.1%}", assumed
+
+
+def _three(number: float) -> float:
+    return float(f"{number:.3g}")
+
+
+# ---------------------------------------------------------------- recipe
+
+
+def _recipe(
+    advice: Advice,
+    run: PlannedRun,
+    machine: Machine,
+    base: str,
+    settings: Sequence[str],
+    path: Path,
+) -> str:
+    """The YAML of a recipe that trains as advised: the given one, the settings of the command line, the advice."""
+    mesh, body = advice.scenario.mesh, OmegaConf.create({})
+    groups, defaults = ["partial_experts"], [base]
+    for override in OverridesParser.create().parse_overrides(list(settings)):
+        key, value = override.key_or_group, override.value()
+        if key == "callbacks" and "." not in key:
+            chosen = value if isinstance(value, list) else [value]
+            groups = [str(name) for name in chosen if name not in ("default", *groups)] + groups
+        elif key == "dial":
+            defaults.append(f"/dial@_global_: {value}")
+        elif key not in ("recipes", "run_name", "run_dir", "ranks"):
+            if override.is_delete():
+                raise ConfigurationError(f"{override.input_line} cannot be written into a recipe: leave it out")
+            if choices(key):
+                defaults.append(f"override /{key}: {value}")
+            else:
+                OmegaConf.update(body, key, value, force_add=True)
+    if run.training.recomputes and "recompute" not in groups:
+        groups.insert(0, "recompute")
+    if "fault_recovery" in groups:
+        groups.remove("partial_experts")
+    defaults.append(f"override /callbacks: [{', '.join(groups)}]")
+    settings_of_plan = recommended_settings(advice, 1)
+    added: dict[str, Any] = {"ranks": machine.hardware.ranks_per_node, **settings_of_plan}
+    if mesh.pp > 1:
+        added["strategy"] |= {"micro_batches": mesh.micro_batches_of(run.global_batch * mesh.unit / machine.num_ranks)}
+    elif mesh.micro_batches:
+        added["trainer"] = {"accumulate_grad_batches": mesh.micro_batches}
+    if mesh.recompute and run.model.is_pretrained:
+        added["model"] = {"gradient_checkpointing": True}
+    added["data"] = {"global_batch_size": run.global_batch}
+    if machine.num_nodes > 1:
+        added["elastic"] = {"num_nodes": machine.num_nodes}
+    merged = OmegaConf.merge(body, OmegaConf.create(added))
+    memory = format_bytes(_three(run.memory().total))
+    head = (
+        f"{HEAD}moe-train --advise: {base} on {machine.words}, {memory} a rank predicted.\n#\n"
+        f"#   moe-train --config-dir {path.parent.parent} recipes={path.stem}{_joining(machine)}\n"
+    )
+    listed = "".join(f"  - {entry}\n" for entry in (*defaults, "_self_"))
+    return f"{head}defaults:\n{listed}\n{OmegaConf.to_yaml(merged)}"
+
+
+def _joining(machine: Machine) -> str:
+    """What a node of several says to find the others."""
+    return " elastic.rdzv_endpoint=HOST:29510 elastic.secret_file=run.secret" if machine.num_nodes > 1 else ""

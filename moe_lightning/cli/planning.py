@@ -1,0 +1,403 @@
+"""A run of moe-train as the planner sees it, and the check that its memory suffices.
+
+Before ranks start, the memory of a rank (`simulate.memory`) is compared with what is free: on the CPU what this machine
+and its container have available, shared by its ranks; on a GPU that of the device. A run that does not fit ends with
+one sentence that names what helps; `check_memory=false` starts it anyway.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from moe_lightning.cli.capacity import RANK_BYTES, free_bytes
+from moe_lightning.cli.composition import build_object
+from moe_lightning.cli.footprint import MOMENTS, PRECISIONS, Training, count_footprint
+from moe_lightning.config import TARGET
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.gpt import GPT, GPTConfig
+from moe_lightning.moe.experts import deferred_experts
+from moe_lightning.simulate.memory import RankMemory, footprint_of, rank_memory
+from moe_lightning.simulate.mesh import DENSE, MeshSpec
+from moe_lightning.simulate.scenario import format_bytes
+from moe_lightning.simulate.workload import Footprint, TransformerSizes, Workload, model_workload
+
+_SNAPSHOT_BUFFERS = 3  # being taken, being written, kept for a recovery
+_CERTAIN = 4.0
+"""Free memory over the closed form from which on nothing is counted: counting takes a second."""
+_MIXED_STATE_BYTES = 14
+_BYTES_VOCABULARY = 256
+_MOST_CURES = 3
+_GPT = f"{GPTConfig.__module__}.{GPTConfig.__qualname__}"
+_HUGGING_FACE = "moe_lightning.models.huggingface.module.HuggingFaceConfig"
+
+
+Build = Callable[[], nn.Module]
+"""Makes a model on the meta device, with experts that wait for their slots."""
+
+
+class DescribedModel(NamedTuple):
+    """A model as the planner sees it.
+
+    Attributes:
+        build: makes it.
+        sizes: of the transformer.
+        vocab_size: logits of a token.
+        is_pretrained: of Hugging Face.
+        adapted: makes it with adapters in its place; None: it has some, or can have none.
+    """
+
+    build: Build
+    sizes: TransformerSizes
+    vocab_size: int
+    is_pretrained: bool = False
+    adapted: Build | None = None
+
+
+@lru_cache(maxsize=32)
+def _plain_workload(model: DescribedModel, precision: str) -> Workload:
+    stored, computed = PRECISIONS[precision]
+    return model_workload(
+        model.build(),
+        model.sizes,
+        global_batch=1,
+        activation_bytes=(computed or stored).itemsize,
+        state_bytes=_MIXED_STATE_BYTES if computed else (1 + MOMENTS["adamw"]) * stored.itemsize,
+    )
+
+
+@lru_cache(maxsize=32)
+def _footprint(model: DescribedModel, training: Training) -> Footprint | None:
+    """None: the model does not run on tensors without memory, so its closed form has to do."""
+    try:
+        return count_footprint(model.build(), training)
+    except Exception:  # of transformers' code, which may read values
+        if model.is_pretrained:
+            return None
+        raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A run as far as its memory and speed depend on it.
+
+    Attributes:
+        model: that is trained.
+        training: precision, optimizer and recomputation.
+        mesh: over which the model lies.
+        global_batch: samples of a step.
+        slots: of a rank, for each MoE layer; None: as many as `replicas` need.
+        replicas: of each expert.
+        num_ranks, ranks_per_node: of the world.
+        has_snapshots: checkpoints are copied into buffers that share the ranks' memory.
+    """
+
+    model: DescribedModel
+    training: Training
+    mesh: MeshSpec
+    global_batch: int
+    slots: int | None
+    replicas: int
+    num_ranks: int
+    ranks_per_node: int
+    has_snapshots: bool = False
+
+    @property
+    def plain_workload(self) -> Workload:
+        """The workload with its memory in closed form."""
+        return replace(_plain_workload(self.model, self.training.precision), global_batch=self.global_batch)
+
+    @property
+    def workload(self) -> Workload:
+        """The workload with its memory counted."""
+        return replace(self.plain_workload, footprint=_footprint(self.model, self.training))
+
+    @property
+    def stage_slots(self) -> int:
+        """Slots of a rank for each MoE layer."""
+        experts, ranks = self.plain_workload.num_experts, max(1, self.num_ranks // self.mesh.pp)
+        return min(experts, self.slots or -(-experts * min(self.replicas, ranks) // ranks))
+
+    def memory(self, *, counted: bool = True) -> RankMemory:
+        """Return the memory of the rank with most samples.
+
+        Args:
+            counted: False for the closed form.
+        """
+        work = self.workload if counted else self.plain_workload
+        slices = self.num_ranks / self.mesh.unit
+        micro_batches = self.mesh.micro_batches_of(self.global_batch / slices)
+        samples = -(-self.global_batch // (slices * micro_batches)) * slices * micro_batches
+        memory = rank_memory(
+            replace(work, global_batch=round(samples)),
+            self.mesh,
+            self.num_ranks,
+            slots=self.stage_slots,
+            ranks_per_node=self.ranks_per_node,
+        )
+        if not self.has_snapshots:
+            return memory
+        dense, expert = footprint_of(work).dense, footprint_of(work).expert
+        state = (dense.weight + dense.optimizer) * work.dense_params
+        state += (expert.weight + expert.optimizer) * (work.parameters - work.dense_params)
+        return replace(memory, snapshots=_SNAPSHOT_BUFFERS * state / self.num_ranks)
+
+
+def planned_run(config: Mapping[str, Any], num_ranks: int, ranks_per_node: int) -> PlannedRun | None:
+    """Return a run as the planner sees it; None for models, precisions and shardings that it does not know.
+
+    Args:
+        config: of moe-train, resolved.
+        num_ranks, ranks_per_node: of the world.
+
+    Raises:
+        ConfigurationError: a model or mesh that cannot be.
+    """
+    model, trainer, strategy = config["module"].get("config"), config["trainer"], config["strategy"]
+    target = model.get(TARGET) if isinstance(model, Mapping) else None
+    precision, name = str(trainer.get("precision")), config["optimizer"].get("name")
+    dense = strategy.get("dense", "ddp")
+    if target not in (_GPT, _HUGGING_FACE) or precision not in PRECISIONS or name not in MOMENTS or dense not in DENSE:
+        return None
+    described = _gpt(model, config["data"]) if target == _GPT else _pretrained(model)
+    if described is None:
+        return None
+    axes = {axis: size for axis, size in (strategy.get("mesh") or {}).items() if axis in ("pp", "cp", "tp")}
+    pp = axes.get("pp", 1)
+    micro_batches = trainer.get("accumulate_grad_batches", 1) if pp == 1 else strategy.get("micro_batches") or 2 * pp
+    recovery = config["callbacks"].get("fault_recovery") or {}
+    groups = max(1, num_ranks // (strategy.get("ep_size") or num_ranks))
+    on_cpu = trainer.get("accelerator") not in ("gpu", "cuda")
+    return PlannedRun(
+        model=described,
+        training=Training(
+            context_length=described.sizes.context_length,
+            vocab_size=described.vocab_size,
+            precision=precision,
+            optimizer=name,
+            recomputes=bool(config["callbacks"].get("recompute_dense")),
+            on_cpu=on_cpu,
+            num_ranks=num_ranks,
+        ),
+        mesh=MeshSpec(
+            **axes,
+            dense=dense,
+            shard_size=strategy.get("shard_size"),
+            micro_batches=micro_batches,
+            chunks=2 if strategy.get("schedule") == "interleaved" and pp > 1 else 1,
+            recompute=bool(model.get("gradient_checkpointing")),
+        ),
+        global_batch=config["data"].get("global_batch_size") or num_ranks,
+        slots=strategy.get("slots"),
+        replicas=strategy.get("replicas") or recovery.get("min_replicas") or groups,
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        has_snapshots=on_cpu and bool(config["callbacks"].get("partial_experts_checkpoint")),
+    )
+
+
+def _gpt(model: Mapping[str, Any], data: Mapping[str, Any]) -> DescribedModel | None:
+    vocab_size = model.get("vocab_size", "auto")
+    if vocab_size == "auto":
+        vocab_size = _vocab_size(data)
+    gpt = build_object({**model, "vocab_size": vocab_size}, "model")
+    assert isinstance(gpt, GPTConfig)
+    if not gpt.num_experts:
+        return None
+
+    def build() -> nn.Module:
+        with torch.device("meta"), deferred_experts():
+            return GPT(gpt)
+
+    sizes = TransformerSizes(
+        d_model=gpt.d_model,
+        depth=gpt.num_layers,
+        context_length=data.get("context_length") or gpt.context_length,
+        attention_width=gpt.num_layers * gpt.d_model,
+        num_heads=gpt.num_heads,
+        kv_heads=gpt.kv_heads,
+        embedding_params=vocab_size * gpt.d_model,
+        tied=gpt.tie_embeddings,
+    )
+    return DescribedModel(build, sizes, vocab_size)
+
+
+def _pretrained(model: Mapping[str, Any]) -> DescribedModel | None:
+    from moe_lightning.models.huggingface.loading import build_skeleton
+    from moe_lightning.moe.adapters import AdapterConfig, adapt_dense
+
+    described = build_object(model, "model")
+    if described.upcycling is not None:
+        return None
+    config = described.architecture().config
+
+    def build(adapter: AdapterConfig | None) -> nn.Module:
+        skeleton = build_skeleton(described.architecture(), adapter)
+        if adapter is not None:
+            with torch.device("meta"):
+                adapt_dense(skeleton, adapter)
+        return _Logits(skeleton)
+
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    sizes = TransformerSizes(
+        d_model=config.hidden_size,
+        depth=config.num_hidden_layers,
+        context_length=described.context_length,
+        attention_width=config.num_hidden_layers * heads * size,
+        num_heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        embedding_params=config.vocab_size * config.hidden_size,
+        tied=bool(config.tie_word_embeddings),
+    )
+    adapted = partial(build, AdapterConfig(kind="qlora")) if described.adapter is None else None
+    return DescribedModel(partial(build, described.adapter), sizes, config.vocab_size, True, adapted)
+
+
+class _Logits(nn.Module):
+    """A model of transformers that is called with token ids alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def _vocab_size(data: Mapping[str, Any]) -> int:
+    """Tokens of the data, or fewer where only reading them would tell."""
+    tokenizer = str(data.get("tokenizer") or "bytes")
+    if tokenizer.startswith("bpe:") and tokenizer[4:].isdigit():
+        return max(_BYTES_VOCABULARY, int(tokenizer[4:]))
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return max(_BYTES_VOCABULARY, len(json.loads(Path(tokenizer).expanduser().read_text())["model"]["vocab"]))
+    return _BYTES_VOCABULARY
+
+
+# ---------------------------------------------------------------- the check
+
+
+def check_memory(config: Mapping[str, Any]) -> None:
+    """Refuse a run whose ranks need more memory than is free for them.
+
+    Args:
+        config: of moe-train, with its ranks decided; what is wrong with it is told elsewhere.
+
+    Raises:
+        ConfigurationError: what it needs, what is free, and what helps.
+    """
+    devices, refusal = config["trainer"]["devices"], None
+    ranks_here = len(devices) if isinstance(devices, list) else int(devices)
+    nodes = config["trainer"].get("num_nodes", 1) * config["elastic"].get("num_nodes", 1)
+    with suppress(ConfigurationError):
+        run = planned_run(config, ranks_here * nodes, ranks_here)
+        if run is not None:
+            free = free_bytes(ranks_here, on_cpu=run.training.on_cpu)
+            process = RANK_BYTES if run.training.on_cpu else 0
+            if _CERTAIN * run.memory(counted=False).total > free - process:
+                refusal = memory_refusal(run, free - process, process)
+    if refusal is not None:
+        raise ConfigurationError(refusal)
+
+
+def memory_refusal(run: PlannedRun, free: float, process: float = 0.0) -> str | None:
+    """Return the sentence about a run that does not fit; None for one that does.
+
+    Args:
+        free: bytes for the memory of a rank.
+        process: bytes of the process itself, which are told with both.
+    """
+    memory = run.memory()
+    if memory.total <= free:
+        return None
+    cures, need = best_cures(run, free)
+    needs = f"this run needs {_gigabytes(memory.total + process)} a rank, {_gigabytes(free + process)} are free"
+    words = " and ".join([*([", ".join(cures[:-1])] if cures[1:] else []), *cures[-1:]])
+    if not cures:
+        cure = "use a smaller model, or more machines"
+    elif need <= free:
+        cure = f"use {words} ({_gigabytes(need + process)})"
+    else:
+        cure = f"even with {words} it needs {_gigabytes(need + process)}, so use a smaller model, or more machines"
+    return f"{needs}: {cure}; check_memory=false starts it anyway"
+
+
+def best_cures(run: PlannedRun, free: float) -> tuple[list[str], float]:
+    """Return the settings that bring a run into so many bytes, and what it then needs: one where one suffices, the
+    first in the order of `_cures`; else those that help most, one after the other.
+    """
+    chosen, need = list[str](), run.memory().total
+    while need > free and len(chosen) < _MOST_CURES:
+        tried = [(changed.memory().total, setting, changed) for setting, changed in _cures(run)]
+        better = [entry for entry in tried if entry[0] < 0.98 * need]
+        if not better:
+            break
+        fitting = next((entry for entry in better if entry[0] <= free), None)
+        need, setting, run = fitting or min(better, key=lambda entry: entry[0])
+        chosen = [other for other in chosen if other.partition("=")[0] != setting.partition("=")[0]] + [setting]
+    return chosen, need
+
+
+def _cures(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
+    """Yield settings that save memory, those that cost least time first; the last ones change what is trained."""
+    mesh, training, ranks = run.mesh, run.training, run.num_ranks
+    slices = ranks // mesh.unit
+    micro = mesh.micro_batches or 1
+    if mesh.pp == 1:
+        factor = 2
+        while run.global_batch % (slices * micro * factor) == 0:
+            many = replace(mesh, micro_batches=micro * factor)
+            yield f"trainer.accumulate_grad_batches={micro * factor}", replace(run, mesh=many)
+            factor *= 2
+    takes_rows = training.optimizer == "adamw"
+    if slices * mesh.cp > 1 and mesh.dense == "ddp":
+        yield "strategy.dense=zero1", replace(run, mesh=replace(mesh, dense="zero1"))
+    if run.model.is_pretrained and not mesh.recompute:
+        yield "model.gradient_checkpointing=true", replace(run, mesh=replace(mesh, recompute=True))
+    if not run.model.is_pretrained and not training.recomputes:
+        yield "callbacks=recompute", replace(run, training=replace(training, recomputes=True))
+    if slices * mesh.cp > 1 and mesh.dense in ("ddp", "zero1") and takes_rows:
+        yield "strategy.dense=fsdp", replace(run, mesh=replace(mesh, dense="fsdp"))
+    for axis in ("tp", "pp"):
+        wider = replace(mesh, **{axis: 2 * getattr(mesh, axis)}) if axis == "tp" else _staged(run)
+        if wider is not None and ranks % wider.unit == 0 and run.model.sizes.num_heads % (wider.tp * wider.cp) == 0:
+            yield f"strategy.mesh.{axis}={getattr(wider, axis)}", replace(run, mesh=wider)
+    if training.precision == "32-true" and not training.on_cpu:
+        yield "trainer.precision=bf16-mixed", replace(run, training=replace(training, precision="bf16-mixed"))
+    if run.slots is not None and run.stage_slots < run.slots:
+        yield "strategy.slots=null", replace(run, slots=None)
+    if (
+        training.optimizer == "adamw"
+        and mesh.dense in ("ddp", "zero1")
+        and mesh.tp == 1
+        and not run.model.is_pretrained
+    ):
+        yield "optimizer=adafactor", replace(run, training=replace(training, optimizer="adafactor"))
+    if run.model.adapted is not None:
+        yield "model.adapter.kind=qlora", replace(run, model=run.model._replace(build=run.model.adapted, adapted=None))
+    batch = run.global_batch // 2
+    while batch >= slices * micro:
+        yield f"data.global_batch_size={batch}", replace(run, global_batch=batch)
+        batch //= 2
+
+
+def _staged(run: PlannedRun) -> MeshSpec | None:
+    """Return the mesh with twice as many pipeline stages; None where the model cannot be cut so."""
+    pp = 2 * run.mesh.pp
+    if run.model.sizes.tied or pp > run.model.sizes.depth or run.model.is_pretrained:
+        return None
+    samples = run.global_batch * pp * run.mesh.cp * run.mesh.tp // run.num_ranks
+    return replace(run.mesh, pp=pp, micro_batches=2 * pp) if samples % (2 * pp) == 0 and samples else None
+
+
+def _gigabytes(num_bytes: float) -> str:
+    return format_bytes(float(f"{num_bytes:.3g}"))

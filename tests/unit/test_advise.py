@@ -1,0 +1,124 @@
+"""`moe-train --advise`: what it prints, and the recipe that it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose
+from omegaconf import OmegaConf
+
+from moe_lightning.cli import advise, train
+from moe_lightning.cli.composition import check_config, config_folder
+from moe_lightning.cli.train import main
+
+LARGE = ["model=gpt_m", "model.tie_embeddings=false", "data.global_batch_size=512", "trainer.precision=bf16-mixed"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(advise, "_MOST_STEPS", 1000)
+    monkeypatch.setattr(train, "_visible_gpus", lambda: 0)
+
+
+def _advice(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--advise", *arguments])
+    captured = capsys.readouterr()
+    assert exit_.value.code == 0, captured.err
+    return captured.out
+
+
+def _composed(folder: Path, name: str) -> dict[str, Any]:
+    with config_folder():
+        overrides = [f"hydra.searchpath=[file://{folder.absolute()}]", f"recipes={name}", "run_name=x", "run_dir=x"]
+        composed = compose("train", overrides, return_hydra_config=True)
+    del composed.hydra
+    config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    assert isinstance(config, dict)
+    config["trainer"] |= {"devices": 1, "accelerator": "cpu"}
+    check_config(config)
+    return {str(key): value for key, value in config.items()}
+
+
+def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    out = _advice(capsys)
+    names = [line.split()[0] for line in out.splitlines() if line[:1].strip()]
+    assert out.startswith("advice for quickstart on this machine, 2 ranks of ")
+    for name in ("mesh", "slots", "replicas", "checkpoint", "K_snapshot", "batch", "tokens/s", "memory", "goodput"):
+        assert name in names
+    assert max(map(len, out.splitlines())) <= 80
+    config = _composed(Path("outputs/advice"), "quickstart_advised")
+    assert config["ranks"] == 2
+    assert config["data"]["global_batch_size"] == 8
+    assert "fault_recovery" in config["callbacks"]
+    assert _advice(capsys)  # its own file is written again
+
+
+def test_a_cluster_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    out = _advice(capsys, "text", "--cluster", "2x4xA30", *LARGE, "data.source=books", "--out", "mine/recipes/big.yaml")
+    assert "on 2 nodes of 4 A30" in out
+    assert "moe-train --config-dir mine recipes=big" in out
+    text = Path("mine/recipes/big.yaml").read_text()
+    assert text.startswith("# @package _global_\n# Recommended by moe-train --advise: text on 2 nodes of 4 A30")
+    assert "elastic.rdzv_endpoint=HOST:29510" in text
+    config = _composed(Path("mine"), "big")
+    assert (config["ranks"], config["elastic"]["num_nodes"]) == (4, 2)
+    assert (config["data"]["source"], config["trainer"]["precision"]) == ("books", "bf16-mixed")
+    assert config["model"]["num_layers"] == 12
+
+
+def test_the_dial_and_callbacks_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    _advice(capsys, "depth=2", "callbacks=[recompute,fault_recovery]", "optimizer=muon", "ranks=1")
+    config = _composed(Path("outputs/advice"), "quickstart_advised")
+    assert (config["model"]["num_layers"], config["model"]["d_model"], config["ranks"]) == (2, 128, 1)
+    assert config["optimizer"]["name"] == "muon"
+    assert {"recompute_dense", "fault_recovery", "partial_experts_checkpoint"} <= set(config["callbacks"])
+
+
+def test_a_batch_below_the_ranks_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    out = _advice(capsys, "--cluster", "2x8xH100")
+    assert "8 samples are fewer than the 16 ranks" in " ".join(out.split())
+    assert _composed(Path("outputs/advice"), "quickstart_advised")["data"]["global_batch_size"] == 16
+
+
+MISTAKES = [
+    (["--cluster", "many"], "--cluster 'many' must be NODESxGPUSxNAME such as 4x8xH100, or the .json file"),
+    (["--cluster", "4x8xH10"], "--cluster 4x8xH10: H10 is not known (did you mean 'h100'?): choose one of RTX3090"),
+    (["--cluster", "0x8xH100"], "must be NODESxGPUSxNAME"),
+    (["--cluster"], "--cluster needs a value"),
+    (["--cluster", "none.json"], "none.json cannot be read"),
+    (["--clustr", "4x8xH100"], "--clustr"),
+    (["--out", "mine.yaml"], "--out mine.yaml must be recipes/NAME.yaml"),
+    (["--config-dir", "no"], "--config-dir no is not a folder"),
+    (["recipes=nothing"], "there is no recipe 'nothing'"),
+    (["quickstrt"], "'quickstrt' is not a setting"),
+    (["recipes=swinv2_moe"], "--advise plans language models with experts"),
+    (["model.num_experts=0"], "--advise plans language models with experts"),
+    (["model.d_model=-1"], "model.d_model=-1 must be an integer of at least 1"),
+    (["text"], "data.source is needed here: give data.source=VALUE"),
+    (["--cluster", "1x1xA30", "model=mixtral_8x7b"], "this run needs"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES, ids=lambda value: " ".join(value)[:40])
+def test_a_mistake_is_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--advise", *arguments])
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert len(error.splitlines()) == 1
+    assert error.startswith("moe-train: error: ")
+    assert expected in error
+    assert not Path("outputs").exists() or not list(Path("outputs").rglob("*.yaml"))
+
+
+def test_another_file_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipes").mkdir()
+    Path("recipes/mine.yaml").write_text("# @package _global_\n# Mine.\n")
+    with pytest.raises(SystemExit):
+        main(["--advise", "--out", "recipes/mine.yaml"])
+    assert "exists and was not recommended: name another file" in capsys.readouterr().err
+    assert Path("recipes/mine.yaml").read_text().endswith("Mine.\n")
