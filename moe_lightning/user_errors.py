@@ -94,7 +94,7 @@ _OF_A_PATH |= {errno.EPERM, errno.EROFS}
 def _sentence_of_path(error: BaseException) -> str | None:
     """The sentence for a path of the user that cannot be read or written; None for any other error."""
     if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_A_PATH:
-        return f"{error.filename} cannot be read or written ({error.strerror}): give another path"
+        return f"{one_line(error.filename)} cannot be read or written ({error.strerror}): give another path"
     return None
 
 

@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     try:
         tokenize(arguments) if arguments.command == "tokenize" else inspect(arguments)
+    except KeyboardInterrupt:  # the pool of workers has to be closed before this process ends
+        print("moe-data: ended by SIGINT; the same command goes on where it stopped", file=sys.stderr)
+        return user_errors.EXIT_INTERRUPTED
     except Exception as error:
         return user_errors.report("moe-data", error)
     return 0

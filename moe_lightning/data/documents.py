@@ -95,7 +95,9 @@ def reading(path: Path) -> Iterator[None]:
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start:,}); convert it, leave it out with a "
             "glob such as 'folder/**/*.txt', or give tokens as one .bin or .npy file."
         ) from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except zlib.error as error:
+        raise _damaged(path, "it does not decompress") from error
+    except (EOFError, gzip.BadGzipFile) as error:
         raise _damaged(path, error) from error
     except OSError as error:
         if error.strerror is None:  # of pyarrow
@@ -108,8 +110,8 @@ def reading(path: Path) -> Iterator[None]:
         raise _damaged(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> ConfigurationError:
-    reason = " ".join(str(error).split()).rstrip(".")
+def _damaged(path: Path, problem: object) -> ConfigurationError:
+    reason = " ".join(str(problem).split()).rstrip(".")
     return ConfigurationError(f"{path} is damaged or was cut off ({reason}); get it again, or leave it out.")
 
 
@@ -215,7 +217,7 @@ def _users_files(source: str) -> tuple[Path, list[Path]]:
             "moe-data, a .bin or a .npy file."
         )
     if not paths:
-        raise ConfigurationError(f"source={source!r} matches no files; check the folder or the pattern.")
+        raise ConfigurationError(f"source={source!r} matches no files; give another folder or pattern.")
     for found in paths:
         if found.suffix in TOKEN_SUFFIXES:
             raise ConfigurationError(

@@ -145,7 +145,7 @@ class TokenFolder:
 
 def _damaged(path: Path) -> ConfigurationError:
     return ConfigurationError(
-        f"{path} is damaged: it is not what {HEADER} beside it says; remove the folder, and tokenize again."
+        f"{path} is damaged: it is not what {HEADER} beside it says; remove the folder, and run moe-data again."
     )
 
 

@@ -203,7 +203,7 @@ def check_tokenizer(spec: str) -> Path | None:
     if not path.is_file():
         raise ConfigurationError(
             f"tokenizer={spec!r} is neither 'bytes', 'bpe:SIZE', the path of a tokenizer.json, nor ORG/NAME of a model "
-            "on the Hub."
+            "on the Hub; give one of these."
         )
     return path
 

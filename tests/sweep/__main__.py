@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
 
-from tests.sweep import elastic, moe_bench, moe_ckpt, moe_sim, moe_train
+from tests.sweep import elastic, moe_bench, moe_ckpt, moe_data, moe_sim, moe_train
 from tests.sweep.cases import PROBLEMS, Case, Kind, Verdict, answer, judged
 
 Suite = Callable[[Path], Iterator[Case]]
@@ -23,6 +23,7 @@ SUITES: dict[str, Suite] = {
     "moe-sim": moe_sim.simulating,
     "moe-bench": moe_bench.measuring,
     "moe-ckpt": moe_ckpt.looking,
+    "moe-data": moe_data.tokenizing,
     "elastic.run": elastic.launching,
     "rendezvous_host": elastic.hosting,
 }

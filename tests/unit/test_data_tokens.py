@@ -350,9 +350,15 @@ def test_a_damaged_part_is_made_again(
 
 
 _TOKENIZE = """
-import sys
+import os, signal, sys
 from moe_lightning.cli import data
-from moe_lightning.data import documents
+from moe_lightning.data import documents, token_folder
+real = token_folder._write_portion
+def write_portion(place, *args):
+    if "STOP" in os.environ and place.name > "000002":
+        signal.pause()
+    return real(place, *args)
+token_folder._write_portion = write_portion
 if __name__ == "__main__":
     documents._PART_BYTES = 20_000
     sys.exit(data.main(sys.argv[1:]))
@@ -360,20 +366,23 @@ if __name__ == "__main__":
 
 
 def test_a_command_that_is_killed_leaves_no_worker_and_goes_on(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.jsonl", jsonl(TEXTS * 60))
-    script, out = write(tmp_path / "small_parts.py", _TOKENIZE), tmp_path / "out"
+    source = write(tmp_path / "a.jsonl", jsonl(TEXTS * 20))
+    script, out = write(tmp_path / "script.py", _TOKENIZE), tmp_path / "out"
     command = [sys.executable, str(script), "tokenize", str(source), "--tokenizer=bytes", f"--out={out}", "--workers=2"]
-    with subprocess.Popen(command, env=users_environment(), cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
-        wait_until(lambda: list(out.glob("portions/0*.json")) or process.poll() is not None)
-        workers = children(process.pid)
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
-    assert len(workers) >= 2
-    wait_until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in workers))
-    done = subprocess.run(command, env=users_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    options: dict[str, Any] = {"cwd": tmp_path, "stderr": subprocess.PIPE, "text": True}
+    for killed in ("worker", "command"):
+        with subprocess.Popen(command, env={**users_environment(), "STOP": "1"}, **options) as process:
+            wait_until(lambda: len(list(out.glob("portions/00000[012].json"))) == 3 and len(workers(process.pid)) == 2)
+            all_of_them = workers(process.pid)
+            os.kill(all_of_them[0] if killed == "worker" else process.pid, signal.SIGKILL)
+            _, err = process.communicate(timeout=120)
+        assert process.returncode == (2 if killed == "worker" else -signal.SIGKILL)
+        assert ("one of the 2 workers was killed, perhaps for want of memory" in err) == (killed == "worker")
+        wait_until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in all_of_them))  # noqa: B023
+    done = subprocess.run(command, env=users_environment(), timeout=120, **options)
     assert done.returncode == 0, done.stderr
     assert "was begun before: what is finished is kept" in done.stderr
-    assert (out / "tokens.bin").read_bytes() == "".join(TEXTS * 60).encode()
+    assert (out / "tokens.bin").read_bytes() == "".join(TEXTS * 20).encode()
     assert sorted(path.name for path in out.iterdir()) == ["documents.npy", "tokens.bin", "tokens.json"]
 
 
@@ -384,16 +393,16 @@ def wait_until(is_true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def children(pid: int) -> list[int]:
-    """Processes below another one."""
+def workers(pid: int) -> list[int]:
+    """The worker processes of a command."""
     found = list[int]()
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"spawn_main" in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
         except OSError:
             continue
-        if parent == pid:
-            found += [int(path.parent.name), *children(int(path.parent.name))]
     return found
 
 
@@ -520,7 +529,7 @@ def test_tokenize_and_inspect(texts: Path, capsys: pytest.CaptureFixture[str]) -
         (["tokenize", "texts", "--tokenizer=bytes", "--out=texts"], "is not empty, and holds no tokens"),
         (["tokenize", "texts", "--tokenizer=bytes", "--out=out", "--workers=0"], "'0' must be|0 must be an integer"),
         (
-            ["tokenize", "texts", "--tokenizer=bytes", "--out=out", "--text-field=body"],
+            ["tokenize", "texts", "--tokenizer=bytes", "--out=out", "--workers=1", "--text-field=body"],
             "it has no 'body', but 'id', 'text'",
         ),
         (["tokenize", "s3://a/b", "--tokenizer=bytes", "--out=out"], "SOURCE=s3://a/b is an address"),
@@ -543,6 +552,18 @@ def test_a_wrong_record_stops_all_workers(texts: Path, capsys: pytest.CaptureFix
     write(texts / "3.jsonl", jsonl()[:-1] + b'\n{"text": 1}\n')
     assert moe_data.main(["tokenize", "texts", "--tokenizer=bytes", "--out=out", "--workers=2"]) == 2
     assert re.search(r"^moe-data: error: \S*3.jsonl, line 401: its 'text' is a int, not text", capsys.readouterr().err)
+
+
+@pytest.mark.usefixtures("_own_cache", "texts")
+def test_ctrl_c_says_that_the_command_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(token_folder, "_write_portion", interrupted)
+    assert moe_data.main(["tokenize", "texts", "--tokenizer=bytes", "--out=out", "--workers=1"]) == 130
+    assert capsys.readouterr().err == "moe-data: ended by SIGINT; the same command goes on where it stopped\n"
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from moe_lightning.checkpoint.files import write_file
 from moe_lightning.cli.generate import TextStream, main
+from moe_lightning.data.documents import source_files
+from moe_lightning.data.token_folder import Recipe, write_token_folder
 from moe_lightning.data.tokenizer import ByteTokenizer
 from moe_lightning.models.generation import Sampling, generate
 from moe_lightning.models.gpt import GPT
@@ -313,6 +315,11 @@ def test_generation_ends_at_the_end_token(tmp_path: Path, capsys: pytest.Capture
     assert run(capsys, tmp_path / "theirs", PROMPT, "--greedy", "--tokenizer", "bytes") == f"{PROMPT}\n"
     data = {"tokenizer": "bytes", "end_of_document": without_cache(gpt().model, IDS, 1)[0]}
     assert run(capsys, trained_run(tmp_path / "run", data), PROMPT, "--greedy") == f"{PROMPT}\n"
+    (tmp_path / "a.txt").write_text("text")
+    recipe = Recipe(tokenizer=None, text_field="", end_of_document=data["end_of_document"])
+    write_token_folder(tmp_path / "tokens", source_files([str(tmp_path / "a.txt")]), recipe)
+    data = {"source": [{"path": str(tmp_path / "tokens"), "weight": 1}], "tokenizer": None}
+    assert run(capsys, trained_run(tmp_path / "other", data), PROMPT, "--greedy") == f"{PROMPT}\n"
 
 
 def test_the_newest_complete_checkpoint_of_a_run_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

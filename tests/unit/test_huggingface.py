@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lightning import CheckpointError, ConfigurationError
+from moe_lightning.data.corpus import prepare_corpus
 from moe_lightning.data.text import TextData
 from moe_lightning.models.huggingface.architecture import SparseArchitecture
 from moe_lightning.models.huggingface.attention import check_packing
@@ -315,6 +316,20 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, tokenizer: str)
         ConfigurationError, match=rf"data.tokenizer={tokenizer} gives other tokens .* use data.tokenizer="
     ):
         trainer.fit(load(tmp_path / "theirs"), data)
+
+
+def test_a_folder_of_tokens_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("mixtral", tmp_path / "theirs", vocab_size=300)
+    (tmp_path / "book.txt").write_text("The quick brown fox. " * 300)
+    entry = prepare_corpus(tmp_path / "book.txt", tokenizer="bpe:300", cache_dir=tmp_path / "cache").train.path.parent
+    own = tmp_path / "theirs" / "tokenizer.json"
+    own.write_text("{}")
+    data = TextData(source=str(entry), context_length=8, global_batch_size=2, cache_dir=tmp_path / "cache")
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with pytest.raises(ConfigurationError, match=r"run moe-data tokenize with --tokenizer .*/theirs/tokenizer.json"):
+        pl.Trainer(max_steps=1, **options).fit(load(tmp_path / "theirs"), data)
+    own.write_text(json.dumps(json.loads((entry / "tokenizer.json").read_text()), indent=1))
+    pl.Trainer(max_steps=1, limit_val_batches=1, **options).fit(load(tmp_path / "theirs"), data)
 
 
 def test_an_export_takes_over_only_what_belongs_to_tokenizer_and_configuration(tmp_path: Path) -> None:
