@@ -12,8 +12,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from tests.distributed.training import OwnModule, train
+from moe_lightning import PartialExpertsCheckpoint
+from tests.distributed.training import OwnModule, RandomTokens, make_trainer, train
 
 STEPS_OF_EPOCH = 8
 LIMITS = {"max_steps": ({"max_steps": 17}, {"max_steps": 20}), "max_epochs": ({"max_epochs": 2}, {"max_epochs": 3})}
@@ -100,3 +102,24 @@ def test_the_loop_says_that_it_was_resumed_to_the_end_of_the_epoch(limit: str, t
     resumed = fit(whole_run, watch, ckpt_path=str(next(tmp_path.glob("*.ckpt"))))
     left = -int(next(tmp_path.glob("*.ckpt")).stem.split("=")[1]) % STEPS_OF_EPOCH
     assert watch.seen == [True] * left + [False] * (len(resumed["losses"]) - left)
+
+
+class Validated(OwnModule):
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self.embed(batch[0]).sum())
+
+
+def test_a_file_is_loaded_after_a_directory(tmp_path: Path) -> None:
+    """By one Trainer: the state of the directory that it resumed from does not replace that of the file."""
+    loader, file = DataLoader(RandomTokens(24), batch_size=12), tmp_path / "later.ckpt"
+    with patch.dict(os.environ):
+        saver = PartialExpertsCheckpoint(str(tmp_path / "parts"), every_n_steps=2)
+        make_trainer(0, 1, max_steps=2, callbacks=[saver], enable_checkpointing=True).fit(Validated(), loader)
+        resumed, module = make_trainer(0, 1, max_steps=4), Validated()
+        resumed.fit(module, loader, ckpt_path=str(tmp_path / "parts"))
+        resumed.save_checkpoint(file)
+        trained = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        module.out.weight.data.zero_()
+        resumed.validate(module, loader, ckpt_path=str(file), verbose=False)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter, trained[name], rtol=0, atol=0, msg=name, check_device=False)

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig, RoutingReplay
-from moe_lightning.moe.replayed_routing import Piece, read_samples
+from moe_lightning.moe.replayed_routing import TokenRange, read_samples
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
 
@@ -36,7 +36,7 @@ def test_the_same_tokens_take_the_same_experts_on_any_ranks(tmp_path: Path) -> N
     assert two == pytest.approx(plain, abs=1e-5)
     run_ranks(2, fit, [(second, "record")], 3e-2)
     for step in range(STEPS):
-        at = Piece(step=step, first_sample=0)
+        at = TokenRange(step=step, first_sample=0)
         ours, theirs = (read_samples(tmp_path / name, at, 2 * BATCH) for name in ("first", "second"))
         assert ours.shape == (12, 16, 2, 2)
         if step == STEPS - 1:
