@@ -26,6 +26,7 @@ from moe_lightning.cli.planning import PlannedRun, memory_refusal, planned_run
 from moe_lightning.cli.simulation import HEAD, recipe_file, recommended_settings
 from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.checkpoint_cost import cheapest_interval
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import PRESETS, Hardware, load_hardware, preset
 from moe_lightning.simulate.mesh_search import ROOM
@@ -40,13 +41,13 @@ _WIDTH = 80
 _NAME, _VALUE = 15, 16  # columns of a row
 _MTBF_HOURS = 100.0  # of a node, as in moe-sim
 _CLUSTER = re.compile(r"(?:(\d{1,5})x)?(\d{1,4})x([A-Za-z]\w*)")
-_LEAST_S, _MOST_S, _MOST_STEPS = 60.0, 24 * 3600.0, 10_000
-"""Of a simulation: a day, or so many steps where they are short."""
+_LEAST_S, _MOST_STEPS, _FAILURES = 60.0, 30_000, 3
+"""Length of a simulation: so many failures, or steps where these are short."""
 _FOLDER = "outputs/advice/recipes"
 _MATRIX = 512
 _NOTHING = 5e-4  # of the goodput
-_DENSE_UTILIZATION, _EXPERT_UTILIZATION = 0.4, 0.7
-"""Of the rate of a plain product, by dense layers with attention and norms, and by experts."""
+_DENSE_UTILIZATION, _EXPERT_UTILIZATION, _STEP_S = 0.2, 0.4, 0.03
+"""On a CPU: share of the rate of a plain product in dense layers and in experts, and the fixed cost of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +190,7 @@ def measured_cpu(ranks: int, threads: int) -> Hardware:
         node_bytes_per_s=copied / 4,
         latency_s=2e-4,
         expert_s=2e-5,
-        step_s=5e-3,
+        step_s=_STEP_S,
         overlap=0.0,
         memory_bytes_per_s=copied,
         host_copy_bytes_per_s=copied / 2,
@@ -248,13 +249,14 @@ def _planned(run: PlannedRun, machine: Machine) -> tuple[Advice, PlannedRun]:
     routing = make_routing("zipf", num_experts=workload.num_experts, num_layers=workload.num_layers)
     ours = policy("ours", slots=run.slots)
     plain = StepModel(workload, machine.hardware, ours, routing, nodes)  # the mesh is searched later
-    duration_s = min(_MOST_S, max(_LEAST_S, _MOST_STEPS * plain.cost(nodes, 0, 0).step_s))
+    cost, period_s = plain.cost(nodes, 0, 0), 3600 * _MTBF_HOURS / nodes
+    duration_s = max(_LEAST_S, min(_FAILURES * period_s, _MOST_STEPS * cost.step_s))
     scenario = Scenario(
         workload=workload,
         hardware=machine.hardware,
         policy=ours,
         routing=routing,
-        events=Failures(node_mtbf_hours=_MTBF_HOURS).events(nodes, duration_s, 0),
+        events=Failures(kind="periodic", period_s=period_s).events(nodes, duration_s, 0),
         num_nodes=nodes,
         duration_s=duration_s,
         mesh=run.mesh,
@@ -267,7 +269,18 @@ def _planned(run: PlannedRun, machine: Machine) -> tuple[Advice, PlannedRun]:
         given |= {"dense": "zero1", "tp": 1}  # whole matrices
     if run.model.is_pretrained:
         given |= {name: getattr(run.mesh, name) for name in ("pp", "cp", "tp")}
-    fixed = {} if run.slots is None else {"slots": run.slots}
+    fixed: dict[str, Any] = {} if run.slots is None else {"slots": run.slots}
+    if duration_s <= period_s:  # no failure is simulated, which would show what an interval is worth
+        fixed["interval_steps"] = cheapest_interval(
+            workload,
+            machine.hardware,
+            ours,
+            machine.num_ranks,
+            step_s=cost.step_s,
+            overlap_s=cost.overlap_s,
+            faults_per_s=1 / period_s,
+        )
+        scenario = replace(scenario, policy=replace(ours, **fixed))
     advice = recommend(scenario, fixed=fixed, fixed_mesh=given)
     return advice, replace(run, mesh=advice.scenario.mesh, slots=advice.policy.slots)
 
@@ -313,9 +326,13 @@ def _rows(advice: Advice, run: PlannedRun, machine: Machine, notes: Sequence[str
     next_best = ""
     if others:
         other, slower = others[0].mesh, others[0].step.step_s / best[0].step.step_s - 1
-        next_best = f"; pp={other.pp} cp={other.cp} tp={other.tp} {other.dense}: step {slower:+.1%}"
+        names = ("pp", "cp", "tp", "dense")
+        differs = " ".join(f"{n}={getattr(other, n)}" for n in names if getattr(other, n) != getattr(mesh, n))
+        next_best = f"; {differs}: step {slower:+.1%}"
     refused = sum(advice.meshes.refused.values())
-    fit = f"shortest step of {advice.meshes.fitting} meshes that fit" + (f", {refused} do not" if refused else "")
+    fit = f"simplest within 1 % of the shortest step, of {advice.meshes.fitting} that fit" + (
+        f", {refused} do not" if refused else ""
+    )
     yield "mesh", f"dp={slices} {axes}".strip(), fit + next_best
     sharing = {
         "ddp": "every rank holds all dense parameters: they fit",
@@ -338,7 +355,7 @@ def _rows(advice: Advice, run: PlannedRun, machine: Machine, notes: Sequence[str
     yield (
         "checkpoint",
         f"every {chosen.interval_steps}",
-        why("interval_steps", "steps"),
+        why("interval_steps", "steps: saving costs as much as failures lose"),
     )
     kind = "experts of a layer copied in a step of a window" if chosen.lossless else "experts of a layer copied"
     copied = "more would stop training" if (chosen.k_snapshot or experts) < experts else "no token is lost"
@@ -348,7 +365,7 @@ def _rows(advice: Advice, run: PlannedRun, machine: Machine, notes: Sequence[str
     per_rank = run.global_batch / slices / micro
     batch = notes[0] if notes else "as in the recipe; it changes the training, so it stays"
     yield "batch", f"{run.global_batch} samples", batch
-    steps = f"{per_rank:g} samples of a data slice at a time"
+    steps = f"{per_rank:g} sample{'s' * (per_rank != 1)} of a data slice at a time"
     yield "micro-batches", str(micro), steps + ("" if micro == 1 else "; fewer do not fit, or are slower")
     yield "", "", ""
     tokens = run.global_batch * work.context_length / report.step_s

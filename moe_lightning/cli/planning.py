@@ -36,6 +36,8 @@ _CERTAIN = 4.0
 _MIXED_STATE_BYTES = 14
 _BYTES_VOCABULARY = 256
 _MOST_CURES = 3
+_CHANGES = ("optimizer=", "model.adapter", "data.global_batch_size=")
+"""Beginnings of settings that change what is trained."""
 _GPT = f"{GPTConfig.__module__}.{GPTConfig.__qualname__}"
 _HUGGING_FACE = "moe_lightning.models.huggingface.module.HuggingFaceConfig"
 
@@ -333,7 +335,7 @@ def memory_refusal(run: PlannedRun, free: float, process: float = 0.0) -> str | 
 
 def best_cures(run: PlannedRun, free: float) -> tuple[list[str], float]:
     """Return the settings that bring a run into so many bytes, and what it then needs: one where one suffices, the
-    first in the order of `_cures`; else those that help most, one after the other.
+    first in the order of `_cures`; else those that help most, one after the other, and such as keep the training first.
     """
     chosen, need = list[str](), run.memory().total
     while need > free and len(chosen) < _MOST_CURES:
@@ -341,6 +343,8 @@ def best_cures(run: PlannedRun, free: float) -> tuple[list[str], float]:
         better = [entry for entry in tried if entry[0] < 0.98 * need]
         if not better:
             break
+        if min(entry[0] for entry in better) > free:
+            better = [entry for entry in better if not entry[1].startswith(_CHANGES)] or better
         fitting = next((entry for entry in better if entry[0] <= free), None)
         need, setting, run = fitting or min(better, key=lambda entry: entry[0])
         chosen = [other for other in chosen if other.partition("=")[0] != setting.partition("=")[0]] + [setting]

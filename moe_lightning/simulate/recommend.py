@@ -230,10 +230,24 @@ def _candidate(
         way, _ = _best(scenario, way, "rebalance_every", periods)
         policy = replace(policy, rebalance_every=way.rebalance_every)
         intervals = [interval] if "interval_steps" in fixed else [factor * interval for factor in _INTERVAL_FACTORS]
-        ways.append(_best(scenario, way, "interval_steps", intervals))
+        way, report = _best(scenario, way, "interval_steps", intervals)
+        ways.append(_with_all_experts(scenario, way, report, fixed))
     policy, report = max(ways, key=lambda way: way[1].samples * (1 - way[1].plt))
     is_lossy = not policy.lossless and report.plt > 0
     return policy, report, next((other for way, other in ways if is_lossy and way.lossless), None)
+
+
+def _with_all_experts(
+    scenario: Scenario, policy: Policy, report: Report, fixed: Mapping[str, Any]
+) -> tuple[Policy, Report]:
+    """A policy that saves all experts each time, where that costs next to nothing; else the given one."""
+    experts = scenario.workload.num_experts
+    if policy.lossless or fixed.keys() & {"k_snapshot", "k_persist"} or policy.k_persist in (None, experts):
+        return policy, report
+    changed = replace(policy, k_snapshot=experts, k_persist=experts)
+    whole = simulate(replace(scenario, policy=changed))
+    costs_little = whole.samples * (1 - whole.plt) >= (1 - _WORTH) * report.samples * (1 - report.plt)
+    return (changed, whole) if costs_little else (policy, report)
 
 
 def _best(scenario: Scenario, policy: Policy, name: str, values: Sequence[int]) -> tuple[Policy, Report]:
@@ -286,14 +300,9 @@ def _checkpoints(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) -> Po
         failure_rate_per_s=scenario.faults_per_s,
         restart_s=policy.restart_s,
     )
-    k_snapshot, k_persist = found.k_snapshot, found.k_persist
-    everything, period_s = costs[work.num_experts], found.interval_steps * cost.step_s
-    waiting_s = max(0.0, everything.snapshot_s - cost.overlap_s)
-    if not policy.lossless and waiting_s < _WORTH * period_s and everything.persist_s < period_s:
-        k_snapshot = k_persist = work.num_experts  # all of them, where that costs next to nothing
     values: dict[str, Any] = {
-        "k_snapshot": k_snapshot,
-        "k_persist": None if policy.lossless else k_persist,
+        "k_snapshot": found.k_snapshot,
+        "k_persist": None if policy.lossless else found.k_persist,
         "interval_steps": found.interval_steps,
     }
     return replace(policy, **{name: value for name, value in values.items() if name not in fixed})

@@ -19,7 +19,7 @@ LARGE = ["model=gpt_m", "model.tie_embeddings=false", "data.global_batch_size=51
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(advise, "_MOST_STEPS", 1000)
+    monkeypatch.setattr(advise, "_MOST_STEPS", 500)
     monkeypatch.setattr(train, "_visible_gpus", lambda: 0)
 
 
@@ -50,7 +50,9 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("mesh", "slots", "replicas", "checkpoint", "K_snapshot", "batch", "tokens/s", "memory", "goodput"):
         assert name in names
     assert max(map(len, out.splitlines())) <= 80
+    assert "K_snapshot     8 of 8" in out  # a copy takes next to nothing
     config = _composed(Path("outputs/advice"), "quickstart_advised")
+    assert config["callbacks"]["partial_experts_checkpoint"]["k_persist"] == 8
     assert config["ranks"] == 2
     assert config["data"]["global_batch_size"] == 8
     assert "fault_recovery" in config["callbacks"]

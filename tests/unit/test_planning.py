@@ -181,6 +181,8 @@ def test_a_refusal_is_one_line() -> None:
     hopeless = memory_refusal(run, 1e6)
     assert hopeless is not None
     assert ": even with " in hopeless
+    assert "trainer.accumulate_grad_batches=32" in hopeless  # before what changes the training
+    assert "global_batch_size" not in hopeless
     assert "use a smaller model, or more machines" in hopeless
 
 

@@ -87,3 +87,11 @@ def test_says_why_others_do_not_fit() -> None:
         search_mesh(_scenario(memory_bytes=1e8))
     with pytest.raises(ConfigurationError, match="no mesh divides the 8 ranks of nodes=2"):
         search_mesh(_scenario(), {"pp": 3})
+
+
+def test_of_steps_alike_the_simplest_mesh_is_chosen() -> None:
+    found = search_mesh(_scenario())
+    shortest = min(candidate.step.step_s for candidate in found.best)
+    assert found.best[0].step.step_s <= 1.01 * shortest
+    alike = [candidate for candidate in found.best if candidate.rank[:2] == found.best[0].rank[:2]]
+    assert found.best[0] == min(alike, key=lambda candidate: candidate.mesh.unit)
