@@ -63,19 +63,20 @@ class TokenWindows(_MappedTokens):
     Args:
         span: tokens on disk.
         context_length: L.
+        source: of the tokens, for messages.
 
     Raises:
-        ConfigurationError: a length or number below one, or a span shorter than one window.
+        ConfigurationError: a length below one, or a span shorter than one window.
     """
 
-    def __init__(self, span: TokenSpan, context_length: PositiveInt) -> None:
+    def __init__(self, span: TokenSpan, context_length: PositiveInt, source: str = "") -> None:
         self.context_length = context_length
         self._windows = (span.count - 1) // context_length
         if self._windows < 1:
             raise ConfigurationError(
-                f"{span.path} has {span.count} tokens for this part, fewer than one window of {context_length + 1} "
-                "(data.context_length + 1); lower that (with moe-train model.context_length, which sets both), give "
-                "more text, or change val_fraction."
+                f"data.context_length={context_length} needs {context_length + 1:,} tokens, and one part of "
+                f"source={source or str(span.path)!r} has {span.count:,}: lower it (with moe-train "
+                "model.context_length, which sets both), give more text, or change val_fraction"
             )
         super().__init__(span)
 
@@ -294,7 +295,8 @@ class TextData(StepDataModule):
         self._val = Subset(val, (np.arange(most) * len(val) // most).tolist())
 
     def _windows(self, corpus: Corpus) -> tuple[Any, Any]:
-        return TokenWindows(corpus.train, self.context_length), TokenWindows(corpus.val, self.context_length)
+        train, val = (TokenWindows(span, self.context_length, corpus.name) for span in (corpus.train, corpus.val))
+        return train, val
 
     def _packed(self, corpus: Corpus) -> tuple[Any, Any]:
         train, val = (

@@ -40,7 +40,8 @@ def test_a_run_keeps_its_tokenizer(tmp_path: Path, callbacks: str, capsys: pytes
     lose_the_cache(tmp_path)
     measured = moe_train(tmp_path, *command, "trainer.max_steps=2", "task=validate")
     assert measured.returncode == 0, measured.stderr
-    result = moe_train(tmp_path, *command, "trainer.max_steps=3", "run_name=other", f"resume={newest}")
+    result = moe_train(tmp_path, *command, "trainer.max_steps=3", "run_name=other", f"resume={newest}",
+                       "resume_overrides=true")  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "outputs" / "other" / "tokenizer.json").read_text() == kept
 
