@@ -184,7 +184,6 @@ def recommended_settings(advice: Advice, simultaneous: int) -> dict[str, Any]:
     balancer: dict[str, Any] = _load_balancer() | {
         "rebalance_every": policy.rebalance_every,
         "min_replicas": policy.min_replicas,
-        "ranks_per_node": advice.scenario.hardware.ranks_per_node,
     }
     if policy.placement is not None:
         balancer["placement_rule"] = policy.placement
