@@ -670,7 +670,7 @@ def _print_next_steps(directory: RunDirectory, config: Mapping[str, Any]) -> Non
 
 
 def _check_memory(config: Mapping[str, Any]) -> None:
-    if config["check_memory"]:
+    if config["check_memory"] and config["task"] == "train":
         from moe_lightning.cli.planning import check_memory  # imports torch
 
         check_memory(config)

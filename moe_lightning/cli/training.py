@@ -190,7 +190,8 @@ def check_room(config: Mapping[str, Any], module: pl.LightningModule) -> None:
     for name in ("num_shapes", "global_batch_size"):
         if name in data:
             check_sample(f"data.{name}", data[name], data[name], machine_memory())
-    if trainer["accelerator"] != "cpu" and config["check_memory"]:  # moe-train has looked at that of the machine
+    is_checked = config["check_memory"] and config["task"] == "train"
+    if is_checked and trainer["accelerator"] != "cpu":  # moe-train has looked at that of the machine
         from moe_lightning.cli.planning import check_memory
 
         check_memory(config)
