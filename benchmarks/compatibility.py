@@ -24,7 +24,7 @@ and resumes for three more.
 * **same**: losses, gradients, norms, parameters and moments are those of one process, within the
   [limits](silent-errors.md) of float32 (of bfloat16 in its rows).
 * **refused**: training does not start; the reason is listed below the table.
-* **no**: it trains, but the numbers differ.
+* **differs**: it trains, and the numbers are others than those of one process, for the reason below the table.
 
 ```bash
 moe-bench compatibility                                   # all cells, in a checkout
@@ -32,6 +32,8 @@ moe-bench compatibility --row "z-loss" "AdamW"            # some rows
 moe-bench compatibility --page docs/compatibility.md      # this page
 ```
 """
+
+_REFUSED, _DIFFERS = "refused: ", "differs: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Print one table; 0 if every cell is the same or refused.
+    """Print one table; 0 if every cell is the same, refused or explained.
 
     Raises:
         ConfigurationError: an unknown row, or a page of some rows only.
@@ -65,8 +67,9 @@ def run(options: Options) -> int:
         row = table[feature] = {}
         for layout in LAYOUTS:
             result = run_healthy(cell(cell_id(feature, layout)))
-            row[layout] = result.told or ("" if result.holds else "no")
-            if not result.holds:
+            told = f"{_REFUSED}{result.told}" if result.told else ""
+            row[layout] = told if result.holds else _DIFFERS + FEATURES[feature].differs.get(layout, "unexplained")
+            if not result.holds and layout not in FEATURES[feature].differs:
                 problems.append(f"{feature}, {layout}: {result.problem}")
             print(f"{_verdict(row[layout]):<11}", end="", flush=True)
         print(flush=True)
@@ -77,25 +80,25 @@ def run(options: Options) -> int:
     if options.page is not None:
         options.page.write_text(written(table))
     count = sum(map(len, table.values()))
-    print(f"{count - len(problems)} of {count} cells are the same or refused; {time.perf_counter() - start:.0f} s")
+    print(f"{count - len(problems)} of {count} cells are the same, or explained; {time.perf_counter() - start:.0f} s")
     return int(bool(problems))
 
 
 def _verdict(told: str) -> str:
-    return told if told == "no" else "refused" if told else "same"
+    return told.partition(":")[0] or "same"
 
 
 def _reasons(table: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """A line for each sentence of a row, with the columns that it refuses."""
+    """A line for each sentence of a row, with its columns."""
     lines = []
     for feature, row in table.items():
         columns: dict[str, list[str]] = {}
         for layout, told in row.items():
-            if told not in ("", "no"):
+            if told:
                 columns.setdefault(told, []).append(layout)
         for told, layouts in columns.items():
             where = "everywhere" if len(layouts) == len(row) else ", ".join(layouts)
-            lines.append(f"* {feature} ({where}): {told}")
+            lines.append(f"* {feature} ({where}) {told}")
     return lines
 
 
@@ -103,14 +106,14 @@ def written(table: Mapping[str, Mapping[str, str]]) -> str:
     """The page.
 
     Args:
-        table: sentences of refusals by row and column; "" where a cell is the same, "no" where it differs.
+        table: by row and column "" where a cell is the same, else "refused: " or "differs: " with the reason.
     """
     layouts = list(next(iter(table.values())))
     lines = [f"| | {' | '.join(layouts)} |", "|" + "-|" * (len(layouts) + 1)]
     lines += [
         f"| {feature} | {' | '.join(_verdict(told) for told in row.values())} |" for feature, row in table.items()
     ]
-    parts = [_INTRODUCTION, "\n".join(lines) + "\n", "## Why a cell is refused\n", "\n".join(_reasons(table)) + "\n"]
+    parts = [_INTRODUCTION, "\n".join(lines) + "\n", "## Reasons\n", "\n".join(_reasons(table)) + "\n"]
     parts.append(
         "Next: [limits](limits.md), [silent errors](silent-errors.md), [the laws](expert-parallelism.md#laws).\n"
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
 from benchmarks.silent.case import BFLOAT16, Case, Limits, Training
 from benchmarks.silent.model import (
@@ -62,9 +62,11 @@ class Feature:
         training: as in `Training`, on any ranks.
         strategy: options of ExpertParallelStrategy, beside those of the layout.
         limits: see `Limits`.
+        differs: why numbers are others than those of one process, by layout; where they need not be the same.
     """
 
     training: Training = field(default_factory=Training)
+    differs: Mapping[str, str] = field(default_factory=dict)
     strategy: Mapping[str, Any] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
 
@@ -78,12 +80,16 @@ def _trainer(**options: Any) -> Feature:
 
 
 def _precision(name: str) -> Feature:
-    return Feature(training=Training(trainer={"precision": name}, reference="one rank"), limits=BFLOAT16)
+    every = {"top_k": 4, "normalize_top_k": True}  # of four experts: rounding chooses nothing
+    training = Training(trainer={"precision": name}, model={"router": every, "optimizer": "adamw slow"}, reference="one rank")
+    return Feature(training=training, limits=BFLOAT16)
 
 
 def _callback(*callbacks: Any, **options: Any) -> Feature:
     return Feature(training=Training(callbacks=lambda: [make() for make in callbacks], **options))
 
+
+_PER_MICRO = "the loss is computed for each micro-batch of the pipeline, as under gradient accumulation"
 
 FEATURES: dict[str, Feature] = {
     "AdamW": Feature(),
@@ -94,7 +100,7 @@ FEATURES: dict[str, Feature] = {
     "clipping by value": _trainer(gradient_clip_val=0.002, gradient_clip_algorithm="value"),
     "gradient accumulation": _trainer(accumulate_grad_batches=2),
     "validation": Feature(training=Training(validates=True)),
-    "load-balancing loss": _router(aux_loss_coef=0.1),
+    "load-balancing loss": replace(_router(aux_loss_coef=0.1), differs=dict.fromkeys(("pp", "pp + fsdp"), _PER_MICRO)),
     "z-loss": _router(z_loss_coef=0.01),
     "selection bias": _router(bias_update_rate=0.01),
     "noise and dropout": Feature(
@@ -117,11 +123,8 @@ FEATURES: dict[str, Feature] = {
         _callback(lambda: LoadBalancer(rebalance_every=2, calibrate=False)), strategy={"slots": 4}
     ),
     "`stop_on_nan`": Feature(strategy={"stop_on_nan": "skip"}),
-    "bf16-mixed": Feature(
-        training=Training(trainer={"precision": "bf16-mixed"}, reference="one rank"), limits=BFLOAT16
-    ),
-    "bf16-true": Feature(training=Training(trainer={"precision": "bf16-true"}, reference="one rank"), limits=BFLOAT16),
-    "`BackboneFinetuning`": _callback(BackboneFinetuning),
+    "bf16-mixed": _precision("bf16-mixed"),
+    "bf16-true": _precision("bf16-true"),
     "`EMAWeightAveraging`": _callback(lambda: EMAWeightAveraging(decay=0.5)),
     "`StochasticWeightAveraging`": _callback(lambda: StochasticWeightAveraging(1e-3)),
 }

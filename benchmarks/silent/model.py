@@ -50,7 +50,7 @@ def optimizer_of(parameters: list[torch.nn.Parameter], name: str = "adamw") -> A
     from the first step.
 
     Args:
-        name: "adamw", "adamw backwards" with the parameters in reverse, or "sgd".
+        name: "adamw", "adamw slow" with a tenth of the rate, "adamw backwards" with the parameters in reverse, or "sgd".
     """
     parameters = parameters[::-1] if name.endswith("backwards") else parameters
     groups = [
@@ -58,7 +58,7 @@ def optimizer_of(parameters: list[torch.nn.Parameter], name: str = "adamw") -> A
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+        torch.optim.AdamW(groups, lr=1e-3 if name.endswith("slow") else 1e-2, eps=1e-4)
         if name.startswith("adamw")
         else torch.optim.SGD(groups, lr=0.02, momentum=0.9)
     )

@@ -232,6 +232,8 @@ def _require(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
     alone, *beside = _tried(optimizer, group, parameter) or [torch.zeros(1)]
     if not all(torch.equal(alone, other) for other in beside):
         cure = "drop fused=True" if group.get("fused") else "use AdamW, Adam, SGD or another elementwise optimizer"
+        if parameter.dtype != torch.float32:  # torch rounds the end of a vector otherwise than its rest
+            cure = f"use AdamW, or a precision with float32 parameters instead of {str(parameter.dtype)[6:]}"
         raise _mixes(name, cure)
 
 

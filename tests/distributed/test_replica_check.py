@@ -95,6 +95,14 @@ def test_optimizers_that_mix_rows_are_refused(kind: Any, options: dict[str, Any]
     require_updates_by_expert([kind(parameters, **options)], [])  # of dense parameters it is nobody's business
 
 
+def test_in_half_precision_another_cure_is_named() -> None:
+    parameters = [nn.Parameter(p.detach().bfloat16()) for p in stacks()]
+    with pytest.raises(
+        ConfigurationError, match=r"use AdamW, or a precision with float32 parameters instead of bfloat16"
+    ):
+        require_updates_by_expert([torch.optim.Adafactor(parameters)], parameters)
+
+
 @pytest.mark.parametrize(("width", "is_refused"), [(7, True), (78, True), (16, False), (64, False)])
 def test_fused_updates_are_refused_where_rows_end_within_a_vector(width: int, is_refused: bool) -> None:
     parameters = [nn.Parameter(torch.randn(2, 3, width))]
