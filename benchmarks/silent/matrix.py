@@ -81,8 +81,8 @@ def _trainer(**options: Any) -> Feature:
 
 def _precision(name: str) -> Feature:
     every = {"top_k": 4, "normalize_top_k": True}  # of four experts: rounding chooses nothing
-    training = Training(trainer={"precision": name}, model={"router": every, "optimizer": "adamw slow"}, reference="one rank")
-    return Feature(training=training, limits=BFLOAT16)
+    model = {"router": every, "optimizer": "adamw slow"}
+    return Feature(training=Training(trainer={"precision": name}, model=model, reference="one rank"), limits=BFLOAT16)
 
 
 def _callback(*callbacks: Any, **options: Any) -> Feature:

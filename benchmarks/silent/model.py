@@ -50,7 +50,8 @@ def optimizer_of(parameters: list[torch.nn.Parameter], name: str = "adamw") -> A
     from the first step.
 
     Args:
-        name: "adamw", "adamw slow" with a tenth of the rate, "adamw backwards" with the parameters in reverse, or "sgd".
+        name: "adamw", "adamw slow" with a tenth of the rate, "adamw backwards" with the parameters in reverse, or
+            "sgd".
     """
     parameters = parameters[::-1] if name.endswith("backwards") else parameters
     groups = [
