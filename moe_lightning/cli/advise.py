@@ -301,39 +301,35 @@ def _lines(advice: Advice, run: PlannedRun, machine: Machine, base: str, notes: 
         yield from (" " * (_NAME + _VALUE) + line for line in others)
 
 
-def _rows(advice: Advice, run: PlannedRun, machine: Machine, notes: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """(name, value, reason) of every choice and prediction."""
-    chosen, report, mesh, work = advice.policy, advice.report, advice.scenario.mesh, run.workload
-    assert advice.meshes is not None
-    best, ranks = advice.meshes.best, machine.num_ranks
-    slices = ranks // mesh.unit
-    micro = mesh.micro_batches_of(run.global_batch / slices)
-    undone = {choice.name: choice for choice in advice.choices}
+_Row = tuple[str, str, str]
+"""Name, value and reason of a choice or prediction."""
 
-    def why(name: str, otherwise: str) -> str:
-        choice = undone.get(name)
-        if choice is None or not report.goodput:
-            return otherwise
-        change = choice.report.goodput / report.goodput - 1
-        lost = f", {choice.report.plt:.2%} of the tokens lost" if choice.report.plt > report.plt else ""
-        if abs(change) < _NOTHING and not lost:
-            return f"{otherwise}; {choice.instead} is as good"
-        return f"{otherwise}; {choice.instead}: {change:+.1%} goodput{lost}"
 
+def _rows(advice: Advice, run: PlannedRun, machine: Machine, notes: Sequence[str]) -> Iterator[_Row]:
+    yield from _mesh_rows(advice, run, machine)
+    yield from _placement_rows(advice, run, machine)
+    yield from _checkpoint_rows(advice, run)
+    yield from _batch_rows(advice, run, machine, notes)
+    yield "", "", ""
+    yield from _predictions(advice, run, machine)
+
+
+def _mesh_rows(advice: Advice, run: PlannedRun, machine: Machine) -> Iterator[_Row]:
+    mesh, meshes = advice.scenario.mesh, advice.meshes
+    assert meshes is not None
     axes = " ".join(f"{axis}={size}" for axis, size in (("pp", mesh.pp), ("cp", mesh.cp), ("tp", mesh.tp)) if size > 1)
-    others = [found for found in best if (found.mesh.pp, found.mesh.cp, found.mesh.tp, found.mesh.dense) != (
-        mesh.pp, mesh.cp, mesh.tp, mesh.dense)]  # fmt: skip
+    names = ("pp", "cp", "tp", "dense")
+    others = [found for found in meshes.best if any(getattr(found.mesh, n) != getattr(mesh, n) for n in names)]
     next_best = ""
     if others:
-        other, slower = others[0].mesh, others[0].step.step_s / best[0].step.step_s - 1
-        names = ("pp", "cp", "tp", "dense")
+        other, slower = others[0].mesh, others[0].step.step_s / meshes.best[0].step.step_s - 1
         differs = " ".join(f"{n}={getattr(other, n)}" for n in names if getattr(other, n) != getattr(mesh, n))
         next_best = f"; {differs}: step {slower:+.1%}"
-    refused = sum(advice.meshes.refused.values())
-    fit = f"simplest within 1 % of the shortest step, of {advice.meshes.fitting} that fit" + (
+    refused = sum(meshes.refused.values())
+    fit = f"simplest within 1 % of the shortest step, of {meshes.fitting} that fit" + (
         f", {refused} do not" if refused else ""
     )
-    yield "mesh", f"dp={slices} {axes}".strip(), fit + next_best
+    yield "mesh", f"dp={machine.num_ranks // mesh.unit} {axes}".strip(), fit + next_best
     sharing = {
         "ddp": "every rank holds all dense parameters: they fit",
         "zero1": "moments of dense parameters on one rank each",
@@ -343,31 +339,64 @@ def _rows(advice: Advice, run: PlannedRun, machine: Machine, notes: Sequence[str
     yield "dense", mesh.dense, sharing[mesh.dense]
     if run.training.recomputes or mesh.recompute:
         yield "recompute", "yes", "without it no mesh fits the memory"
-    experts = work.num_experts
-    yield "slots", f"{chosen.slots} of {experts}", why("slots", "the fewest within 1 % of the best step")
+
+
+def _reason(advice: Advice, name: str, otherwise: str) -> str:
+    """Add to a reason what another value of a choice would cost."""
+    choice = next((choice for choice in advice.choices if choice.name == name), None)
+    report = advice.report
+    if choice is None or not report.goodput:
+        return otherwise
+    change = choice.report.goodput / report.goodput - 1
+    lost = f", {choice.report.plt:.2%} of the tokens lost" if choice.report.plt > report.plt else ""
+    if abs(change) < _NOTHING and not lost:
+        return f"{otherwise}; {choice.instead} is as good"
+    return f"{otherwise}; {choice.instead}: {change:+.1%} goodput{lost}"
+
+
+def _placement_rows(advice: Advice, run: PlannedRun, machine: Machine) -> Iterator[_Row]:
+    chosen = advice.policy
+    fewest = _reason(advice, "slots", "the fewest within 1 % of the best step")
+    yield "slots", f"{chosen.slots} of {run.workload.num_experts}", fewest
     safe = "one lost node stays without an effect" if chosen.min_replicas > 1 else "more cost more than they save"
     if machine.num_nodes == 1:
         safe = "one node: it is lost with all of its experts"
-    yield "replicas", str(chosen.min_replicas), why("min_replicas", safe)
+    yield "replicas", str(chosen.min_replicas), _reason(advice, "min_replicas", safe)
     if chosen.protection != "none":
-        yield "protection", chosen.protection, why("protection", "snapshots survive the loss of their node")
-    yield "rebalance", f"every {chosen.rebalance_every}", why("rebalance_every", "steps between placements")
-    yield (
-        "checkpoint",
-        f"every {chosen.interval_steps}",
-        why("interval_steps", "steps: saving costs as much as failures lose"),
-    )
+        survives = _reason(advice, "protection", "snapshots survive the loss of their node")
+        yield "protection", chosen.protection, survives
+    between = _reason(advice, "rebalance_every", "steps between placements")
+    yield "rebalance", f"every {chosen.rebalance_every}", between
+
+
+def _checkpoint_rows(advice: Advice, run: PlannedRun) -> Iterator[_Row]:
+    chosen, experts = advice.policy, run.workload.num_experts
+    interval = _reason(advice, "interval_steps", "steps: saving costs as much as failures lose")
+    yield "checkpoint", f"every {chosen.interval_steps}", interval
     kind = "experts of a layer copied in a step of a window" if chosen.lossless else "experts of a layer copied"
     copied = "more would stop training" if (chosen.k_snapshot or experts) < experts else "no token is lost"
-    yield "K_snapshot", f"{chosen.k_snapshot or experts} of {experts}", why("k_snapshot", f"{kind}: {copied}")
+    yield (
+        "K_snapshot",
+        f"{chosen.k_snapshot or experts} of {experts}",
+        _reason(advice, "k_snapshot", f"{kind}: {copied}"),
+    )
     if chosen.k_persist is not None:
-        yield "K_persist", f"{chosen.k_persist} of {experts}", why("k_persist", "experts of a layer written")
+        written = _reason(advice, "k_persist", "experts of a layer written")
+        yield "K_persist", f"{chosen.k_persist} of {experts}", written
+
+
+def _batch_rows(advice: Advice, run: PlannedRun, machine: Machine, notes: Sequence[str]) -> Iterator[_Row]:
+    slices = machine.num_ranks // advice.scenario.mesh.unit
+    micro = advice.scenario.mesh.micro_batches_of(run.global_batch / slices)
     per_rank = run.global_batch / slices / micro
     batch = notes[0] if notes else "as in the recipe; it changes the training, so it stays"
     yield "batch", f"{run.global_batch} samples", batch
     steps = f"{per_rank:g} sample{'s' * (per_rank != 1)} of a data slice at a time"
     yield "micro-batches", str(micro), steps + ("" if micro == 1 else "; fewer do not fit, or are slower")
-    yield "", "", ""
+
+
+def _predictions(advice: Advice, run: PlannedRun, machine: Machine) -> Iterator[_Row]:
+    report, work = advice.report, run.workload
     tokens = run.global_batch * work.context_length / report.step_s
     yield "tokens/s", f"{tokens:,.0f}", f"step of {report.step_s:.3g} s; {machine.source}"
     memory, room = run.memory(), machine.hardware.memory_bytes
@@ -440,5 +469,5 @@ def _recipe(
 
 
 def _joining(machine: Machine) -> str:
-    """What a node of several says to find the others."""
+    """Return the settings by which the nodes of a run find each other; empty for one node."""
     return " elastic.rdzv_endpoint=HOST:29510 elastic.secret_file=run.secret" if machine.num_nodes > 1 else ""

@@ -181,7 +181,7 @@ class _Counts:
 
 def _tokenizer(arguments: argparse.Namespace) -> str | None:
     """The content of the tokenizer.json; one that is trained is kept in the cache, where a second try finds it."""
-    from moe_lightning.data.corpus import Source, trained_tokenizer
+    from moe_lightning.data.corpus import DataSource, trained_tokenizer
     from moe_lightning.data.tokenizer import check_tokenizer, is_trained, tokenizer_content
 
     spec = arguments.tokenizer
@@ -189,7 +189,7 @@ def _tokenizer(arguments: argparse.Namespace) -> str | None:
     check_tokenizer(spec)
     if not is_trained(spec):
         return tokenizer_content(spec)
-    sources = [Source(path=source, text_field=arguments.text_field) for source in arguments.source]
+    sources = [DataSource(path=source, text_field=arguments.text_field) for source in arguments.source]
     return trained_tokenizer(sources, spec, val_fraction=arguments.val_fraction)
 
 

@@ -40,8 +40,8 @@ _UNEVEN = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
-    """How a model is trained, as far as its memory depends on it.
+class TrainingShape:
+    """Settings of a training on which its memory depends.
 
     Attributes:
         context_length: tokens of a sequence.
@@ -62,7 +62,7 @@ class Training:
     num_ranks: int = 1
 
 
-def count_footprint(model: nn.Module, training: Training) -> Footprint:
+def count_footprint(model: nn.Module, training: TrainingShape) -> Footprint:
     """Count the footprint of a transformer with MoE layers.
 
     Args:
@@ -78,7 +78,7 @@ def count_footprint(model: nn.Module, training: Training) -> Footprint:
     linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
     up, down = experts.shapes["w_up"], experts.shapes["w_down"]
     row = float(number * (up[0] + up[1] + down[0] + down[1]) + _INDEX_BYTES)
-    kept = _Kept(model, recomputes=training.recomputes)
+    kept = _SavedBytes(model, recomputes=training.recomputes)
     kept.count(training.context_length, computed)
     router = 2 * _LOSS_BYTES * layers[0].num_experts * len(layers) / len(kept.blocks)
     sent = float(_SENT_ROWS * top_k * number * down[1]) if training.num_ranks > 1 else 0.0
@@ -146,8 +146,8 @@ class _Skip(torch.autograd.Function):
         return grads[0], None
 
 
-class _Kept:
-    """What autograd saves of one sequence in a forward pass on tensors without memory, in bytes.
+class _SavedBytes:
+    """Bytes that autograd saves for one sequence in a forward pass on tensors without memory.
 
     Attributes:
         blocks: the transformer layers.

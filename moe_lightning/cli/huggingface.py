@@ -151,7 +151,7 @@ def _stacks(source: SavedModel, architecture: Architecture) -> Iterator[dict[str
 
 
 def _facts(source: SavedModel) -> TrainingFacts:
-    """What the run of a checkpoint says of its training; steps alone of one that was copied away from it."""
+    """Return facts of the training from the run of a checkpoint; the steps alone if it was copied away from it."""
     from moe_lightning.models.huggingface.card import TrainingFacts
 
     steps = int(source.values["global_step"])

@@ -23,7 +23,7 @@ from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.saved_model import network_of, open_saved
 from moe_lightning.config import TARGET
-from moe_lightning.data.corpus import Source, tokenizer_of
+from moe_lightning.data.corpus import DataSource, tokenizer_of
 from moe_lightning.data.instructions import ChatFormat, chat_format, hugging_face_tokenizer, templated_turns
 from moe_lightning.data.text import sources_of
 from moe_lightning.data.token_folder import is_token_folder, open_token_folder
@@ -274,7 +274,7 @@ def _spec_of(data: Mapping[str, Any], pretrained: str, name: str) -> str:
     )
 
 
-def _sources(data: Mapping[str, Any]) -> Sequence[Source]:
+def _sources(data: Mapping[str, Any]) -> Sequence[DataSource]:
     return sources_of(data["source"], str(data.get("text_field", "text"))) if "source" in data else ()
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from moe_lightning.cli.capacity import RANK_BYTES, free_bytes
 from moe_lightning.cli.composition import build_object
-from moe_lightning.cli.footprint import MOMENTS, PRECISIONS, Training, count_footprint
+from moe_lightning.cli.footprint import MOMENTS, PRECISIONS, TrainingShape, count_footprint
 from moe_lightning.config import TARGET
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
@@ -77,7 +77,7 @@ def _plain_workload(model: DescribedModel, precision: str) -> Workload:
 
 
 @lru_cache(maxsize=32)
-def _footprint(model: DescribedModel, training: Training) -> Footprint | None:
+def _footprint(model: DescribedModel, training: TrainingShape) -> Footprint | None:
     """None: the model does not run on tensors without memory, so its closed form has to do."""
     try:
         return count_footprint(model.build(), training)
@@ -103,7 +103,7 @@ class PlannedRun:
     """
 
     model: DescribedModel
-    training: Training
+    training: TrainingShape
     mesh: MeshSpec
     global_batch: int
     slots: int | None
@@ -180,7 +180,7 @@ def planned_run(config: Mapping[str, Any], num_ranks: int, ranks_per_node: int) 
     on_cpu = trainer.get("accelerator") not in ("gpu", "cuda")
     return PlannedRun(
         model=described,
-        training=Training(
+        training=TrainingShape(
             context_length=described.sizes.context_length,
             vocab_size=described.vocab_size,
             precision=precision,

@@ -175,7 +175,7 @@ def recipe_file(path: Path, key: str) -> Path:
 
 
 def recommended_settings(advice: Advice, simultaneous: int) -> dict[str, Any]:
-    """What a recipe of moe-train sets to train as advised; the callbacks start from the files of conf/callbacks.
+    """Return the settings of a moe-train recipe that trains as advised, callbacks as in conf/callbacks.
 
     Args:
         simultaneous: nodes that fail at once.

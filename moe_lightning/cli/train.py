@@ -372,6 +372,24 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(arguments: Sequence[str]) -> None:
+    if "--version" in arguments:
+        _print_version(with_report="--report" in arguments)
+    elif "--advise" in arguments:
+        _advise(arguments)
+    else:
+        _run_hydra(arguments)
+
+
+def _print_version(*, with_report: bool) -> None:
+    if with_report:
+        from moe_lightning.cli.environment_report import environment_report
+
+        print(environment_report())
+    else:
+        print(f"moe-train {__version__}")
+
+
+def _run_hydra(arguments: Sequence[str]) -> None:
     # Hydra's machinery without hydra.main, which would answer a wrong option with a screen of usage.
     from hydra import version
     from hydra.core.hydra_config import HydraConfig
@@ -386,17 +404,6 @@ def _run(arguments: Sequence[str]) -> None:
         None,
         ["searchpath", "defaults", "plugins", "dial"],
     )  # all and config print more of Hydra's
-    if "--version" in arguments:  # the parser's own would tell Hydra's
-        if "--report" in arguments:
-            from moe_lightning.cli.environment_report import environment_report
-
-            print(environment_report())
-        else:
-            print(f"moe-train {__version__}")
-        return
-    if "--advise" in arguments:
-        _advise(arguments)
-        return
     arguments = _as_settings(arguments)
     options, rest = parser.parse_known_intermixed_args(list(arguments))
     if rest:

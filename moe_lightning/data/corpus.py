@@ -64,7 +64,7 @@ _LAYOUT = 7  # raised when an entry's files change their meaning
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class DataSource:
     """One source of samples.
 
     Args:
@@ -175,11 +175,11 @@ def default_cache_dir() -> Path:
 
 def prepare_corpus(source: str | Path = STDLIB, *, text_field: str = "text", **options: Any) -> Corpus:
     """Find or build the tokens of one source, see `prepare_corpora`."""
-    return prepare_corpora([Source(path=str(source), text_field=text_field)], **options)[0]
+    return prepare_corpora([DataSource(path=str(source), text_field=text_field)], **options)[0]
 
 
 def prepare_corpora(
-    sources: Sequence[Source],
+    sources: Sequence[DataSource],
     *,
     cache_dir: str | Path | None = None,
     tokenizer: str | None = None,
@@ -230,7 +230,7 @@ def prepare_corpora(
     return tuple(corpora)
 
 
-def _check_sources(sources: Sequence[Source], tokenizer: str | None, dtype: str | None) -> None:
+def _check_sources(sources: Sequence[DataSource], tokenizer: str | None, dtype: str | None) -> None:
     for source in sources:
         check_local("source", source.path)
     if tokenizer is not None:
@@ -251,7 +251,7 @@ def _check_sources(sources: Sequence[Source], tokenizer: str | None, dtype: str 
         )
 
 
-def tokenizer_of(sources: Sequence[Source], tokenizer: str | None) -> str | None:
+def tokenizer_of(sources: Sequence[DataSource], tokenizer: str | None) -> str | None:
     """Return the spec of the tokenizer of sources: the one that is given, that of a folder of tokens, or bytes of text;
     None: files of tokens do not say.
     """
@@ -327,7 +327,7 @@ def read_tokens(span: TokenSpan) -> dict[str, Any]:
 
 
 def _token_file_corpus(
-    source: Source, cache: Path, tokenizer: str, val_fraction: float, dtype: str | None, end_of_document: int | None
+    source: DataSource, cache: Path, tokenizer: str, val_fraction: float, dtype: str | None, end_of_document: int | None
 ) -> Corpus:
     span = token_file(source.path, dtype)
     train, val = _split(source, span, val_fraction)
@@ -345,7 +345,7 @@ def _token_file_corpus(
     )
 
 
-def _split(source: Source, span: TokenSpan, val_fraction: float) -> tuple[TokenSpan, TokenSpan]:
+def _split(source: DataSource, span: TokenSpan, val_fraction: float) -> tuple[TokenSpan, TokenSpan]:
     held_out = round(span.count * val_fraction)
     if not 0 < held_out < span.count:
         raise ConfigurationError(
@@ -379,7 +379,7 @@ def _checked_vocab_size(source: str, span: TokenSpan, tokenizer: str, low: int, 
 
 
 def _folder_corpus(
-    source: Source, folder: TokenFolder, digest: str, val_fraction: float, end_of_document: int | None
+    source: DataSource, folder: TokenFolder, digest: str, val_fraction: float, end_of_document: int | None
 ) -> Corpus:
     header = folder.header
     dtype = np.dtype(header.dtype).newbyteorder("<").str
@@ -430,7 +430,7 @@ def _verified(folder: TokenFolder, cache: Path) -> str:
 # ---------------------------------------------------------------------- text
 
 
-def _tokenized(source: Source, cache: Path, tokenizer: str | None, end_of_document: int | None) -> TokenFolder:
+def _tokenized(source: DataSource, cache: Path, tokenizer: str | None, end_of_document: int | None) -> TokenFolder:
     """The tokens of a text, from the cache."""
     files, content = _read_content(source, cache)
     text_field = source.text_field if has_records(files) else ""
@@ -444,7 +444,7 @@ def _tokenized(source: Source, cache: Path, tokenizer: str | None, end_of_docume
     return open_token_folder(_cached(cache / key, build)[0])
 
 
-def _read_content(source: Source, cache: Path) -> tuple[Sequence[SourceFile], str]:
+def _read_content(source: DataSource, cache: Path) -> tuple[Sequence[SourceFile], str]:
     """The files of a source, and a digest of their names and bytes."""
     files = source_files([source.path])
     seen = fingerprint((_LAYOUT, tuple((file.name, file.version) for file in files)))
@@ -453,7 +453,7 @@ def _read_content(source: Source, cache: Path) -> tuple[Sequence[SourceFile], st
 
 
 def _content_digest(files: Iterable[SourceFile]) -> str:
-    """Of the files' names and bytes."""
+    """Return a digest of the names and bytes of files."""
     parts = []
     for file in files:
         digest = xxhash.xxh3_128()
@@ -465,7 +465,7 @@ def _content_digest(files: Iterable[SourceFile]) -> str:
 
 
 def trained_tokenizer(
-    sources: Sequence[Source], spec: str, *, val_fraction: float, cache_dir: str | Path | None = None
+    sources: Sequence[DataSource], spec: str, *, val_fraction: float, cache_dir: str | Path | None = None
 ) -> str:
     """Return the tokenizer.json of "bpe:SIZE": trained on the text of all sources but the end of each, and then kept.
 

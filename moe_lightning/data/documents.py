@@ -65,7 +65,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class FilePart:
     """Documents of a file that are read in one go.
 
     Attributes:
@@ -268,7 +268,7 @@ def _visible_files(folder: Path, above: frozenset[Path] = frozenset()) -> Iterat
 # ---------------------------------------------------------------------- parts and documents
 
 
-def parts_of(file: SourceFile) -> list[Part]:
+def parts_of(file: SourceFile) -> list[FilePart]:
     """The parts of a file, in order.
 
     Raises:
@@ -279,11 +279,13 @@ def parts_of(file: SourceFile) -> list[Part]:
     if kind == "jsonl" and path.suffix not in _PACKED:
         starts = range(0, size, _PART_BYTES)
         return [
-            Part(path=path, start=start, stop=min(start + _PART_BYTES, size), size_bytes=min(_PART_BYTES, size - start))
+            FilePart(
+                path=path, start=start, stop=min(start + _PART_BYTES, size), size_bytes=min(_PART_BYTES, size - start)
+            )
             for start in starts
         ]
     if kind != "parquet":
-        return [Part(path=path, start=0, stop=1, size_bytes=size)]
+        return [FilePart(path=path, start=0, stop=1, size_bytes=size)]
     with reading(path), open_regular(path) as opened:
         about = _pyarrow("parquet", path).ParquetFile(opened).metadata
         sizes = [about.row_group(group).total_byte_size for group in range(about.num_row_groups)]
@@ -291,18 +293,18 @@ def parts_of(file: SourceFile) -> list[Part]:
     for stop in range(1, len(sizes) + 1):
         nbytes = sum(sizes[start:stop])
         if nbytes >= _PART_BYTES or stop == len(sizes):
-            parts.append(Part(path=path, start=start, stop=stop, size_bytes=nbytes * size // total))
+            parts.append(FilePart(path=path, start=start, stop=stop, size_bytes=nbytes * size // total))
             start = stop
     return parts
 
 
-def portions(files: Iterable[SourceFile]) -> list[tuple[Part, ...]]:
+def portions(files: Iterable[SourceFile]) -> list[tuple[FilePart, ...]]:
     """The parts of all files in portions of about 64 MiB: one part of a large file, or many small files.
 
     Raises:
         ConfigurationError: see `parts_of`.
     """
-    found, portion, nbytes = [], list[Part](), 0
+    found, portion, nbytes = [], list[FilePart](), 0
     for file in files:
         for part in parts_of(file):
             portion.append(part)
@@ -313,7 +315,9 @@ def portions(files: Iterable[SourceFile]) -> list[tuple[Part, ...]]:
     return [*found, tuple(portion)] if portion else found
 
 
-def documents(part: Part, text_field: str, advance: Callable[[int], None] = lambda nbytes: None) -> Iterator[Document]:
+def documents(
+    part: FilePart, text_field: str, advance: Callable[[int], None] = lambda nbytes: None
+) -> Iterator[Document]:
     """The documents of a part that have any text. Each is read to its end before the next one.
 
     Args:
@@ -413,7 +417,7 @@ def _pyarrow(module: str, path: Path) -> Any:
     return getattr(pyarrow, module)
 
 
-def _json_texts(part: Part, text_field: str, advance: Callable[[int], None]) -> Iterator[Document]:
+def _json_texts(part: FilePart, text_field: str, advance: Callable[[int], None]) -> Iterator[Document]:
     is_packed = part.path.suffix in _PACKED
     with _opened(part.path, advance) if is_packed else open_regular(part.path) as file:
         if part.start:
@@ -435,7 +439,7 @@ def _json_texts(part: Part, text_field: str, advance: Callable[[int], None]) -> 
                 advance(len(line))
 
 
-def _line(file: BinaryIO, part: Part, number: int) -> bytes:
+def _line(file: BinaryIO, part: FilePart, number: int) -> bytes:
     line = file.readline(_LONGEST_LINE + 1)
     if len(line) > _LONGEST_LINE:
         raise ConfigurationError(
@@ -445,7 +449,7 @@ def _line(file: BinaryIO, part: Part, number: int) -> bytes:
     return line
 
 
-def _lines_before(part: Part) -> int:
+def _lines_before(part: FilePart) -> int:
     """The number of lines that begin before a part."""
     if not part.start:
         return 0
@@ -499,7 +503,7 @@ def _as_utf8(text: Any, text_field: str) -> bytes:
         ) from None
 
 
-def _parquet_tables(part: Part, text_field: str) -> Iterator[tuple[int, int, Any]]:
+def _parquet_tables(part: FilePart, text_field: str) -> Iterator[tuple[int, int, Any]]:
     """First row, all rows of the part and a column of each batch."""
     with open_regular(part.path) as file:
         opened = _pyarrow("parquet", part.path).ParquetFile(file)
@@ -511,7 +515,7 @@ def _parquet_tables(part: Part, text_field: str) -> Iterator[tuple[int, int, Any
             first += len(batch)
 
 
-def _arrow_tables(part: Part, text_field: str) -> Iterator[tuple[int, int, Any]]:
+def _arrow_tables(part: FilePart, text_field: str) -> Iterator[tuple[int, int, Any]]:
     library = _pyarrow("lib", part.path)
     ipc = _pyarrow("ipc", part.path)
     check_regular(part.path)
@@ -529,7 +533,7 @@ def _arrow_tables(part: Part, text_field: str) -> Iterator[tuple[int, int, Any]]
             first += len(batch)
 
 
-def _check_column(schema: Any, part: Part, text_field: str) -> None:
+def _check_column(schema: Any, part: FilePart, text_field: str) -> None:
     if text_field not in schema.names:
         raise ConfigurationError(f"{part.path}: {_no_field(text_field, schema.names)}")
     kind = schema.field(text_field).type
@@ -540,7 +544,7 @@ def _check_column(schema: Any, part: Part, text_field: str) -> None:
 
 
 def _table_texts(
-    tables: Iterator[tuple[int, int, Any]], part: Part, text_field: str, advance: Callable[[int], None]
+    tables: Iterator[tuple[int, int, Any]], part: FilePart, text_field: str, advance: Callable[[int], None]
 ) -> Iterator[Document]:
     done = 0
     for first, total, column in tables:

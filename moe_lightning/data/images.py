@@ -229,7 +229,7 @@ class Shapes:
 
     @property
     def data_key(self) -> str:
-        """Which images are drawn."""
+        """Key of the images that are drawn."""
         return f"shapes {self.seed} {self.part}"
 
     def open(self, index: int) -> tuple[Any, int]:

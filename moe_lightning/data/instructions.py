@@ -319,7 +319,7 @@ class TemplatedTurns:
 
 
 def _misplaced(asked: str, answered: str) -> str:
-    """Why the text that asks for an answer does not lead up to the text with the answer."""
+    """Explain why the text that asks for an answer is not the beginning of the text with the answer."""
     if answered.startswith(asked):
         return "the chat template of the tokenizer changes the last answer with the turns after it: leave those out"
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, answered, strict=False)))

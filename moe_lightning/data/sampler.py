@@ -386,7 +386,7 @@ class StepSampler(Sampler[list[int]]):
         self.moves += 1
 
     def _change_of_data(self, saved: dict[str, Any]) -> str:
-        """What differs between the data of a position and these; "" for nothing."""
+        """Return the difference between the data of a saved position and these; "" if there is none."""
         size, key = saved.get("data_size"), saved.get("data_key")
         if size is not None and self.data_size is not None and size != self.data_size:
             return f"they had {size:,} samples and have {self.data_size:,}"
@@ -489,8 +489,8 @@ class StepSampler(Sampler[list[int]]):
             raise ConfigurationError(
                 f"global_batch_size={size} in {micros} micro-batches leaves "
                 f"{size // micros} samples for {world_size} ranks; set it to at least "
-                f"{micros * world_size}, or use fewer ranks or micro-batches (accumulate_grad_batches, num_micros"
-                + (", pieces: the strategy's micro_batches)." if pieces > 1 else ").")
+                f"{micros * world_size}, or use fewer ranks or micro-batches (accumulate_grad_batches"
+                + (", strategy.micro_batches)." if pieces > 1 else ").")
             )
         if self._micro_batch_size is None:  # else a micro-batch begins there whatever their number is
             self._slice(self.consumed, rank, world_size, num_micros, pieces)

@@ -17,7 +17,7 @@ from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.data.corpus import (
     Corpus,
-    Source,
+    DataSource,
     TokenSpan,
     document_starts,
     prepare_corpora,
@@ -157,7 +157,7 @@ class TextData(StepDataModule):
     def __init__(
         self,
         *,
-        source: str | Sequence[str | Source] = STDLIB,
+        source: str | Sequence[str | DataSource] = STDLIB,
         text_field: str = "text",
         context_length: PositiveInt = 128,
         global_batch_size: PositiveInt = 32,
@@ -242,7 +242,7 @@ class TextData(StepDataModule):
         return "\n".join([*lines, *self._mixture_lines(), *self._packs.splitlines()])
 
     def _mixture_lines(self) -> list[str]:
-        """How often each source is read in the whole training, or in an epoch of one whose end nobody knows."""
+        """Return a line for each source: how often the training, or an epoch if its length is unknown, reads it."""
         if not isinstance(self._order, Mixture):
             return []
         order, trainer = self._order, self.trainer
@@ -321,20 +321,20 @@ class TextData(StepDataModule):
         return DocumentPieces(span, starts, self.context_length)
 
 
-def sources_of(source: str | Sequence[str | Source], text_field: str) -> tuple[Source, ...]:
+def sources_of(source: str | Sequence[str | DataSource], text_field: str) -> tuple[DataSource, ...]:
     """The sources that are given as `TextData` takes them.
 
     Raises:
         ConfigurationError: there is none, or some have a weight and others do not.
     """
     if isinstance(source, str):
-        return (Source(path=source, text_field=text_field),)
+        return (DataSource(path=source, text_field=text_field),)
     sources = []
     for number, given in enumerate(source):
         values: Any = {"path": given} if isinstance(given, str) else given
         if isinstance(values, Mapping):
             values = {"text_field": text_field, **values}
-        sources.append(build_config(Source, values, key=f"source[{number}]"))
+        sources.append(build_config(DataSource, values, key=f"source[{number}]"))
     if not sources:
         raise ConfigurationError("source=[] is empty: give a file, a folder or a list of them")
     weighted = [one for one in sources if one.weight is not None]
@@ -344,6 +344,6 @@ def sources_of(source: str | Sequence[str | Source], text_field: str) -> tuple[S
     return tuple(sources)
 
 
-def _weights_of(sources: Sequence[Source]) -> list[float] | None:
+def _weights_of(sources: Sequence[DataSource]) -> list[float] | None:
     weights = [source.weight for source in sources if source.weight is not None]
     return weights or None

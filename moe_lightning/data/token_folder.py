@@ -35,7 +35,7 @@ import xxhash
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
 from moe_lightning.config import NonNegativeInt, PositiveInt
-from moe_lightning.data.documents import Document, Part, SourceFile, documents, portions
+from moe_lightning.data.documents import Document, FilePart, SourceFile, documents, portions
 from moe_lightning.data.tokenizer import (
     BYTES,
     TOKENIZER_FILE,
@@ -294,7 +294,7 @@ class _Written:
     documents_digest: _Digest
 
 
-Portion = tuple[Part, ...]
+Portion = tuple[FilePart, ...]
 
 
 def _write_portions(

@@ -131,7 +131,7 @@ def _windows(chunks: Iterable[bytes]) -> Iterator[list[tuple[int, str]]]:
 
 @dataclass(frozen=True)
 class _Window:
-    """Part of a text from the character `start` on, and its tokens."""
+    """FilePart of a text from the character `start` on, and its tokens."""
 
     start: int
     text: str

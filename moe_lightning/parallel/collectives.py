@@ -321,7 +321,7 @@ def _leads_away(path: str) -> bool:
 
 
 class _Kind(NamedTuple):
-    """How values of some types travel: as simpler ones.
+    """Types whose values travel as simpler ones.
 
     Attributes:
         types: matched exactly.

@@ -30,7 +30,7 @@ from moe_lightning.text_table import table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
+class MixedCluster:
     """Samples a second of a cluster whose nodes differ, without faults.
 
     Attributes:
@@ -58,7 +58,7 @@ class Mixture:
         )
 
 
-def mixture_of(scenario: Scenario) -> Mixture | None:
+def mixture_of(scenario: Scenario) -> MixedCluster | None:
     """Compare a cluster with others of as many nodes; None where its nodes are all alike."""
     hardware, nodes = scenario.hardware, scenario.num_nodes
     speeds = hardware.rank_speeds(nodes * hardware.ranks_per_node)[:: hardware.ranks_per_node]
@@ -76,7 +76,7 @@ def mixture_of(scenario: Scenario) -> Mixture | None:
             return 0.0
         return scenario.workload.samples_per_step(usable * machine.ranks_per_node) / model.cost(usable, 0, 0).step_s
 
-    return Mixture(
+    return MixedCluster(
         mixed=rate(nodes),
         even=rate(nodes, by_speed=False),
         alike=rate(nodes, speeds=[float(np.mean(speeds))]),
@@ -120,7 +120,7 @@ class Advice:
     policy: Policy
     report: Report
     choices: tuple[RecommendedChoice, ...]
-    mixture: Mixture | None = None
+    mixture: MixedCluster | None = None
     lossless: Report | None = None
     meshes: MeshAdvice | None = None
 

@@ -31,15 +31,15 @@ class Failure:
         number: of exceptions before it, which all ranks had in common.
 
     Attributes:
-        is_of_network: the exception is a consequence of another rank's end.
+        is_network_fault: the exception is a consequence of another rank's end.
     """
 
     def __init__(self, error: BaseException, world: World, number: int) -> None:
-        self.is_of_network = is_network_fault(error)
+        self.is_network_fault = is_network_fault(error)
         self._rank, self._store = world.rank, common_store()
         self._name = f"failed in world {world.generation}, {number}"
         self._keys = [f"{self._name}/{rank}" for rank in range(world.size)]
-        if not self.is_of_network and self._store is not None:
+        if not self.is_network_fault and self._store is not None:
             with suppress(RuntimeError):  # the store has ended: nobody is left to read it
                 counts = [private_torch.num_collectives(group) for group in world.all_groups]
                 report = [f"{type(error).__name__}: {one_line(error)}", counts]
@@ -50,7 +50,7 @@ class Failure:
         """True if all ranks have failed at the same place, so that they can still save together. Waits some seconds for
         the others.
         """
-        if self.is_of_network or self._store is None:
+        if self.is_network_fault or self._store is None:
             return False
         try:
             deadline = time.monotonic() + _PATIENCE_S

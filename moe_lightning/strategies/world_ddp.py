@@ -347,7 +347,7 @@ class WorldDDPStrategy(DDPStrategy):
             )
         if isinstance(self.elastic, ElasticWorlds):
             return explain(error, self.elastic.engine)
-        if self._failure is not None and self._failure.is_of_network and (cause := self._failure.cause()):
+        if self._failure is not None and self._failure.is_network_fault and (cause := self._failure.cause()):
             return PeerFailed(f"{cause}; see its traceback")
         return error
 
@@ -370,7 +370,7 @@ class WorldDDPStrategy(DDPStrategy):
 
     def warn_of_no_checkpoint(self) -> None:
         """Warn that an exception leaves no checkpoint, on the rank that raised it."""
-        if self._failure is not None and not self._failure.is_of_network:
+        if self._failure is not None and not self._failure.is_network_fault:
             logger.warning("no checkpoint is saved now: not every rank has failed here, and it takes all of them")
 
     def meet(self) -> None:

@@ -202,7 +202,7 @@ def test_text_is_read_in_pieces_that_end_at_line_ends(
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
-    part = documents.Part(path=tmp_path / "gone.txt", start=0, stop=1, size_bytes=5)
+    part = documents.FilePart(path=tmp_path / "gone.txt", start=0, stop=1, size_bytes=5)
     with pytest.raises(ConfigurationError, match=r"gone.txt cannot be read"):
         list(documents.documents(part, "text"))
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from moe_lightning.cli import capacity, planning
 from moe_lightning.cli.composition import config_folder
-from moe_lightning.cli.footprint import Training, count_footprint
+from moe_lightning.cli.footprint import TrainingShape, count_footprint
 from moe_lightning.cli.planning import PlannedRun, best_cures, check_memory, memory_refusal, planned_run
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
@@ -61,7 +61,7 @@ def test_activations_are_those_of_a_forward_pass(style: str) -> None:
     config = _gpt(**STYLES[style])
     with torch.device("meta"), deferred_experts():
         skeleton = GPT(config)
-    counted = count_footprint(skeleton, Training(context_length=64, vocab_size=64))
+    counted = count_footprint(skeleton, TrainingShape(context_length=64, vocab_size=64))
     layers, top_k = config.num_moe_layers, config.router.top_k
     predicted = 64 * (config.num_layers * counted.block + layers * top_k * counted.row + counted.ends)
     assert predicted == pytest.approx(_saved_bytes(GPT(config), 2), rel=0.05)
@@ -72,7 +72,7 @@ def test_recomputed_parts_keep_their_inputs() -> None:
     for recomputes in (False, True):
         with torch.device("meta"), deferred_experts():
             model = GPT(_gpt(moe_every=1))
-        found.append(count_footprint(model, Training(context_length=64, vocab_size=64, recomputes=recomputes)))
+        found.append(count_footprint(model, TrainingShape(context_length=64, vocab_size=64, recomputes=recomputes)))
     plain, again = found
     assert again.block < 0.6 * plain.block
     assert again.working >= 64 * 4 * 4  # what attention makes again
@@ -86,7 +86,7 @@ def test_recomputed_parts_keep_their_inputs() -> None:
 def test_bytes_of_a_parameter(precision: str, optimizer: str, weight: int, moments: int, cast: int) -> None:
     with torch.device("meta"), deferred_experts():
         model = GPT(_gpt(bias=False))
-    training = Training(context_length=64, vocab_size=64, precision=precision, optimizer=optimizer)
+    training = TrainingShape(context_length=64, vocab_size=64, precision=precision, optimizer=optimizer)
     assert count_footprint(model, training).expert == StateBytes(weight, weight, moments, cast)
 
 
