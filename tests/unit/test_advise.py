@@ -97,7 +97,7 @@ MISTAKES = [
     (["--out", "mine.yaml"], "--out mine.yaml must be recipes/NAME.yaml"),
     (["--config-dir", "no"], "--config-dir no is not a folder"),
     (["recipes=nothing"], "there is no recipe 'nothing'"),
-    (["quickstrt"], "'quickstrt' is not a setting"),
+    (["quickstrt"], "there is no recipe 'quickstrt' (did you mean 'quickstart'?)"),
     (["recipes=swinv2_moe"], "--advise plans language models with experts"),
     (["model.num_experts=0"], "--advise plans language models with experts"),
     (["model.d_model=-1"], "model.d_model=-1 must be an integer of at least 1"),
