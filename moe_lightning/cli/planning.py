@@ -100,6 +100,7 @@ class PlannedRun:
         replicas: of each expert.
         num_ranks, ranks_per_node: of the world.
         has_snapshots: checkpoints are copied into buffers that share the ranks' memory.
+        counts: the memory of activations is counted on the model, which is built for it; False: by a closed form.
     """
 
     model: DescribedModel
@@ -111,6 +112,7 @@ class PlannedRun:
     num_ranks: int
     ranks_per_node: int
     has_snapshots: bool = False
+    counts: bool = True
 
     @property
     def plain_workload(self) -> Workload:
@@ -120,7 +122,7 @@ class PlannedRun:
     @property
     def workload(self) -> Workload:
         """The workload with its memory counted."""
-        return replace(self.plain_workload, footprint=_footprint(self.model, self.training))
+        return replace(self.plain_workload, footprint=_footprint(self.model, self.training) if self.counts else None)
 
     @property
     def stage_slots(self) -> int:
@@ -305,8 +307,10 @@ def check_memory(config: Mapping[str, Any]) -> None:
         if run is not None:
             free = free_bytes(ranks_here, on_cpu=run.training.on_cpu)
             process = RANK_BYTES if run.training.on_cpu else 0
-            if _CERTAIN * run.memory(counted=False).total > free - process:
-                refusal = memory_refusal(run, free - process, process)
+            roughly = run.memory(counted=False).total
+            if _CERTAIN * roughly > free - process:
+                is_near = roughly < _CERTAIN * (free - process)  # else nothing as large is built
+                refusal = memory_refusal(replace(run, counts=is_near), free - process, process)
     if refusal is not None:
         raise ConfigurationError(refusal)
 

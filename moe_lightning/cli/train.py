@@ -522,8 +522,6 @@ def run_job(composed: DictConfig) -> float | None:
         return _objective(directory, config)
     if elastic is not None:
         _elastic_launcher(directory, config, elastic).check()
-    if config["trainer"]["accelerator"] == "cpu":  # of a GPU its rank looks at the memory
-        _check_memory(config)
     _prepare(directory, config, is_first=False)  # what can be refused is refused before anything is written
     with ExitStack() as locks, _undone_unless_trained(directory) as attempt:
         made = {path for path in (directory.logs, directory.lock) if not path.exists()}
@@ -684,13 +682,6 @@ def _print_next_steps(directory: RunDirectory, config: Mapping[str, Any]) -> Non
     steps = next_steps(directory, config) if config["task"] == "train" and not config["doctor"] else ""
     if steps:
         print(f"\n{steps}", flush=True)
-
-
-def _check_memory(config: Mapping[str, Any]) -> None:
-    if config["check_memory"] and config["task"] == "train":
-        from moe_lightning.cli.planning import check_memory  # imports torch
-
-        check_memory(config)
 
 
 def _num_ranks(config: Mapping[str, Any]) -> int:

@@ -190,8 +190,7 @@ def check_room(config: Mapping[str, Any], module: pl.LightningModule) -> None:
     for name in ("num_shapes", "global_batch_size"):
         if name in data:
             check_sample(f"data.{name}", data[name], data[name], machine_memory())
-    is_checked = config["check_memory"] and config["task"] == "train"
-    if is_checked and trainer["accelerator"] != "cpu":  # moe-train has looked at that of the machine
+    if config["check_memory"] and config["task"] == "train":
         from moe_lightning.cli.planning import check_memory
 
         check_memory(config)

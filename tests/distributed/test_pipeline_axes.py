@@ -18,7 +18,7 @@ from moe_lightning import ContextParallel, RoutingReplay
 from moe_lightning.callbacks.dense_blocks import CompileDense, RecomputeDense
 from moe_lightning.callbacks.routing import RoutingRecorder
 from moe_lightning.moe.forced_routing import read_routing_trace
-from moe_lightning.moe.replayed_routing import Piece, read_samples, write_piece
+from moe_lightning.moe.replayed_routing import TokenRange, read_samples, write_tokens
 from tests.distributed.harness import run_ranks
 from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import TOLERANCE, assert_same_training
@@ -177,7 +177,7 @@ def test_callbacks_take_the_blocks_of_a_stage(
     assert recorded.shape == (2, 2, ranks // 2, 6)  # samples, layers, ranks, experts
     np.testing.assert_array_equal(recorded.sum(2), expected.sum(2))
     for step in range(3) if (several / "tokens").exists() else ():
-        at = Piece(step=step, first_sample=0)
+        at = TokenRange(step=step, first_sample=0)
         ours, theirs = (read_samples(folder / "tokens", at, 12) for folder in (several, one))
         assert torch.equal(ours, theirs)
     assert not compiled or all(len(result["parts"]) == 3 for result in found)
@@ -187,8 +187,8 @@ def test_callbacks_take_the_blocks_of_a_stage(
 def test_stages_replay_what_other_ranks_routed(tmp_path: Path) -> None:
     run_ranks(1, partial(observed, folder=tmp_path, accumulate=MICROS))
     for step in range(3):  # otherwise than anybody would route
-        at = Piece(step=step, first_sample=0)
-        write_piece(tmp_path / "other", at, (read_samples(tmp_path / "tokens", at, 12) + 1) % 6)
+        at = TokenRange(step=step, first_sample=0)
+        write_tokens(tmp_path / "other", at, (read_samples(tmp_path / "tokens", at, 12) + 1) % 6)
     forced = partial(train, callbacks=(RoutingReplay(str(tmp_path / "other"), "replay"),), **DENSE_BLOCKS)
     (alone,) = run_ranks(1, partial(forced, accumulate=MICROS))
     assert_same_training(alone, run_ranks(4, partial(forced, strategy={"mesh": {"pp": 2}, "micro_batches": MICROS})))

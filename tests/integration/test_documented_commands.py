@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import moe_lightning
 from moe_lightning import GPT, GPTConfig, GPTModule, MoELayer, kernels
 from moe_lightning.cli import bench, ckpt, sim, train
+from moe_lightning.strategies.worlds import RecoveryReport
 from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
 from tests.distributed.training import TINY, OwnModule, RandomTokens
 from tests.documented import PAGES, PLUGINS, ROOT, blocks, commands
@@ -206,6 +207,16 @@ def run(source: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
+def test_a_callback_prints_recoveries(capsys: pytest.CaptureFixture[str]) -> None:
+    callback = run(snippet("docs/lightning.md", "class PrintRecoveries"), {})["PrintRecoveries"]()
+    report = RecoveryReport(
+        reason="rank 1 was killed", step=7, steps_lost=0, lost_ranks=(1,), ranks_before=2, ranks_after=1,
+        restored="2 experts from replicas", stale_experts=0, min_replicas=1, began_at=0.0, seconds={"total": 0.25},
+    )  # fmt: skip
+    callback.on_recovered(SimpleNamespace(is_global_zero=True), None, report)
+    assert capsys.readouterr().out == "step 7: rank 1 was killed, 0.25 s\n"
+
+
 def test_every_snippet_is_run_here() -> None:
     known = (
         "class Classifier",
@@ -225,6 +236,7 @@ def test_every_snippet_is_run_here() -> None:
         "import LocalDataset",
         "ParityDoctor(",
         "torch.autograd.grad(penalty",
+        "class PrintRecoveries",
     )
     shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)
