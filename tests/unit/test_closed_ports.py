@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from datetime import timedelta
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from moe_lightning.parallel.abort import GroupAborter, reject_unknown_connections
+from moe_lightning.parallel.abort import GroupAborter, _watched_together, duplicate, reject_unknown_connections
 from tests.leftovers import listening
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux's")
@@ -52,11 +54,26 @@ def sums(groups: list[ProcessGroupGloo]) -> list[float]:
     return [float(tensor[0]) for tensor in tensors]
 
 
+def is_accepted(client: socket.socket) -> bool:
+    """True once gloo watches its end of a connection."""
+    for descriptor in set().union(*_watched_together()):
+        end = duplicate(descriptor)
+        if end is not None:
+            with closing(end), suppress(OSError):
+                if end.getpeername() == client.getsockname():
+                    return True
+    return False
+
+
 def test_a_port_of_gloo_is_closed_to_strangers_once_its_group_is_built(foreign: socket.socket) -> None:
     before = listening()
     with GroupAborter() as aborter:
         groups = pair_of_groups()
     early = socket.create_connection(("127.0.0.1", min(port for _, port in listening() - before)), timeout=5)
+    limit = time.monotonic() + 20
+    while not is_accepted(early):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
     assert reject_unknown_connections(aborter.connections) == 2
     ports = {port for _, port in listening() - before}
     assert len(ports) == 2
