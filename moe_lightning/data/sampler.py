@@ -489,8 +489,8 @@ class StepSampler(Sampler[list[int]]):
             raise ConfigurationError(
                 f"global_batch_size={size} in {micros} micro-batches leaves "
                 f"{size // micros} samples for {world_size} ranks; set it to at least "
-                f"{micros * world_size}, or use fewer ranks or micro-batches (accumulate_grad_batches"
-                + (", strategy.micro_batches)." if pieces > 1 else ").")
+                f"{micros * world_size}, or use fewer ranks or micro-batches (num_micros, the "
+                "Trainer's accumulate_grad_batches" + ("; pieces, strategy.micro_batches)." if pieces > 1 else ").")
             )
         if self._micro_batch_size is None:  # else a micro-batch begins there whatever their number is
             self._slice(self.consumed, rank, world_size, num_micros, pieces)
