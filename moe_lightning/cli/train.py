@@ -464,25 +464,15 @@ def _advise(arguments: Sequence[str]) -> None:
         elif word.startswith("-"):
             raise refuse_option("moe-train --advise", word, [*_ADVICE_OPTIONS, "--help"])
         else:
-            settings.append(word)
+            settings.append(f"recipes={word}" if re.fullmatch(r"[\w-]+", word) else word)
     config_dir = given.pop("--config-dir", None)
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigurationError(f"--config-dir {config_dir} is not a folder: give the one that holds recipes/")
-    own = [] if config_dir is None else sorted(path.stem for path in Path(config_dir, "recipes").glob("*.yaml"))
-    known = [*own, *choices("recipes")]
-    settings = [f"recipes={_recipe_named(word, known)}" if re.fullmatch(r"[\w-]+", word) else word for word in settings]
     from moe_lightning.cli.advise import advise  # takes seconds to import
 
     folder = [] if config_dir is None else ["--config-dir", config_dir]
     read = [with_quotes(one) for one in _as_settings([*settings, *folder]) if one not in folder]
     advise(given, read, config_dir)
-
-
-def _recipe_named(word: str, known: Sequence[str]) -> str:
-    if word not in known:
-        hint = user_errors.suggestion(word, known) or f": use one of {', '.join(known)}"
-        raise ConfigurationError(f"there is no recipe {shown(word)}{hint}")
-    return word
 
 
 def _dial_table(overrides: Sequence[str], config_dir: str | None) -> str:
