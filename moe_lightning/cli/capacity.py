@@ -18,8 +18,8 @@ GIB = 2**30
 RANK_BYTES = GIB // 4
 """Memory of an interpreter that has imported torch and Lightning."""
 
-_TRAINING_BYTES = {"adamw": 16, "muon": 12, "adafactor": 8}
-"""Of a float32 parameter: weight, gradient and moments."""
+MOMENTS: Mapping[str, int] = {"adamw": 2, "muon": 1, "adafactor": 0}
+"""Numbers that an optimizer keeps for an element of a matrix, by its name in an OptimizerConfig."""
 
 _TOKEN_BYTES = 8
 
@@ -99,7 +99,7 @@ def check_model(sizes: Mapping[str, int], parameters: int, memory_bytes: int, op
     Raises:
         ConfigurationError: the size that stands out most.
     """
-    needed = parameters * _TRAINING_BYTES[optimizer]
+    needed = parameters * 4 * (2 + MOMENTS[optimizer])  # weight, gradient and moments in float32
     if needed > memory_bytes:
         key = max(sizes, key=lambda name: sizes[name])
         raise ConfigurationError(

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_lightning.cli.capacity import MOMENTS
 from moe_lightning.compat import private_torch
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.simulate.workload import Footprint, StateBytes
-
-MOMENTS: Mapping[str, int] = {"adamw": 2, "muon": 1, "adafactor": 0}
-"""Numbers that an optimizer keeps for an element of a matrix, by its name in an OptimizerConfig."""
 
 PRECISIONS: Mapping[str, tuple[torch.dtype, torch.dtype | None]] = {
     "32-true": (torch.float32, None),
@@ -29,7 +27,7 @@ PRECISIONS: Mapping[str, tuple[torch.dtype, torch.dtype | None]] = {
     "16-true": (torch.float16, None),
     "64-true": (torch.float64, None),
 }
-"""Of Lightning's Trainer: dtype of the parameters, and of the products where that differs."""
+"""Dtype of the parameters, and of the products where that differs, by the precision of Lightning's Trainer."""
 
 _LOSS_BYTES = 4  # of a logit in the loss
 _INDEX_BYTES = 40  # of an assignment: orders of rows and their inverses

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from moe_lightning.cli.capacity import RANK_BYTES, free_bytes
+from moe_lightning.cli.capacity import MOMENTS, RANK_BYTES, free_bytes
 from moe_lightning.cli.composition import build_object
-from moe_lightning.cli.footprint import MOMENTS, PRECISIONS, TrainingShape, count_footprint
+from moe_lightning.cli.footprint import PRECISIONS, TrainingShape, count_footprint
 from moe_lightning.config import TARGET
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig

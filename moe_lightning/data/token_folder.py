@@ -462,7 +462,7 @@ class _StoppedError(Exception):
 
 
 _worker: tuple[Recipe, Tokenizer, Any]
-"""Of a worker process."""
+"""Recipe, tokenizer and progress of this worker process."""
 
 
 def _begin_worker(tokenizer: str, text_field: str, end_of_document: int | None, progress: Any) -> None:
