@@ -50,6 +50,15 @@ def cuts_of(module: nn.Module) -> dict[str, TensorCut]:
     return {name: cut for name, cut in found.items() if cut is not None}
 
 
+@contextmanager
+def kept_marks(module: nn.Module) -> Iterator[None]:
+    """Mark the parameters that take the places of others in a module as those were."""
+    cuts = cuts_of(module)
+    yield
+    for name, parameter in module.named_parameters():
+        mark(parameter, cuts.get(name))
+
+
 def mark(parameter: nn.Parameter, cut: TensorCut | None) -> None:
     """Note that a parameter is cut by tensor index, or one of another stage in any way; or that it is not."""
     parameter.__dict__.pop(_CUT, None)

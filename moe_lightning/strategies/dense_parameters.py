@@ -57,6 +57,7 @@ from moe_lightning.state.tensors import (
     cuts_of,
     is_cut,
     joined,
+    kept_marks,
     local,
     mark,
     part_of_whole,
@@ -600,10 +601,8 @@ class DenseParts:
 
     def _shard(self, world: World) -> None:
         module, stack_of = self._state.module, self._state.experts.stack_of
-        cuts = cuts_of(module)
-        shard_dense(module, stack_of, world)
-        for name, parameter in module.named_parameters():
-            mark(parameter, cuts.get(name))
+        with kept_marks(module):
+            shard_dense(module, stack_of, world)
         alike = set(identical_buffers(module))
         self._buffers = [name for name, _ in module.named_buffers() if name not in alike]
         dense = (p for p in module.parameters() if p not in stack_of)

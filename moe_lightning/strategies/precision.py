@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from moe_lightning.compat import private_lightning
-from moe_lightning.state.tensors import cuts_of, mark
+from moe_lightning.state.tensors import kept_marks
 
 _DECLARATIONS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 """A name or path of buffers, or of modules around them, or several, as in transformers."""
@@ -35,10 +35,8 @@ def convert_by_rule(precision: Precision) -> None:
 
 def _convert(convert: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
     kept = [(part, name, part.get_buffer(name).data) for part, name in _kept_buffers(module)]
-    cuts = cuts_of(module)
-    converted = convert(module)
-    for name, parameter in converted.named_parameters(remove_duplicate=False):
-        mark(parameter, cuts.get(name))  # a DTensor is replaced by another one
+    with kept_marks(module):  # a DTensor is replaced by another one
+        converted = convert(module)
     for part, name, values in kept:
         buffer = part.get_buffer(name)
         if values.dtype in (torch.float16, torch.bfloat16):
