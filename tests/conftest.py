@@ -4,6 +4,7 @@ the next one: no launcher's variables, no process, no port, no snapshots. Worker
 `pytest --hypothesis-profile=explore` looks for examples that the fixed ones do not show.
 """
 
+import gc
 import os
 import sys
 import tempfile
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort by folder: pure parts, ranks, commands, kills; inside one the order stays as it is."""
     rerun_known_races(items)
     items.sort(key=lambda item: next((i for i, name in enumerate(_ORDER) if name in item.path.parts), -1))
+
+
+def pytest_collection_finish() -> None:
+    """Take modules and tests out of garbage collection: every Trainer that ends collects all that is left."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,7 @@ FORKS.set_forkserver_preload(
         "tests.agents",
         "tests.chaos.elastic_worker",
         "transformers.modeling_utils",
+        "tests.frozen",  # last
     ]
 )
 PATIENCE_S = 240.0

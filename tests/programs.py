@@ -26,7 +26,7 @@ TESTS = {"PYTHONPATH": str(ROOT)}
 
 _OURS = (
     "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "PL_GLOBAL_SEED", "WANDB_API_KEY", "WANDB_MODE",
+    "PL_GLOBAL_SEED", "WANDB_API_KEY", "WANDB_MODE", "PYTHONDONTWRITEBYTECODE",
 )  # fmt: skip
 """Variables of the tests' own environment that a user's command would not see."""
 _POLL_S = 0.02

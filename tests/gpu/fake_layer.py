@@ -1,11 +1,7 @@
-"""python -m tests.gpu.fake_layer RANKS AUX_LOSS_COEF PLAN DTYPE: an MoE layer on a fake device against the CPU.
-
-Both ways. Prints what each rank's device was asked to do, as JSON; run with TRITON_INTERPRET=1.
-"""
+"""An MoE layer on a fake device against the CPU, forward and backward, in interpreted ranks."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -18,7 +14,6 @@ from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect
-from tests.gpu.answers import answer
 from tests.gpu.fake_device import Counts, FakeDevice, on_hosts, set_up
 from tests.gpu.interpreter import widen_bf16
 from tests.gpu.triton_modules import launching_modules
@@ -78,7 +73,3 @@ def told(counts: Counts) -> dict[str, Any]:
         "uploads": counts.uploads,
         "collectives": counts.collectives,
     }
-
-
-if __name__ == "__main__":
-    answer(run, int(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])

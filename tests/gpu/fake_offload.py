@@ -1,11 +1,7 @@
-"""python -m tests.gpu.fake_offload RANKS DENSE: trainings on a fake device with `offload_optimizer` and without.
-
-Prints what each rank found as JSON; run with TRITON_INTERPRET=1.
-"""
+"""Trainings on a fake device with `offload_optimizer` and without, in interpreted ranks."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +14,6 @@ from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.state import tensors
 from moe_lightning.strategies import world_ddp
 from tests.distributed.training import RandomTokens, Recorder, make_trainer
-from tests.gpu.answers import answer
 from tests.gpu.fake_comms import meet_on_the_device, set_up_comms
 from tests.gpu.fake_device import NAME, FakeDevice, set_up
 from tests.gpu.fake_training import FakeAccelerator, Module, SummedGradients
@@ -88,7 +83,3 @@ def run(rank: int, ranks: int, dense: str, folder: str) -> dict[str, Any]:
             saved = fit(rank, ranks, first, saver, steps=SAVED)
             found[name] = saved + fit(rank, ranks, then, ckpt=f"{folder}/{name}/step-{SAVED:08d}")
     return found
-
-
-if __name__ == "__main__":
-    answer(run, int(sys.argv[1]), *sys.argv[2:])

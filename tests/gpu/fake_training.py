@@ -1,12 +1,7 @@
-"""python -m tests.gpu.fake_training RANKS PLAN: trainings on a fake device, with snapshots and a restart from them.
-
-Prints each rank's losses, those of the CPU beside them, and what a step asked of its device, as JSON; run with
-TRITON_INTERPRET=1.
-"""
+"""Trainings on a fake device, with snapshots and a restart from them, in interpreted ranks."""
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any
 
@@ -24,7 +19,6 @@ from moe_lightning.moe.layer import MoELayer
 from moe_lightning.strategies import steps as step_weights
 from moe_lightning.strategies import world_ddp
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
-from tests.gpu.answers import answer
 from tests.gpu.fake_comms import meet_on_the_device, set_up_comms
 from tests.gpu.fake_device import NAME, FakeDevice, set_up
 from tests.gpu.fake_layer import told
@@ -141,6 +135,7 @@ def fit(
 
 
 def run(rank: int, ranks: int, plan: str, folder: str) -> dict[str, Any]:
+    """Losses on the device, those of the CPU beside them, and what a step asked of the device."""
     set_up()
     torch.__future__.set_swap_module_params_on_conversion(True)  # parameters are to stay the same objects
     found: dict[str, Any] = {"expected": fit(rank, ranks, plan, "cpu")}
@@ -162,7 +157,3 @@ def run(rank: int, ranks: int, plan: str, folder: str) -> dict[str, Any]:
         found["state_bytes"] = SAVED * 3 * sum(p.nbytes for p in Module().moe.experts.parameters()) // ranks
         found["restarted"] = before + fit(rank, ranks, plan, FakeAccelerator(), ckpt=f"{folder}/steps/step-{SAVED:08d}")
     return found
-
-
-if __name__ == "__main__":
-    answer(run, int(sys.argv[1]), *sys.argv[2:])

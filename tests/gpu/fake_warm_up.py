@@ -1,12 +1,7 @@
-"""python -m tests.gpu.fake_warm_up RANKS DTYPE: ranks warm up before they meet, then compute a step, on fake devices.
-
-Prints which variants of kernels each rank's step launched that its warm-up had not, as JSON; run with
-TRITON_INTERPRET=1.
-"""
+"""Ranks warm up before they meet, then compute a step, on fake devices with interpreted kernels."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -21,7 +16,6 @@ from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.moe.warm_up import warm_up
 from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect
-from tests.gpu.answers import answer
 from tests.gpu.fake_device import FakeDevice, OnDevice, on_hosts, set_up
 from tests.gpu.interpreter import widen_bf16
 from tests.gpu.triton_modules import launching_modules
@@ -56,6 +50,7 @@ def variant(value: Any, is_plain: bool) -> str:
 
 
 def run(rank: int, ranks: int, dtype_name: str) -> list[str]:
+    """Variants of kernels that the step launched and the warm-up had not."""
     device, dtype = set_up(), getattr(torch, dtype_name)
     if dtype == torch.bfloat16:
         widen_bf16(pytest.MonkeyPatch())  # the process has no other use of the interpreter
@@ -87,7 +82,3 @@ def run(rank: int, ranks: int, dtype_name: str) -> list[str]:
             ops.sum_in_rank_order(gradients, out=gradients[0].clone())
     assert fake.launched
     return sorted(fake.launched - warmed)
-
-
-if __name__ == "__main__":
-    answer(run, int(sys.argv[1]), sys.argv[2])

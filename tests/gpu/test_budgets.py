@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from benchmarks.roofline import SHAPES
 from benchmarks.roofline_layer import DESIGNS, backward_kernels, forward_kernels
 from benchmarks.roofline_model import DEVICES
-from tests.programs import ROOT, run_program
+from tests.gpu.interpreted import run_interpreted
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -22,16 +21,7 @@ pytestmark = [
 
 def counts(ranks: int, aux_loss_coef: float, plan: str = "host", dtype: str = "float32") -> list[dict[str, Any]]:
     """Of each rank; the layer's values and gradients on the fake device are those of the CPU, or this fails."""
-    return on_the_fake_device("tests.gpu.fake_layer", str(ranks), str(aux_loss_coef), plan, dtype)
-
-
-def on_the_fake_device(module: str, *arguments: str) -> list[dict[str, Any]]:
-    """What the module's ranks found, in a process of their own: Triton reads at import that it interprets."""
-    variables = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = run_program("-m", module, *arguments, folder=ROOT, variables=variables)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return run_interpreted(ranks, "tests.gpu.fake_layer", aux_loss_coef, plan, dtype)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.fake_offload import STEPS
-from tests.gpu.test_budgets import on_the_fake_device, pytestmark  # noqa: F401
+from tests.gpu.interpreted import run_interpreted
+from tests.gpu.test_budgets import pytestmark  # noqa: F401
 
 
 @pytest.mark.parametrize(
     ("ranks", "dense"), [(1, "ddp"), *(pytest.param(2, dense, marks=pytest.mark.slow) for dense in ("ddp", "zero1"))]
 )
 def test_states_stay_on_the_host_and_losses_are_the_same_bits(ranks: int, dense: str, tmp_path: Path) -> None:
-    for found in on_the_fake_device("tests.gpu.fake_offload", str(ranks), dense, str(tmp_path)):
+    for found in run_interpreted(ranks, "tests.gpu.fake_offload", dense, str(tmp_path)):
         assert found["losses"] == found["expected"] == found["to host"] == found["from host"]
         assert found["here"] == [{"cpu": states["fake"], "fake": 0} for states in found["there"]]
         parameters = found["there"][-1]["fake"] // 2

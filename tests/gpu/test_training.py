@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from tests.gpu.fake_training import STEPS
-from tests.gpu.test_budgets import on_the_fake_device, pytestmark  # noqa: F401
+from tests.gpu.interpreted import run_interpreted
+from tests.gpu.test_budgets import pytestmark  # noqa: F401
 
 
 def train(ranks: int, plan: str, folder: Path) -> list[dict[str, Any]]:
     """Of each rank, from `fake_training`."""
-    return on_the_fake_device("tests.gpu.fake_training", str(ranks), plan, str(folder))
+    return run_interpreted(ranks, "tests.gpu.fake_training", plan, str(folder))
 
 
 @pytest.mark.parametrize("plan", ["host", pytest.param("device", marks=pytest.mark.slow)])

@@ -13,7 +13,7 @@ from moe_lightning.cli import ckpt, train
 from moe_lightning.cli.commands import moe_bench, moe_ckpt, moe_data, moe_eval, moe_generate, moe_sim, moe_train
 from moe_lightning.cli.train import with_ranks
 from moe_lightning.text_table import in_columns
-from tests.programs import users_environment
+from tests.programs import run_program, users_environment
 
 COMMANDS = {
     "moe-train": moe_train,
@@ -58,39 +58,37 @@ def test_help_is_a_word_too(program: str, capsys: pytest.CaptureFixture[str], mo
 
 
 _WITHOUT_TORCH = """
-import sys
+import os, sys
 class NoTorch:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("torch", "lightning", "transformers"):
             raise AssertionError(f"{name} is imported, which takes seconds")
 sys.meta_path.insert(0, NoTorch())
 from moe_lightning.cli.commands import *
-sys.argv = sys.argv[1:]
-globals()[sys.argv[0].replace("-", "_")]()
+for command in sys.argv[1:]:
+    pid = os.fork()
+    if pid == 0:
+        sys.argv = command.split()
+        sys.exit(globals()[sys.argv[0].replace("-", "_")]())
+    if os.waitpid(pid, 0)[1]:
+        print("failed:", command, flush=True)
 """
+"""Runs commands in forks of one interpreter that has imported no torch."""
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_what_answers_at_once_imports_no_torch(tmp_path: Path) -> None:
+    commands = [
         *(f"{program} {flag}" for program in COMMANDS for flag in ("--help", "--version")),
         "moe-ckpt export --help",
         "moe-data tokenize --help",
         "moe-bench report --help",
         "moe-bench plot --help",
-    ],
-)
-def test_what_answers_at_once_imports_no_torch(command: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_TORCH, *command.split()],
-        capture_output=True,
-        text=True,
-        env=users_environment(),
-        cwd=tmp_path,
-        timeout=60,
-    )
+    ]
+    done = run_program("-c", _WITHOUT_TORCH, *commands, folder=tmp_path, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(__version__) == len(COMMANDS)
+    assert "failed:" not in done.stdout, done.stderr
     assert "Traceback" not in done.stderr
-    assert done.returncode == 0
 
 
 def test_ctrl_c_during_imports_is_quiet(tmp_path: Path) -> None:
