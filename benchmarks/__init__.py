@@ -19,6 +19,7 @@ BENCHMARKS = {
     "compatibility": "every feature of a training under every sharding and mesh axis, compared with one process",
     "uneven": "step time with a slow rank, for everything that may follow its speed, on two ranks of one core each",
     "recovery": "a killed rank to the next step, in process, restarted, under torchrun; cost without faults; a trace",
+    "members": "rendezvous host with simulated members: first world, steady state, lost nodes, its own restart",
     "paper": "figures and tables of the papers, recomputed",
     "kernels": "every kernel against its reference and its competitors",
     "roofline": "a model of the layer's kernels on GPUs: percent of peak and what bounds each; needs no GPU",

@@ -27,7 +27,16 @@ from torch.distributed import DistNetworkError, DistStoreError, Store  # type: i
 from typing_extensions import override
 
 from moe_lightning.elastic.membership import ElasticSettings
-from moe_lightning.elastic.protocol import Address, Channel, Message, ProcessClock, Refused, WireError, read_secret
+from moe_lightning.elastic.protocol import (
+    Address,
+    Channel,
+    Message,
+    ProcessClock,
+    Refused,
+    WireError,
+    read_secret,
+    reconnect_delay_s,
+)
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.abort import tune
 
@@ -157,7 +166,6 @@ def _text(value: str | bytes) -> str:
 
 
 _ATTEMPT_S = 2.0
-_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _CHUNK = 1 << 16
 
 logger = logging.getLogger(__name__)
@@ -343,7 +351,7 @@ class ClientConnection:
             self.lost_at = now
         self._drop()
         self.error = error
-        self._next_attempt = now + _BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)]
+        self._next_attempt = now + reconnect_delay_s(self._failures)
         self._failures += 1
 
     def _drop(self) -> None:

@@ -59,6 +59,14 @@ class ProcessClock:
         return self.now
 
 
+_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+def reconnect_delay_s(failures: int) -> float:
+    """Return the time from a failed connection to the next attempt, after so many failures in a row before it."""
+    return _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
+
+
 _UNIX = "unix:"
 
 

@@ -79,3 +79,15 @@ def test_packing_is_measured_beside_padding(capsys: pytest.CaptureFixture[str]) 
     assert re.search(r"\npadded .*\npacked .*\n(met   |missed)  packed over padded: \d", said), said
     assert main(["packing", *small, "--context", "8"]) == 2
     assert "there is nothing to learn, raise it" in capsys.readouterr().err
+
+
+def test_members_of_a_lost_node_come_back(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--members", "8", "--per-node", "4", "--processes", "1", "--rounds", "1", "--scenarios", "lost"]
+    assert main(["members", *small, "--patience", "60"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[:2] for line in said.splitlines() if line.split()[0] == "8"] == [
+        ["8", scenario] for scenario in ("form", "lost", "back")
+    ]
+    assert "evictions in error: 0" in said
+    assert main(["members", "--members", "9"]) == 2
+    assert "--members 9 must be a multiple of --per-node 8" in capsys.readouterr().err

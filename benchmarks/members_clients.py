@@ -1,0 +1,407 @@
+"""Simulated clients of the rendezvous host for moe-bench members: one process serves many by one selector.
+
+They use the project's protocol and send what launchers and workers send, without training anything: a member joins,
+reports a step with every heartbeat, joins again when its world breaks, and reconnects when the host is lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import resource
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from moe_lightning.elastic.membership import ElasticSettings, new_member_id, new_token
+from moe_lightning.elastic.protocol import Address, Channel, Message, WireError, read_secret, reconnect_delay_s
+
+_STEP_S = 0.02
+_REPORT_S = 0.01  # between two reports
+_ATTEMPT_S = 2.0
+_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Constants of all clients of a run.
+
+    Attributes:
+        address: of the rendezvous host.
+        secret_file: of the run.
+        expected: members of the first world.
+        per_node: members of a node.
+    """
+
+    address: str
+    secret_file: str
+    expected: int
+    per_node: int
+
+
+@dataclass(kw_only=True)
+class Report:
+    """State of the clients of one process.
+
+    Attributes:
+        at: time of its last change, on the system's monotonic clock.
+        clients: launchers and members that were started and not lost.
+        registered: those that the host has answered on their present connection.
+        worlds: members in each intact world.
+        waiting: most newcomers that a member was told of.
+        evicted: members that were evicted although none had been stopped or lost.
+        connections: made so far.
+        received, sent: bytes, frames included.
+        cpu_s: processor time of this process.
+        answers: the last request that it answers.
+    """
+
+    at: float = 0.0
+    clients: int = 0
+    registered: int = 0
+    worlds: Counter[int] = field(default_factory=Counter)
+    waiting: int = 0
+    evicted: int = 0
+    connections: int = 0
+    received: int = 0
+    sent: int = 0
+    cpu_s: float = 0.0
+    answers: int = 0
+
+    def __add__(self, other: Report) -> Report:
+        return Report(
+            at=max(self.at, other.at),
+            clients=self.clients + other.clients,
+            registered=self.registered + other.registered,
+            worlds=self.worlds + other.worlds,
+            waiting=max(self.waiting, other.waiting),
+            evicted=self.evicted + other.evicted,
+            connections=self.connections + other.connections,
+            received=self.received + other.received,
+            sent=self.sent + other.sent,
+            cpu_s=self.cpu_s + other.cpu_s,
+        )
+
+
+class Client:
+    """Connection of a simulated launcher or member, which reconnects.
+
+    Args:
+        crowd: the clients of this process.
+        node: number of its node.
+    """
+
+    def __init__(self, crowd: Crowd, node: int) -> None:
+        self.crowd, self.node = crowd, node
+        self.socket: socket.socket | None = None
+        self.channel = Channel(crowd.secret, is_server=False)
+        self.is_registered = False
+        self.next_at = self.attempt_at = 0.0
+        self.next_beat = time.monotonic()
+        self._failures = 0
+
+    def introduction(self) -> Message:
+        """Return the first message on a new connection."""
+        return {"t": "launcher"}
+
+    def beat(self) -> Message:
+        """Return the next heartbeat."""
+        return {"t": "beat", "progress": 0}
+
+    def handle(self, message: Message) -> None:
+        """Handle a message of the host."""
+
+    def step(self, now: float) -> None:
+        """Connect, give up an attempt, or send a heartbeat, whatever is due."""
+        if self.socket is None:
+            if now >= self.next_at:
+                self._connect(now)
+        elif not self.channel.is_open:
+            if now - self.attempt_at > _ATTEMPT_S:
+                self.disconnect()
+        elif now >= self.next_beat:
+            self.next_beat = now + self.crowd.settings.heartbeat_interval_s
+            self.send(self.beat())
+
+    def _connect(self, now: float) -> None:
+        self.attempt_at = now
+        self.channel = Channel(self.crowd.secret, is_server=False)
+        family, target = self.crowd.address.resolve()
+        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        self.socket.setblocking(False)
+        if self.socket.connect_ex(target) not in (0, errno.EINPROGRESS):
+            self.socket.close()
+            self.socket = None
+            self._delay(now)
+            return
+        self.crowd.report.connections += 1
+        self.crowd.selector.register(self.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, self)
+
+    def serve(self, events: int) -> None:
+        """Read and write what the system allows."""
+        assert self.socket is not None
+        try:
+            if events & selectors.EVENT_READ:
+                data = self.socket.recv(_CHUNK)
+                if not data:
+                    raise WireError("the host ended the connection")
+                self.crowd.report.received += len(data)
+                was_open = self.channel.is_open
+                messages = self.channel.receive(data)
+                if self.channel.is_open and not was_open:
+                    self._failures = 0
+                    self.channel.send(self.introduction())
+                for message in messages:
+                    if not self.is_registered:
+                        self.is_registered = True
+                        self.crowd.report.registered += 1
+                        self.crowd.note_change()
+                    self.handle(message)
+            self._flush()
+        except BlockingIOError:
+            return
+        except (OSError, WireError):
+            self.disconnect()
+
+    def send(self, message: Message) -> None:
+        """Send a message, if there is a connection."""
+        if self.channel.is_open and self.socket is not None:
+            self.channel.send(message)
+            self._flush()
+
+    def _flush(self) -> None:
+        if self.socket is None:
+            return
+        outgoing = self.channel.outgoing
+        with suppress(OSError):  # errors show when the loop reads
+            if outgoing:
+                sent = self.socket.send(outgoing)
+                self.crowd.report.sent += sent
+                del outgoing[:sent]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
+        if self.crowd.selector.get_key(self.socket).events != wanted:
+            self.crowd.selector.modify(self.socket, wanted, self)
+
+    def disconnect(self) -> None:
+        """Close the connection; the next one is made when its delay is over."""
+        if self.socket is None:
+            return
+        self.crowd.selector.unregister(self.socket)
+        self.socket.close()
+        self.socket = None
+        if self.is_registered:
+            self.is_registered = False
+            self.crowd.report.registered -= 1
+            self.crowd.note_change()
+        self._delay(time.monotonic())
+
+    def _delay(self, now: float) -> None:
+        self.next_at = now + reconnect_delay_s(self._failures)
+        self._failures += 1
+
+
+class Member(Client):
+    """Simulated worker.
+
+    Attributes:
+        token: of its process.
+        world: number of its world; 0 before the first.
+        rank: in it.
+    """
+
+    def __init__(self, crowd: Crowd, node: int, slot: int, birth_ns: int) -> None:
+        super().__init__(crowd, node)
+        self.token = new_token()
+        self.member_id = new_member_id(f"node-{node:04d}", self.token, birth_ns + slot)
+        self.world, self.rank = 0, -1
+        self._probe = [f"10.0.{node // 250}.{node % 250 + 1}", random.randrange(32_768, 61_000)]  # nobody probes it
+        self._ids: list[str] = []
+        self._reason: str | None = None
+        self._is_joining = True
+        self._progress = 0
+
+    @override
+    def introduction(self) -> Message:
+        world = None
+        if self.world:
+            world = {"number": self.world, "ids": self._ids, "patience": self.crowd.patience}
+            world |= {"broken": self._reason} if self._reason is not None else {}
+        return {
+            "t": "member", "id": self.member_id, "expected": self.crowd.plan.expected,
+            "patience": self.crowd.patience, "probe": self._probe, "joining": self._is_joining,
+            "ready": self.world > 0, "number": self.world, "world": world, "multiple": 1,
+        }  # fmt: skip
+
+    @override
+    def beat(self) -> Message:
+        self._progress += self.is_training
+        return {"t": "beat", "progress": self._progress}
+
+    @property
+    def is_training(self) -> bool:
+        """True in an intact world."""
+        return self.world > 0 and not self._is_joining
+
+    @override
+    def handle(self, message: Message) -> None:
+        match message:
+            case {"t": "formed", "number": int(number), "ids": list(ids)} if self.member_id in ids:
+                self.leave_world()
+                self.world, self._ids, self.rank = number, ids, ids.index(self.member_id)
+                self._is_joining, self._reason = False, None
+                self.crowd.report.worlds[number] += 1
+                self.crowd.report.waiting = 0
+                self.crowd.note_change()
+            case {"t": "broken", "number": int(number), "reason": str(reason)} if number == self.world:
+                self._reason = reason
+                self.leave_world()
+                self.send({"t": "join", "ready": True, "multiple": 1, "spare": False})
+            case {"t": "waiting", "count": int(count)}:
+                self.crowd.report.waiting = count
+                self.crowd.note_change()
+            case {"t": "expelled"}:
+                self.crowd.report.evicted += 1
+                self.leave_world()
+                self.member_id, self.world = new_member_id(f"node-{self.node:04d}", self.token), 0
+                self.send(self.introduction())
+
+    def leave_world(self) -> None:
+        """Count this member out of its intact world, once."""
+        if self.is_training:
+            self.crowd.report.worlds[self.world] -= 1
+            self.crowd.note_change()
+        self._is_joining = True
+
+
+class Crowd:
+    """All clients of one process.
+
+    Args:
+        plan: see there.
+        pipe: to the benchmark.
+    """
+
+    def __init__(self, plan: Plan, pipe: Connection) -> None:
+        self.plan, self._pipe = plan, pipe
+        self.secret, self.address = read_secret(Path(plan.secret_file)), Address.parse(plan.address)
+        self.settings = ElasticSettings()
+        settings = self.settings
+        self.patience = [
+            settings.heartbeat_timeout_s,
+            settings.silence_timeout_s,
+            settings.hang_timeout_s,
+            settings.start_timeout_s,
+        ]
+        self.selector = selectors.DefaultSelector()
+        self.report = Report()
+        self._launchers: dict[int, Client] = {}
+        self._members: dict[int, list[Member]] = {}
+        self._reported_at = 0.0
+        self._has_changed = True
+
+    def note_change(self) -> None:
+        """Record the time of a change that the benchmark waits for."""
+        self.report.at, self._has_changed = time.monotonic(), True
+
+    def run(self) -> None:
+        """Serve all clients until the benchmark ends this process by "end" or by its own end."""
+        due = 0.0
+        while True:
+            for key, events in self.selector.select(_STEP_S):
+                if key.data.socket is key.fileobj:
+                    key.data.serve(events)
+            now = time.monotonic()
+            if now >= due:
+                due = now + _STEP_S
+                for client in self._clients():
+                    client.step(now)
+            if self._has_changed and now - self._reported_at > _REPORT_S:
+                self._reported_at, self._has_changed = now, False
+                self.report.cpu_s = time.process_time()
+                self._pipe.send(self.report)
+            if self._pipe.poll():
+                match self._pipe.recv():
+                    case ("start", nodes):
+                        self._start(nodes)
+                    case ("lose", node):
+                        self._lose(node)
+                    case ("admit",):
+                        self._admit()
+                    case ("report", number):
+                        self.report.answers = number
+                        self._has_changed, self._reported_at = True, 0.0
+                    case _:
+                        return
+
+    def _clients(self) -> Iterable[Client]:
+        yield from self._launchers.values()
+        for members in self._members.values():
+            yield from members
+
+    def _start(self, nodes: Iterable[int]) -> None:
+        """Start the members of these nodes, and their launchers where none is left."""
+        for node in nodes:
+            if node not in self._launchers:
+                self._launchers[node] = Client(self, node)
+                self.report.clients += 1
+            birth_ns = time.time_ns()
+            self._members[node] = [Member(self, node, slot, birth_ns) for slot in range(self.plan.per_node)]
+            self.report.clients += self.plan.per_node
+        self.note_change()
+
+    def _lose(self, node: int) -> None:
+        """Kill all members of a node; its launcher sees it and reports them."""
+        for member in self._members.pop(node):
+            member.leave_world()
+            member.disconnect()
+            self.report.clients -= 1
+            self._launchers[node].send({"t": "died", "token": member.token, "how": "was killed by SIGKILL"})
+        self.note_change()
+
+    def _admit(self) -> None:
+        """Let rank 0, if it is here, break its world for newcomers."""
+        for members in self._members.values():
+            for member in members:
+                if member.rank == 0 and member.is_training:
+                    member.send({"t": "broken", "number": member.world, "reason": "newcomers"})
+
+
+def serve(plan: Plan, pipe: Connection) -> None:
+    """Run a process of clients."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with suppress(EOFError, BrokenPipeError):  # the benchmark has ended
+        Crowd(plan, pipe).run()
+
+
+def idle(address: str, count: int, pipe: Connection) -> None:
+    """Keep so many connections open that never authenticate: one that the host closes is opened again at once."""
+    family, target = Address.parse(address).resolve()
+    selector = selectors.DefaultSelector()
+    made = 0
+
+    def connect() -> None:
+        nonlocal made
+        each: Any = socket.socket(family, socket.SOCK_STREAM)
+        each.setblocking(False)
+        each.connect_ex(target)
+        selector.register(each, selectors.EVENT_READ)
+        made += 1
+
+    for _ in range(count):
+        connect()
+    while not pipe.poll():
+        for key, _ in selector.select(_STEP_S):
+            selector.unregister(key.fileobj)
+            key.fileobj.close()  # type: ignore[union-attr]
+            connect()
+    pipe.send(made)
