@@ -56,7 +56,7 @@ PLANNING = (
     *("balancing/cluster", "balancing/cost_model", "balancing/forecast", "balancing/migration"),
     *("balancing/packing", "balancing/repair", "balancing/replica_placement", "balancing/rules"),
     *("balancing/shadow_search", "checkpoint/selection", "checkpoint/schedule", "checkpoint/sharding"),
-    *("checkpoint/protection", "checkpoint/recovery_plan", "doctor/comparison"),
+    *("checkpoint/protection", "checkpoint/recovery_plan", "doctor/comparison", "state/layout"),
 )
 """Modules that plan: integers and tables in, integers and tables out."""
 UNSAFE_CALLS = {

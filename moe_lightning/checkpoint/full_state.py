@@ -11,6 +11,7 @@ experts come by migration. Nothing is unpickled.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -21,11 +22,13 @@ from torch import Tensor, nn
 
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import CheckpointError
-from moe_lightning.parallel.collectives import broadcast_object, collect_on_root
+from moe_lightning.parallel.collectives import broadcast_object
 from moe_lightning.parallel.context import World, broadcast_
-from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
+from moe_lightning.parallel.mesh import Part, TensorCut
+from moe_lightning.state.pieces import StatePiece
 from moe_lightning.state.table import State
-from moe_lightning.state.tensors import cut_of, joined, loading, local, part_of_whole, rows_like
+from moe_lightning.state.tensors import cut_of, loading, local, part_of_whole, pieces_of, rows_like, rows_of
+from moe_lightning.state.transfer import gather
 
 _NO_CUTS: Mapping[str, TensorCut] = {}
 _NAMES = "parameter_names"
@@ -38,7 +41,7 @@ def full_model_state(
     world: World,
     *,
     cuts: Mapping[str, TensorCut] = _NO_CUTS,
-    spoken: Mapping[str, Any] | None = None,
+    elsewhere: Collection[str] = (),
 ) -> dict[str, Any]:
     """A module's state_dict with full expert stacks and whole dense tensors, on rank 0; empty on the other ranks.
     Collective.
@@ -47,21 +50,16 @@ def full_model_state(
         state: the local state_dict.
         experts: which of its keys, or of those of other ranks, are expert stacks.
         cuts: of the dense tensors of which this rank, or one of another stage, holds a part, by key.
-        spoken: of the rest, what this rank speaks for; None: every rank has it all.
+        elsewhere: keys of whole tensors that rank 0 lacks, and for which this rank has the values.
     """
-    mine = {f"{key}/{e}": state[key][slot] for key, stack in experts.items() for slot, e in stack.owned()}
-    mine |= {f"{key}/whole": value for key, value in (spoken or {}).items() if isinstance(value, Tensor)}
-    mine |= {
-        f"{key}/rows/{world.row_cut.index}": local(state[key])
-        for key, cut in cuts.items()
-        if key in state and world.row_cut.holders_of(cut)[0] == world.rank
-    }
-    collected = collect_on_root(mine, world)
-    if world.rank:
-        return {}
-    uncut = {key.removesuffix("/whole"): value for key, value in collected.items() if key.endswith("/whole")}
-    whole = dict(state) | uncut | {key: _joined(collected, key, cut, world.row_cut) for key, cut in cuts.items()}
-    return whole | {key: _stack(collected, key, stack) for key, stack in experts.items()}
+    pieces = [StatePiece.of(key, state[key]) for key in elsewhere]
+    for key, value in state.items():
+        if key in experts:
+            pieces += rows_of(key, value, experts[key])
+        elif key in cuts:
+            pieces += pieces_of(key, local(value), cuts[key], world.row_cut.part)
+    whole = gather(pieces, world, lambda _: (0,))
+    return {} if world.rank else dict(state) | whole
 
 
 def local_model_state(
@@ -120,7 +118,7 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
     """The state_dict of an optimizer as a single process would have it, on rank 0; empty on the other ranks.
     Collective."""
     optimizer, _ = state.optimizers[index]
-    mine: dict[str, Tensor] = {}
+    pieces: list[StatePiece] = []
     names = {parameter: name for name, parameter in state.module.named_parameters()}
     for number, parameter in enumerate(state.numbered(index)):
         stack, cut = state.stack_of.get(parameter), cut_of(parameter)
@@ -128,18 +126,26 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
         for name, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 continue
+            key = f"{number}/{name}"
             if stack is not None and value.shape[:1] == parameter.shape[:1]:
-                mine |= {f"{number}/{name}/{e}": value[slot] for slot, e in stack.owned()}
+                pieces += rows_of(key, value, stack)
             elif cut is not None and value.ndim:
-                if state.state_ranks.get(parameter, state.cut.holders_of(cut)[0]) == world.rank:
-                    mine[f"{number}/{name}/rows/{state.cut.index}"] = value
-            elif state_rank == world.rank and (cut is None or state.cut.part.tensor == 0):
-                mine[f"{number}/{name}"] = value
-    collected = collect_on_root(mine, world)
+                pieces += pieces_of(key, value, cut, state.cut.part)
+            elif state_rank == world.rank:
+                pieces.append(StatePiece.of(key, value))
+    whole = gather(pieces, world, lambda _: (0,))
     if world.rank:
         return {}
+    entries: dict[int, dict[str, Any]] = defaultdict(dict)
+    for number, parameter in enumerate(state.numbered(index)):
+        own = optimizer.state.get(parameter, {})
+        if others := {name: value for name, value in own.items() if not isinstance(value, Tensor)}:
+            entries[number] = others
+    for key in sorted(whole):
+        at, _, name = key.partition("/")
+        entries[int(at)][name] = whole[key]
     return {
-        "state": _optimizer_entries(state, index, collected, world),
+        "state": dict(sorted(entries.items())),
         "param_groups": _numbered_groups(state, index),
         _NAMES: _names_in_groups(state, index),
     }
@@ -198,39 +204,6 @@ def _require_same_order(saved: Sequence[Sequence[str]] | None, own: Sequence[Seq
                 "would get the moments of another: give the optimizer its parameters in the order of the run that "
                 "wrote it"
             )
-
-
-def _stack(collected: Mapping[str, Tensor], key: str, stack: ExpertStack) -> Tensor:
-    return torch.stack([collected[f"{key}/{e}"] for e in range(stack.num_experts)])
-
-
-def _joined(collected: Mapping[str, Tensor], key: str, cut: TensorCut, among: RowCut) -> Tensor:
-    parts = {part: collected.get(f"{key}/rows/{index}") for index, part in enumerate(among.parts)}
-    return joined({part: values for part, values in parts.items() if values is not None}, cut)
-
-
-def _optimizer_entries(
-    state: State, index: int, collected: Mapping[str, Tensor], world: World
-) -> dict[int, dict[str, Any]]:
-    names: dict[int, set[str]] = {}
-    for key in collected:
-        at, state_name = key.split("/")[:2]
-        names.setdefault(int(at), set()).add(state_name)
-    entries: dict[int, dict[str, Any]] = {}
-    for number, parameter in enumerate(state.numbered(index)):
-        local = state.optimizers[index][0].state.get(parameter, {})
-        entry = {name: value for name, value in local.items() if not isinstance(value, Tensor)}
-        for name in sorted(names.get(number, ())):
-            key = f"{number}/{name}"
-            if key in collected:
-                entry[name] = collected[key]
-            elif parameter in state.stack_of:
-                entry[name] = _stack(collected, key, state.stack_of[parameter])
-            elif (cut := cut_of(parameter)) is not None:
-                entry[name] = _joined(collected, key, cut, state.cut)
-        if entry:
-            entries[number] = entry
-    return entries
 
 
 def _numbered_groups(state: State, index: int) -> list[dict[str, Any]]:

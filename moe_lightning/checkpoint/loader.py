@@ -131,10 +131,10 @@ class CheckpointSource(ABC):
                 f"{key} has shape {list(shape)} in {self.path.name}: rows from {first_row} do not fit {list(out.shape)}"
             )
         for piece in pieces:
-            shared = wanted.common(piece.block)
+            shared = wanted.intersection(piece.block)
             if shared is not None:
-                target, part = shared
-                out[target].copy_(self._raw(piece).view(DTYPES[piece.dtype]).view(piece.block.sizes)[part])
+                stored = self._raw(piece).view(DTYPES[piece.dtype]).view(piece.block.sizes)
+                out[shared.within(wanted)].copy_(stored[shared.within(piece.block)])
 
     def read_object(self, key: str) -> Any:
         """The object under a key.

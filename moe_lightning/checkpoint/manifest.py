@@ -348,7 +348,9 @@ def _check_blocks(key: str, pieces: list[Piece]) -> None:
         raise CheckpointError(f"{key} has pieces of different dtypes or shapes")
     if not all(piece.block.is_rows for piece in pieces):
         numbers = sum(math.prod(piece.block.sizes) for piece in pieces)
-        if numbers != math.prod(whole) or any(a.block.common(b.block) for a, b in itertools.combinations(pieces, 2)):
+        if numbers != math.prod(whole) or any(
+            a.block.intersection(b.block) for a, b in itertools.combinations(pieces, 2)
+        ):
             raise CheckpointError(f"parts of {key} are missing or there twice")
         return
     row = 0

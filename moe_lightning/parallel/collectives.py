@@ -401,28 +401,6 @@ _REFUSED = -1
 """In the place of a size: the sender's object cannot travel."""
 
 
-class _Listed(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def collect_on_root(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Every rank's tensors by name, on rank 0 and on the host; an empty dict on the others.
-
-    Args:
-        tensors: what this rank contributes; a name may be given by one rank only.
-    """
-    if world.size == 1:
-        return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-    own = [_Listed(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]
-    listings = [[_Listed(n, tuple(s), d) for n, s, d in listing] for listing in all_gather_json(own, world)]
-    result: dict[str, Tensor] = {}
-    for dtype in sorted({item.dtype for listing in listings for item in listing}):
-        result |= _collect_dtype(tensors, listings, dtype, world)
-    return result
-
-
 def all_gather_json(value: Any, world: World) -> list[Any]:
     """Every rank's JSON value, in rank order.
 
@@ -501,26 +479,7 @@ def _parsed(text: bytes, rank: int) -> Any:
         ) from None
 
 
-def _collect_dtype(
-    tensors: Mapping[str, Tensor], listings: Sequence[Sequence[_Listed]], dtype: str, world: World
-) -> dict[str, Tensor]:
-    listings = [[item for item in listing if item.dtype == dtype] for listing in listings]
-    own = [tensors[item.name].detach().reshape(-1) for item in listings[world.rank]]
-    flat = torch.cat(own).to(world.device) if own else torch.empty(0, dtype=getattr(torch, dtype), device=world.device)
-    sizes = [sum(torch.Size(item.shape).numel() for item in listing) for listing in listings]
-    is_root = world.rank == 0
-    arrived = flat.new_empty(sum(sizes) if is_root else 0)
-    send = [flat.numel()] + [0] * (world.size - 1)
-    recv = sizes if is_root else [0] * world.size
-    dist.all_to_all_single(arrived, flat, recv, send, group=world.background)
-    if not is_root:
-        return {}
-    items = [item for listing in listings for item in listing]
-    pieces = torch.split(world.read(arrived), [torch.Size(item.shape).numel() for item in items])
-    return {item.name: piece.view(item.shape).clone() for item, piece in zip(items, pieces, strict=True)}
-
-
-_CURE = "give all ranks the same files, settings and versions of moe-lightning, Python, NumPy and torch"
+CURE = "give all ranks the same files, settings and versions of moe-lightning, Python, NumPy and torch"
 
 
 def fingerprint(*parts: np.ndarray | str) -> int:
@@ -550,7 +509,7 @@ def require_agreement(fingerprints: Sequence[int], what: str) -> None:
     common = Counter(fingerprints).most_common(1)[0][0]
     others = [rank for rank, value in enumerate(fingerprints) if value != common]
     first = fingerprints.index(common)
-    raise ConfigurationError(f"{what} of ranks {others} differs from that of rank {first}: {_CURE}")
+    raise ConfigurationError(f"{what} of ranks {others} differs from that of rank {first}: {CURE}")
 
 
 def check_agreement(value: int, what: str, world: World) -> None:

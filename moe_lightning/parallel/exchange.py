@@ -78,11 +78,19 @@ def all_gather_flat(out: Tensor, tensor: Tensor, group: Any) -> None:
 
 
 class PendingExchange:
-    """A one-dimensional exchange in flight on the background group; `wait` returns what arrived."""
+    """A one-dimensional exchange in flight on the background group; `wait` returns what arrived.
 
-    def __init__(self, flat: Tensor, send: Sequence[int], recv: Sequence[int], world: World) -> None:
+    Args:
+        flat: what this rank sends, by rank.
+        send, recv: elements for and from each rank.
+        received: memory for what arrives; None: new memory.
+    """
+
+    def __init__(
+        self, flat: Tensor, send: Sequence[int], recv: Sequence[int], world: World, received: Tensor | None = None
+    ) -> None:
         self._sent = flat  # kept alive until the exchange has finished
-        self._received = torch.empty(sum(recv), dtype=flat.dtype, device=flat.device)
+        self._received = flat.new_empty(sum(recv)) if received is None else received
         self._work: Any = dist.all_to_all_single(
             self._received, flat, list(recv), list(send), group=world.background, async_op=True
         )

@@ -9,8 +9,9 @@ that every checkpoint holds anew. Checkpoints list pieces as JSON, and the annot
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Annotated, Self
 
 import torch
@@ -85,6 +86,11 @@ class Block:
         return cls(offsets=(first_row, *[0] * (len(sizes) - 1)), sizes=sizes, whole=(num_rows, *sizes[1:]))
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+    @property
     def slices(self) -> tuple[slice, ...]:
         """Slices of the whole tensor."""
         return tuple(slice(begin, end) for begin, end in zip(self.offsets, self._ends, strict=True))
@@ -99,16 +105,30 @@ class Block:
         """True if it lies inside of the whole tensor."""
         return all(0 <= at <= end <= size for at, end, size in zip(self.offsets, self._ends, self.whole, strict=True))
 
-    def common(self, other: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Return the intersection of two blocks of a tensor, as slices of each; None where it is empty."""
-        low = [max(pair) for pair in zip(self.offsets, other.offsets, strict=True)]
-        high = [min(pair) for pair in zip(self._ends, other._ends, strict=True)]
-        if any(begin >= end for begin, end in zip(low, high, strict=True)):
-            return None
-        return tuple(
-            tuple(slice(begin - at, end - at) for begin, end, at in zip(low, high, block.offsets, strict=True))
-            for block in (self, other)
-        )  # type: ignore[return-value]
+    def within(self, outer: Block) -> tuple[slice, ...]:
+        """Return its slices in the tensor that holds another block, which contains it."""
+        ends = zip(self.offsets, self._ends, outer.offsets, strict=True)
+        return tuple(slice(begin - at, end - at) for begin, end, at in ends)
+
+    def intersection(self, other: Block) -> Self | None:
+        """Return what two blocks of a tensor have in common; None where that is empty."""
+        low = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(min(ends) - at for *ends, at in zip(self._ends, other._ends, low, strict=True))
+        return replace(self, offsets=low, sizes=sizes) if all(size > 0 for size in sizes) else None
+
+    def without(self, other: Block) -> Iterator[Self]:
+        """Yield disjoint blocks of everything that another block, which lies in this one, leaves."""
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        for dim, (at, size) in enumerate(zip(other.offsets, other.sizes, strict=True)):
+            end = offsets[dim] + sizes[dim]
+            for begin, stop in ((offsets[dim], at), (at + size, end)):
+                if begin < stop:
+                    yield replace(
+                        self,
+                        offsets=(*offsets[:dim], begin, *offsets[dim + 1 :]),
+                        sizes=(*sizes[:dim], stop - begin, *sizes[dim + 1 :]),
+                    )
+            offsets[dim], sizes[dim] = at, size
 
     @property
     def _ends(self) -> list[int]:

@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.mesh import Part, TensorCut
-from moe_lightning.state.pieces import Block
+from moe_lightning.state.pieces import Block, StatePiece
 
 _CUT = "moe_lightning_cut"
 
@@ -97,6 +98,19 @@ def blocks_of(cut: TensorCut, part: Part) -> Iterator[tuple[tuple[slice, ...], B
             Block(offsets=offsets, sizes=sizes, whole=cut.shape),
         )
         at += sizes[cut.dim]
+
+
+def pieces_of(key: str, tensor: Tensor, cut: TensorCut, part: Part) -> Iterator[StatePiece]:
+    """Yield the pieces of a tensor that holds a part of another one."""
+    for here, block in blocks_of(cut, part):
+        yield StatePiece(key=key, tensor=tensor[here], block=block)
+
+
+def rows_of(key: str, tensor: Tensor, stack: ExpertStack) -> Iterator[StatePiece]:
+    """Yield the experts that a tensor with a row for each slot holds, as rows of one with a row for each expert."""
+    for slot, expert in stack.held():
+        row = tensor[slot : slot + 1]
+        yield StatePiece(key=key, tensor=row, block=Block.of_rows(row.shape, expert, stack.num_experts))
 
 
 def part_of_whole(whole: Tensor, cut: TensorCut, part: Part) -> Tensor:

@@ -61,8 +61,10 @@ from moe_lightning.state.tensors import (
     local,
     mark,
     part_of_whole,
+    pieces_of,
     whole_shape,
 )
+from moe_lightning.state.transfer import gather
 from moe_lightning.strategies.checks import identical_buffers
 from moe_lightning.strategies.fsdp import (
     is_sharded,
@@ -280,9 +282,8 @@ class RowTransfer:
     ) -> None:
         self._world = world
         own = held_rows(state, ways, with_moments=with_moments)
-        names = {key: key.removeprefix("dense/").rpartition("/")[0] for key in own}
-        self._cuts = {key: ways[name] for key, name in names.items()}
-        self._stages = {key: stage_of(name) for key, name in names.items()}
+        self._cuts = {key: ways[_name_of(key)] for key in own}
+        self._stages = {key: stage_of(_name_of(key)) for key in own}
         self._dtypes = {key: tensor.dtype for key, tensor in own.items()}
         self._held: dict[Part, Rows] = dict.fromkeys(held, own)
         self._held |= {Part.named(name): rows for name, rows in departed_parts.items()}
@@ -324,8 +325,8 @@ class RowTransfer:
             wanted = list(blocks_of(cut, target))
             for here, block in blocks_of(cut, source):
                 for there, other in wanted:
-                    if (common := block.common(other)) is not None:
-                        found.append((key, _within(here, common[0]), _within(there, common[1])))
+                    if (common := block.intersection(other)) is not None:
+                        found.append((key, _within(here, common.within(block)), _within(there, common.within(other))))
         return found
 
     def _packed(self, at: int) -> Tensor:
@@ -357,6 +358,11 @@ def held_rows(state: State, names: Collection[str], *, with_moments: bool = True
             {"weight": local(parameter.detach())} | (state.moments(parameter) if with_moments else {})
         ).items()
     }
+
+
+def _name_of(key: str) -> str:
+    """Return the name of the parameter of a key of the state table."""
+    return key.removeprefix("dense/").rpartition("/")[0]
 
 
 _OF = ": "  # no parameter has it in its name
@@ -627,22 +633,21 @@ class DenseParts:
         if not self.is_cut:
             return False
         self.reshard()  # a callback may have called the module
-        dense = self._state.training_state().dense.values()
-        nbytes = sum(whole_shape(p).numel() * p.element_size() for p in dense)
+        state, ways = self._state.training_state(), self.ways()
+        nbytes = sum(whole_shape(p).numel() * p.element_size() for p in state.dense.values())
         if nbytes > min(all_gather_json(most_bytes, world)):
             rank_zero_warn(
                 "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank "
                 "has its part only, so continue from a checkpoint"
             )
             return False
-        cut = world.row_cut
-        sources = [
-            (part.name, ranks[0])
-            for whose, ranks in zip(cut.parts, cut.holders, strict=True)
-            for part in self._in_stages(whose, self._state.stages.held)
+        held = held_rows(state, ways, with_moments=self.with_moments)
+        pieces = [
+            piece
+            for key, tensor in held.items()
+            for piece in pieces_of(key, tensor, ways[_name_of(key)], state.cut.part)
         ]
-        targets = [self._in_stages(Part(), self._state.stages.held)] * world.size
-        rows = self._transfer(sources, targets, world).exchange()
+        rows = gather(pieces, world, lambda _: range(world.size))
         self.leave()
         self.install(rows, World.single(world.device))
         with self._all_stages():

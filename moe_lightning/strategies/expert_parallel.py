@@ -34,7 +34,6 @@ from moe_lightning.data.loader import follow_schedule
 from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS, PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement, parse_placements, uniform_placement
 from moe_lightning.dispatch.quota import ShadowPlan
-from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import MOST_BYTES, check_regular, read_text
@@ -43,10 +42,11 @@ from moe_lightning.moe.experts import deferred_experts
 from moe_lightning.moe.layer import moe_layers, whole_state_dict
 from moe_lightning.moe.randomness import attach_stream
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.parallel.context import World, all_reduce_
+from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import chosen_axes
 from moe_lightning.parallel.pipeline import ScheduleName
-from moe_lightning.state.tensors import local
+from moe_lightning.state.tensors import local, rows_of
+from moe_lightning.state.transfer import gather
 from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
 from moe_lightning.strategies.checks import (
     check_for_pipeline,
@@ -100,8 +100,15 @@ class GatheredExperts:
         needed = sum(count * p.shape[1:].numel() * p.element_size() for count, p in entries)
         if needed > min(all_gather_json(most_bytes, world)):
             return
+        pieces = [
+            piece
+            for layer, stack in enumerate(stacks)
+            for name, parameter in stack.parameters.items()
+            for piece in rows_of(f"{layer}/{name}", parameter.detach(), stack)
+        ]
+        found = gather(pieces, world, lambda _: range(world.size))
         self._stacks = [
-            {name: _whole(parameter, stack, world) for name, parameter in stack.parameters.items()} for stack in stacks
+            {name: found[f"{layer}/{name}"] for name in stack.parameters} for layer, stack in enumerate(stacks)
         ]
 
     def attach(self) -> None:
@@ -119,18 +126,6 @@ class GatheredExperts:
             layer.resume_world()
         if weights_change:
             self._stacks = None
-
-
-@torch.no_grad()
-def _whole(parameter: nn.Parameter, stack: ExpertStack, world: World) -> Tensor:
-    """Return all experts [E, ...] on the host: each row from the first rank that holds it, and zeros from
-    the others.
-    """
-    whole = torch.zeros(stack.num_experts, *parameter.shape[1:], dtype=parameter.dtype, device=world.device)
-    for slot, expert in stack.owned():
-        whole[expert] = parameter[slot]
-    all_reduce_(whole, world)
-    return whole.cpu()
 
 
 def gather_limit(num_processes: int) -> int:

@@ -34,10 +34,12 @@ from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import AbsentBlock
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
-from moe_lightning.parallel.context import World, agree, all_reduce_, broadcast_
+from moe_lightning.parallel.context import World, agree, all_reduce_
 from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
 from moe_lightning.parallel.mesh import Part, stage_ranks
+from moe_lightning.state.pieces import StatePiece
 from moe_lightning.state.tensors import cut_of, cuts_of, mark, whole_shape
+from moe_lightning.state.transfer import gather
 from moe_lightning.strategies.dense_parameters import Rows
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
 from moe_lightning.strategies.train_state import StateTransfer, TrainState, held_among
@@ -708,11 +710,17 @@ class StageState(StageMap):
                 "has those of its stages only, so continue from a checkpoint"
             )
             return
-        for part, name, parameter, stage in entries:
-            values = torch.empty_like(parameter, device=self.world.device) if parameter.is_meta else parameter.detach()
-            broadcast_(values, self._ranks[stage][0], self.world)
-            if parameter.is_meta:
-                self.cut.gathered_values[part, name] = values.cpu()
+        rank = self.world.rank
+        pieces = [
+            StatePiece.of(str(number), parameter.detach())
+            for number, (*_, parameter, stage) in enumerate(entries)
+            if self._ranks[stage][0] == rank
+        ]
+        lacking = [[r for r in range(self.world.size) if r not in self._ranks[stage]] for *_, stage in entries]
+        found = gather(pieces, self.world, lambda number: lacking[int(number)])
+        for number, (part, name, *_) in enumerate(entries):
+            if str(number) in found:
+                self.cut.gathered_values[part, name] = found[str(number)]
 
     # ------------------------------------------------------------------ optimizers
 
@@ -734,8 +742,10 @@ class StageState(StageMap):
             experts, cuts = self._expert_keys(stacks), cuts_of(self.cut.module)
         own = {name: v for name, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
         whole_here = own.keys() - experts.keys() - cuts.keys()
-        spoken = {name: own[name] for name in whole_here if self.holders(name)[0] == self.world.rank}
-        whole = full_model_state(own, experts, self.world, cuts=cuts, spoken=spoken)
+        first = [
+            name for name in whole_here if self.holders(name)[0] == self.world.rank and isinstance(own[name], Tensor)
+        ]
+        whole = full_model_state(own, experts, self.world, cuts=cuts, elsewhere=first)
         return {name: whole[name] for name in self._names} if whole else {}
 
     @override

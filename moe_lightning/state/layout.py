@@ -1,0 +1,113 @@
+"""Layouts of state: which ranks have which blocks of which tensors, and the moves from one layout to another.
+
+Everything here is pure and deterministic: ranks that plan from the same layouts plan the same. What ranks have is
+published (`state/transfer.py`); only what they want is derived.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from moe_lightning.state.pieces import Block
+
+Layout = Mapping[str, Sequence[tuple[Block, Sequence[int]]]]
+"""Key of a tensor -> its blocks, each once, with the ranks that have or want it."""
+
+
+class Move(NamedTuple):
+    """A block that one rank sends another, or itself.
+
+    Attributes:
+        key: of the tensor.
+        block: what moves.
+        held: the block of the source in which it lies.
+        wanted: the block of the target in which it lies.
+        source, target: ranks.
+    """
+
+    key: str
+    block: Block
+    held: Block
+    wanted: Block
+    source: int
+    target: int
+
+
+class TransferPlan(NamedTuple):
+    """Moves that make the wanted layout from what ranks have.
+
+    Attributes:
+        moves: they cover every wanted block once, but for what is missing.
+        missing: (key, block, target) of what no rank has.
+    """
+
+    moves: list[Move]
+    missing: list[tuple[str, Block, int]]
+
+
+def plan_transfer(have: Layout, want: Layout, nodes: Sequence[int]) -> TransferPlan:
+    """Choose a source for everything that ranks want, so that little moves between nodes and sends are even.
+
+    A rank takes what it has from itself, then all it can from its node, then the rest; of several ranks that are
+    equally near from the one that has sent fewest elements so far.
+
+    Args:
+        nodes: of each rank.
+    """
+    plan, sent = TransferPlan([], []), Counter[int]()
+    for key, blocks in want.items():
+        for wanted, target in ((block, rank) for block, ranks in blocks for rank in ranks):
+            left = [wanted] if wanted.numel else []
+            for held, ranks in _nearest_first(have.get(key, ()), target, nodes):
+                rest: list[Block] = []
+                for part in left:
+                    common = part.intersection(held)
+                    if common is None:
+                        rest.append(part)
+                        continue
+                    source = min(ranks, key=lambda rank: (sent[rank], rank))
+                    sent[source] += common.numel if source != target else 0
+                    plan.moves.append(Move(key, common, held, wanted, source, target))
+                    rest += part.without(common)
+                left = rest
+            plan.missing.extend((key, part, target) for part in left)
+    return plan
+
+
+def _nearest_first(
+    held: Iterable[tuple[Block, Sequence[int]]], target: int, nodes: Sequence[int]
+) -> list[tuple[Block, list[int]]]:
+    """Return blocks with the ranks that have them nearest to a target, the nearest blocks first."""
+
+    def distance(rank: int) -> int:
+        return 0 if rank == target else 1 if nodes[rank] == nodes[target] else 2
+
+    least = [(min(map(distance, ranks)), block, ranks) for block, ranks in held]
+    least.sort(key=lambda entry: (entry[0], entry[1].offsets, entry[1].sizes))
+    return [(block, [rank for rank in ranks if distance(rank) == near]) for near, block, ranks in least]
+
+
+def waves(sizes: Mapping[tuple[int, int], Sequence[int]], most: int) -> dict[tuple[int, int], list[int]]:
+    """Number the exchanges in which things travel, so that no rank sends or receives more than `most` in one of them.
+
+    Args:
+        sizes: (source, target) -> the size of each thing, at most `most`.
+    """
+    num_ranks = 1 + max((rank for way in sizes for rank in way), default=0)
+    filled: dict[tuple[int, bool], tuple[int, int]] = {}  # rank, whether it sends -> last exchange, what is in it
+    found: dict[tuple[int, int], list[int]] = {}
+    # In a round each rank sends to one other and receives from one, so exchanges fill evenly.
+    for way in sorted(sizes, key=lambda way: ((way[1] - way[0]) % num_ranks, way)):
+        ends = (way[0], True), (way[1], False)
+        found[way] = []
+        for size in sizes[way]:
+            last = [filled.get(end, (0, 0)) for end in ends]
+            number = max(wave for wave, _ in last)
+            used = [there if wave == number else 0 for wave, there in last]
+            if max(used) + size > most:
+                number, used = number + 1, [0, 0]
+            filled |= {end: (number, there + size) for end, there in zip(ends, used, strict=True)}
+            found[way].append(number)
+    return found
