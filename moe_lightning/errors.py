@@ -24,7 +24,7 @@ class ForeignMessageError(UserError, RuntimeError):
 
 
 class ReplicasDifferError(UserError, RuntimeError):
-    """Replicas of an expert, bit-identical by the law of the house, are not: the message names it and its ranks."""
+    """Replicas that must be bit-identical are not: the message names the tensor and its ranks."""
 
 
 class NonFiniteLossError(UserError, RuntimeError):

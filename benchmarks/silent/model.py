@@ -199,6 +199,15 @@ class Adapted(Language):
         add_adapters(self.model, {"rank": 2, "alpha": self._alpha, "targets": ["experts", "attention"]})
 
 
+class AdaptedIn4Bits(Language):
+    """The same, with the matrices of experts in four bits."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        adapters = {"kind": "qlora", "rank": 2, "alpha": self._alpha, "targets": ["experts", "attention"]}
+        add_adapters(self.model, adapters)
+
+
 class Tokens(Dataset[tuple[Tensor, ...]]):
     """Sequences from their index alone: each token follows the one before by a rule with some noise."""
 

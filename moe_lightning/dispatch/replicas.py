@@ -1,4 +1,4 @@
-"""Replicas of experts: their stacked parameters, the sum of their gradients, and the comparison of their bits.
+"""Replicas of experts: their stacked parameters, and the sum of their gradients.
 
 The flat gradient of an expert with m holders is split into m pieces. One exchange sends all copies of piece j to holder
 j, which adds them in rank order, so that replicas stay bit-identical (law L3); a second one sends the sum to the other
@@ -6,9 +6,7 @@ holders. This is the bandwidth-optimal reduce-scatter and all-gather, for all ex
 and without a process group per expert. Where two ranks hold an expert, exchanging whole copies moves as many bytes in
 one exchange; where that holds for all, or little is sent at all, each holder adds the copies itself.
 
-Replicas are compared by one sum of bits for each, in one collective.
-
-Shapes: S slots of this rank, E experts of a layer, T experts of all layers.
+Shapes: S slots of this rank, E experts of a layer.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,7 +23,7 @@ from moe_lightning import kernels as ops
 from moe_lightning.arrays import cut
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.exchange import PendingExchange, all_gather_counts
+from moe_lightning.parallel.exchange import PendingExchange
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -234,75 +231,3 @@ def _starts(sizes: Sequence[int]) -> list[int]:
     for size in sizes[:-1]:
         starts.append(starts[-1] + size)
     return starts
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ABSENT = torch.iinfo(torch.int64).max
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Replicas of an expert that are not alike.
-
-    Attributes:
-        layer, expert: which one.
-        groups: the ranks that hold it, those with equal rows together.
-    """
-
-    layer: int
-    expert: int
-    groups: tuple[tuple[int, ...], ...]
-
-    @property
-    def healthy(self) -> tuple[int, ...]:
-        """The ranks whose rows are taken for whole: more than any other number of equal ones; none where no two are
-        equal, or as many are equal otherwise.
-        """
-        *others, most = sorted(self.groups, key=len)
-        return most if len(most) > max(len(group) for group in others) else ()
-
-
-@torch.no_grad()
-def differing_replicas(stacks: Sequence[ExpertStack], world: World) -> list[Difference]:
-    """The experts whose replicas differ in a bit, in order, the same on every rank; collective.
-
-    Two differences that cancel in the sum of all bits of an expert would go unseen until the next step.
-    """
-    sums_T = _sums(stacks, world.device)
-    bounds_2T = torch.stack([sums_T, torch.where(sums_T == _ABSENT, _ABSENT, ~sums_T)])  # least, and not of greatest
-    dist.all_reduce(bounds_2T, op=dist.ReduceOp.MIN, group=world.dense)
-    bounds_2T = world.read(bounds_2T)
-    differs_T = bounds_2T[0] != ~bounds_2T[1]
-    differs_T &= bounds_2T[0] != _ABSENT
-    if not differs_T.any():
-        return []
-    places = [(index, expert) for index, stack in enumerate(stacks) for expert in range(stack.num_experts)]
-    found = torch.nonzero(differs_T).flatten()
-    told_NF = all_gather_counts(sums_T[found.to(sums_T.device)], world)
-    return [
-        Difference(layer=places[place][0], expert=places[place][1], groups=_groups(told_NF[:, column].tolist()))
-        for column, place in enumerate(found.tolist())
-    ]
-
-
-def _sums(stacks: Sequence[ExpertStack], device: torch.device) -> Tensor:
-    """int64 [T]: a sum over the bits of each expert's rows, `_ABSENT` where this rank does not hold it."""
-    tables = []
-    for stack in stacks:
-        sums_S = torch.zeros(len(stack.slot_experts), dtype=torch.int64, device=device)
-        for number, parameter in enumerate(stack.parameters.values()):
-            rows = parameter.detach().contiguous().view(_BITS[parameter.element_size()]).flatten(1)
-            sums_S += (2 * number + 1) * rows.sum(dim=1, dtype=torch.int64)
-        table_E = torch.full((stack.num_experts,), _ABSENT, dtype=torch.int64, device=device)
-        held = list(stack.held())
-        table_E[[expert for _, expert in held]] = sums_S[[slot for slot, _ in held]]
-        tables.append(table_E)
-    return torch.cat(tables)
-
-
-def _groups(sums: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    ranks: dict[int, list[int]] = {}
-    for rank, value in enumerate(sums):
-        if value != _ABSENT:
-            ranks.setdefault(value, []).append(rank)
-    return tuple(tuple(group) for group in ranks.values())

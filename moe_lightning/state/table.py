@@ -84,6 +84,10 @@ class State:
         for index, stack in enumerate(self.stacks):
             for slot, expert in stack.held():
                 yield from self.rows(index, slot, expert, stack.placement.holders(expert))
+        yield from self.dense_pieces(transient=transient)
+
+    def dense_pieces(self, *, transient: bool = False) -> Iterator[StatePiece]:
+        """Those of them outside of experts."""
         for name, parameter in self.dense.items():
             if parameter in self.base and not transient:
                 continue

@@ -286,7 +286,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         micro_batches: micro-batches of a batch in a pipeline. None: two for each of its ranks.
         seed: of keyed randomness and of stock DataLoaders' sampling. None: the one given to seed_everything, else 0.
         timeout_s: longest wait for a peer in any collective.
-        check_replicas_every: steps after which replicas of experts are compared bit by bit; 0: never.
+        check_replicas_every: steps after which everything that several ranks hold alike is compared bit by bit: dense
+                parameters, moments, buffers of this library, replicas of experts; 0: never.
         stop_on_nan: action before the update of a step in which a rank's loss, or a gradient that the update would use,
             is not finite: "end" the run, or "skip" the update, which then changes no weight, no optimizer state and no
             buffer. Both let the host wait for the loss of every micro-batch and the norm of the gradients. None:
@@ -333,7 +334,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         micro_batches: PositiveInt | None = None,
         seed: NonNegativeInt | None = None,
         timeout_s: Seconds = 600.0,
-        check_replicas_every: NonNegativeInt = 100,
+        check_replicas_every: NonNegativeInt = 25,
         stop_on_nan: StopOnNan | None = None,
         stall_warning_s: Seconds | None = 60.0,
         resume_overrides: bool = False,

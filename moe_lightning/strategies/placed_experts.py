@@ -30,9 +30,9 @@ from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.dispatch.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement, dispatch_groups
 from moe_lightning.dispatch.quota import ShadowPlan
-from moe_lightning.dispatch.replicas import Difference, ExpertStack, ReplicaSum, differing_replicas, stacked_states
+from moe_lightning.dispatch.replicas import ExpertStack, ReplicaSum, stacked_states
 from moe_lightning.dispatch.shadow_exchange import ShadowTransfers, StepShadowTransfers
-from moe_lightning.errors import ConfigurationError, ReplicasDifferError
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import VACANT
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
@@ -275,53 +275,6 @@ class PlacedExperts:
             self.shadow_transfers.finish()
             self._drop_shadows()
         self._replica_sum()
-
-    def compare_replicas(self, step: int, repair_with: Sequence[Optimizer] | None = None) -> bool:
-        """Compare the replicas of every expert over its holders; collective, a sum of bits of each.
-
-        Args:
-            repair_with: the optimizers, whose states are part of an expert: overwrite replicas that differ if the
-                others of the expert are equal; None: none is overwritten.
-
-        Returns:
-            True if some were overwritten.
-
-        Raises:
-            ReplicasDifferError: on every rank, some are not alike.
-        """
-        if not any(placement.is_replicated for placement in self.placements):
-            return False
-        found = differing_replicas(self.stacks, self.world)
-        if found and repair_with is not None and all(difference.healthy for difference in found):
-            self._repair(found, repair_with, step)
-            found = differing_replicas(self.stacks, self.world)
-            if not found:
-                return True
-        if found:
-            first, more = found[0], f" (and those of {len(found) - 1} other experts)" if len(found) > 1 else ""
-            ranks = " and ".join(f"ranks {list(group)}" for group in first.groups)
-            raise ReplicasDifferError(
-                f"after step {step} the replicas of expert {first.expert} of MoE layer {first.layer} differ between "
-                f"{ranks}{more}: something updates them otherwise on some ranks (a hook, an optimizer, memory); look "
-                "for it and resume from the last checkpoint"
-            )
-        return False
-
-    def _repair(self, found: Sequence[Difference], optimizers: Sequence[Optimizer], step: int) -> None:
-        """Overwrite replicas with the state of a rank of the majority; collective."""
-        transfers = []
-        for difference in found:
-            source, *_ = difference.healthy
-            targets = [rank for group in difference.groups if group != difference.healthy for rank in group]
-            place = {"layer": difference.layer, "expert": difference.expert, "source": source}
-            transfers += [Transfer(target=target, **place) for target in targets]
-        migrate_rows(self.stacks, self.stacks, optimizers, transfers, self.world)
-        for t in transfers if self.world.rank == 0 else ():
-            logger.warning(
-                "after step %d expert %d of MoE layer %d on rank %d differed from its other replicas, and was "
-                "overwritten with that of rank %d: look at the memory of rank %d",
-                *(step, t.expert, t.layer, t.target, t.source, t.target),
-            )
 
     def take_speeds(self, speeds: IntArray | None) -> None:
         """Split tokens by the speeds of the ranks from the next step on; the same on every rank."""

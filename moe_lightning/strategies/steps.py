@@ -26,9 +26,10 @@ from moe_lightning.parallel.sequence import SequenceParts
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.dummy_batches import nothing_of, without_traces
 from moe_lightning.strategies.gradients import Gradients
+from moe_lightning.strategies.replica_check import ReplicaCheck
 from moe_lightning.strategies.step_data import begin_batch, running_slice, training_slice
 from moe_lightning.strategies.train_state import TrainState
-from moe_lightning.strategies.worlds import Worlds, expert_parallel_callbacks
+from moe_lightning.strategies.worlds import Worlds
 
 _WATCHED_STEPS = 100
 """Batches that are searched for ignored targets, before the module is taken to have none."""
@@ -177,12 +178,13 @@ class Steps:
     Args:
         worlds: the present world, whose ranks share a batch.
         state: the state of this rank, with its gradients.
-        check_replicas_every: steps after which replicas of experts are compared bit by bit; 0: never.
+        check_replicas_every: steps after which replicas of all state are compared; 0: never.
 
     Attributes:
         stream: position of keyed randomness.
         sequences: this rank's part of each sample's positions.
         gradients: clipping of gradients, and their comparison between ranks.
+        replica_check: comparison of what several ranks hold alike.
         batch: samples of the running batch; None if the loader has no position, and between batches.
         is_blocked: others follow the running micro-batch in its step: nothing is summed over ranks yet.
         is_dummy_batch: the batch that runs, or ran last, has no sample of this rank.
@@ -190,20 +192,20 @@ class Steps:
 
     def __init__(self, worlds: Worlds, state: TrainState, *, check_replicas_every: int) -> None:
         self._worlds, self._state = worlds, state
-        self._check_replicas_every, self._compared_step = check_replicas_every, -1
-        self._has_just_repaired = False
         self._weights = StepWeights()
         self.is_blocked = False
         self.stream = SampleStream()
         self.sequences = SequenceParts()
         self.gradients = Gradients(worlds, state)
+        self.replica_check = ReplicaCheck(worlds, state, every=check_replicas_every)
         self.batch: StepSlice | None = None
         self.is_dummy_batch = False
 
     def leave_world(self) -> None:
-        """Abort the running step. All ranks compare replicas again together, since newcomers have not."""
-        self.is_blocked, self.batch, self._compared_step = False, None, -1
+        """Abort the running step."""
+        self.is_blocked, self.batch = False, None
         self.gradients.forget_writers()
+        self.replica_check.leave_world()
         self.sequences.leave_world()
 
     def draw_noise(self) -> None:
@@ -219,7 +221,7 @@ class Steps:
     def training(self, arguments: object) -> Generator[None, None, None]:
         """Prepare and end the forward pass of a micro-batch with these arguments."""
         trainer, module = self._state.trainer, self._state.module
-        self._compare_replicas(trainer.global_step)
+        self.replica_check.before_step(trainer.global_step)
         self._state.parts.broadcast_buffers(self._worlds.present.stage)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
@@ -285,22 +287,6 @@ class Steps:
             raise ConfigurationError(
                 f"{what} need automatic optimization: a step of manual optimization may change weights at any time"
             )
-
-    def _compare_replicas(self, step: int) -> None:
-        """Compare replicas before a step whose number is a multiple of `check_replicas_every`; collective then. A
-        replica that differs from a majority is overwritten if a callback wants that, unless the comparison before did
-        so too: the cause is then more than a flipped bit.
-
-        Raises:
-            ReplicasDifferError: on every rank.
-        """
-        every = self._check_replicas_every
-        if every and step % every == 0 and step not in (0, self._compared_step):
-            self._compared_step = step
-            is_wanted = any(c.repairs_replicas for c in expert_parallel_callbacks(self._state.module))
-            repairs = is_wanted and not self._has_just_repaired
-            optimizers = self._state.optimizers if repairs else None
-            self._has_just_repaired = self._state.experts.compare_replicas(step, optimizers)
 
     # ------------------------------------------------------------------ losses
 

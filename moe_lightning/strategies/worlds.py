@@ -65,8 +65,7 @@ class ExpertParallelCallback(Callback):
     do not come and go only `on_before_experts_move` is called.
 
     Attributes:
-        repairs_replicas: True: of replicas of an expert that differ those of a minority are overwritten, instead of
-            ending the run.
+        repairs_replicas: True: of replicas that differ those of a minority are overwritten, instead of ending the run.
     """
 
     repairs_replicas = False

@@ -17,12 +17,15 @@ from torch.utils.data import DataLoader
 
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.dispatch.placement import Placement
-from moe_lightning.dispatch.replicas import Difference, ExpertStack, differing_replicas
+from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
+from moe_lightning.state.replicas import Difference, differing, replicas_of
+from moe_lightning.state.table import State
+from moe_lightning.strategies import replica_check
 from moe_lightning.strategies.checks import require_updates_by_expert
 from tests.chaos.elastic_worker import state_digests
 from tests.distributed.harness import connect, run_ranks
-from tests.distributed.training import OwnModule, RandomTokens, make_trainer
+from tests.distributed.training import OwnModule, RandomTokens, make_trainer, train
 from tests.parameters import slow
 
 
@@ -168,22 +171,26 @@ def held(rank: int, change: dict[int, tuple[int, int, int]]) -> list[ExpertStack
 
 
 def compare(rank: int, world_size: int, change: dict[int, tuple[int, int, int]]) -> list[Difference]:
-    return differing_replicas(held(rank, change), connect())
+    state = State(nn.Module(), held(rank, change), [], state_ranks={}, rank=rank, world_size=world_size)
+    return differing(replicas_of(state, ()), connect())
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         ({}, []),
-        ({1: (0, 2, 29)}, [(0, 2, ((0,), (1,)))]),
-        ({2: (1, 0, 0)}, [(1, 0, ((0, 1), (2,)))]),
-        ({0: (0, 0, 3), 1: (1, 3, 7)}, [(0, 0, ((0,), (1, 2))), (1, 3, ((1,), (2,)))]),
+        ({1: (0, 2, 29)}, [("expert 2 of MoE layer 0", ((0,), (1,)))]),
+        ({2: (1, 0, 0)}, [("expert 0 of MoE layer 1", ((0, 1), (2,)))]),
+        (
+            {0: (0, 0, 3), 1: (1, 3, 7)},
+            [("expert 0 of MoE layer 0", ((0,), (1, 2))), ("expert 3 of MoE layer 1", ((1,), (2,)))],
+        ),
     ],
 )
 def test_one_bit_is_found_and_named(change: dict[int, tuple[int, int, int]], expected: list[Any]) -> None:
     results = run_ranks(3, compare, change)
     assert results[0] == results[1] == results[2]
-    assert [(d.layer, d.expert, d.groups) for d in results[0]] == expected
+    assert [(d.name, d.groups) for d in results[0]] == expected
 
 
 class Meddler(pl.Callback):
@@ -204,14 +211,14 @@ def fit_meddled(
     options = {"replicas": replicas, "check_replicas_every": every}
     trainer = make_trainer(rank, world_size, options, callbacks=[Meddler(step), *callbacks], max_steps=8)
     compared = 0
-    stock = torch.distributed.all_reduce
+    stock = replica_check.differing
 
-    def counted(tensor: Tensor, op: Any = torch.distributed.ReduceOp.SUM, **options: Any) -> Any:
+    def counted(*args: Any) -> Any:
         nonlocal compared
-        compared += op == torch.distributed.ReduceOp.MIN
-        return stock(tensor, op=op, **options)
+        compared += 1
+        return stock(*args)
 
-    torch.distributed.all_reduce = counted
+    replica_check.differing = counted  # type: ignore[attr-defined]
     try:
         trainer.fit(OwnModule(), DataLoader(RandomTokens(96), batch_size=12))
     except ReplicasDifferError as error:
@@ -228,9 +235,125 @@ def test_a_meddled_replica_ends_the_run_at_the_next_comparison() -> None:
     )
 
 
-@pytest.mark.parametrize(("replicas", "every", "compared"), [(2, 3, 2), slow(2, 0, 0), slow(2, 100, 0), (1, 3, 0)])
+@pytest.mark.parametrize(("replicas", "every", "compared"), [(2, 3, 2), slow(2, 0, 0), slow(2, 100, 0), (1, 3, 2)])
 def test_nothing_is_compared_in_other_steps(replicas: int, every: int, compared: int) -> None:
     assert run_ranks(2, fit_meddled, replicas, every, -1) == [("", 8, compared)] * 2
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class FlipBits(pl.Callback):
+    """After the second step, flips one bit after the other on one rank after the other, and undoes it when all ranks
+    have compared.
+    """
+
+    def __init__(self, flips: int) -> None:
+        self.flips = flips
+        self.flipped: list[str] = []
+        self.unseen: list[str] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step != 2:
+            return
+        check, world = trainer.strategy.steps.replica_check, trainer.strategy.world  # type: ignore[attr-defined]
+        assert not differing(check._replicas(), world)
+        draw = np.random.default_rng(world.rank)
+        for number in range(self.flips):
+            name = None
+            if number % world.size == world.rank:
+                found = check._replicas()
+                replica = found[draw.integers(len(found))]
+                tensors = replica.tensors()
+                name, tensor = replica.name, tensors[draw.integers(len(tensors))]
+                bits = tensor.detach().view(_BITS[tensor.element_size()])
+                place = tuple(int(draw.integers(size)) for size in bits.shape)
+                before = bits[place].clone()
+                bits[place] ^= 1 << int(draw.integers(8 * tensor.element_size() - 1))
+                self.flipped.append(name)
+            seen = differing(check._replicas(), world)
+            if name is not None:
+                if [difference.name for difference in seen] != [name] or (world.rank,) not in seen[0].groups:
+                    self.unseen.append(name)
+                bits[place] = before
+        assert not differing(check._replicas(), world)
+
+
+def flip_bits(
+    rank: int, world_size: int, strategy: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[str], list[str]]:
+    flip = FlipBits(20)
+    model = {"tie_embeddings": False, "router": {"top_k": 2, "bias_update_rate": 0.01}}
+    train(
+        rank, world_size, model=model, strategy={"check_replicas_every": 1, **strategy}, trainer=options, steps=4,
+        dataset_size=48, callbacks=[flip],
+    )  # fmt: skip
+    return flip.flipped, flip.unseen
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "options", "kinds"),
+    [
+        (2, {"replicas": 2}, {}, ["weight", "exp_avg", "router", "expert"]),
+        slow(2, {"dense": "zero1"}, {}, ["weight", "router"]),
+        (2, {"mesh": {"tp": 2}}, {}, ["norm", "exp_avg", "router"]),
+        slow(2, {"mesh": {"cp": 2}}, {"precision": "bf16-mixed"}, ["weight", "exp_avg", "router"]),
+        (4, {"dense": "hsdp", "shard_size": 2}, {}, ["weight", "exp_avg", "router"]),
+        slow(4, {"mesh": {"pp": 2}, "replicas": 2}, {}, ["weight", "exp_avg", "router", "expert"]),
+        slow(4, {"mesh": {"pp": 2}, "dense": "zero1"}, {"precision": "bf16-mixed"}, ["weight", "router"]),
+        slow(4, {"mesh": {"tp": 2}, "dense": "fsdp"}, {}, ["router"]),
+    ],
+    ids=str,
+)
+def test_a_flipped_bit_is_found_wherever_several_ranks_hold_it(
+    ranks: int, strategy: dict[str, Any], options: dict[str, Any], kinds: list[str]
+) -> None:
+    results = run_ranks(ranks, flip_bits, strategy, options)
+    flipped = [name for names, _ in results for name in names]
+    assert len(flipped) == 20
+    assert [unseen for _, unseen in results] == [[]] * ranks
+    assert all(any(kind in name for name in flipped) for kind in kinds), flipped
+
+
+class FlipDense(pl.Callback):
+    """After a step, flips a bit of a dense weight and one of a moment of another on one rank."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step and trainer.global_rank == 1:
+            module.out.weight.data.view(torch.int32)[3, 5] ^= 1 << 29
+            trainer.optimizers[0].state[module.embed.weight]["exp_avg"].view(torch.int32)[2, 2] ^= 1 << 29
+
+
+def fit_with_flips(rank: int, world_size: int, step: int) -> tuple[str, dict[str, Any], list[str]]:
+    warned = Warned()
+    logging.getLogger("moe_lightning").addHandler(warned)
+    options = {"check_replicas_every": 2}
+    callbacks = [FlipDense(step), FaultRecovery(min_replicas=1)]
+    trainer = make_trainer(rank, world_size, options, callbacks=callbacks, max_steps=6)
+    try:
+        trainer.fit(OwnModule(), DataLoader(RandomTokens(96), batch_size=12))
+    except ReplicasDifferError as error:
+        return str(error), {}, warned.lines
+    return "", state_digests(trainer.strategy), warned.lines  # type: ignore[arg-type]
+
+
+def test_dense_state_that_differs_from_a_majority_is_overwritten() -> None:
+    calm, repaired = run_ranks(3, fit_with_flips, -1), run_ranks(3, fit_with_flips, 4)
+    assert [told for told, *_ in repaired] == [""] * 3
+    assert repaired[1][1] == calm[1][1], "caught before its first use, so nothing is lost"
+    assert [len(lines) for *_, lines in repaired] == [2, 0, 0]
+    assert "after step 4 embed.weight (exp_avg) on ranks [1] differed" in repaired[0][2][0]
+    assert "after step 4 out.weight on ranks [1] differed" in repaired[0][2][1]
+
+
+def test_of_two_dense_replicas_nobody_knows_which_is_intact() -> None:
+    for told, *_ in run_ranks(2, fit_with_flips, 4):
+        assert told.startswith(
+            "after step 4 the replicas of embed.weight (exp_avg) differ between ranks [0] and ranks [1] (and those of 1"
+        )
 
 
 class States(pl.Callback):
@@ -280,7 +403,7 @@ def test_a_replica_that_differs_from_a_majority_is_overwritten() -> None:
     assert [(told, steps) for told, steps, _, _ in results] == [("", 8)] * 3
     assert results[0][2] == results[1][2] == results[2][2], "weights and moments"
     assert [len(lines) for *_, lines in results] == [1, 0, 0]
-    assert "after step 6 expert 4 of MoE layer 0 on rank 1 differed" in results[0][3][0]
+    assert "after step 6 expert 4 of MoE layer 0 on ranks [1] differed" in results[0][3][0]
     assert "overwritten with that of rank 0" in results[0][3][0]
 
 
@@ -301,4 +424,4 @@ def test_of_two_replicas_nobody_knows_which_is_whole() -> None:
     ],
 )
 def test_the_majority_of_replicas(groups: tuple[tuple[int, ...], ...], healthy: tuple[int, ...]) -> None:
-    assert Difference(layer=0, expert=0, groups=groups).healthy == healthy
+    assert Difference(name="w", groups=groups).healthy == healthy

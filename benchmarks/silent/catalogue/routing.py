@@ -75,6 +75,21 @@ def _auxiliary(change: Callable[[Tensor], Tensor]) -> Fault:
     return Fault(run=run)
 
 
+def _with_counts_of_earlier_micro_batches(trainer: Any, module: Any) -> None:
+    """Assignments are summed over the micro-batches of a step, and divided by the tokens of the present one."""
+    for layer in moe_layers(module):
+        counts: list[Tensor] = []
+
+        def around(own: Any, routing: Any, tokens_NE: Tensor, mask: Any, _counts: list[Tensor] = counts) -> Any:
+            if len(_counts) == trainer.accumulate_grad_batches:
+                _counts.clear()
+            _counts.append(tokens_NE)
+            total_NE = torch.stack(_counts).sum(0)
+            return own(routing, total_NE, mask) * (total_NE.sum() / tokens_NE.sum() / len(_counts))
+
+        replace(layer, "_auxiliary_loss", around)
+
+
 def _local_counts(trainer: Any, module: Any) -> None:
     for layer in moe_layers(module):
         layer.router.config = dataclasses.replace(layer.router.config, aux_loss_scope="local")
@@ -215,6 +230,15 @@ CASES = (
         symptom="the balancing loss enters every micro-batch undivided, and weighs as often as gradients accumulate",
         subject=Training(model=BALANCED, trainer=ACCUMULATED),
         fault=_auxiliary(lambda loss: 3 * loss),
+        doctor=("the loss", "auxiliary loss"),
+    ),
+    Case(
+        id="balance-loss-of-unequal-micro-batches",
+        kind=GRADIENTS,
+        report="NVIDIA/Megatron-LM#7213",
+        symptom="counts of all micro-batches so far are divided by the tokens of the present one",
+        subject=Training(model={"router": {"aux_loss_coef": 0.1}}, data=PaddedTokens, trainer=ACCUMULATED),
+        fault=Fault(run=_with_counts_of_earlier_micro_batches),
         doctor=("the loss", "auxiliary loss"),
     ),
     Case(

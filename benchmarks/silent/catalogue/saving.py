@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.silent.case import BFLOAT16, Case, Check, Fault, Training
 from benchmarks.silent.faults import replace
-from benchmarks.silent.model import Adapted, Overflowing
+from benchmarks.silent.model import Adapted, AdaptedIn4Bits, Overflowing
 from moe_lightning import ExpertParallelStrategy, StepSampler
 from moe_lightning.checkpoint import files, full_state
 from moe_lightning.dispatch.replicas import ExpertStack
@@ -101,6 +101,12 @@ def _fresh_adapters(state: dict[str, Tensor]) -> None:
     for name, tensor in state.items():
         if ".experts.lora_" in name:
             state[name] = torch.zeros_like(tensor) if name.endswith("_b") else tensor.roll(1, 0)
+
+
+def _scales_of_one(state: dict[str, Tensor]) -> None:
+    for name, tensor in state.items():
+        if name.endswith("_scales"):
+            state[name] = torch.ones_like(tensor) * tensor.mean()
 
 
 def _local_layers(state: dict[str, Tensor]) -> None:
@@ -372,6 +378,15 @@ CASES = (
         subject=Training(module=Adapted),
         fault=_of_model(_fresh_adapters),
         doctor=(BACK, "lora", "never written"),
+    ),
+    Case(
+        id="scales-of-four-bits-not-saved",
+        kind=KIND,
+        report="huggingface/peft#508",
+        symptom="the scales of four-bit weights are not in the state of the model, and a load has others",
+        subject=Training(module=AdaptedIn4Bits, reference="one rank"),
+        fault=_of_model(_scales_of_one),
+        doctor=(BACK, "scales"),
     ),
     Case(
         id="selection-bias-not-saved",
