@@ -86,8 +86,8 @@ class ReadBack:
     @torch.no_grad()
     def _forget(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Leave nothing of the training in the objects that a checkpoint is read into."""
-        for tensor in _trained(module):
-            tensor.fill_(_LOST)
+        for tensor in _values(module):
+            tensor.fill_(_LOST if tensor.is_floating_point() else 0)
         for optimizer in trainer.optimizers:
             optimizer.state.clear()
             for group in optimizer.param_groups:
@@ -98,9 +98,9 @@ class ReadBack:
             sampler.consumed = 0
 
 
-def _trained(module: nn.Module) -> Iterator[Tensor]:
-    """Weights that are trained, and buffers that checkpoints hold."""
-    yield from (local(p) for p in module.parameters() if p.requires_grad and not p.is_meta)
+def _values(module: nn.Module) -> Iterator[Tensor]:
+    """Weights, frozen ones too, and buffers that checkpoints hold."""
+    yield from (local(p) for p in module.parameters() if not p.is_meta)
     yield from (buffer for _, buffer in _buffers(module))
 
 
@@ -119,7 +119,7 @@ def _state(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[tu
     """This rank's part of what a checkpoint holds, by what it is and its name, in the order of reports."""
     states = {p: state for optimizer in trainer.optimizers for p, state in optimizer.state.items()}
     of_blocks: list[tuple[tuple[str, str], Tensor]] = []
-    for block in blocks(trainer, module):
+    for block in blocks(trainer, module, frozen=True):
         yield ("the weights", block.name), block.of(local(block.parameter))
         for key, value in states.get(block.parameter, {}).items():
             if isinstance(value, Tensor):

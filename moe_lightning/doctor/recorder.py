@@ -499,14 +499,14 @@ def _running(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[nn.Mo
     return running
 
 
-def blocks(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[Block]:
-    """The trained parameters on this rank in the module's order, experts each by itself."""
+def blocks(trainer: pl.Trainer, module: pl.LightningModule, *, frozen: bool = False) -> Iterator[Block]:
+    """The trained parameters on this rank, or all, in the module's order, experts each by itself."""
     state: State | None = None
     if hasattr(trainer.strategy, "worlds"):
         state = trainer.strategy.state.training_state()  # type: ignore[attr-defined]
     stack_of: Mapping[nn.Parameter, ExpertStack] = {} if state is None else state.stack_of
     for name, parameter in module.named_parameters():
-        if parameter.is_meta or not parameter.requires_grad:
+        if parameter.is_meta or not (parameter.requires_grad or frozen):
             continue
         stack = stack_of.get(parameter)
         if stack is not None:
