@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_
+from moe_lightning.parallel.exchange import send
 from moe_lightning.state.table import State
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -144,13 +144,7 @@ def overwrite(differences: Iterable[Difference], replicas: Sequence[Replica], wo
         source = difference.healthy[0]
         for target in difference.damaged:
             for tensor in held[difference.name].tensors() if world.rank in (source, target) else ():
-                values = tensor.to(world.device, copy=True).contiguous()
-                if world.rank == source:
-                    dist.send(values, group=world.dense, group_dst=target)
-                else:
-                    dist.recv(values, group=world.dense, group_src=source)
-                    world.synchronize()
-                    tensor.copy_(values)
+                send(tensor, source, target, world)
 
 
 def _sum_of_rows(tensor: Tensor) -> Tensor:
