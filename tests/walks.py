@@ -1,4 +1,5 @@
-"""Files that a token, a gradient, a snapshot with its restore and a fault pass through, recorded in small real runs.
+"""Files that a token, a gradient, a snapshot with its restore and a fault pass through, and the functions of a step and
+a recovery in the order of their calls, recorded in small real runs.
 
 Usage: python -m tests.walks prints the files of each walk.
 """
@@ -49,7 +50,7 @@ _STEPS, _KILLED_AT = 6, 3
 
 
 class Trace:
-    """Record the files of the package and of its kernels whose functions are called.
+    """Record the files of the package and of its kernels whose functions are called, and these functions.
 
     In the main thread calls count while a stretch of the walk is open, in threads of the given names always.
 
@@ -59,6 +60,7 @@ class Trace:
 
     def __init__(self, *threads: str) -> None:
         self.files: dict[str, None] = {}  # in the order in which they are entered first
+        self.functions: dict[str, None] = {}
         self.is_enabled = True
         self._threads = threads
         self._depth = 0
@@ -86,6 +88,7 @@ class Trace:
         name = file_of(frame.f_code.co_filename)
         if name and frame.f_code.co_flags & _CO_OPTIMIZED:
             self.files.setdefault(name)
+            self.functions.setdefault(frame.f_code.co_qualname)
 
     def open(self) -> None:
         """Begin a stretch of the walk; stretches may contain each other."""
@@ -147,9 +150,9 @@ class Enabled(pl.Callback):
 
 @cache
 def step_walks() -> dict[str, list[str]]:
-    """The walks of a token and of a gradient, of two ranks and every expert on both."""
+    """The walks of a token and of a gradient, and the functions of a step, of two ranks and every expert on both."""
     results = run_ranks(2, _trace_steps)
-    return {walk: in_order(*(result[walk] for result in results)) for walk in ("token", "gradient")}
+    return {walk: in_order(*(result[walk] for result in results)) for walk in ("token", "gradient", "step")}
 
 
 def _trace_steps(rank: int, world_size: int) -> dict[str, list[str]]:
@@ -159,7 +162,10 @@ def _trace_steps(rank: int, world_size: int) -> dict[str, list[str]]:
             prepare(trace)
             train(rank, world_size, own_module=True, steps=3, strategy={"replicas": 2}, callbacks=[Enabled(trace)])
         found[walk] = list(trace.files)
-    return found
+    with Trace() as trace:
+        trace.during(ExpertParallelStrategy, "batch_to_device", "optimizer_step")
+        train(rank, world_size, own_module=True, steps=3, strategy={"replicas": 2}, callbacks=[Enabled(trace)])
+    return found | {"step": list(trace.functions)}
 
 
 def _trace_token(trace: Trace) -> None:
@@ -261,8 +267,11 @@ def _train_and_save(rank: int, world_size: int, root: str, *, callbacks: Sequenc
 # ---------------------------------------------------------------------- a fault
 
 
-def fault_walk() -> list[str]:
-    """The walk of a killed rank of three: its launcher, the rendezvous host, and the two that go on."""
+@cache
+def fault_walks() -> dict[str, list[str]]:
+    """The walk of a killed rank of three: its launcher, the rendezvous host, and the two that go on; and the functions
+    of the recovery on one of these.
+    """
     with tempfile.TemporaryDirectory(prefix="walk-") as name, Trace("elastic") as trace:
         run = launcher.ElasticLauncher(num_ranks=3, log_dir=Path(name), cool_down_s=60.0, grace_s=1.0)
         workers: list[ForkedWorker] = []
@@ -272,7 +281,10 @@ def fault_walk() -> list[str]:
             run.run([])
         left = [json.loads(path.read_text()) for path in Path(name).glob("walk-*.json")]
         assert len(left) == 2, "two of three survive"
-        return in_order(trace.files, *left)
+        return {
+            "fault": in_order(trace.files, *(each["files"] for each in left)),
+            "recovery": left[0]["functions"],
+        }
 
 
 @contextlib.contextmanager
@@ -329,7 +341,9 @@ def _worker(number: int, environment: dict[str, str], folder: str) -> None:
             number, 3, max_steps=_STEPS, callbacks=[FaultRecovery(), Victim(number == 2)], enable_checkpointing=False
         )
         trainer.fit(OwnModule(), DataLoader(RandomTokens(), batch_size=12, shuffle=True))
-        Path(folder, f"walk-{number}.json").write_text(json.dumps(list(trace.files)))
+        Path(folder, f"walk-{number}.json").write_text(
+            json.dumps({"files": list(trace.files), "functions": list(trace.functions)})
+        )
     trainer.strategy.elastic.engine.close()
 
 
@@ -372,15 +386,19 @@ WALKS: dict[str, Callable[[], list[str]]] = {
     "A token": lambda: step_walks()["token"],
     "A gradient": lambda: step_walks()["gradient"],
     "A snapshot and its restore": snapshot_walk,
-    "A fault": fault_walk,
+    "A fault": lambda: fault_walks()["fault"],
+}
+ORDERS: dict[str, Callable[[], list[str]]] = {
+    "A step in one screen": lambda: step_walks()["step"],
+    "A recovery in one screen": lambda: fault_walks()["recovery"],
 }
 
 
 def main() -> None:
-    """Print the files of each walk."""
-    for title, walk in WALKS.items():
-        files = walk()
-        print(f"{title}: {len(files)}", *files, sep="\n    ")
+    """Print the files of each walk, and the functions in the order of their calls."""
+    for title, walk in (WALKS | ORDERS).items():
+        names = walk()
+        print(f"{title}: {len(names)}", *names, sep="\n    ")
 
 
 if __name__ == "__main__":

@@ -28,11 +28,7 @@ class ReplicaCheck:
 
     def __init__(self, worlds: Worlds, state: TrainState, *, every: int) -> None:
         self._worlds, self._state, self._every = worlds, state, every
-        self._compared_step, self._has_just_repaired = -1, False
-
-    def leave_world(self) -> None:
-        """Let all ranks of the next world compare together: newcomers have not."""
-        self._compared_step = -1
+        self._compared, self._has_just_repaired = (-1, 0), False  # generation of the world, step
 
     def before_step(self, step: int) -> None:
         """Compare before a step whose number is a multiple of `every`; collective then.
@@ -41,9 +37,10 @@ class ReplicaCheck:
             ReplicasDifferError: on every rank.
         """
         world = self._worlds.present
-        if not self._every or step % self._every or step in (0, self._compared_step) or world.size == 1:
+        here = world.generation, step  # after a recovery all compare again: newcomers have not
+        if not self._every or step % self._every or not step or here == self._compared or world.size == 1:
             return
-        self._compared_step = step
+        self._compared = here
         replicas = self._replicas()
         found = differing(replicas, world)
         may_repair = not self._has_just_repaired and all(difference.healthy for difference in found)

@@ -205,7 +205,6 @@ class Steps:
         """Abort the running step."""
         self.is_blocked, self.batch = False, None
         self.gradients.forget_writers()
-        self.replica_check.leave_world()
         self.sequences.leave_world()
 
     def draw_noise(self) -> None:

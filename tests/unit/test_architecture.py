@@ -8,7 +8,7 @@ import pytest
 
 from tests.documented import ROOT
 from tests.test_layers import MAY_IMPORT
-from tests.walks import NOT_ON_THE_WAY, WALKS
+from tests.walks import NOT_ON_THE_WAY, ORDERS, WALKS
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
@@ -45,8 +45,15 @@ def test_a_walk_names_the_files_that_are_entered(walk: str) -> None:
     assert len(entered) <= MOST_FILES[walk], "a longer walk: can the new file be left out?"
 
 
+@pytest.mark.parametrize("title", ORDERS)
+def test_functions_are_named_in_the_order_of_their_calls(title: str) -> None:
+    named = re.findall(r"^\d+\. `([^`]+)`: \S", SECTIONS[title], re.MULTILINE)
+    assert len(named) > 10
+    assert named == [name for name in ORDERS[title]() if name in named]
+
+
 def test_every_walk_is_looked_at() -> None:
-    assert list(SECTIONS) == ["The packages", *WALKS]
+    assert list(SECTIONS) == [*ORDERS, "The packages", *WALKS]
 
 
 def test_files_that_no_walk_counts_are_there() -> None:
