@@ -13,7 +13,7 @@ import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -22,12 +22,27 @@ from typing import Any
 
 from typing_extensions import override
 
-from moe_lightning.elastic.membership import ElasticSettings, new_member_id, new_token
-from moe_lightning.elastic.protocol import Address, Channel, Message, WireError, read_secret, reconnect_delay_s
+from moe_lightning.elastic.membership import (
+    ElasticSettings,
+    formed_ids,
+    new_member_id,
+    new_token,
+    pack_ids,
+    worker_token,
+)
+from moe_lightning.elastic.protocol import (
+    CONNECT_S,
+    HANDSHAKE_S,
+    Address,
+    Channel,
+    Message,
+    WireError,
+    read_secret,
+    reconnect_delay_s,
+)
 
 _STEP_S = 0.02
 _REPORT_S = 0.01  # between two reports
-_ATTEMPT_S = 2.0
 _CHUNK = 1 << 18
 
 
@@ -98,20 +113,25 @@ class Client:
     Args:
         crowd: the clients of this process.
         node: number of its node.
+
+    Attributes:
+        token: of its process.
     """
 
     def __init__(self, crowd: Crowd, node: int) -> None:
         self.crowd, self.node = crowd, node
         self.socket: socket.socket | None = None
         self.channel = Channel(crowd.secret, is_server=False)
+        self.token = new_token()
         self.is_registered = False
         self.next_at = self.attempt_at = 0.0
         self.next_beat = time.monotonic()
+        self._is_connecting = False
         self._failures = 0
 
     def introduction(self) -> Message:
         """Return the first message on a new connection."""
-        return {"t": "launcher"}
+        return {"t": "launcher", "token": self.token, "expected": self.crowd.plan.expected}
 
     def beat(self) -> Message:
         """Return the next heartbeat."""
@@ -126,10 +146,10 @@ class Client:
             if now >= self.next_at:
                 self._connect(now)
         elif not self.channel.is_open:
-            if now - self.attempt_at > _ATTEMPT_S:
+            if now - self.attempt_at > (CONNECT_S if self._is_connecting else HANDSHAKE_S):
                 self.disconnect()
         elif now >= self.next_beat:
-            self.next_beat = now + self.crowd.settings.heartbeat_interval_s
+            self.next_beat = now + self.crowd.settings.heartbeat_interval_s(self.crowd.plan.expected)
             self.send(self.beat())
 
     def _connect(self, now: float) -> None:
@@ -143,12 +163,14 @@ class Client:
             self.socket = None
             self._delay(now)
             return
+        self._is_connecting = True
         self.crowd.report.connections += 1
         self.crowd.selector.register(self.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, self)
 
     def serve(self, events: int) -> None:
         """Read and write what the system allows."""
         assert self.socket is not None
+        self._is_connecting = False
         try:
             if events & selectors.EVENT_READ:
                 data = self.socket.recv(_CHUNK)
@@ -212,19 +234,20 @@ class Client:
 class Member(Client):
     """Simulated worker.
 
+    Args:
+        birth_ns: of the first start of its node's members; None for a later one.
+
     Attributes:
-        token: of its process.
         world: number of its world; 0 before the first.
         rank: in it.
     """
 
-    def __init__(self, crowd: Crowd, node: int, slot: int, birth_ns: int) -> None:
+    def __init__(self, crowd: Crowd, node: int, slot: int, starts: int, birth_ns: int | None) -> None:
         super().__init__(crowd, node)
-        self.token = new_token()
-        self.member_id = new_member_id(f"node-{node:04d}", self.token, birth_ns + slot)
+        self.token = worker_token(crowd.launchers[node].token, slot, starts)
+        self.member_id = new_member_id(f"node-{node:04d}", self.token, birth_ns and birth_ns + slot)
         self.world, self.rank = 0, -1
         self._probe = [f"10.0.{node // 250}.{node % 250 + 1}", random.randrange(32_768, 61_000)]  # nobody probes it
-        self._ids: list[str] = []
         self._reason: str | None = None
         self._is_joining = True
         self._progress = 0
@@ -233,7 +256,7 @@ class Member(Client):
     def introduction(self) -> Message:
         world = None
         if self.world:
-            world = {"number": self.world, "ids": self._ids, "patience": self.crowd.patience}
+            world = {"number": self.world, "members": self.crowd.packed[self.world], "patience": self.crowd.patience}
             world |= {"broken": self._reason} if self._reason is not None else {}
         return {
             "t": "member", "id": self.member_id, "expected": self.crowd.plan.expected,
@@ -254,9 +277,9 @@ class Member(Client):
     @override
     def handle(self, message: Message) -> None:
         match message:
-            case {"t": "formed", "number": int(number), "ids": list(ids)} if self.member_id in ids:
+            case {"t": "formed", "number": int(number)} if self.member_id in self.crowd.ranks(message, self.world):
                 self.leave_world()
-                self.world, self._ids, self.rank = number, ids, ids.index(self.member_id)
+                self.world, self.rank = number, self.crowd.ranks(message, self.world)[self.member_id]
                 self._is_joining, self._reason = False, None
                 self.crowd.report.worlds[number] += 1
                 self.crowd.report.waiting = 0
@@ -303,7 +326,10 @@ class Crowd:
         ]
         self.selector = selectors.DefaultSelector()
         self.report = Report()
-        self._launchers: dict[int, Client] = {}
+        self.launchers: dict[int, Client] = {}
+        self.packed: dict[int, list[Any]] = {}  # members of each world
+        self._ranks: dict[int, dict[str, int]] = {0: {}}  # by world
+        self._starts: Counter[int] = Counter()  # of each node
         self._members: dict[int, list[Member]] = {}
         self._reported_at = 0.0
         self._has_changed = True
@@ -311,6 +337,19 @@ class Crowd:
     def note_change(self) -> None:
         """Record the time of a change that the benchmark waits for."""
         self.report.at, self._has_changed = time.monotonic(), True
+
+    def ranks(self, formed: Message, former: int) -> Mapping[str, int]:
+        """Return the members of a new world by rank; computed once, though each worker does it.
+
+        Args:
+            former: number of the world before.
+        """
+        number = formed["number"]
+        if number not in self._ranks:
+            ids = formed_ids(formed, (former, tuple(self._ranks[former])))
+            self._ranks[number] = {member_id: rank for rank, member_id in enumerate(ids)}
+            self.packed[number] = pack_ids(ids)
+        return self._ranks[number]
 
     def run(self) -> None:
         """Serve all clients until the benchmark ends this process by "end" or by its own end."""
@@ -343,18 +382,20 @@ class Crowd:
                         return
 
     def _clients(self) -> Iterable[Client]:
-        yield from self._launchers.values()
+        yield from self.launchers.values()
         for members in self._members.values():
             yield from members
 
     def _start(self, nodes: Iterable[int]) -> None:
         """Start the members of these nodes, and their launchers where none is left."""
         for node in nodes:
-            if node not in self._launchers:
-                self._launchers[node] = Client(self, node)
+            if node not in self.launchers:
+                self.launchers[node] = Client(self, node)
                 self.report.clients += 1
-            birth_ns = time.time_ns()
-            self._members[node] = [Member(self, node, slot, birth_ns) for slot in range(self.plan.per_node)]
+            self._starts[node] += 1
+            starts = self._starts[node]
+            birth_ns = time.time_ns() // 1_000_000 * 1_000_000 if starts == 1 else None
+            self._members[node] = [Member(self, node, slot, starts, birth_ns) for slot in range(self.plan.per_node)]
             self.report.clients += self.plan.per_node
         self.note_change()
 
@@ -364,7 +405,7 @@ class Crowd:
             member.leave_world()
             member.disconnect()
             self.report.clients -= 1
-            self._launchers[node].send({"t": "died", "token": member.token, "how": "was killed by SIGKILL"})
+            self.launchers[node].send({"t": "died", "token": member.token, "how": "was killed by SIGKILL"})
         self.note_change()
 
     def _admit(self) -> None:

@@ -26,8 +26,10 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from moe_lightning.elastic.membership import ElasticSettings
+from moe_lightning.elastic.membership import ElasticSettings, new_token
 from moe_lightning.elastic.protocol import (
+    CONNECT_S,
+    HANDSHAKE_S,
     Address,
     Channel,
     Message,
@@ -165,7 +167,6 @@ def _text(value: str | bytes) -> str:
     return value if isinstance(value, str) else value.decode("latin-1")
 
 
-_ATTEMPT_S = 2.0
 _CHUNK = 1 << 16
 
 logger = logging.getLogger(__name__)
@@ -256,7 +257,11 @@ class ClientConnection:
             self._connect(now)
         elif self.is_connected and now - self._last_received > self._silence_s:
             self._disconnect(f"it said nothing for {self._silence_s:g} s", now)
-        elif self._socket is not None and not self.is_connected and now - self._attempt_at > _ATTEMPT_S:
+        elif (
+            self._socket is not None
+            and not self.is_connected
+            and now - self._attempt_at > (CONNECT_S if self._is_connecting else HANDSHAKE_S)
+        ):
             self._disconnect("it does not answer", now)
         for key, events in self._selector.select(timeout_s):
             if key.fileobj is not self._socket:
@@ -387,14 +392,19 @@ class LauncherClient:
         address: of the rendezvous host.
         secret_file: of the run.
         settings: timeouts.
+        expected: workers of all launchers of the run; 0 if that is not known.
+
+    Attributes:
+        token: name of this launcher; the tokens of its workers begin with it.
 
     Raises:
         ConfigurationError: it does not answer within `rendezvous_timeout_s`, turns this launcher away, or the secret
             cannot be read.
     """
 
-    def __init__(self, address: Address, secret_file: Path, settings: ElasticSettings) -> None:
-        self._address, self._settings = address, settings
+    def __init__(self, address: Address, secret_file: Path, settings: ElasticSettings, expected: int = 0) -> None:
+        self._address, self._settings, self._expected = address, settings, expected
+        self.token = new_token()
         self._clock = ProcessClock()
         self._lock = threading.Lock()
         self._deaths: list[Message] = []
@@ -468,7 +478,7 @@ class LauncherClient:
 
     def _introduce(self, send: Callable[[Message], None]) -> None:
         with self._lock:
-            send({"t": "launcher"})
+            send({"t": "launcher", "token": self.token, "expected": self._expected})
             for message in self._deaths:
                 self._connection.send(message)
         self._known.set()
@@ -480,7 +490,7 @@ class LauncherClient:
                 self._connection.step(self._clock.tick(), _STEP_S)
                 now = self._clock.tick()
                 if now >= next_beat:
-                    next_beat = now + self._settings.heartbeat_interval_s
+                    next_beat = now + self._settings.heartbeat_interval_s(self._expected)
                     self._connection.send({"t": "beat", "progress": 0})
             except Exception:  # the launcher must go on with its workers
                 logger.exception("the launcher's connection could not be served")

@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.elastic.connection import LauncherClient
-from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, new_token
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, worker_token
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.elastic.protocol import Address, ProcessClock, interface_towards, read_secret
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
@@ -455,7 +455,8 @@ class ElasticLauncher:
                 expected=self.num_ranks * self.num_nodes,
                 settings=self.settings,
             )
-            yield task, stack.enter_context(closing(LauncherClient(address, secret_file, self.settings)))
+            client = LauncherClient(address, secret_file, self.settings, task.expected)
+            yield task, stack.enter_context(closing(client))
 
 
 @dataclass(kw_only=True)
@@ -485,11 +486,11 @@ class _Workers:
         self._alone_since = 0.0
         self._running: dict[int, _Worker] = {}
         self._due: dict[int, float] = {}  # slot -> when it is started again
-        self._began_ns = time.time_ns()
+        self._began_ns = time.time_ns() // 1_000_000 * 1_000_000  # the names of all members are sent to all
         self._starts = dict.fromkeys(range(launcher.num_ranks), 0)
         self._restarts = 0
         self._finished = 0
-        self._world: frozenset[str] = frozenset()  # tokens of the last world
+        self._world: frozenset[str] | None = None  # tokens of this machine's workers in the last world
         self._crash: RankFailure | None = None  # the first since the last world
         self._last_signature, self._repeats = "", 0  # of crashes
 
@@ -567,7 +568,7 @@ class _Workers:
             slot=slot,
             starts=starts,
             birth_ns=self._began_ns + slot if starts == 1 else None,
-            token=new_token(),
+            token=worker_token(self._connection.token, slot, starts),
         )
         environment = {
             **rank_environment(slot, local=launcher.num_ranks, world=task.expected, interface=self._interface),
@@ -654,7 +655,7 @@ class _Workers:
     def _end_late_workers(self) -> None:
         """End the workers outside the last world and start none again: a worker ended well, so the training is done."""
         self._due.clear()
-        if not self._world:
+        if self._world is None:
             return
         late = {slot for slot, worker in self._running.items() if worker.token not in self._world}
         end([self._running.pop(slot).process for slot in late], 0.0)

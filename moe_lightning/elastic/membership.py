@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 
@@ -75,6 +76,79 @@ def node_of(member_id: str) -> str:
 def token_of(member_id: str) -> str:
     """Return the token in the name of a member; it stays when a process joins again under another name."""
     return member_id.rsplit(".", 1)[1]
+
+
+def worker_token(launcher: str, slot: int, starts: int) -> str:
+    """Return the token of a worker: that of its launcher, its slot, and which start in the slot it is after the first.
+
+    Tokens of workers that are started together differ in the slot alone, so `pack_ids` needs a few bytes for each.
+    """
+    return f"{launcher}-{slot}" if starts == 1 else f"{launcher}-{slot}-{starts}"
+
+
+def launcher_of(token: str) -> str:
+    """Return the launcher's token in that of a worker."""
+    return token.partition("-")[0]
+
+
+_FIRST = re.compile(r"(\d{20})\.(.+)\.([^.-]+)-(\d+)", re.ASCII)
+
+
+def pack_ids(ids: Iterable[str]) -> list[Any]:
+    """Return ids of members, sorted or not, as JSON of few bytes: a list [node, launcher, time, slots] for the first
+    workers of a launcher, and the name itself of any other.
+    """
+    groups: dict[tuple[str, str, int], list[int]] = {}
+    others: list[Any] = []
+    for member_id in ids:
+        if (found := _FIRST.fullmatch(member_id)) is not None:
+            birth, node, launcher, slot = int(found[1]), found[2], found[3], int(found[4])
+            if new_member_id(node, worker_token(launcher, slot, 1), birth) == member_id:
+                groups.setdefault((node, launcher, birth - slot), []).append(slot)
+                continue
+        others.append(member_id)
+    return [*([*group, slots] for group, slots in groups.items()), *others]
+
+
+def unpack_ids(packed: Iterable[Any]) -> tuple[str, ...]:
+    """Return the ids that `pack_ids` has packed, sorted.
+
+    Raises:
+        ValueError: they are malformed.
+    """
+    ids: list[str] = []
+    for entry in packed:
+        match entry:
+            case str(member_id):
+                ids.append(member_id)
+            case [str(node), str(launcher), int(time_ns), list(slots)] if all(type(slot) is int for slot in slots):
+                ids += [new_member_id(node, worker_token(launcher, slot, 1), time_ns + slot) for slot in slots]
+            case _:
+                raise ValueError("malformed members")
+    return tuple(sorted(ids))
+
+
+def formed_ids(message: Mapping[str, Any], former: tuple[int, Sequence[str]] | None) -> tuple[str, ...]:
+    """Return the members in a message "formed" of the rendezvous host, which may give their difference to a former
+    world.
+
+    Args:
+        former: number and members of the world before, if there was one.
+
+    Raises:
+        ValueError: it is malformed, or its difference is to another world.
+    """
+    match message:
+        case {"since": int(since), "gone": list(gone), "members": list(packed)} if former is not None:
+            number, ids = former
+            if since != number:
+                raise ValueError(f"a difference to world {since} in place of {number}")
+            left = set(gone)
+            staying = [member_id for rank, member_id in enumerate(ids) if rank not in left]
+            return tuple(sorted([*staying, *unpack_ids(packed)]))
+        case {"members": list(packed)} if "since" not in message:
+            return unpack_ids(packed)
+    raise ValueError("malformed members")
 
 
 class Membership(Protocol):
@@ -164,7 +238,9 @@ MEMBERSHIPS: Registry[MembershipFactory] = Registry(
 )
 
 HEARTBEAT_S = 0.5
-"""Longest interval in seconds between two heartbeats of a client of the rendezvous host."""
+"""Longest interval in seconds between two heartbeats of a client of the rendezvous host, in a run of few ranks."""
+
+_FEW_RANKS = 1024
 
 ELASTIC_VARIABLE = "MOE_LIGHTNING_ELASTIC"
 """Set by the launcher: the JSON of an `ElasticTask`."""
@@ -219,10 +295,11 @@ class ElasticSettings:
     notice_poll_s: Seconds = 5.0
     membership: str = "rendezvous_host"
 
-    @property
-    def heartbeat_interval_s(self) -> float:
-        """Interval between two heartbeats of a client of the rendezvous host."""
-        return min(HEARTBEAT_S, 0.1 * self.silence_timeout_s)
+    def heartbeat_interval_s(self, ranks: int) -> float:
+        """Return the interval between two heartbeats of a client of the rendezvous host in a run of so many ranks: up
+        to twice as long for thousands, which the host must serve.
+        """
+        return min(HEARTBEAT_S, 0.1 * self.silence_timeout_s) * min(2.0, max(1.0, ranks / _FEW_RANKS))
 
     def hang_limit_s(self, progress: int) -> float:
         """Return the time that a member that has reported so many steps has to rejoin after its world broke."""

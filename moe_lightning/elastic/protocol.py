@@ -6,13 +6,14 @@ and payload, so frames cannot be injected, replayed, reordered or moved from ano
 authenticated, not encrypted.
 
     client                                      server
-    {"moe-lightning": 1, "nonce": c}    ->
+    {"moe-lightning": 2, "nonce": c}    ->
                                         <-      {"nonce": s, "proof": HMAC(secret, "server" c s)}
     {"proof": HMAC(secret, "client" c s)} ->
     frames                              <->     frames
 
-A frame is the length of what follows (4 bytes), the HMAC (32 bytes, none in the greeting), and a JSON object. The
-secret is a file that only its owner can read: the rendezvous host makes it, and every machine needs a copy.
+A frame is the length of what follows (4 bytes), the HMAC (32 bytes, none in the greeting), and a JSON object, which
+zlib has compressed if it is long. The secret is a file that only its owner can read: the rendezvous host makes it, and
+every machine needs a copy.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import random
 import re
 import secrets
 import socket
@@ -27,6 +29,7 @@ import stat
 import struct
 import tempfile
 import time
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,12 +62,21 @@ class ProcessClock:
         return self.now
 
 
+CONNECT_S = 2.0
+"""Longest wait of a client for a connection: it tries again, since packets may be lost."""
+
+HANDSHAKE_S = 10.0
+"""Longest wait of a client for the host to authenticate it: a host that thousands connect to at once may be late."""
+
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 def reconnect_delay_s(failures: int) -> float:
-    """Return the time from a failed connection to the next attempt, after so many failures in a row before it."""
-    return _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
+    """Return the time from a failed connection to the next attempt, after so many failures in a row before it.
+
+    It is random, so that thousands of clients that lose a host at one moment do not return at one moment.
+    """
+    return _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)] * random.uniform(0.5, 1.5)
 
 
 _UNIX = "unix:"
@@ -201,12 +213,13 @@ def read_secret(path: Path) -> bytes:
     return secret
 
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 Message = dict[str, Any]
 
 _LONGEST_GREETING = 512
 _LONGEST_FRAME = 4 << 20
+_LONGEST_PLAIN = 1024
 _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
 _MAC_BYTES = 32
@@ -219,6 +232,35 @@ class WireError(Exception):
 
 class Refused(WireError):
     """Permanent refusal (another secret or version), as one sentence for the user."""
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as the payload of a frame, of any connection.
+
+    Raises:
+        WireError: it is too long.
+    """
+    payload = _ENCODER.encode(message).encode()
+    if len(payload) > _LONGEST_FRAME:
+        raise WireError(f"a message of {len(payload)} bytes is above the limit of {_LONGEST_FRAME}")
+    return payload if len(payload) <= _LONGEST_PLAIN else zlib.compress(payload, 6)
+
+
+def _decode(payload: bytes) -> Message:
+    if payload.startswith(b"{"):
+        return _parse(payload)
+    try:
+        return _parse(zlib.decompressobj().decompress(payload, _LONGEST_FRAME))
+    except zlib.error:
+        raise WireError("a frame that is not JSON") from None
 
 
 class Channel:
@@ -247,10 +289,11 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Queue a message; only when the channel is open."""
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, payload: bytes) -> None:
+        """Queue what `encode` returned; the same payload may go to many channels."""
         assert self.is_open, "greet first"
-        payload = json.dumps(message, separators=(",", ":")).encode()
-        if len(payload) + _MAC_BYTES > _LONGEST_FRAME:
-            raise WireError(f"a message of {len(payload)} bytes is above the limit of {_LONGEST_FRAME}")
         mac = self._mac(self._key_out, self._sent, payload)
         self._sent += 1
         self.outgoing += _LENGTH.pack(len(payload) + _MAC_BYTES) + mac + payload
@@ -275,7 +318,7 @@ class Channel:
         if len(self._incoming) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._incoming)
-        if length > (_LONGEST_FRAME if self.is_open else _LONGEST_GREETING):
+        if length > (_LONGEST_FRAME + _MAC_BYTES if self.is_open else _LONGEST_GREETING):
             raise WireError(f"a frame of {length} bytes")
         if len(self._incoming) < _LENGTH.size + length:
             return None
@@ -288,7 +331,7 @@ class Channel:
         if not hmac.compare_digest(mac, self._mac(self._key_in, self._received, payload)):
             raise WireError("a frame that the other end did not write")
         self._received += 1
-        return _parse(payload)
+        return _decode(payload)
 
     def _handle_greeting(self, greeting: Message) -> None:
         match greeting:
@@ -340,16 +383,12 @@ class Channel:
 
 def _parse(payload: bytes) -> Message:
     try:
-        message = json.loads(payload, parse_constant=_no_constant)
+        message = _DECODER.decode(payload.decode())
     except (ValueError, RecursionError):
         raise WireError("a frame that is not JSON") from None
     if not isinstance(message, dict):
         raise WireError("a frame that is not an object")
     return message
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(name)
 
 
 def _equal(found: str, wanted: str) -> bool:

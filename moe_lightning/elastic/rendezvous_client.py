@@ -38,9 +38,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_lightning.elastic.connection import ClientConnection, RendezvousStore, StoreRequests
-from moe_lightning.elastic.membership import ElasticTask, Members, new_member_id
+from moe_lightning.elastic.membership import ElasticTask, Members, formed_ids, new_member_id, node_of, pack_ids
 from moe_lightning.elastic.preemption import PreemptionWatch
-from moe_lightning.elastic.protocol import Address, Message, ProcessClock, read_secret
+from moe_lightning.elastic.protocol import Address, Message, ProcessClock, WireError, read_secret
 from moe_lightning.elastic.worker import RunFinished, end_hanging_process
 from moe_lightning.errors import ConfigurationError
 
@@ -540,7 +540,7 @@ class RendezvousClient:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        step_s = min(_LONGEST_STEP_S, self.settings.heartbeat_interval_s / 2)
+        step_s = min(_LONGEST_STEP_S, self.settings.heartbeat_interval_s(1) / 2)
         while not self._closed.is_set():
             try:
                 was_connected = self._connection.is_connected
@@ -558,7 +558,8 @@ class RendezvousClient:
 
     def _tick(self, now: float) -> None:
         if now >= self._next_beat:
-            self._next_beat = now + self.settings.heartbeat_interval_s
+            ranks = self._watch.members.size if self._watch is not None else 1
+            self._next_beat = now + self.settings.heartbeat_interval_s(ranks)
             self._connection.send({"t": "beat", "progress": self._progress})
         watch = self._guarded
         if self._links.all_reachable(now):
@@ -585,7 +586,7 @@ class RendezvousClient:
                 settings.start_timeout_s,
             ]
             if watch is not None and self.member_id in watch.members.ids:
-                world = {"number": watch.members.number, "ids": list(watch.members.ids), "patience": timeouts}
+                world = {"number": watch.members.number, "members": pack_ids(watch.members.ids), "patience": timeouts}
                 world |= {"broken": watch.reason} if watch.reason is not None else {}
             self._listen_for_probes()
             self._reported = frozenset()
@@ -625,8 +626,8 @@ class RendezvousClient:
                     self._finished_before = finished
             case {"t": "synced", "n": int(number)}:
                 self._synced[number] = message
-            case {"t": "formed", "number": int(number), "ids": list(ids)} if self.member_id in ids:
-                self._enter(number, ids, message)
+            case {"t": "formed", "number": int(number), "probes": list()}:
+                self._enter(number, message)
             case {"t": "broken", "number": int(number), "reason": str(reason), "rating": int(rating)}:
                 for watch in (self._watch, self._guarded):
                     if watch is not None and watch.members.number == number:
@@ -645,11 +646,24 @@ class RendezvousClient:
                 self._probed = _endpoints(probes)
                 self._links.wait(self._probed, self._clock.now)
 
-    def _enter(self, number: int, ids: list[str], message: Message) -> None:
+    def _enter(self, number: int, message: Message) -> None:
+        former = self._watch
+        try:
+            ids = formed_ids(message, None if former is None else (former.members.number, former.members.ids))
+            nodes = sorted({node_of(member_id) for member_id in ids})
+            known = former.probes if former is not None and "since" in message else {}
+            probes = {node: known[node] for node in nodes if node in known}
+            probes |= _endpoints({node: sent for node, sent in zip(nodes, message["probes"], strict=True) if sent})
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        if self.member_id not in ids:
+            return
+        members = Members(number=number, ids=ids, me=ids.index(self.member_id))
         self._number = max(self._number, number)
-        members = Members(number=number, ids=tuple(ids), me=ids.index(self.member_id))
         self._watch = JoinedWorld(
-            members=members, has_set_up=message.get("settled") is True, probes=_endpoints(message.get("probes", {}))
+            members=members,
+            has_set_up=message.get("settled") is True,
+            probes=probes,
         )
         self._is_joining, self._is_spare, self._waiting_since, self._rejected = False, False, None, None
 

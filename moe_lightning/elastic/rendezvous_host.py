@@ -8,13 +8,16 @@ It makes the file, and every machine needs a copy: clients without the secret ar
 host is down or silent, and reconnects when it is started again.
 
 One thread with one selector serves the listener and all connections. Unauthenticated clients are bounded in
-descriptors, time and memory: a few hundred bytes within five seconds each; above the limit one of the busiest address
-is closed. `WorldStore` drops the keys of a world when the next one forms.
+descriptors, time and memory: a few hundred bytes within five seconds each, and so many at once as members are missing,
+with some to spare. Above that, others wait until one is authenticated or has had a fifth of a second, and then the
+oldest of the busiest address is closed. So a crowd that returns is admitted as fast as it can authenticate, and one
+that never does cannot keep others out. `WorldStore` drops the keys of a world when the next one forms.
 """
 
 from __future__ import annotations
 
 import logging
+import resource
 import selectors
 import signal
 import socket
@@ -31,7 +34,16 @@ from typing import Any, Self
 from moe_lightning.arguments import Parser
 from moe_lightning.config import validated
 from moe_lightning.elastic.membership import LOOPBACK
-from moe_lightning.elastic.protocol import Address, Channel, Message, ProcessClock, Refused, WireError, create_secret
+from moe_lightning.elastic.protocol import (
+    Address,
+    Channel,
+    Message,
+    ProcessClock,
+    Refused,
+    WireError,
+    create_secret,
+    encode,
+)
 from moe_lightning.elastic.rendezvous_state import RECONNECT_S, RendezvousState
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import PrivateFolder
@@ -149,10 +161,12 @@ class WorldStore:
         self.outbox.append((connection, {"t": "stored", "n": request["n"], "error": "this world is over"}))
 
 
-MAX_UNAUTHENTICATED = 64
-"""Most unauthenticated connections at once."""
+MAX_UNAUTHENTICATED = 256
+"""Most unauthenticated connections at once, beyond one for each member that is missing."""
 
 _PROOF_S = 5.0
+_CHANCE_S = 0.2  # an unauthenticated connection is not closed for newer ones before
+_DECISION_S = 50e-6  # for each connection, between two decisions: they cost time in proportion
 _TICK_S = 0.05
 _CHUNK = 1 << 16
 _MOST_UNSENT = 16 << 20
@@ -189,6 +203,9 @@ class ServerThread:
         self._unauthenticated: dict[int, None] = {}  # oldest first
         self._next_id = 0
         self._paused_until = 0.0
+        self._decide_at = 0.0
+        self._has_input = False
+        self._payload: tuple[Message, bytes] | None = None  # the last message and its encoding
         self._selector = selectors.DefaultSelector()
         self._closed = threading.Event()
         self._wake, self._woken = socket.socketpair()
@@ -220,7 +237,8 @@ class ServerThread:
 
     def _round(self) -> None:
         """Handle all input before any decision is made on missing input."""
-        ready = self._selector.select(_TICK_S)
+        due_s = self._decide_at - time.monotonic() if self._has_input else _TICK_S
+        ready = self._selector.select(min(_TICK_S, max(0.0, due_s)))
         now = self._clock.tick()
         for key, events in ready:
             if key.fileobj is self._listener:
@@ -230,25 +248,31 @@ class ServerThread:
                     self._read(key.data, now)
                 if events & selectors.EVENT_WRITE and key.data in self._connections:
                     self._write(key.data)
-        for number in [n for n in self._unauthenticated if now - self._connections[n].since > _PROOF_S]:
-            self._close(number)
+        while self._unauthenticated and now - self._connections[next(iter(self._unauthenticated))].since > _PROOF_S:
+            self._close(next(iter(self._unauthenticated)))
         if self._paused_until and time.monotonic() > self._paused_until:
             self._paused_until = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ, None)
+        if time.monotonic() >= self._decide_at:
+            self._decide(now)
+        self._deliver()
+
+    def _decide(self, now: float) -> None:
+        self._has_input = False
         try:
             self._state.tick(now)
         except Exception:  # a defect in one decision shall not silence the host
             logger.exception("the rendezvous host could not decide")
         if self._state.world is not None:
             self._store.begin(self._state.world.number)
-        self._deliver()
+        self._decide_at = time.monotonic() + _DECISION_S * len(self._connections)
 
     def _deliver(self) -> None:
         for outbox in (self._state.outbox, self._store.outbox):
             touched: dict[int, None] = {}
             for number, message in outbox:
                 if (connection := self._connections.get(number)) is not None:
-                    connection.channel.send(message)
+                    connection.channel.send_encoded(self._encode(message))
                     touched[number] = None
             outbox.clear()
             for number in touched:
@@ -257,10 +281,23 @@ class ServerThread:
             self._close(number)
         self._state.dropped.clear()
 
+    def _encode(self, message: Message) -> bytes:
+        """Encode a message once for all connections that it goes to in turn."""
+        if self._payload is None or self._payload[0] is not message:
+            self._payload = message, encode(message)
+        return self._payload[1]
+
     # ------------------------------------------------------------------ connections
 
     def _accept(self, now: float) -> None:
         for _ in range(_ACCEPTS):
+            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED + self._state.missing:
+                number = self._oldest_of_busiest_peer()
+                wait_s = self._connections[number].since + _CHANCE_S - now
+                if wait_s > 0:
+                    self._pause(wait_s)
+                    return
+                self._close(number)
             try:
                 accepted, peer = self._listener.accept()
             except BlockingIOError:
@@ -270,12 +307,14 @@ class ServerThread:
                     self._close(self._oldest_of_busiest_peer())
                     continue
                 logger.warning("no connection more can be taken: %s", error)
-                self._selector.unregister(self._listener)
-                self._paused_until = time.monotonic() + _PAUSE_S
+                self._pause(_PAUSE_S)
                 return
-            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
-                self._close(self._oldest_of_busiest_peer())
             self._add(accepted, peer, now)
+
+    def _pause(self, seconds: float) -> None:
+        """Accept no connection for a while."""
+        self._selector.unregister(self._listener)
+        self._paused_until = time.monotonic() + seconds
 
     def _oldest_of_busiest_peer(self) -> int:
         """Return the oldest unauthenticated connection of the address with most of them."""
@@ -307,10 +346,11 @@ class ServerThread:
                 raise WireError("it has ended")
             messages = connection.channel.receive(data)
             if connection.channel.is_open:
-                self._unauthenticated.pop(number, None)
+                self._admit(number)
             for message in messages:
                 self._dispatch(number, connection, message, now)
-            self._write(number)
+            if connection.channel.outgoing:
+                self._write(number)
         except BlockingIOError:
             return
         except Refused as error:
@@ -325,7 +365,14 @@ class ServerThread:
             logger.exception("the connection from %s is given up", connection.peer or "this machine")
             self._close(number)
 
+    def _admit(self, number: int) -> None:
+        """Count a connection among the authenticated ones; one that waits may take its place."""
+        if number in self._unauthenticated:
+            del self._unauthenticated[number]
+            self._paused_until = min(self._paused_until, time.monotonic())
+
     def _dispatch(self, number: int, connection: _Connection, message: Message, now: float) -> None:
+        self._has_input = True
         if message.get("t") == "store":
             self._store.receive(number, message)
         else:
@@ -360,12 +407,13 @@ class ServerThread:
         with suppress(OSError):  # a process that was forked from this one may hold the socket, too
             connection.socket.shutdown(socket.SHUT_RDWR)
         connection.socket.close()
+        self._has_input = True
         self._state.disconnect(number, self._clock.now)
         self._store.forget(number)
 
 
 _LONGEST_PATH = 100  # bytes of a folder whose socket has a path that Unix sockets can have
-_BACKLOG = 1024
+_BACKLOG = 1 << 16  # the system has a lower limit
 
 
 @validated
@@ -462,6 +510,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each rank and launcher
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before threads start, which inherit the mask
     try:

@@ -16,7 +16,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_lightning.elastic.membership import HEARTBEAT_S, hang_limit_s, node_of, token_of
+from moe_lightning.elastic.membership import (
+    HEARTBEAT_S,
+    hang_limit_s,
+    launcher_of,
+    node_of,
+    pack_ids,
+    token_of,
+    unpack_ids,
+)
 from moe_lightning.elastic.protocol import Message, WireError
 
 Link = frozenset[str]
@@ -94,6 +102,8 @@ class CurrentWorld:
         rating: quality of the reason: 1 an error of a rank, 2 silence or a dead link, 3 a death that a launcher saw.
         progress_at: time of the last step of any member.
         has_set_up: some of its members had set up before it formed, or may have.
+        probes: probe endpoint of each node, as its members know them.
+        ranks: rank of each member.
     """
 
     number: int
@@ -104,10 +114,15 @@ class CurrentWorld:
     rating: int = 0
     progress_at: float = 0.0
     has_set_up: bool = True
+    probes: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    ranks: Mapping[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.ranks = {member_id: rank for rank, member_id in enumerate(self.ids)}
 
     def holds(self, member_id: str) -> bool:
         """Return True if a member is in it and not gone."""
-        return member_id in self.ids and member_id not in self.gone
+        return member_id in self.ranks and member_id not in self.gone
 
     @property
     def is_over(self) -> bool:
@@ -141,12 +156,12 @@ def next_world(
         waited = now - (first.joining_since or 0.0)
         if len(chosen) < max(m.expected for m in chosen) and waited < first.timeouts.start_s:
             return ()
-    known = [member for member in chosen if world is not None and world.holds(member.id)]
-    others = sorted((member for member in chosen if member not in known), key=lambda member: member.id)
+    known = [member.id for member in chosen if world is not None and world.holds(member.id)]
+    others = sorted({member.id for member in chosen}.difference(known))
     whole = _round_to_multiple(chosen, len(chosen))
     if whole:
         others = others[: max(0, whole - len(known))]
-    return tuple(sorted(member.id for member in (*known, *others)))
+    return tuple(sorted([*known, *others]))
 
 
 def _round_to_multiple(members: Collection[Member], count: int) -> int:
@@ -157,19 +172,18 @@ def _round_to_multiple(members: Collection[Member], count: int) -> int:
 
 def admissible_newcomers(members: Iterable[Member], world: CurrentWorld, dead: Collection[Link]) -> list[str]:
     """Return the waiting members that reach all members of a world, as many as make it a multiple."""
-    ids = [member_id for member_id in world.ids if world.holds(member_id)]
-    inside = {node_of(member_id) for member_id in ids}
     waiting = [
         member
         for member in members
-        if member.joining_since is not None
-        and member.lost_at is None
-        and member.id not in world.ids
-        and not unreachable_nodes(member.node, inside, dead)
+        if member.joining_since is not None and member.lost_at is None and member.id not in world.ranks
     ]
+    if waiting and dead:
+        inside = {node_of(member_id) for member_id in world.ids if world.holds(member_id)}
+        waiting = [member for member in waiting if not unreachable_nodes(member.node, inside, dead)]
     if not waiting:
         return []
-    room = _round_to_multiple(waiting, len(ids) + len(waiting)) - len(ids)
+    size = len(world.ids) - len(world.gone)
+    room = _round_to_multiple(waiting, size + len(waiting)) - size
     return sorted(member.id for member in waiting)[: max(0, room)]
 
 
@@ -410,8 +424,10 @@ def parse_endpoint(value: Any) -> tuple[str, int] | None:
     raise WireError("a malformed address")
 
 
+_BEAT: Message = {"t": "beat"}
 _LONGEST_REASON = 2000
 _MAX_EVICTED = 10_000
+_RECONNECT_EACH_S = 1e-3  # of a crowd that returns to a restarted host, beyond `RECONNECT_S`
 _OUTAGE_S = 2 * HEARTBEAT_S  # without a message of any client: the host itself was cut off
 
 logger = logging.getLogger(__name__)
@@ -434,16 +450,26 @@ class RendezvousState:
         self._startup_grace_s, self._wall_clock_s = startup_grace_s, wall_clock_s
         self._members: dict[str, Member] = {}
         self._connections: dict[int, str] = {}  # connection -> member
-        self._launchers: set[int] = set()
+        self._connection_of: dict[str, int] = {}  # member -> its connection
+        self._launchers: dict[int, str] = {}  # connection -> token
+        self._launcher_connections: dict[str, int] = {}  # token -> connection
+        self._expected = 0  # members of the largest run that has introduced itself
+        self._former: CurrentWorld | None = None  # the world before the present one
+        self._known: dict[int, int] = {}  # connection -> number of the last world whose members it knows
         self._evicted: dict[str, str] = {}  # member -> why, in order of time
         self._last_number = 0
-        self._finished = 0
+        self._finished = self._finished_sent = 0
         self._waiting = 0  # newcomers, as the members were told
         self._last_received = 0.0
         self._links = DeadLinks()
         self.world: CurrentWorld | None = None
         self.outbox: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
+
+    @property
+    def missing(self) -> int:
+        """Number of members that are expected and not connected."""
+        return max(0, self._expected - len(self._connection_of))
 
     # ------------------------------------------------------------------ input
 
@@ -463,12 +489,14 @@ class RendezvousState:
         match message:
             case {"t": "member"}:
                 self._register(connection, message, now, is_local=is_local)
-            case {"t": "launcher"}:
-                self._launchers.add(connection)
+            case {"t": "launcher", "token": str(token), "expected": int(expected)}:
+                self._expected = max(self._expected, expected)
+                self._launchers[connection] = token
+                self._launcher_connections[token] = connection
             case {"t": "died", "token": str(token), "how": str(how)} if connection in self._launchers:
                 self._record_death(token, how[:LONGEST_WORD], now)
             case {"t": "beat", "progress": int(progress)}:
-                self._send(connection, t="beat")
+                self.outbox.append((connection, _BEAT))
                 if member is not None:
                     self._record_progress(member, progress, now)
             case {"t": "sync", "n": int(number)}:
@@ -487,13 +515,13 @@ class RendezvousState:
                 member.joining_since = now if member.joining_since is None else member.joining_since
                 member.has_set_up |= is_ready
                 member.multiple = parse_multiple(message.get("multiple", 1))
-                if message.get("spare") is True and self.world is not None and member.id in self.world.ids:
+                if message.get("spare") is True and self.world is not None and member.id in self.world.ranks:
                     self.world.gone.add(member.id)
             case {"t": "leave"}:
                 self._forget(member)
             case {"t": "withdraw", "reason": str(reason)}:
                 member.joining_since = None
-                if self.world is not None and member.id in self.world.ids:
+                if self.world is not None and member.id in self.world.ranks:
                     self.world.gone.add(member.id)
                     self._break(reason[:_LONGEST_REASON], 1, now)
             case {"t": "broken", "number": int(number), "reason": str(reason)}:
@@ -506,17 +534,25 @@ class RendezvousState:
                 self._links.clear(member.node, nodes)
             case {"t": "finish"}:
                 self._finished += 1
-                for connection in [*self._connections, *self._launchers]:
-                    self._send(connection, t="finished", finished=self._finished)
             case _:
                 raise WireError(f"a malformed message of the kind {kind[:LONGEST_WORD]}")
 
     def disconnect(self, connection: int, now: float) -> None:
         """Record that a connection has ended."""
-        self._launchers.discard(connection)
-        member = self._members.get(self._connections.pop(connection, ""))
-        if member is not None and member.id not in self._connections.values():
+        token = self._launchers.pop(connection, None)
+        if token is not None and self._launcher_connections.get(token) == connection:
+            del self._launcher_connections[token]
+        member = self._members.get(self._connections.get(connection, ""))
+        self._unlink(connection)
+        if member is not None and member.id not in self._connection_of:
             member.lost_at = now
+
+    def _unlink(self, connection: int) -> None:
+        """Remove a connection of a member."""
+        self._known.pop(connection, None)
+        member_id = self._connections.pop(connection, None)
+        if member_id is not None and self._connection_of.get(member_id) == connection:
+            del self._connection_of[member_id]
 
     def tick(self, now: float) -> None:
         """Make the decisions that are due; call it after all input is handled."""
@@ -531,6 +567,10 @@ class RendezvousState:
             if ids:
                 self._form(ids, now)
         self._announce_newcomers()
+        if self._finished != self._finished_sent:
+            self._finished_sent = self._finished
+            message = {"t": "finished", "finished": self._finished}
+            self.outbox += [(connection, message) for connection in (*self._connections, *self._launchers)]
 
     def _exclude_own_outage(self, now: float) -> None:
         """Exclude an outage of the host itself from all timeouts: it received nothing from any client."""
@@ -559,11 +599,16 @@ class RendezvousState:
             case _:
                 raise WireError("a malformed introduction")
         self._last_number = max(self._last_number, number)
-        self._connections[connection] = member_id
-        for older in [c for c, owner in self._connections.items() if owner == member_id and c != connection]:
-            del self._connections[older]
+        older = self._connection_of.get(member_id)
+        if older is not None and older != connection:
+            self._unlink(older)
             self.dropped.append(older)
+        self._unlink(connection)  # of the member under its former name
+        self._connections[connection], self._connection_of[member_id] = member_id, connection
+        self._expected = max(self._expected, expected)
         self._restore_world(world, member_id, now)
+        if world is not None:
+            self._known[connection] = world["number"]
         self._send(connection, t="state", finished=self._finished)
         if (why := self._eviction_reason(member_id, world)) is not None:
             self._evicted[member_id] = why
@@ -579,7 +624,7 @@ class RendezvousState:
         if joins:
             member.joining_since = now if member.joining_since is None else member.joining_since
         member.has_set_up |= is_ready or (world is not None and bool(world))
-        self._send_to_launchers(t="arrived", token=token_of(member_id))
+        self._send_to_launcher(member_id, "arrived")
         self._send_missed(connection, member, world, now)
 
     def _restore_world(self, value: Any, reporter: str, now: float) -> None:
@@ -587,21 +632,26 @@ class RendezvousState:
         if value is None:
             return
         match value:
-            case {"number": int(number), "ids": list(ids), "patience": list(timeouts)} if (
-                0 < number < 2**62 and ids and all(map(is_member_id, ids))
-            ):
+            case {"number": int(number), "members": list(packed), "patience": list(timeouts)} if 0 < number < 2**62:
                 pass
             case _:
                 raise WireError("a malformed world")
         if (self.world is not None and self.world.number >= number) or number < self._last_number:
             return
+        try:
+            ids = unpack_ids(packed)
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        if not ids or not all(map(is_member_id, ids)):
+            raise WireError("a malformed world")
         self._last_number = number
-        self.world = CurrentWorld(number=number, ids=tuple(ids), progress_at=now)
+        self._former, self.world = None, CurrentWorld(number=number, ids=ids, progress_at=now)
         self._waiting = 0
+        grace_s = RECONNECT_S + _RECONNECT_EACH_S * len(ids)
         for member_id in ids:
             if member_id not in self._members and member_id not in self._evicted:
                 self._members[member_id] = Member(
-                    id=member_id, timeouts=parse_timeouts(timeouts), last_seen=now, lost_at=now, grace_s=RECONNECT_S
+                    id=member_id, timeouts=parse_timeouts(timeouts), last_seen=now, lost_at=now, grace_s=grace_s
                 )
         for connection, owner in list(self._connections.items()):
             if owner in self._members and owner != reporter:  # it has missed that this world formed
@@ -612,18 +662,18 @@ class RendezvousState:
         if member_id in self._evicted:
             return self._evicted[member_id]
         world = self.world
-        if reported is None or world is None or reported["number"] >= world.number or member_id in world.ids:
+        if reported is None or world is None or reported["number"] >= world.number or member_id in world.ranks:
             return None
         return "the others continued without this process"
 
     def _send_missed(self, connection: int, member: Member, reported: Any, now: float) -> None:
         """Send what a member may have missed while it had no connection."""
         world = self.world
-        if world is None or member.id not in world.ids:
+        if world is None or member.id not in world.ranks:
             return
         if reported is None or reported["number"] < world.number:
             member.joining_since = None
-            self._send(connection, **self._formed(world))
+            self._send_formed([connection], world)
         elif reported.get("broken") and reported["number"] == world.number:
             self._break(str(reported["broken"])[:_LONGEST_REASON], 1, now)
         if world.broken_at is not None:
@@ -634,10 +684,10 @@ class RendezvousState:
     def _forget(self, member: Member) -> None:
         """Remove a member that leaves in order: its world goes on without it."""
         self._members.pop(member.id, None)
-        if self.world is not None and member.id in self.world.ids:
+        if self.world is not None and member.id in self.world.ranks:
             self.world.gone.add(member.id)
-        for connection in [c for c, owner in self._connections.items() if owner == member.id]:
-            del self._connections[connection]
+        if (connection := self._connection_of.get(member.id)) is not None:
+            self._unlink(connection)
 
     def _evict(self, member: Member, reason: str, rating: int, now: float) -> None:
         """Evict a member, which may register again under another name."""
@@ -650,17 +700,16 @@ class RendezvousState:
         self._evicted[member.id] = reason
         while len(self._evicted) > _MAX_EVICTED:
             del self._evicted[next(iter(self._evicted))]
-        for connection, owner in self._connections.items():
-            if owner == member.id:
-                self._send(connection, t="expelled", reason=reason)
-        self._send_to_launchers(t="expelled", token=token_of(member.id))
+        self._send_to([member.id], {"t": "expelled", "reason": reason})
+        self._send_to_launcher(member.id, "expelled")
 
     def _record_death(self, token: str, how: str, now: float) -> None:
         """Record the end of a process that a launcher saw; this reason replaces errors of survivors."""
-        for member_id in [m for m in self._members if token_of(m) == token]:
+        end = f".{token}"
+        for member_id in [m for m in self._members if m.endswith(end)]:
             self._forget(self._members[member_id])
         for member_id in self.world.ids if self.world is not None else ():
-            if token_of(member_id) == token:
+            if member_id.endswith(end):
                 assert self.world is not None
                 self.world.gone.add(member_id)
                 self._break(f"{self._describe(member_id)} {how}", 3, now)
@@ -675,25 +724,38 @@ class RendezvousState:
     def _form(self, ids: tuple[str, ...], now: float) -> None:
         self._last_number = next_number(self._last_number, self._wall_clock_s())
         has_set_up = any(self._members[member_id].has_set_up for member_id in ids)
-        self.world = CurrentWorld(number=self._last_number, ids=ids, progress_at=now, has_set_up=has_set_up)
+        members = [self._members[member_id] for member_id in ids]
+        self._former = self.world
+        self.world = CurrentWorld(
+            number=self._last_number,
+            ids=ids,
+            progress_at=now,
+            has_set_up=has_set_up,
+            probes={m.node: m.probe for m in members if m.probe is not None},  # one for each node
+        )
         self._links.forget_reports()
         self._waiting = 0
-        for member_id in ids:
-            member = self._members[member_id]
+        for member in members:
             member.joining_since, member.has_set_up, member.is_spare = None, True, False
-        self._send_to(ids, self._formed(self.world))
-        self._send_to_launchers(t="formed", tokens=[token_of(member_id) for member_id in ids])
+        self._send_formed([c for m in ids if (c := self._connection_of.get(m)) is not None], self.world)
+        workers: dict[str, list[str]] = {token: [] for token in self._launcher_connections}
+        for member_id in ids:
+            token = token_of(member_id)
+            workers.setdefault(launcher_of(token), []).append(token)
+        for token, connection in self._launcher_connections.items():
+            self._send(connection, t="formed", tokens=workers[token])
 
-    def _formed(self, world: CurrentWorld) -> Message:
-        members = [self._members.get(member_id) for member_id in world.ids]
-        probes = {m.node: list(m.probe) for m in members if m is not None and m.probe is not None}  # one for each
-        return {
-            "t": "formed",
-            "number": world.number,
-            "ids": list(world.ids),
-            "probes": probes,
-            "settled": world.has_set_up,
-        }
+    def _send_formed(self, connections: Iterable[int], world: CurrentWorld) -> None:
+        """Send the members of a world, to connections that know those of the former one their difference."""
+        former = self._former
+        whole = difference = None
+        for connection in connections:
+            if former is not None and self._known.get(connection) == former.number:
+                message = difference = difference or _difference(former, world)
+            else:
+                message = whole = whole or _formed(world, pack_ids(world.ids), {})
+            self._known[connection] = world.number
+            self.outbox.append((connection, message))
 
     def _break(self, reason: str, rating: int, now: float) -> None:
         """Break the world, or record a better reason for its break."""
@@ -709,7 +771,7 @@ class RendezvousState:
     def _describe(self, member_id: str) -> str:
         """Describe a member by rank and node."""
         world = self.world
-        rank = f"rank {world.ids.index(member_id)}" if world is not None and member_id in world.ids else "a rank"
+        rank = f"rank {world.ranks[member_id]}" if world is not None and member_id in world.ranks else "a rank"
         return f"{rank} on node {node_of(member_id)}"
 
     # ------------------------------------------------------------------ links
@@ -739,11 +801,13 @@ class RendezvousState:
         if world is None or world.broken_at is not None:
             return
         waiting = admissible_newcomers(self._members.values(), world, self._links.known)
-        for member in self._members.values() if self._links.known else ():
-            if member.joining_since is not None and member.id not in world.ids:
-                self._send_rejection(member, world)
+        admitted = set(waiting)
         for member in self._members.values():
-            if member.joining_since is not None and member.id not in (*world.ids, *waiting) and not member.is_spare:
+            if member.joining_since is None or member.id in world.ranks:
+                continue
+            if self._links.known:
+                self._send_rejection(member, world)
+            if member.id not in admitted and not member.is_spare:
                 member.is_spare = True
                 self._send_to([member.id], {"t": "spare"})
         if len(waiting) != self._waiting:
@@ -756,11 +820,39 @@ class RendezvousState:
         self.outbox.append((connection, message))
 
     def _send_to(self, ids: Iterable[str], message: Message) -> None:
-        wanted = set(ids)
-        self.outbox += [(connection, message) for connection, owner in self._connections.items() if owner in wanted]
+        connections = (self._connection_of.get(member_id) for member_id in ids)
+        self.outbox += [(connection, message) for connection in connections if connection is not None]
 
-    def _send_to_launchers(self, **message: Any) -> None:
-        self.outbox += [(connection, message) for connection in sorted(self._launchers)]
+    def _send_to_launcher(self, member_id: str, kind: str) -> None:
+        """Send the launcher of a member, if it is connected, what happened to that."""
+        token = token_of(member_id)
+        if (connection := self._launcher_connections.get(launcher_of(token))) is not None:
+            self._send(connection, t=kind, token=token)
+
+
+def _difference(former: CurrentWorld, world: CurrentWorld) -> Message:
+    """Return a world's "formed" for those that know the former one."""
+    gone = [rank for rank, member_id in enumerate(former.ids) if member_id not in world.ranks]
+    new = pack_ids(member_id for member_id in world.ids if member_id not in former.ranks)
+    return _formed(world, new, former.probes) | {"since": former.number, "gone": gone}
+
+
+def _formed(world: CurrentWorld, packed: list[Any], known: Mapping[str, tuple[str, int]]) -> Message:
+    """Return a message "formed".
+
+    Args:
+        packed: its members, or those that are new.
+        known: probe endpoints that need not be sent again.
+    """
+    nodes = sorted({node_of(member_id) for member_id in world.ids})
+    probes = [None if known.get(node) == (probe := world.probes.get(node)) else probe for node in nodes]
+    return {
+        "t": "formed",
+        "number": world.number,
+        "members": packed,
+        "probes": probes,  # of the nodes by name; null is known or none
+        "settled": world.has_set_up,
+    }
 
 
 def _broken(world: CurrentWorld) -> Message:

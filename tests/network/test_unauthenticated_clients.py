@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_lightning.elastic import rendezvous_host
 from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.elastic.protocol import Address, Channel, Refused, WireError
@@ -108,6 +109,28 @@ def test_idle_connections_are_bounded_and_closed(served: RendezvousServer) -> No
     assert admitted(served) < _SOON_S
 
 
+def test_as_many_authenticate_at_once_as_members_are_missing(
+    served: RendezvousServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_host, "MAX_UNAUTHENTICATED", 2)
+    launcher = LauncherClient(served.address, served.secret_file, ElasticSettings(), expected=20)
+    clients = [Client(served, served.secret_file.read_bytes().strip()) for _ in range(20)]
+    try:
+        for client in clients:
+            client.flush()
+        for client in clients:  # all are in the middle of their handshakes
+            client.channel.receive(client.connection.recv(4096))
+        for client in clients:
+            client.flush()
+            client.channel.send({"t": "beat", "progress": 0})
+            client.flush()
+            assert client.channel.receive(client.connection.recv(4096)) == [{"t": "beat"}]
+    finally:
+        for client in clients:
+            client.connection.close()
+        launcher.close()
+
+
 def test_a_client_with_another_secret_is_turned_away_in_a_sentence(served: RendezvousServer, tmp_path: Path) -> None:
     client = Client(served, secrets.token_hex(32).encode())
     client.flush()
@@ -124,16 +147,16 @@ def test_a_client_with_another_secret_is_turned_away_in_a_sentence(served: Rende
 def test_words_without_proof_are_not_taken(served: RendezvousServer) -> None:
     """A stranger leaves the proof out and goes on as if it had been accepted."""
     with connected(served) as stranger:
-        stranger.sendall(frame(b'{"moe-lightning": 1, "nonce": "' + b"0" * 32 + b'"}'))
+        stranger.sendall(frame(b'{"moe-lightning": 2, "nonce": "' + b"0" * 32 + b'"}'))
         assert stranger.recv(4096)
-        stranger.sendall(frame(bytes(32) + b'{"t": "launcher"}'))
+        stranger.sendall(frame(bytes(32) + b'{"t": "launcher", "token": "x", "expected": 2}'))
         assert stranger.recv(4096) == b""
 
 
 def test_a_recorded_session_cannot_be_played_again(served: RendezvousServer) -> None:
     client = Client(served, served.secret_file.read_bytes().strip())
     recorded = client.greet()
-    client.channel.send({"t": "launcher"})
+    client.channel.send({"t": "launcher", "token": "x", "expected": 2})
     recorded += client.flush()
     with connected(served) as stranger:
         stranger.sendall(recorded)
@@ -151,7 +174,7 @@ def test_frames_of_a_session_are_taken_once_in_their_order(served: RendezvousSer
     client = Client(served, served.secret_file.read_bytes().strip())
     client.greet()
     frames = []
-    for text in ({"t": "launcher"}, {"t": "beat", "progress": 0}):
+    for text in ({"t": "launcher", "token": "x", "expected": 2}, {"t": "beat", "progress": 0}):
         client.channel.send(text)
         frames.append(bytes(client.channel.outgoing))
         del client.channel.outgoing[:]

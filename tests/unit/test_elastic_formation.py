@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_lightning.elastic.membership import formed_ids, new_member_id, pack_ids, unpack_ids, worker_token
 from moe_lightning.elastic.protocol import Message, WireError
 from moe_lightning.elastic.rendezvous_state import (
     CurrentWorld,
@@ -151,6 +153,34 @@ def test_many_dead_links_are_decided_at_once() -> None:
     assert len(largest_clique(facts, dead)) == 150
 
 
+IDS = st.builds(
+    new_member_id,
+    st.sampled_from(["a", "b.c", "n-1", "1.a-0"]),
+    st.builds(worker_token, st.sampled_from(["ab", "0f"]), st.integers(0, 3), st.integers(1, 2)) | st.just("x"),
+    st.integers(0, 10**19),
+)
+
+
+@given(former=st.sets(IDS), ids=st.sets(IDS))
+def test_members_are_sent_in_whole_or_by_difference(former: set[str], ids: set[str]) -> None:
+    packed = json.loads(json.dumps(pack_ids(ids)))
+    assert formed_ids({"members": packed}, None) == tuple(sorted(ids))
+    ordered = sorted(former)
+    gone = [rank for rank, member_id in enumerate(ordered) if member_id not in ids]
+    difference = {"since": 3, "gone": gone, "members": pack_ids(ids - former)}
+    assert formed_ids(difference, (3, ordered)) == tuple(sorted(ids))
+    for known in ((2, ordered), None):
+        with pytest.raises(ValueError, match=r"difference|malformed"):
+            formed_ids(difference, known)
+
+
+def test_workers_that_start_together_need_few_bytes() -> None:
+    ids = [
+        new_member_id(f"node-{n}", worker_token(f"{n:x}", s, 1), 10**18 + n + s) for n in range(64) for s in range(8)
+    ]
+    assert len(json.dumps(pack_ids(ids))) < 0.25 * len(json.dumps(ids))
+
+
 # ---------------------------------------------------------------------- the state machine
 
 
@@ -161,6 +191,7 @@ class Crowd:
         self.roster = RendezvousState(wall_clock_s=lambda: 1.0 + self.now, **options)
         self.now = 0.0
         self.told: dict[int, list[Message]] = {}
+        self.worlds: dict[int, tuple[int, tuple[str, ...]]] = {}  # connection -> the world that its client knows
 
     def join(self, connection: int, name: str, *, expected: int = 1, **facts: object) -> None:
         introduction = {
@@ -170,6 +201,8 @@ class Crowd:
         self.say(connection, introduction)
 
     def say(self, connection: int, message: Message) -> None:
+        if isinstance(world := message.get("world"), dict):
+            self.worlds[connection] = world["number"], unpack_ids(world["members"])
         self.roster.receive(connection, message, self.now)
         self.tick(0.0)
 
@@ -178,6 +211,8 @@ class Crowd:
         self.roster.tick(self.now)
         for connection, message in self.roster.outbox:
             self.told.setdefault(connection, []).append(message)
+            if message["t"] == "formed" and "members" in message:
+                self.worlds[connection] = message["number"], formed_ids(message, self.worlds.get(connection))
         self.roster.outbox.clear()
 
     def last(self, connection: int, kind: str) -> Message | None:
@@ -186,7 +221,7 @@ class Crowd:
 
 def world_of(*names: str, number: int = 7, **facts: object) -> Message:
     ids = [f"{name}.node-{name}.token-{name}" for name in names]
-    return {"number": number, "ids": ids, "patience": TIMES, **facts}
+    return {"number": number, "members": pack_ids(ids), "patience": TIMES, **facts}
 
 
 def test_a_host_that_was_started_anew_takes_up_the_standing_world_and_forms_no_other() -> None:
@@ -207,7 +242,7 @@ def test_a_host_that_was_started_anew_takes_up_the_standing_world_and_forms_no_o
     formed = crowd.last(1, "formed")
     assert formed is not None
     assert formed["number"] > 7
-    assert len(formed["ids"]) == 3
+    assert len(crowd.worlds[1][1]) == 3
 
 
 def test_after_a_restart_of_the_host_who_was_lost_meanwhile_is_not_waited_for_long() -> None:
@@ -257,7 +292,7 @@ def test_who_comes_back_from_an_older_world_is_another_member() -> None:
 
 def test_a_launchers_word_frees_the_others_at_once() -> None:
     crowd = Crowd()
-    crowd.say(9, {"t": "launcher"})
+    crowd.say(9, {"t": "launcher", "token": "token", "expected": 2})
     crowd.join(1, "a", expected=2)
     crowd.join(2, "b", expected=2)
     crowd.say(9, {"t": "died", "token": "token-b", "how": "was killed by SIGKILL"})
@@ -267,7 +302,54 @@ def test_a_launchers_word_frees_the_others_at_once() -> None:
     crowd.say(1, {"t": "join", "ready": True})
     formed = crowd.last(1, "formed")
     assert formed is not None
-    assert len(formed["ids"]) == 1
+    assert len(crowd.worlds[1][1]) == 1
+
+
+def test_a_change_of_the_world_is_sent_by_difference_to_those_who_know_the_former_one() -> None:
+    crowd = Crowd()
+    for connection, name in enumerate("abcd"):
+        crowd.join(connection, name, expected=4, probe=["10.0.0.1", 1000 + connection])
+    crowd.say(9, {"t": "launcher", "token": "token", "expected": 2})
+    crowd.say(9, {"t": "died", "token": "token-b", "how": "was killed by SIGKILL"})
+    crowd.join(5, "e", probe=["10.0.0.5", 1005])
+    for connection in (0, 2, 3):
+        crowd.say(connection, {"t": "join", "ready": True})
+    known, new = crowd.last(0, "formed"), crowd.last(5, "formed")
+    assert known is not None
+    assert new is not None
+    assert (known["gone"], known["members"]) == ([1], ["e.node-e.token-e"])
+    assert known["probes"] == [None, None, None, ("10.0.0.5", 1005)]
+    assert "since" not in new
+    assert [port for _, port in new["probes"]] == [1000, 1002, 1003, 1005]
+    assert crowd.worlds[0] == crowd.worlds[5]
+    assert len(crowd.worlds[0][1]) == 4
+
+
+def test_members_that_are_expected_and_not_connected_are_counted() -> None:
+    crowd = Crowd()
+    assert crowd.roster.missing == 0
+    crowd.say(9, {"t": "launcher", "token": "token", "expected": 3})
+    assert crowd.roster.missing == 3
+    crowd.join(1, "a", expected=3)
+    crowd.join(2, "a", expected=3)  # on another connection
+    assert crowd.roster.missing == 2
+    crowd.roster.disconnect(1, crowd.now)
+    assert crowd.roster.missing == 2
+    crowd.roster.disconnect(2, crowd.now)
+    assert crowd.roster.missing == 3
+
+
+def test_a_launcher_is_told_of_its_own_workers_alone() -> None:
+    crowd = Crowd()
+    for connection, name in ((8, "a"), (9, "b")):
+        crowd.say(connection, {"t": "launcher", "token": name, "expected": 2})
+        crowd.join(connection - 8, name, expected=2, id=f"{name}.node.{name}-0")
+    assert [crowd.last(connection, "arrived") for connection in (8, 9)] == [
+        {"t": "arrived", "token": token} for token in ("a-0", "b-0")
+    ]
+    assert [crowd.last(connection, "formed") for connection in (8, 9)] == [
+        {"t": "formed", "tokens": [token]} for token in ("a-0", "b-0")
+    ]
 
 
 def test_a_dead_link_is_remembered_until_the_one_left_out_reaches_the_others() -> None:
@@ -343,7 +425,7 @@ class Client:
 
     def introduction(self) -> Message:
         in_it = self.member_id in self.ids
-        world = {"number": self.world, "ids": self.ids, "patience": TIMES} if in_it else None
+        world = {"number": self.world, "members": pack_ids(self.ids), "patience": TIMES} if in_it else None
         if world is not None and self.is_broken:
             world["broken"] = "broken"
         return {
@@ -396,9 +478,12 @@ class Clients:
             self._read[client.connection] = len(told)
 
     def _take(self, client: Client, message: Message, crowd: Crowd) -> None:
-        if message["t"] == "formed" and client.member_id in message["ids"]:
+        if message["t"] == "formed":
+            ids = formed_ids(message, (client.world, client.ids))
+            if client.member_id not in ids:
+                return
             assert message["number"] >= client.world, "numbers grow"
-            client.world, client.ids = message["number"], message["ids"]
+            client.world, client.ids = message["number"], list(ids)
             client.is_broken = client.is_joining = False
         elif message["t"] == "broken" and message["number"] == client.world:
             client.is_broken = True

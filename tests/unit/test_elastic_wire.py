@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lightning.elastic.protocol import Channel, Message, Refused, WireError
+from moe_lightning.elastic.protocol import Channel, Message, Refused, WireError, encode
 
 SECRET = b"s" * 64
 MESSAGES = st.lists(
@@ -45,6 +46,25 @@ def test_messages_arrive_as_they_were_in_pieces_of_any_size(
         for start in range(0, len(data), cut):
             found += target.receive(data[start : start + cut])
         assert found == messages
+
+
+def test_a_long_message_is_sent_in_fewer_bytes_once_for_many_channels() -> None:
+    message: Message = {"nodes": [f"node-{number:04}" for number in range(4096)]}
+    payload = encode(message)
+    assert len(payload) < 0.2 * len(json.dumps(message))
+    for _ in range(2):
+        client, server = greeted()
+        server.send_encoded(payload)
+        assert carry(server, client) == [message]
+
+
+@pytest.mark.parametrize("payload", [b"\0", b"", zlib.compress(b"[1]"), zlib.compress(b" " * (8 << 20) + b"{}")])
+def test_a_frame_of_no_message_is_refused(payload: bytes) -> None:
+    """Not JSON, not compressed JSON, no object, and more than any message when it is decompressed."""
+    client, server = greeted()
+    server.send_encoded(payload)
+    with pytest.raises(WireError, match=r"not JSON|not an object"):
+        carry(server, client)
 
 
 def test_another_secret_is_refused_by_the_client_and_told_to_the_user() -> None:
@@ -90,9 +110,9 @@ def test_strangers_bytes_are_refused_or_waited_for(garbage: bytes) -> None:
 @pytest.mark.parametrize(
     "greeting",
     [
-        {"moe-lightning": 1, "nonce": "\ud800" * 32},
-        {"moe-lightning": 1, "nonce": "a b"},
-        {"moe-lightning": 1, "nonce": ""},
+        {"moe-lightning": 2, "nonce": "\ud800" * 32},
+        {"moe-lightning": 2, "nonce": "a b"},
+        {"moe-lightning": 2, "nonce": ""},
         {"proof": "00"},
         {"t": "died", "token": "x", "how": "y"},
     ],
@@ -104,14 +124,14 @@ def test_greetings_that_are_none(greeting: Message) -> None:
 
 def test_a_proof_that_is_none_is_refused() -> None:
     server = Channel(SECRET, is_server=True)
-    server.receive(framed({"moe-lightning": 1, "nonce": "0" * 32}))
+    server.receive(framed({"moe-lightning": 2, "nonce": "0" * 32}))
     with pytest.raises(Refused, match="the secrets differ"):
         server.receive(framed({"proof": "\ud800"}))
 
 
 def test_another_version_is_told_to_both() -> None:
     server, client = Channel(SECRET, is_server=True), Channel(SECRET, is_server=False)
-    with pytest.raises(Refused, match="protocol 99 meets 1"):
+    with pytest.raises(Refused, match="protocol 99 meets 2"):
         server.receive(framed({"moe-lightning": 99, "nonce": "0" * 32}))
     with pytest.raises(Refused, match="install the same moe-lightning everywhere"):
         carry(server, client)
