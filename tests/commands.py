@@ -1,25 +1,28 @@
-"""`moe-train`, its local ranks and scripts in forked processes: what a user's command does, without its imports.
+"""Commands, their ranks and scripts in forked processes: what a user's command does, without its imports.
 
-The tests of launchers, and some test of every kind of command, start interpreters of their own. Not for elastic runs:
-their launcher hosts the rendezvous, whose threads may hold locks that a forked rank would wait for. Ranks share nothing
-with the one thread of other launchers, the store's.
+The tests of launchers and signals, and some test of every kind of command, start interpreters of their own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_lightning.elastic import launcher
-from tests.forks import PATIENCE_S, forked
-from tests.programs import users_environment
+from tests.forks import fork
+from tests.programs import Program, users_environment
 
 WORDS = ("data.source=words.txt", "data.cache_dir=cache")
 """What `write_words` leaves in the folder of the run."""
@@ -40,40 +43,78 @@ def write_words(folder: Path = Path(), lines: int = 300) -> None:
     (folder / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(lines)))
 
 
-def moe_train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `moe-train ARGUMENTS` in a folder: its exit code, and what it and its first rank wrote."""
-    return _ended(folder, _command_main, arguments, users_environment())
+def moe_train(
+    folder: Path, *arguments: str, before: Callable[[], object] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `moe-train ARGUMENTS` in a folder: its exit code, and what it and its first rank wrote.
+
+    Args:
+        before: called in the command's process first.
+    """
+    with ForkedProgram("moe_lightning.cli.train", *arguments, folder=folder, before=before) as program:
+        return program.end()
 
 
 def run_script(script: Path, *arguments: str, variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Run `python SCRIPT ARGUMENTS` in the script's folder with these variables besides a user's."""
-    return _ended(script.parent, _script_main, (str(script), *arguments), {**users_environment(), **variables})
+    with ForkedProgram(str(script), *arguments, folder=script.parent, variables=variables) as program:
+        return program.end()
 
 
-def _ended(
-    folder: Path, main: Callable[..., NoReturn], arguments: Sequence[str], environment: Mapping[str, str]
-) -> subprocess.CompletedProcess[str]:
-    out, err = folder / ".stdout", folder / ".stderr"
-    with forked(_main, main, arguments, str(folder), environment, (out, err)) as process:
-        process.join(PATIENCE_S)
-        assert process.exitcode is not None, f"{arguments} did not end: {out.read_text()}{err.read_text()}"
-    return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+class ForkedProgram(Program):
+    """A running script or `python -m MODULE ARGUMENTS`, and its ranks, forked from the tests' server process.
+
+    Args:
+        name: of the module, or the path of the script.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *arguments: str,
+        folder: Path,
+        variables: Mapping[str, str] | None = None,
+        before: Callable[[], object] | None = None,
+    ) -> None:
+        self._files = tempfile.TemporaryDirectory(prefix="program-")
+        self._out, self._err = Path(self._files.name, "out"), Path(self._files.name, "err")
+        for path in (self._out, self._err):
+            path.touch(mode=0o600)
+        environment = users_environment() | dict(variables or {})
+        self.process = _Forked(_main, name, arguments, str(folder), environment, (self._out, self._err), before)
+
+
+class _Forked:
+    """The part of subprocess.Popen that `Program` uses."""
+
+    def __init__(self, target: Callable[..., object], *args: Any) -> None:
+        self._process = fork(target, *args)
+        self.args = args
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self.args), timeout or 0.0)
+        return self._process.exitcode
 
 
 class ForkedRank:
     """A rank as its launcher sees it: the part of subprocess.Popen that launchers use."""
 
-    def __init__(self, module: str, arguments: Sequence[str], variables: Mapping[str, str], outputs: tuple[Path, Path]):
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
         self.returncode: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.setsid()
-            os.environ.update(variables)
-            if outputs[0].exists():  # else it writes to the terminal
-                _write_to(*outputs)
-            _run_module(module, arguments)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -86,42 +127,98 @@ class ForkedRank:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+
+
+class RankStarter:
+    """Child that forks the ranks of this process, in place of `launcher.start`.
+
+    A launcher may have threads, whose locks a rank that it forks would wait for; this child has none. Its forks become
+    the launcher's children, as ranks are, because their parents end at once.
+    """
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._pipe, theirs = multiprocessing.Pipe()
+        if os.fork() == 0:
+            self._pipe.close()
+            _serve_ranks(theirs)
+        theirs.close()
+
+    def start(
+        self, program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: launcher.WorkerLogs
+    ) -> dict[int, ForkedRank]:
+        """Do what `launcher.start` does."""
+        option, module, *arguments = program
+        assert option == "-m"
+        logs.reify(dict(environments))
+        ranks = {}
+        for rank, variables in environments.items():
+            outputs = (logs.path(rank, "out"), logs.path(rank, "err"))
+            self._pipe.send((module, arguments, {**os.environ, **variables}, outputs))
+            ranks[rank] = ForkedRank(self._pipe.recv())
+        return ranks
+
+
+def _serve_ranks(pipe: Connection) -> NoReturn:
+    """Fork a rank for each request, until the launcher has ended."""
+    while True:
+        try:
+            module, arguments, environment, outputs = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        waiting, ready = os.pipe()
+        parent = os.fork()
+        if parent == 0:
+            if os.fork():
+                os._exit(0)
+            os.close(ready)
+            os.read(waiting, 1)  # it is the launcher's child now
+            os.close(waiting)
+            os.setsid()
+            pipe.send(os.getpid())
+            pipe.close()
+            os.environ.clear()
+            os.environ.update(environment)
+            if outputs[0].exists():  # else it writes to the terminal
+                _write_to(*outputs)
+            _run_module(module, arguments)
+        os.waitpid(parent, 0)
+        os.close(waiting)
+        os.close(ready)
+
 
 def _main(
-    main: Callable[[Sequence[str]], NoReturn],
+    name: str,
     arguments: Sequence[str],
     folder: str,
     environment: Mapping[str, str],
     outputs: tuple[Path, Path],
+    before: Callable[[], object] | None,
 ) -> NoReturn:
+    os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     _write_to(*outputs)
-    main(arguments)
-
-
-def _command_main(arguments: Sequence[str]) -> NoReturn:
-    launcher.start = _fork_ranks  # type: ignore[assignment]
-    _run_module("moe_lightning.cli.train", arguments)
-
-
-def _script_main(arguments: Sequence[str]) -> NoReturn:
-    sys.argv = list(arguments)
-    _end(lambda: runpy.run_path(arguments[0], run_name="__main__") and None)  # its names are no exit code
-
-
-def _fork_ranks(
-    program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: launcher.WorkerLogs
-) -> dict[int, Any]:
-    """What `processes.start` does, by forking."""
-    option, module, *arguments = program
-    assert option == "-m"
-    logs.reify(dict(environments))
-    return {
-        rank: ForkedRank(module, arguments, variables, (logs.path(rank, "out"), logs.path(rank, "err")))
-        for rank, variables in environments.items()
-    }
+    if before is not None:
+        before()
+    if name.endswith(".py"):
+        sys.argv = [name, *arguments]
+        _end(lambda: runpy.run_path(name, run_name="__main__") and None)  # its names are no exit code
+    launcher.start = RankStarter().start  # type: ignore[assignment]
+    _run_module(name, arguments)
 
 
 def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:

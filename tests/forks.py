@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
+_SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
 FORKS.set_forkserver_preload(
     [
         "lightning.pytorch",
@@ -24,6 +26,13 @@ FORKS.set_forkserver_preload(
         "moe_lightning.elastic.rendezvous_client",
         "moe_lightning.elastic.launcher",
         "moe_lightning.strategies",
+        "moe_lightning.callbacks.telemetry",
+        "moe_lightning.simulate",
+        "fsspec.implementations.local",
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+        "torch.profiler._cupti_monitor",
+        "wandb",
+        "pandas",  # W&B imports it for tables
         "s3fs",  # Lightning looks for it when it saves
         "tests.agents",
         "tests.chaos.elastic_worker",
@@ -38,13 +47,17 @@ PATIENCE_S = 240.0
 def fork(target: Callable[..., object], *args: Any, daemon: bool = False) -> BaseProcess:
     """Start target(*args) in a process of its own. Whoever starts it must `kill` it, unless it is a daemon, which may
     start none itself."""
-    process = FORKS.Process(target=_main, args=(target, args), daemon=daemon)
+    _SERVER.ensure_running()
+    process = FORKS.Process(target=_main, args=(_SERVER._forkserver_address, target, args), daemon=daemon)
     process.start()
     return process
 
 
-def _main(target: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """Agents that this process or its forks start are forked, too: a fresh one imports for seconds."""
+def _main(server: str, target: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """Agents that this process or its forks start are forked, too, and from the same server: a fresh agent, or the
+    server that Python starts in a process that does not know one, imports for seconds."""
+    _SERVER._forkserver_address = server
+    _SERVER.ensure_running = lambda: None
     from moe_lightning.checkpoint import agent_handle
     from tests.agents import ForkedAgent  # it forks by this module
 

@@ -94,6 +94,7 @@ class Program:
     ) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # one that has not made its session yet
         self.process.wait()
         self._files.cleanup()
 

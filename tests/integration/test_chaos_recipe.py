@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
-from tests.programs import run_program
 
 STEPS = 8
 SMALL = [
@@ -61,7 +60,7 @@ def test_killed_ranks_do_not_end_the_run(folder: Path, ranks: int, kills: dict[s
     named = (re.fullmatch(r"kill\.rank(\d+)\.step(\d+)\.(\w+)", name) for name in kills)
     text = "; ".join(f"rank={found[1]},step={found[2]},place={found[3]}" for found in named if found)
     arguments = arguments_of(folder, f"chaos.kill={text}", f"ranks={ranks}")
-    ran = run_program("-m", "moe_lightning.cli.train", *arguments, folder=folder, timeout_s=280)
+    ran = moe_train(folder, *arguments)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("was killed by SIGKILL; started again") == len(kills)
     run_dir = folder / "outputs" / run_name(folder)

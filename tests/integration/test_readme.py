@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, Program, children_of, run_program, users_environment
+from tests.commands import ForkedProgram
+from tests.parameters import slow
+from tests.programs import ROOT, Program, run_program, users_environment
 
 README = (ROOT / "README.md").read_text()
 
@@ -25,10 +28,11 @@ def block_after(marker: str) -> str:
 
 
 SHORT = (
-    "optimizer.warmup_steps=5", "trainer.max_steps=40", "trainer.log_every_n_steps=5", "trainer.val_check_interval=40",
+    "optimizer.warmup_steps=5", "trainer.max_steps=20", "trainer.log_every_n_steps=5", "trainer.val_check_interval=20",
     "trainer.limit_val_batches=2", "data.global_batch_size=8",
 )  # fmt: skip
 """Settings that make the trainings of README and Start take seconds."""
+MODULES = {f"moe-{name}": f"moe_lightning.cli.{name}" for name in ("train", "bench", "generate", "ckpt")}
 _ELSEWHERE = ("HOST", ".[test]", ".[docs]")
 """Words of blocks that are not run here: for several machines, for the tests, for the site."""
 _PAIR = re.compile(r"```bash\n(.*?)```\n+(?:```text\n(.*?)```)?", re.DOTALL)
@@ -48,50 +52,56 @@ def form(text: str) -> list[str]:
     return [_NUMBER.sub("N", " ".join(line.split())) for line in text.splitlines() if line.strip() not in ("", "...")]
 
 
-def run_block(commands: str, folder: Path, tools: Path, *, kills: bool) -> str:
-    """Run a block as a user pastes it, and return all output.
+Run = Callable[[str, Path, bool], str]
+"""Runs a block of commands in a folder and returns all output, and may kill a worker as soon as training has begun."""
 
-    Args:
-        tools: programs that replace those of the environment.
-        kills: kill a worker as soon as training has begun.
-    """
+
+def in_bash(commands: str, folder: Path, kills: bool) -> str:
+    """Run a block as a user pastes it, with the programs of this environment."""
+    tools = folder.parent / "tools"
+    tools.mkdir(exist_ok=True)
+    for name, line in {
+        "pip": "exit 0",
+        **{name: f'exec {sys.executable} -m {module} "$@"' for name, module in MODULES.items()},
+    }.items():
+        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tools / name).chmod(0o755)
     variables = {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     bash = "import os, sys; os.execvp('bash', ['bash', '-ec', sys.argv[1]])"
-    with Program("-c", bash, commands, folder=folder, variables=variables) as program:
+    return ended(Program("-c", bash, commands, folder=folder, variables=variables), kills)
+
+
+def in_forks(commands: str, folder: Path, kills: bool) -> str:
+    """Run the commands of a block, shortened, without a shell and without imports."""
+    found = [shlex.split(line.removeprefix("pip install -e . && "), comments=True) for line in commands.splitlines()]
+    outputs = []
+    for name, *arguments in filter(None, found):
+        short = SHORT if name == "moe-train" else ()
+        program = ForkedProgram(MODULES[name], *arguments, *short, folder=folder)
+        outputs.append(ended(program, kills and name == "moe-train"))
+    return "".join(outputs)
+
+
+def ended(program: Program, kills: bool) -> str:
+    with program:
         if kills:
             program.wait_for(lambda: "\nstep" in program.out)
-            os.kill(workers_of(program.process.pid)[-1], signal.SIGKILL)
+            workers = re.findall(r"worker \d+: (\d+)", program.err)
+            os.kill(int(workers[-1]), signal.SIGKILL)
         done = program.end(timeout_s=600)
-    assert done.returncode == 0, f"{commands}{done.stdout}{done.stderr}"
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
-
-
-def workers_of(pid: int) -> list[int]:
-    """The ranks that a command has started."""
-    found = [pid] if b"moe_lightning.cli.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
-    return found + [worker for child in children_of(pid) for worker in workers_of(child)]
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(sys.platform != "linux", reason="elastic workers need Linux")
-@pytest.mark.parametrize("overrides", [SHORT, pytest.param((), marks=pytest.mark.slow)], ids=["short", "full"])
-def test_commands_run_in_order_in_one_folder(overrides: Sequence[str], tmp_path: Path) -> None:
-    tools, folder = tmp_path / "tools", tmp_path / "fresh"
-    tools.mkdir()
+@pytest.mark.parametrize("run", [in_forks, slow(in_bash)])
+def test_commands_run_in_order_in_one_folder(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "fresh"
     folder.mkdir()
-    for name, line in {
-        "pip": "exit 0",
-        "moe-train": f'exec {sys.executable} -m moe_lightning.cli.train "$@" {" ".join(overrides)}',
-        "moe-bench": f'exec {sys.executable} -m moe_lightning.cli.bench "$@"',
-        "moe-generate": f'exec {sys.executable} -m moe_lightning.cli.generate "$@"',
-        "moe-ckpt": f'exec {sys.executable} -m moe_lightning.cli.ckpt "$@"',
-    }.items():
-        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tools / name).chmod(0o755)
-
     outputs = []
     for commands, transcript in shown():
-        output = run_block(commands, folder, tools, kills="SIGKILL" in transcript)
+        output = run(commands, folder, "SIGKILL" in transcript)
         outputs.append(output)
         seen = iter(form(output))
         for line in form(transcript):
@@ -105,7 +115,7 @@ def test_commands_run_in_order_in_one_folder(overrides: Sequence[str], tmp_path:
     assert len(steps) == 5
     for step in steps:
         if not step.startswith(("the same command", "wandb")):  # no command; needs a login
-            run_block(step, folder, tools, kills=False)
+            run(step, folder, False)
 
 
 @pytest.mark.slow

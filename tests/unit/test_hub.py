@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,6 +21,7 @@ from moe_lightning.data.instructions import chat_format
 from moe_lightning.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_content
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.hub import hub_name, local_folder, missing_weights, model_folder, tokenizer_file, weights_folder
+from tests.commands import moe_train
 from tests.huggingface_models import inputs_for, logits_of, make_checkpoint
 from tests.unit.test_generate import write_tokenizer
 
@@ -94,6 +94,17 @@ def handler(served: Served) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+def ask(address: str, cache: Path, set_: Callable[..., object] = setattr) -> None:
+    """Make this process download from the server, into the cache."""
+    for name, value in {
+        "ENDPOINT": address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_CACHE": str(cache),
+    }.items():
+        set_(hub.constants, name, value)
+
+
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A Hub with an empty cache before it."""
@@ -103,13 +114,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     found.address = f"http://127.0.0.1:{server.server_address[1]}"
-    for name, value in {
-        "ENDPOINT": found.address,
-        "HUGGINGFACE_CO_URL_TEMPLATE": found.address + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_OFFLINE": False,
-        "HF_HUB_CACHE": str(tmp_path / "cache"),
-    }.items():
-        monkeypatch.setattr(hub.constants, name, value)
+    ask(found.address, tmp_path / "cache", monkeypatch.setattr)
     monkeypatch.chdir(tmp_path)
     yield found
     server.shutdown()
@@ -248,7 +253,7 @@ def test_without_a_network(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
         check_tokenizer("org/tiny@v1")
 
 
-def test_a_run_and_its_exports_name_the_model(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_and_its_exports_name_the_model(served: Served, tmp_path: Path) -> None:
     """Two ranks train adapters; the exported adapter names model and revision as peft does."""
     from moe_lightning.cli.huggingface import export_checkpoint
 
@@ -257,15 +262,10 @@ def test_a_run_and_its_exports_name_the_model(served: Served, tmp_path: Path, mo
     command = (
         "recipes=olmoe_finetune model.pretrained=org/tiny@v1 data.path=chat.jsonl ranks=2 trainer.max_steps=2 "
         "model.context_length=64 data.global_batch_size=4 '+model.adapter={rank: 2}' accelerator=cpu run_dir=out "
-        "data.end_token=END"
+        "data.end_token=END logger=csv"
     )
-    environment = {
-        **os.environ, "HF_ENDPOINT": served.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home"),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }  # fmt: skip
-    training = f"{sys.executable} -m moe_lightning.cli.train {command}"
-    subprocess.run(training, shell=True, check=True, env=environment, cwd=tmp_path, timeout=300)
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    done = moe_train(tmp_path, *shlex.split(command), before=partial(ask, served.address, tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
     export_checkpoint(tmp_path / "out" / "checkpoints", tmp_path / "alone", adapter_alone=True)
     described = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
     assert (described["base_model_name_or_path"], described["revision"]) == ("org/tiny", "v1")
