@@ -453,6 +453,12 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             self.session.wait_before_update()
             self._experts_moved = True
 
+    @override
+    def on_before_weights_swap(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Finish the copy of the weights."""
+        if self.session is not None:
+            self.session.wait_before_update()
+
     # ------------------------------------------------------------------ another world
 
     def recovery_sources(self, strategy: ExpertParallelStrategy) -> RecoverySources:

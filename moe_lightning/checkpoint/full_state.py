@@ -25,6 +25,7 @@ from moe_lightning.errors import CheckpointError
 from moe_lightning.parallel.collectives import broadcast_object
 from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.parallel.mesh import Part, TensorCut
+from moe_lightning.state.averages import AVERAGE
 from moe_lightning.state.pieces import StatePiece
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import cut_of, loading, local, part_of_whole, pieces_of, rows_like, rows_of
@@ -124,7 +125,7 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
         stack, cut = state.stack_of.get(parameter), cut_of(parameter)
         state_rank = state.state_ranks.get(parameter, state.holders(names.get(parameter, ""))[0])
         for name, value in optimizer.state.get(parameter, {}).items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or name == AVERAGE:  # which is in the model's state
                 continue
             key = f"{number}/{name}"
             if stack is not None and value.shape[:1] == parameter.shape[:1]:

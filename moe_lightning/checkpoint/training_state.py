@@ -30,6 +30,7 @@ from moe_lightning.checkpoint.selection import full_selection
 from moe_lightning.checkpoint.sharding import Module, ShardPlan, balanced_expert_writers, shard_checkpoint
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World
+from moe_lightning.state.averages import AVERAGE, OBJECT_KEY
 from moe_lightning.state.pieces import Block, StatePiece, is_moment
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import is_digest, require_same_base
@@ -71,6 +72,9 @@ def restore_random_state(checkpoint: CheckpointSource, world: World) -> None:
     if "cuda" in state and world.device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], world.device)
 
+
+SCOPES_OF_A_MODEL = (AVERAGE, "master", "weight")
+"""Scopes of a parameter as a model that does not train on is read, the first that a checkpoint has."""
 
 Writers = Mapping[tuple[int, int], int]
 """(layer, expert) -> the rank that writes it."""
@@ -224,20 +228,27 @@ class TrainingState(State):
 
     @torch.no_grad()
     def restore_model(self, checkpoint: CheckpointSource) -> None:
-        """Fill parameters and buffers in place.
+        """Fill parameters and buffers in place; with their averages, if the checkpoint has some and this run does not
+        average.
 
         Raises:
             CheckpointError: a tensor is missing or of another shape: the checkpoint is of another model.
         """
+        scopes = SCOPES_OF_A_MODEL[self.averages is not None :]
         for layer, stack in enumerate(self.stacks):
-            scope = "master" if checkpoint.keys(f"expert/{layer}/0/master/") else "weight"  # as it was written
+            prefix = f"expert/{layer}/0/"
+            scope = next((s for s in scopes if checkpoint.keys(f"{prefix}{s}/")), "weight")  # as it was written
             for name, parameter in stack.saved.items():
                 for slot, expert in stack.held():
                     key = checkpoint.key_at(f"expert/{layer}/{expert}/{scope}/{name}", checkpoint.first_step)
                     _restore(checkpoint, key, parameter.data[slot])
         for piece in self.pieces():
             if not piece.is_expert_key and not piece.is_moment:
-                _restore(checkpoint, piece.key, piece.tensor, piece.block)
+                key = piece.key
+                if AVERAGE in scopes and key.endswith("/weight"):
+                    average = f"{key.removesuffix('weight')}{AVERAGE}"
+                    key = average if checkpoint.keys(average) else key
+                _restore(checkpoint, key, piece.tensor, piece.block)
 
     @torch.no_grad()
     def restore_dense(self, checkpoint: CheckpointSource) -> None:
@@ -247,7 +258,8 @@ class TrainingState(State):
             CheckpointError: a tensor is missing or of another shape.
         """
         numbers = range(len(self.optimizers))
-        self.adopt({f"optimizer/{n}": checkpoint.read_object(f"optimizer/{n}") for n in numbers}, checkpoint.shapes())
+        objects = {f"optimizer/{n}": checkpoint.read_object(f"optimizer/{n}") for n in numbers}
+        self.adopt(objects | _averages_in(checkpoint), checkpoint.shapes())
         for piece in self.pieces():
             if not piece.is_expert_key:
                 _restore(checkpoint, piece.key, piece.tensor, piece.block)
@@ -269,7 +281,7 @@ class TrainingState(State):
                 )
         for optimizer, _ in self.optimizers:
             optimizer.state.clear()
-        self.adopt(objects, checkpoint.shapes())
+        self.adopt(objects | _averages_in(checkpoint), checkpoint.shapes())
         for piece in self.pieces():
             if piece.is_moment:
                 _restore(checkpoint, piece.key, piece.tensor, piece.block)
@@ -301,6 +313,11 @@ def _restore(checkpoint: CheckpointSource, key: str, tensor: torch.Tensor, block
     saved = torch.empty_like(tensor)
     checkpoint.read_into(key, saved, block=block)
     require_same_base(saved, tensor, key, checkpoint.path.name)
+
+
+def _averages_in(checkpoint: CheckpointSource) -> dict[str, Any]:
+    """Return what averages have beside those of the weights; empty if the checkpoint has none."""
+    return {OBJECT_KEY: checkpoint.read_object(OBJECT_KEY)} if OBJECT_KEY in checkpoint.keys(OBJECT_KEY) else {}
 
 
 def _rows(pieces: Sequence[StatePiece]) -> int:

@@ -19,6 +19,7 @@ from moe_lightning.checkpoint.inspect import checkpoint_files, newest_file, reso
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.checkpoint.training_state import SCOPES_OF_A_MODEL
 from moe_lightning.cli.run_directory import checkpoints
 from moe_lightning.config import build_config
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -202,10 +203,10 @@ class _Directory:
     def dense(self, name: str) -> Tensor:
         prefix = f"dense/{_MODEL}{name}/"
         keys = set(self._checkpoint.keys(prefix))
-        scope = next((s for s in ("master", "weight", "buffer") if f"{prefix}{s}" in keys), "weight")
+        scope = next((s for s in (*SCOPES_OF_A_MODEL, "buffer") if f"{prefix}{s}" in keys), "weight")
         return self._checkpoint.read(f"{prefix}{scope}")
 
     def experts(self, index: int, layer: str, name: str, num_experts: int) -> Tensor:
-        scope = "master" if self._checkpoint.keys(f"expert/{index}/0/master/") else "weight"
+        scope = next((s for s in SCOPES_OF_A_MODEL if self._checkpoint.keys(f"expert/{index}/0/{s}/")), "weight")
         keys = (f"expert/{index}/{expert}/{scope}/{name}" for expert in range(num_experts))
         return torch.stack([self._checkpoint.read_first(key) for key in keys])

@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import imports
-from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary
+from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
@@ -472,6 +472,58 @@ def save_as_last(saver: ModelCheckpoint, trainer: pl.Trainer) -> None:
     """Save under the saver's own names, unless it has saved this step. ModelCheckpoint does so in hooks only."""
     if saver._last_global_step_saved != trainer.global_step:
         saver._save_topk_checkpoint(trainer, saver._monitor_candidates(trainer))
+
+
+# ---------------------------------------------------------------------- averages
+
+
+def averaging_rule(callback: WeightAveraging) -> tuple[dict[str, Any], bool, Any]:
+    """Return the arguments of a callback for AveragedModel, whether it averages buffers, and the device of its copy.
+    No public property says it.
+    """
+    return callback._kwargs, callback._use_buffers, callback._device
+
+
+def average_by(
+    callback: WeightAveraging,
+    averages: Any,
+    *,
+    setup: Callable[..., None],
+    should_update: Callable[..., bool],
+    swap: Callable[[pl.LightningModule], None],
+    finish: Callable[[pl.LightningModule], None],
+    load: Callable[..., None],
+) -> None:
+    """Let a callback work on averages that are not in a copy of the module, until `average_as_usual`. A hook for the
+    class of the copy would do.
+
+    Args:
+        averages: has the methods `update_parameters` and `state_dict` of AveragedModel.
+        setup, should_update, load: in the place of the callback's `setup`, `should_update` and `on_load_checkpoint`.
+        swap: exchanges weights and averages.
+        finish: gives the module the averages at the end of training.
+    """
+    callback._average_model = averages
+    callback.__dict__ |= {
+        "setup": setup,
+        "should_update": should_update,
+        "on_load_checkpoint": load,
+        "_swap_models": swap,
+        "_copy_average_to_current": finish,
+    }
+
+
+def average_as_usual(callback: WeightAveraging) -> None:
+    """Undo `average_by`."""
+    if "_swap_models" in callback.__dict__:
+        callback._average_model = None
+        for name in ("setup", "should_update", "on_load_checkpoint", "_swap_models", "_copy_average_to_current"):
+            del callback.__dict__[name]
+
+
+def averaged_at(callback: WeightAveraging, step: int) -> None:
+    """Note the number of steps at the last update of the averages, as the callback's own hook does."""
+    callback._latest_update_step = step
 
 
 class ResumableFrom(ModelCheckpoint):

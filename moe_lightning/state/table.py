@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.mesh import RowCut, TensorCut
+from moe_lightning.state.averages import AVERAGE, OBJECT_KEY, Averages
 from moe_lightning.state.pieces import DTYPES, WEIGHTS, Shapes, StatePiece, dtype_name, is_expert_key, parse_expert_key
 from moe_lightning.state.tensors import blocks_of, cut_of, frozen_base, is_cut, local, whole_shape
 
@@ -38,6 +39,7 @@ class State:
         rank, world_size: of this process.
         holders: of the module's parameters and buffers that are not cut, by name; None: every rank.
         on_host: whether optimizer states of dense parameters lie on the host, wherever those are.
+        averages: of the weights, if they are averaged.
 
     Attributes:
         dense: parameters by name that every rank has.
@@ -57,7 +59,9 @@ class State:
         cut: RowCut | None = None,
         holders: Callable[[str], tuple[int, ...]] | None = None,
         on_host: bool = False,
+        averages: Averages | None = None,
     ) -> None:
+        self.averages = averages
         self.module, self.stacks, self.optimizers, self.state_ranks = module, stacks, optimizers, state_ranks
         self.rank, self.world_size, self.on_host = rank, world_size, on_host
         self.cut = cut or RowCut.whole(world_size)
@@ -138,8 +142,9 @@ class State:
         return next((o.state[parameter] for o, _ in self.optimizers if parameter in o.state), {})
 
     def objects(self) -> dict[str, Any]:
-        """Non-tensor state: hyperparameters of the groups and scalar states by parameter number."""
-        result = {}
+        """Non-tensor state: hyperparameters of the groups and scalar states by parameter number, and what averages have
+        beside those of the weights."""
+        result = {} if self.averages is None else {OBJECT_KEY: self.averages.state_dict()}
         for index, (optimizer, _) in enumerate(self.optimizers):
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             scalars = {
@@ -178,6 +183,8 @@ class State:
             objects, shapes: of who has made them. What neither tells of stays as it is.
         """
         moments = self._by_parameter(shapes)
+        if self.averages is not None and OBJECT_KEY in objects:
+            self.averages.load_state_dict(objects[OBJECT_KEY])
         for index, (optimizer, _) in enumerate(self.optimizers):
             told = objects[f"optimizer/{index}"]
             for group, values in zip(optimizer.param_groups, told["param_groups"], strict=True):
@@ -220,6 +227,8 @@ class State:
                 name, _, scope = key.removeprefix("dense/").rpartition("/")
                 parameter = self.dense.get(name)
                 shape = shape if parameter is None or not is_cut(parameter) else local(parameter).shape
+            if scope == AVERAGE and self.averages is None:
+                continue
             if parameter is not None and scope not in WEIGHTS:
                 found[parameter][scope] = dtype, tuple(shape)
         return found

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from moe_lightning.checkpoint.directory import has_manifest
@@ -29,6 +30,7 @@ from moe_lightning.errors import CheckpointError, ConfigurationError, MissingChe
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import cuts_of
+from moe_lightning.strategies.averaging import CURRENT
 from moe_lightning.strategies.step_data import LOADERS_KEY, is_in_step, loader_states, states_of_stateful
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
@@ -60,12 +62,18 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ saving
 
-    def model_state(self, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the whole model on rank 0, with expert stacks [E, ...]; empty on the other ranks. Collective."""
+    def model_state(self, local: Callable[[], dict[str, Any]], *, averaged: bool = False) -> dict[str, Any]:
+        """Return the whole model on rank 0, with expert stacks [E, ...]; empty on the other ranks. Collective.
+
+        Args:
+            averaged: with the averages of the weights, if they are averaged.
+        """
         if self._without_state:
             return {}
         stages = self._state.stages
-        return stages.full_model_state(local(), stages.stacks(self._state.experts))
+        with self._state.averaging.weights(averaged=averaged) as differ:
+            whole = stages.full_model_state(local(), stages.stacks(self._state.experts))
+            return {n: v.clone() if differ and isinstance(v, Tensor) else v for n, v in whole.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole optimizer state on rank 0 as a single process would have it; empty on the others.
@@ -137,7 +145,8 @@ class Checkpoints:
             dump = private_lightning.dump_trainer(trainer)
         objects: dict[str, Any] = {}
         if rank == 0:
-            kept = {key: value for key, value in dump.items() if key not in ("state_dict", "optimizer_states")}
+            tensors = ("state_dict", "optimizer_states", CURRENT)
+            kept = {key: value for key, value in dump.items() if key not in tensors}
             # Lightning looks for both keys before it asks the strategy, which reads them from the directory.
             kept |= {"state_dict": {}, "optimizer_states": [{} for _ in self._state.optimizers]}
             self._add_positions(kept)
@@ -235,12 +244,19 @@ class Checkpoints:
             return
         if "state_dict" not in checkpoint:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")
-        module = self._state.module
+        module, averaging = self._state.module, self._state.averaging
         keys = self._state.experts.keys(module)
         part, cuts = self._worlds.present.row_cut.part, cuts_of(module)
-        whole = self._state.stages.own_part(checkpoint["state_dict"])
-        local = local_model_state(whole, module.state_dict(), keys, part, cuts=cuts, strict=strict)
-        module.load_state_dict(local, strict=strict)
+
+        def local(full: Mapping[str, Any]) -> dict[str, Any]:
+            whole = self._state.stages.own_part(full)
+            return local_model_state(whole, module.state_dict(), keys, part, cuts=cuts, strict=strict)
+
+        trains_on = checkpoint["state_dict"]
+        if averaging.averages is not None and CURRENT in checkpoint:
+            averaging.load(local(trains_on))
+            trains_on = checkpoint[CURRENT]
+        module.load_state_dict(local(trains_on), strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the optimizers, and from a directory those of the random generators too."""
@@ -257,6 +273,7 @@ class Checkpoints:
         own = self._state.training_state()
         for index, state in enumerate(states):
             load_local_optimizer_state(own, index, state)
+        self._state.averaging.place_loaded()
 
     def _newest_for_all(self, path: Place, world: World) -> Checkpoint:
         """Return the checkpoint that rank 0 chooses, verified by every rank, under a lease until `release`. One rank

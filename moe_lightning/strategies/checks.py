@@ -15,11 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -47,11 +43,11 @@ def check_module(
         ConfigurationError: what cannot be trained the same on any number of ranks.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    averaging = next((c for c in callbacks if isinstance(c, StochasticWeightAveraging | WeightAveraging)), None)
+    averaging = next((c for c in callbacks if isinstance(c, StochasticWeightAveraging)), None)
     if averaging is not None and (cuts_dense or moe_layers(module)):
         raise ConfigurationError(
             f"{type(averaging).__name__} copies the module before experts and parts of layers have their places: "
-            "average checkpoints after training"
+            "use WeightAveraging, or average checkpoints after training"
         )
     finetuning = next((c for c in callbacks if isinstance(c, BaseFinetuning)), None)
     if finetuning is not None and fixed_groups is not None and trainer.state.fn == TrainerFn.FITTING:

@@ -397,6 +397,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def leave(self) -> None:
         """Release everything that belongs to the groups of the present world; values stay."""
         self._stalls.end()
+        self.state.averaging.withdraw()
         call_hook(self.state.module, "on_before_experts_move")
         self.model = self.state.module  # DDP's reducer holds a group
         self.state.parts.leave()
@@ -439,6 +440,17 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         private_torch.clip_norms_by(self.steps.gradients.norms_for_clipping, scale_gradients)
         if self.elastic.is_newcomer:
             trainer.num_sanity_val_steps = 0  # there are no peers to validate with yet
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        trainer, is_elastic = private_lightning.trainer_of(self.lightning_module), self.worlds.is_elastic
+        if trainer is not None:
+            self.state.averaging.begin_fit(trainer, self.worlds.axes, self._averaged_state, is_elastic=is_elastic)
+
+    def _averaged_state(self) -> dict[str, Any]:
+        of_rank = self.state.module.state_dict
+        return of_rank() if self.is_left_alone else self.checkpoints.model_state(of_rank, averaged=True)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -513,6 +525,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self.state.averaging.finish()
         self._finite.finish()
         # In an elastic run a rank that is lost now must not end the others.
         if self._gathered is not None and not self.worlds.is_elastic and self.world.size > 1:
@@ -789,7 +802,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             expose_blocks()
 
         # Closure, hooks, clipping, `prepare`, update.
-        updating = state.updates.around(optimizer, self.experts.stack_of)
+        updating = state.updating(optimizer)
         preparing = private_lightning.before_update(self.precision_plugin, prepare)
         with suppress(UpdateSkipped), updating as expose_blocks, preparing:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)

@@ -7,12 +7,14 @@ peer's dense parameters (REFT's AOR).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,7 +29,9 @@ from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.router import Router
 from moe_lightning.parallel.context import World
+from moe_lightning.state.averages import AVERAGE
 from moe_lightning.state.tensors import Updates, cuts_of, local, swap_parameters
+from moe_lightning.strategies.averaging import Averaging
 from moe_lightning.strategies.checks import check_for_recovery, require_host_updates, require_updates_by_expert
 from moe_lightning.strategies.dense_parameters import (
     DENSE_SHARDINGS,
@@ -65,6 +69,7 @@ class TrainState:
         stages: of the module, those on this rank; of an empty one before one is placed.
         optimizers: of the running fit.
         updates: parameters as the optimizers update them.
+        averaging: averages of the weights, of a fit that has them.
         replay: copy of another rank's optimizer shard; None without one.
         restored: the directory checkpoint, or the snapshots, restored last; None without any.
         window_replay: the steps that are repeated until the state is whole; None if it is.
@@ -85,6 +90,7 @@ class TrainState:
         self.transfer = StateTransfer(self)
         self.optimizers: Sequence[Optimizer] = ()
         self.updates = Updates(on_host=on_host)
+        self.averaging = Averaging(self)
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
         self.window_replay: WindowReplay | None = None
@@ -155,6 +161,7 @@ class TrainState:
             cut=ranks.row_cut,
             holders=self.stages.holders,
             on_host=self.updates.on_host,
+            averages=self.averaging.averages,
         )
 
     def find_twins(self) -> None:
@@ -208,7 +215,7 @@ class TrainState:
                 return True
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             trained = (p for p in parameters if p.requires_grad and p.numel() and not p.is_meta)
-            if not all(optimizer.state.get(p) for p in trained):
+            if not all(optimizer.state.get(p, {}).keys() - {AVERAGE} for p in trained):
                 return True
         return False
 
@@ -249,6 +256,11 @@ class TrainState:
                 "lossless=True runs steps again, whose bounds manual optimization does not state: use automatic "
                 "optimization, or lossless=False"
             )
+        if self.averaging.averages is not None:
+            raise ConfigurationError(
+                "lossless=True runs steps again whose averages it has not saved: use lossless=False, or drop the "
+                "averages"
+            )
         require_updates_by_expert(self.optimizers, self.experts.stack_of)
 
     def resume_from(self, restored: CheckpointSource) -> None:
@@ -264,21 +276,29 @@ class TrainState:
         if self._shards is not None:
             self._shards.spread_updates(self.parameters_of(optimizer))
 
+    @contextmanager
+    def updating(self, optimizer: Optimizer) -> Generator[Callable[[], None], None, None]:
+        """From the call of what it yields to its end, the optimizer sees what it is to update: see `Updates.around`."""
+        around = self.updates.around(optimizer, self.experts.stack_of)
+        with self.averaging.hidden(optimizer) as hide, around as see:
+            yield lambda: (hide(), see())[-1]
+
     def apply_update(self, optimizer: Optimizer) -> None:
         """Apply an update that this rank was prepared for, outside of a step."""
-        with self.updates.around(optimizer, self.experts.stack_of) as see:
+        with self.updating(optimizer) as see:
             see()
             optimizer.step()
         self.after_update(optimizer)
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """Update the biases of routers whose layers the optimizer trains, and a window replay, after every update of
-        the parameters, on each rank by itself.
+        """Update the biases of routers whose layers the optimizer trains, averages, and a window replay, after every
+        update of the parameters, on each rank by itself.
         """
         updated = set(self.parameters_of(optimizer))
         for layer in self.experts.layers:
             if any(p.requires_grad and p in updated for p in layer.parameters()):
                 layer.router.update_bias()
+        self.averaging.follow()
         if self.window_replay is not None:
             self.window_replay.advance(self.training_state())
             if self.window_replay.is_over:
@@ -323,6 +343,11 @@ class TrainState:
             ConfigurationError: no sharding, several optimizers, or one whose updates cannot be repeated exactly.
         """
         owners, optimizers = self.shard_owners, self.training_state().optimizers
+        if self.averaging.averages is not None:
+            raise ConfigurationError(
+                "optimizer_replay repeats a peer's moments and not its averages: use optimizer_replay=false, and "
+                "protection=arc for what only one rank keeps, or drop the averages"
+            )
         if not owners or len(optimizers) != 1:
             raise ConfigurationError("updates of a peer can be repeated for one optimizer under dense=zero1 only")
         names = {id(p): name for name, p in self.module.named_parameters()}
@@ -376,6 +401,21 @@ class TrainState:
     def shards_optimizers(self) -> bool:
         """True if one rank has the optimizer state of each dense parameter for all."""
         return self._shards is not None and self._worlds.present.size > 1
+
+    @property
+    def unowned(self) -> list[nn.Parameter]:
+        """Dense parameters whose updates another rank computes."""
+        owners, rank = ({} if self._shards is None else self._shards.owners), self._worlds.present.rank
+        return [parameter for parameter, owner in owners.items() if owner != rank]
+
+    def home_of(self, parameter: nn.Parameter) -> torch.device:
+        """Return the device of the optimizer's states of a parameter."""
+        on_host = self.updates.on_host and parameter not in self.experts.stack_of
+        return torch.device("cpu") if on_host else parameter.device
+
+    def reshard_weights(self) -> None:
+        """Drop dense weights that were gathered for a forward pass."""
+        self.parts.reshard()
 
     @property
     def shard_owners(self) -> dict[str, int]:

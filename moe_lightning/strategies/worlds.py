@@ -54,7 +54,12 @@ class RecoveryReport:
 
 
 HookName = Literal[
-    "on_before_experts_move", "on_before_recovery", "on_stale_experts", "on_world_changed", "on_recovered"
+    "on_before_experts_move",
+    "on_before_weights_swap",
+    "on_before_recovery",
+    "on_stale_experts",
+    "on_world_changed",
+    "on_recovered",
 ]
 
 
@@ -62,7 +67,7 @@ class ExpertParallelCallback(Callback):
     """Callback with hooks of `ExpertParallelStrategy` beside those of Lightning.
 
     The strategy calls each hook on all such callbacks in the order of `trainer.callbacks`, on every rank. Where ranks
-    do not come and go only `on_before_experts_move` is called.
+    do not come and go only the first two are called.
 
     Attributes:
         repairs_replicas: True: of replicas that differ those of a minority are overwritten, instead of ending the run.
@@ -73,6 +78,11 @@ class ExpertParallelCallback(Callback):
     def on_before_experts_move(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called before experts move between slots or ranks, in this world or to another one: until a step begins
         nobody may read their rows. Not collective.
+        """
+
+    def on_before_weights_swap(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Called before weights and their averages change places, for a validation, a checkpoint or the end of
+        training: nobody may read weights until a step begins. Not collective.
         """
 
     def on_before_recovery(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

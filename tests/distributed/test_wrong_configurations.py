@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -85,7 +85,16 @@ CASES: dict[str, Callable[[], Case]] = {
     "StochasticWeightAveraging copies the module": lambda: {
         "trainer": {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}
     },
-    "EMAWeightAveraging copies the module": lambda: {"trainer": {"callbacks": [EMAWeightAveraging()]}},
+    "EMAWeightAveraging cannot work with mesh.pp yet": lambda: {
+        "strategy": {"mesh": {"pp": 2}},
+        "trainer": {"callbacks": [EMAWeightAveraging()]},
+    },
+    "EMAWeightAveraging and WeightAveraging would both be validated": lambda: {
+        "trainer": {"callbacks": [EMAWeightAveraging(), WeightAveraging()]}
+    },
+    "EMAWeightAveraging keeps averages beside the weights on cpu, not on meta": lambda: {
+        "trainer": {"callbacks": [EMAWeightAveraging(device="meta")]}
+    },
     "ddp_comm_hook is taken": lambda: {"strategy": {"ddp_comm_hook": default_hooks.allreduce_hook}},
     "num_workers=2 processes would each read a part of the stream Stream": lambda: {
         "loader": DataLoader(Stream(), batch_size=2, num_workers=2)

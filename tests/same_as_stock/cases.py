@@ -140,6 +140,11 @@ def _scaled() -> MixedPrecision:
 
 # ---------------------------------------------------------------------- callbacks, loggers, profilers
 
+_AVERAGED: dict[str, Any] = {
+    "differs": "no copy of the module is made for averages, which would call configure_model once more",
+    "ignored": ("modules", "warnings"),
+}
+
 for _name, _make in {
     "the best two checkpoints": lambda: ModelCheckpoint("c", monitor="val_loss", save_top_k=2, save_last=True),
     "checkpoints of steps": lambda: ModelCheckpoint("c", every_n_train_steps=2, save_top_k=-1),
@@ -172,6 +177,7 @@ for _name, _make in {
             "enable_progress_bar": isinstance(c, RichProgressBar),
         },
         slow=_name in ("a progress bar", "pruning"),
+        **(_AVERAGED if _name in ("averaged weights", "moving averages") else {}),
     )
 fit(
     "weight averaging with batch norm", m.Normed,
@@ -568,7 +574,7 @@ _EPOCH = "a run saved at the end of an epoch goes on in the next one: stock coun
 
 def resume(name: str, kind: Any = m.Taped, to: int = 3, every: int | None = None, **options: Any) -> None:
     """A case of a fit that goes on from a checkpoint."""
-    callbacks = options.pop("callbacks", list)
+    callbacks, ignored, why = options.pop("callbacks", list), options.pop("ignored", ()), options.pop("why", None)
 
     def act(run: Run) -> None:
         saver = ModelCheckpoint("c", save_last=True, every_n_train_steps=every)
@@ -585,7 +591,8 @@ def resume(name: str, kind: Any = m.Taped, to: int = 3, every: int | None = None
 
     at_end = every is None and "val_check_interval" not in options
     slow = kind is not m.Taped
-    case(name, differs=_EPOCH if at_end else None, ignored=("events",) if at_end else (), slow=slow)(act)
+    ignored = (*ignored, "events") if at_end else ignored
+    case(name, differs=why or (_EPOCH if at_end else None), ignored=ignored, slow=slow)(act)
 
 
 resume("resume after an epoch")
@@ -608,7 +615,10 @@ resume("resume torchmetrics", m.Metrics)
 resume("resume state of one's own", m.OwnState)
 resume("resume frozen layers", m.Frozen)
 resume("resume callbacks", callbacks=lambda: [EarlyStopping("val_loss", patience=2), Timer("00:10:00:00")])
-resume("resume moving averages", callbacks=lambda: [EMAWeightAveraging(decay=0.5)])
+resume(
+    "resume moving averages", callbacks=lambda: [EMAWeightAveraging(decay=0.5)], ignored=_AVERAGED["ignored"],
+    why=_AVERAGED["differs"],
+)  # fmt: skip
 resume("resume weight averaging", callbacks=lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1)], to=4)
 
 

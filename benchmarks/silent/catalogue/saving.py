@@ -97,6 +97,13 @@ def _of_model(change: Callable[[dict[str, Tensor]], None]) -> Fault:
     return Fault(process=process)
 
 
+def _train_on_averages() -> None:
+    def around(own: Any, strategy: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        own(strategy, {**checkpoint, "current_model_state": checkpoint["state_dict"]}, strict=strict)
+
+    replace(ExpertParallelStrategy, "load_model_state_dict", around)
+
+
 def _fresh_adapters(state: dict[str, Tensor]) -> None:
     for name, tensor in state.items():
         if ".experts.lora_" in name:
@@ -412,7 +419,7 @@ CASES = (
         report="ecmwf/anemoi-core#1373",
         symptom="a checkpoint holds averaged weights, and a resume trains on from these",
         subject=Training(callbacks=lambda: [EMAWeightAveraging(decay=0.5)]),
-        refused="average checkpoints after training",
+        fault=Fault(process=_train_on_averages),
     ),
     Case(
         id="killed-while-saving",
