@@ -56,9 +56,9 @@ class Averages:
         """Updates of the averages; before the first they are the initial weights."""
         return int(self._rule.n_averaged)
 
-    @count.setter
-    def count(self, value: int) -> None:
-        self._rule.n_averaged.fill_(value)
+    def set_count(self, count: int) -> None:
+        """Set the updates to those of a checkpoint."""
+        self._rule.n_averaged.fill_(count)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is no state of an optimizer."""
@@ -66,7 +66,8 @@ class Averages:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned, on this rank or another one."""
-        self.count, self.buffers = state["count"], dict(state["buffers"])
+        self.set_count(state["count"])
+        self.buffers = dict(state["buffers"])
 
     @torch.no_grad()
     def begin(self, module: nn.Module, optimizer: Optimizer, home_of: Callable[[nn.Parameter], torch.device]) -> None:

@@ -159,7 +159,7 @@ class Averaging:
         """Take the count; weights and averages are loaded with the state of the rank."""
         assert self.averages is not None
         if REST in checkpoint:
-            self.averages.count = int(checkpoint[REST]["n_averaged"])
+            self.averages.set_count(int(checkpoint[REST]["n_averaged"]))
             rank_zero_info(f"Found {CURRENT} in the checkpoint. This will be used to initialize the model.")
         else:
             rank_zero_warn(
