@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from moe_lightning.checkpoint.contents import file_group, most_frozen_pieces, window_pieces
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.schedule import plan_window
-from moe_lightning.checkpoint.session import file_group, most_frozen_pieces, window_pieces
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.state.pieces import Piece, StatePiece, is_replayed, parse_expert_key

@@ -1,5 +1,4 @@
 # The public names of moe_lightning with their modules: the one list, from which __init__.py loads them on first use.
-from moe_lightning.callbacks.checkpoint import DynamicK as DynamicK
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint as PartialExpertsCheckpoint
 from moe_lightning.callbacks.dense_blocks import CompileDense as CompileDense
 from moe_lightning.callbacks.dense_blocks import RecomputeDense as RecomputeDense
@@ -7,6 +6,7 @@ from moe_lightning.callbacks.fault_recovery import FaultRecovery as FaultRecover
 from moe_lightning.callbacks.huggingface_export import HuggingFaceExport as HuggingFaceExport
 from moe_lightning.callbacks.huggingface_export import export_to_huggingface as export_to_huggingface
 from moe_lightning.callbacks.load_balancer import LoadBalancer as LoadBalancer
+from moe_lightning.callbacks.lost_tokens import DynamicK as DynamicK
 from moe_lightning.callbacks.routing import RoutingReplay as RoutingReplay
 from moe_lightning.callbacks.telemetry import ExpertModelSummary as ExpertModelSummary
 from moe_lightning.data.loader import StepLoader as StepLoader

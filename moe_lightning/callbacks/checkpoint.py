@@ -1,142 +1,42 @@
-"""Checkpoint callbacks: partial-experts checkpoints, Dynamic-K, full checkpoints.
-
-Dynamic-K: save more experts as faults use up the budget of lost tokens (PEC 3.4; MoC-System 5.3).
-
-Full checkpoints named after their step, the last one at the end of the run.
-
-What is told of partial checkpoints as they are made.
-
-What partial checkpoints may lose: the tokens that a restore lost are counted, and DynamicK, where that callback is
-used, raises K so that they keep its budget.
-
-Partial-experts checkpoints that do not stall training: the callback over `moe_lightning.checkpoint`.
+"""Partial-experts checkpoints that do not stall training: the callback over `moe_lightning.checkpoint`.
 
 After an optimizer step the state is copied into host memory while the next forward and backward run; a process of its
 own writes it to storage and commits it (PEC 3.2; MoC-System 5). Of each layer's E experts a snapshot holds K_snapshot
-and storage gets K_persist; the others stay at their last version, and the tokens that a restore loses are counted.
+and storage gets K_persist; the others stay at their last version. The callback says when a checkpoint begins; what it
+holds and how it is saved is decided by `CheckpointSession`, and what a restore loses is counted by `LostTokens`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
 from typing_extensions import override
 
-from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.loggers import QuietWandbLogger
+from moe_lightning.callbacks.lost_tokens import LostTokens
 from moe_lightning.checkpoint.agent_handle import warnings_of
 from moe_lightning.checkpoint.arena import fallback_directory
+from moe_lightning.checkpoint.contents import SnapshotContents
 from moe_lightning.checkpoint.directory import checkpoints, enter_world, next_world, run_of
-from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.memory import RecoverySources
-from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings, Order
-from moe_lightning.checkpoint.selection import DynamicKRule, parse_scopes, worst_case_plt
+from moe_lightning.checkpoint.policy import CheckpointSettings, Order
 from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
 from moe_lightning.checkpoint.storage import absolute, place_of, shared_place
 from moe_lightning.checkpoint.storage.interface import URL
-from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import Coefficient, PositiveInt, Seconds, validated
-from moe_lightning.errors import ConfigurationError
-from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import ExpertParallelCallback, FixedWorld
-
-
-@validated
-class DynamicK(Callback):
-    """Raises K_persist of PartialExpertsCheckpoint so that the proportion of lost tokens stays below a threshold.
-
-    It doubles K when the level's share of the budget is spent, or when one more fault could exceed the budget: the
-    total stays below
-    the threshold however the routing is skewed.
-
-    Args:
-        threshold: proportion of lost tokens (PLT) that the whole training may cost.
-
-    Raises:
-        ConfigurationError: the threshold is not between 0 and 1.
-    """
-
-    def __init__(self, threshold: float = 0.0375) -> None:
-        if not 0 < threshold < 1:
-            raise ConfigurationError(f"threshold={threshold} is a share of all tokens: use a value between 0 and 1")
-        self.threshold = threshold
-        self._rule: DynamicKRule | None = None
-        self._saved: dict[str, Any] = {}
-
-    def start(self, *, k0: int, num_experts: int, predicted_plt: Callable[[int], float]) -> int:
-        """Begin with K experts a layer, or go on from where this run is: what was spent stays spent however often its
-        world or its interval changes. Returns the K to use.
-
-        Args:
-            predicted_plt: K -> PLT that one more fault may cost at most.
-        """
-        known = self._rule.state_dict() if self._rule is not None else self._saved
-        self._rule = DynamicKRule(k0=k0, num_experts=num_experts, predicted_plt=predicted_plt, threshold=self.threshold)
-        if known:
-            self._rule.load_state_dict(known)
-        return self._rule.k
-
-    def after_fault(self, plt: float) -> int:
-        """Account for what a restore lost; returns the K to use from now on."""
-        assert self._rule is not None
-        return self._rule.after_fault(plt)
-
-    def before_checkpoint(self, cost: Callable[[int], float]) -> int:
-        """The K to use for the next checkpoint, from what a restore of it would cost at each K."""
-        assert self._rule is not None
-        return self._rule.before_checkpoint(cost)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self._rule.state_dict() if self._rule is not None else dict(self._saved)
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved, self._rule = dict(state_dict), None
-
-
-@validated
-class LatestCheckpoint(ModelCheckpoint):
-    """Lightning's ModelCheckpoint that keeps the newest `step-NNNNNNN.ckpt` files and also writes one when training
-    ends.
-
-    Args:
-        dirpath: folder of the checkpoints.
-        every_n_train_steps: optimizer steps between checkpoints.
-        save_top_k: 1 keeps the newest checkpoint only, -1 all of them.
-    """
-
-    def __init__(
-        self, dirpath: str | Path, *, every_n_train_steps: PositiveInt = 1000, save_top_k: Literal[1, -1] = 1
-    ) -> None:
-        super().__init__(
-            dirpath=dirpath,
-            filename="step-{step:07d}",
-            auto_insert_metric_name=False,
-            every_n_train_steps=every_n_train_steps,
-            save_top_k=save_top_k,
-            enable_version_counter=False,
-        )
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not getattr(trainer, "fast_dev_run", False):
-            private_lightning.save_as_last(self, trainer)
 
 
 def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float) -> None:
@@ -145,9 +45,9 @@ def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float) 
     """
     metrics: dict[str, float] = {
         "plt": plt,
-        "k_snapshot": session.k_snapshot,
-        "k_persist": session.k_persist,
-        "predicted_bytes": session.predicted_bytes,
+        "k_snapshot": session.contents.k_snapshot,
+        "k_persist": session.contents.k_persist,
+        "predicted_bytes": session.contents.predicted_bytes,
     }
     report, status = session.last_report, session.status()
     if report is not None:
@@ -172,36 +72,29 @@ def log_committed(trainer: pl.Trainer, path: str | None) -> None:
             logger.log_checkpoint(place_of(path))
 
 
-class TokenCounts:
-    """Assignments of each expert that the ledger has not recorded yet.
+class StepTimes:
+    """Seconds of the last step, and of its passes up to the update.
 
     Attributes:
-        total: of whole steps, int64 [L, E]; None before the first.
+        step_s, overlap_s: of the step; of its last micro-batch's passes, under which copies hide.
     """
 
-    def __init__(self, total: Tensor | None = None) -> None:
-        self.total = total
-        self._of_step: Tensor | None = None
+    def __init__(self) -> None:
+        self.step_s = self.overlap_s = 0.0
+        self._batch_began = self._step_ended = time.perf_counter()
 
-    def add(self, module: nn.Module) -> None:
-        """Those of the last micro-batch."""
-        layers = moe_layers(module)
-        counts = [layer.statistics.computed_NE.sum(dim=0) for layer in layers if layer.statistics is not None]
-        if counts and len(counts) == len(layers):
-            stacked = torch.stack(counts)
-            self._of_step = stacked if self._of_step is None else self._of_step + stacked
+    def begin_batch(self) -> None:
+        """A micro-batch begins."""
+        self._batch_began = time.perf_counter()
 
-    def end_step(self, *, is_skipped: bool) -> None:
-        """Add those of the step, unless its update was left out."""
-        added, self._of_step = self._of_step, None
-        if added is not None and not is_skipped:
-            self.total = added if self.total is None else self.total + added
+    def begin_update(self) -> None:
+        """The passes have ended."""
+        self.overlap_s = time.perf_counter() - self._batch_began
 
-    def record(self, checkpoint_ledger: CheckpointLedger | None) -> None:
-        """Into the ledger, where there is one."""
-        if self.total is not None and checkpoint_ledger is not None:
-            checkpoint_ledger.ledger.record(self.total.cpu().numpy())
-            self.total = None
+    def end_step(self) -> None:
+        """The step is made."""
+        now = time.perf_counter()
+        self.step_s, self._step_ended = now - self._step_ended, now
 
 
 class StateGrowth:
@@ -243,99 +136,6 @@ def computed_in(strategy: ExpertParallelStrategy) -> torch.dtype | None:
     layers = strategy.experts.layers
     is_less = bool(layers) and strategy.shadow_dtype.itemsize < layers[0].experts.dtype.itemsize
     return strategy.shadow_dtype if is_less else None
-
-
-def count_losses(checkpoint_ledger: CheckpointLedger, restored: CheckpointSource) -> float:
-    """Account for experts that came back older than the checkpoint; the PLT that this restore cost."""
-    saved = restored.read_object("ledger")
-    lost = checkpoint_ledger.restore(saved, restored.first_step, restored.expert_versions())
-    if lost.any():
-        stale = int((lost > 0).sum())
-        rank_zero_warn(
-            f"{stale} experts were restored from older versions: {int(lost.sum())} assignments lost, "
-            f"PLT {100 * checkpoint_ledger.ledger.plt:.3f} percent so far"
-        )
-    return checkpoint_ledger.ledger.plt_of(lost.sum(axis=1))
-
-
-def count_stale(checkpoint_ledger: CheckpointLedger, versions: Mapping[tuple[int, int], int]) -> float:
-    """Account for experts of the live state that came back older, given by (layer, expert); the PLT that it cost."""
-    lost = checkpoint_ledger.lose(versions)
-    rank_zero_warn(
-        f"{len(versions)} experts came back older: {int(lost.sum())} assignments lost, "
-        f"PLT {100 * checkpoint_ledger.ledger.plt:.3f} percent so far"
-    )
-    return checkpoint_ledger.ledger.plt_of(lost.sum(axis=1))
-
-
-def new_ledger(
-    trainer: pl.Trainer, state: TrainingState, settings: CheckpointSettings, counts: Tensor, steps: int
-) -> CheckpointLedger:
-    """Return the ledger of a new run, from the assignments of its first steps, int64 [L, E]."""
-    per_step: IntArray = counts.sum(dim=1).cpu().numpy() // max(1, steps)
-    planned = (per_step * planned_steps(trainer)).clip(min=1)
-    return state.checkpoint_ledger(planned, scopes=parse_scopes(settings.scopes), order=settings.order)
-
-
-def choose_k(
-    trainer: pl.Trainer, session: CheckpointSession, settings: CheckpointSettings, *, interval: int, lost: float = 0.0
-) -> None:
-    """Let DynamicK raise K for this interval, and after a restore that lost tokens; where none are lost, leave it.
-
-    Args:
-        interval: steps between checkpoints.
-        lost: PLT that faults have cost since K was chosen last.
-    """
-    dynamic = _dynamic_k(trainer)
-    if dynamic is None or settings.lossless:
-        return
-    total_steps = planned_steps(trainer)
-
-    def predicted_plt(k: int) -> float:
-        if settings.order != "sequential":
-            return 0.0  # there is no bound: `bound_cost` looks at every checkpoint
-        copied = max(k, session.k_snapshot)
-        return worst_case_plt(
-            num_experts=session.num_experts, k=k, k_snapshot=copied, interval=interval, total_steps=total_steps
-        )
-
-    k = dynamic.start(k0=session.k_persist, num_experts=session.num_experts, predicted_plt=predicted_plt)
-    if lost:
-        k = dynamic.after_fault(lost)
-    if k > session.k_persist:
-        rank_zero_warn(
-            f"DynamicK writes {k} experts of each layer instead of {session.k_persist}: with fewer, the next "
-            f"fault could bring the lost tokens above {100 * dynamic.threshold:.2f} percent"
-        )
-    session.raise_k(k)
-
-
-def bound_cost(
-    trainer: pl.Trainer, session: CheckpointSession, checkpoint_ledger: CheckpointLedger, *, order: Order
-) -> None:
-    """Under the load-aware orders: let DynamicK raise K until a restore of the next checkpoint keeps the budget."""
-    dynamic = _dynamic_k(trainer)
-    if dynamic is not None and order != "sequential":
-        cost = lambda k: checkpoint_ledger.cost(checkpoint_ledger.plan(max(k, session.k_snapshot), k))  # noqa: E731
-        session.raise_k(dynamic.before_checkpoint(cost))
-
-
-def planned_steps(trainer: pl.Trainer) -> int:
-    """Optimizer steps of the whole training.
-
-    Raises:
-        ConfigurationError: nobody knows.
-    """
-    steps = private_lightning.steps_of_training(trainer)
-    if steps is None:
-        raise ConfigurationError(
-            "the proportion of lost tokens needs the length of the training: give the Trainer max_steps"
-        )
-    return steps
-
-
-def _dynamic_k(trainer: pl.Trainer) -> DynamicK | None:
-    return next((c for c in trainer.callbacks if isinstance(c, DynamicK)), None)  # type: ignore[attr-defined]
 
 
 @validated
@@ -393,16 +193,12 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         )
         self._every_n_steps, self._save_on_train_end, self._timeout_s = every_n_steps, save_on_train_end, timeout_s
         self.session: CheckpointSession | None = None
-        self.checkpoint_ledger: CheckpointLedger | None = None
+        self.lost = LostTokens(self.settings)
         self._strategy: ExpertParallelStrategy | None = None
-        self._growth = StateGrowth()
-        self._received_ledger: dict[str, Any] | None = None
+        self._growth, self._times = StateGrowth(), StepTimes()
         self._is_interrupted = self._is_saving = self._experts_moved = False
-        self._counts = TokenCounts()
-        self._lost_plt = 0.0  # by faults that the choice of K does not know yet
         self._saved_at = -1  # the step of the last checkpoint, at which its window began
         self._world_number = 0  # of this start of a run in which worlds do not change, once it has one
-        self._batch_began = self._step_ended = self._overlap_s = self._step_s = 0.0
 
     # ------------------------------------------------------------------ resuming
 
@@ -438,7 +234,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._saved_at = trainer.global_step
-        self._step_ended = time.perf_counter()
+        self._times = StepTimes()
         assert isinstance(trainer.strategy, ExpertParallelStrategy)
         self._strategy = trainer.strategy
         if self.settings.lossless:
@@ -481,9 +277,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def on_stale_experts(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, versions: Mapping[tuple[int, int], int]
     ) -> None:
-        self._counts.record(self.checkpoint_ledger)
-        if self.checkpoint_ledger is not None:
-            self._lost_plt += count_stale(self.checkpoint_ledger, versions)
+        self.lost.lose(versions)
 
     @property
     def _run_name(self) -> str:
@@ -496,26 +290,22 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._experts_moved = False
         self._is_interrupted = True
         if own_strategy(trainer, "PartialExpertsCheckpoint").elastic.has_rolled_back:
-            self.checkpoint_ledger, self._counts, self._lost_plt = None, TokenCounts(), 0.0
+            self.lost.forget()
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """The ledger, for a rank that joins a running world; checkpoints hold it in a place of their own."""
         is_elastic = self._strategy is not None and self._strategy.worlds.is_elastic
-        if not is_elastic or self._is_saving or self.checkpoint_ledger is None:
-            return {}
-        ledger = self.checkpoint_ledger.state_dict()
-        return {"checkpoint_ledger": ledger, "counts": self._counts.total, "lost_plt": self._lost_plt}
+        return self.lost.state_dict() if is_elastic and not self._is_saving else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._received_ledger = state_dict.get("checkpoint_ledger")
-        self._counts, self._lost_plt = TokenCounts(state_dict.get("counts")), state_dict.get("lost_plt", 0.0)
+        self.lost.load_state_dict(state_dict)
 
     @property
     def plt(self) -> float:
         """Proportion of lost tokens so far (MoC eq. 7)."""
-        return self.checkpoint_ledger.ledger.plt if self.checkpoint_ledger is not None else 0.0
+        return self.lost.plt
 
     # ------------------------------------------------------------------ steps
 
@@ -525,13 +315,13 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
 
     @override
     def on_train_batch_start(self, *_: Any) -> None:
-        self._batch_began = time.perf_counter()
+        self._times.begin_batch()
         if self._windows is not None:
             self._windows.begin_batch()
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        self._overlap_s = time.perf_counter() - self._batch_began
+        self._times.begin_update()
         if self._windows is not None:
             self._windows.before_update()
         stall_s = self.session.wait_before_update() if self.session is not None else 0.0
@@ -541,16 +331,15 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._counts.add(pl_module)
+        self.lost.counts.add(pl_module)
         is_update = not private_lightning.is_accumulating(trainer)
         if is_update:
-            self._counts.end_step(is_skipped=self._strategy is not None and self._strategy.update_is_skipped)
+            self.lost.counts.end_step(is_skipped=self._strategy is not None and self._strategy.update_is_skipped)
         if self._windows is not None:
             (self._windows.updated if is_update else self._windows.end_batch)()
         if trainer.global_step == self._saved_at or not is_update or self._keeps_nothing(trainer):
             return
-        now = time.perf_counter()
-        self._step_s, self._step_ended = now - self._step_ended, now
+        self._times.end_step()
         if self.session is not None:
             self.session.protect()
         if self.session is not None and self.session.in_window and not self._experts_moved:
@@ -574,7 +363,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         """Begin a checkpoint now, between two steps; every rank must call it."""
         strategy = trainer.strategy
         assert isinstance(strategy, ExpertParallelStrategy)
-        self._counts.total = strategy.state.stages.counts_of_all(self._counts.total)
+        self.lost.counts.total = strategy.state.stages.counts_of_all(self.lost.counts.total)
         if self._experts_moved:
             self._experts_moved = False
             self._reassign(strategy)
@@ -582,13 +371,12 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             self._close(wait=True)
         if self.session is None:
             self._open(trainer, strategy)
-        self._counts.record(self.checkpoint_ledger)
+        self.lost.record()
         self._adapt(trainer, strategy)
         assert self.session is not None
-        if self.checkpoint_ledger is not None:
-            bound_cost(trainer, self.session, self.checkpoint_ledger, order=self.settings.order)
+        self.lost.bound_cost(trainer, self.session.contents)
         self._is_interrupted = False
-        self.session.save(trainer.global_step, self.checkpoint_ledger, self._objects(strategy), full=full)
+        self.session.save(trainer.global_step, self.lost.checkpoint_ledger, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
         log_checkpoint(trainer, self.session, self.plt)
 
@@ -596,13 +384,11 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         """Experts have moved: the session goes on with other writers, or ends where their snapshots lack room."""
         self._growth.look_again()
         if self.session is not None:
-            if self.session.in_window:
-                self.session.give_window_up()
             owners = self.session.reassign(strategy.state.training_state())
             if owners is None:
                 self._close(wait=True)
-            elif self.checkpoint_ledger is not None:
-                self.checkpoint_ledger.reassign(owners)
+            else:
+                self.lost.reassign(owners)
 
     def _objects(self, strategy: ExpertParallelStrategy, *, is_first: bool = False) -> dict[str, Any]:
         """Return the saved objects that are not tensors; collective."""
@@ -614,37 +400,33 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
 
     def _open(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy) -> None:
         state = strategy.state.training_state()
-        restored = strategy.state.restored if self.checkpoint_ledger is None and self._received_ledger is None else None
-        if self.checkpoint_ledger is not None:
-            self.checkpoint_ledger.reassign(state.owners())
-        elif state.num_experts and self._counts.total is not None:
-            steps = trainer.global_step - max(0, self._saved_at)
-            self.checkpoint_ledger = new_ledger(trainer, state, self.settings, self._counts.total, steps)
-            if self._received_ledger is not None:
-                self.checkpoint_ledger.load_state_dict(self._received_ledger)
-        self._received_ledger = None
-        self.session = CheckpointSession(
+        restored = None if self.lost.has_begun else strategy.state.restored
+        self.lost.begin(trainer, state, trainer.global_step - max(0, self._saved_at))
+        ledger = self.lost.checkpoint_ledger
+        contents = SnapshotContents(
             state,
+            self.settings,
+            computed_in=computed_in(strategy),
+            experts_move=any(isinstance(c, LoadBalancer) for c in trainer.callbacks),  # type: ignore[attr-defined]
+        )
+        self.session = CheckpointSession.open(
+            contents,
             strategy.world,
             self._root,
             self._run_name,
             self.settings,
             objects=self._objects(strategy, is_first=True),
-            ledger_bytes=self.checkpoint_ledger.largest_dump_bytes if self.checkpoint_ledger is not None else 0,
+            ledger_bytes=0 if ledger is None else ledger.largest_dump_bytes,
             node_peers=strategy.world.node_peers,
             node=strategy.elastic.node,
             layout=strategy.elastic.protection(),
-            computed_in=computed_in(strategy),
-            experts_move=any(isinstance(c, LoadBalancer) for c in trainer.callbacks),  # type: ignore[attr-defined]
             world_number=strategy.world.generation or self._world_number,
         )
         if not strategy.worlds.is_elastic:
             self._world_number = self.session.world_number
-        if self.checkpoint_ledger is not None:
-            if restored is not None and restored.keys("ledger"):
-                self._lost_plt += count_losses(self.checkpoint_ledger, restored)
-            choose_k(trainer, self.session, self.settings, interval=self._interval(), lost=self._lost_plt)
-            self._lost_plt = 0.0
+        if restored is not None:
+            self.lost.restore(restored)
+        self.lost.choose_k(trainer, contents, interval=self._interval())
         strategy.checkpoints.release()
         self._growth.begin(strategy.state)
 
@@ -652,17 +434,19 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         session = self.session
         assert session is not None
         wanted = self.settings.adapts_k or self._every_n_steps == "auto"
-        if not wanted or session.adapted is not None or self.checkpoint_ledger is None or not session.has_saved:
+        has_experts = self.lost.checkpoint_ledger is not None
+        if not wanted or session.adapted is not None or not has_experts or not session.has_saved:
             return
-        if session.adapt(overlap_s=self._overlap_s, step_s=self._step_s):
-            choose_k(trainer, session, self.settings, interval=self._interval())
+        if session.adapt(overlap_s=self._times.overlap_s, step_s=self._times.step_s):
+            contents = session.contents
+            self.lost.choose_k(trainer, contents, interval=self._interval())
             rank_zero_info(
-                f"checkpoints from now on: K_snapshot={session.k_snapshot}, K_persist={session.k_persist}, "
-                f"every {self._interval()} steps (copies hide under {1e3 * self._overlap_s:.0f} ms)"
+                f"checkpoints from now on: K_snapshot={contents.k_snapshot}, K_persist={contents.k_persist}, "
+                f"every {self._interval()} steps (copies hide under {1e3 * self._times.overlap_s:.0f} ms)"
             )
             if self.settings.lossless:  # another session has room for windows of this length
                 self._every_n_steps = self._interval()
-                self.settings = replace(self.settings, k_snapshot=session.k_snapshot)
+                self.settings = replace(self.settings, k_snapshot=contents.k_snapshot)
                 self._close(wait=False)
                 self._open(trainer, strategy)
 
@@ -672,7 +456,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if (self.session is None and not self._is_interrupted) or self._keeps_nothing(trainer):
             return
-        was_partial = self.session is None or self.session.was_partial
+        was_partial = self.session is None or self.session.contents.was_partial
         if self._save_on_train_end and (trainer.global_step != self._saved_at or was_partial):
             if self.session is not None:
                 self.session.finish_copy()  # a window that ends here is the newest snapshot on all ranks or on none

@@ -231,7 +231,7 @@ class Witness(ExpertParallelCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         saver = _saver(trainer)
-        self.k_persist = saver.session.k_persist if saver is not None and saver.session is not None else None
+        self.k_persist = saver.session.contents.k_persist if saver is not None and saver.session is not None else None
 
     def _write_state(self, trainer: pl.Trainer, *, after_step: bool) -> None:
         elastic = _elastic(trainer)

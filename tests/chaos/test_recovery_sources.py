@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_lightning.callbacks.checkpoint import DynamicK
+from moe_lightning.callbacks.lost_tokens import DynamicK
 from tests.chaos.elastic_runs import ElasticRun, Hold, Kill, assert_same_losses, elastic_run, reference
 from tests.parameters import slow
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from moe_lightning.callbacks.checkpoint import TokenCounts
+from moe_lightning.callbacks.lost_tokens import TokenCounts
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import NonFiniteLossError
 from moe_lightning.moe.layer import MoELayer

@@ -343,7 +343,7 @@ class Lengths(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
-        self.found |= {session.k_snapshot} if session is not None else set()
+        self.found |= {session.contents.k_snapshot} if session is not None else set()
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_rank == 0:

@@ -18,7 +18,8 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from moe_lightning.callbacks.checkpoint import DynamicK, PartialExpertsCheckpoint
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.lost_tokens import DynamicK
 from moe_lightning.checkpoint import agent_handle
 from moe_lightning.checkpoint.agent_handle import agent_alive, request_stop
 from moe_lightning.checkpoint.arena import arenas_name
@@ -72,7 +73,7 @@ class KChoices(pl.Callback):
         session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
         if trainer.global_rank == 0 and session is not None:
             with self.path.open("a") as file:
-                file.write(f"{session.k_persist}\n")
+                file.write(f"{session.contents.k_persist}\n")
 
 
 def run(
@@ -177,8 +178,8 @@ class Books(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         saver_ = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint))  # type: ignore[attr-defined]
         if trainer.global_rank == 0:
-            assert saver_.checkpoint_ledger is not None
-            report = [saver_.plt, saver_.checkpoint_ledger.ledger.lost.tolist()]
+            assert saver_.lost.checkpoint_ledger is not None
+            report = [saver_.plt, saver_.lost.checkpoint_ledger.ledger.lost.tolist()]
             (saver_._root / "books.json").write_text(json.dumps(report))
 
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from moe_lightning.callbacks.checkpoint import LatestCheckpoint
+from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
 from tests.commands import TINY, moe_train, write_words
 
 

@@ -17,8 +17,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, OptimizerConfig
-from moe_lightning.callbacks.checkpoint import LatestCheckpoint, planned_steps
 from moe_lightning.callbacks.console import Console
+from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
+from moe_lightning.callbacks.lost_tokens import planned_steps
 from moe_lightning.callbacks.summary import Summary, ngram_cross_entropy, ngram_losses, render
 from moe_lightning.callbacks.telemetry import Telemetry, perplexity
 from moe_lightning.cli.training import Run, measure

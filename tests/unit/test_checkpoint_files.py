@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
-from moe_lightning.callbacks.checkpoint import LatestCheckpoint
+from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
 from moe_lightning.checkpoint import files
 from moe_lightning.checkpoint.files import check_file, read_file, write_file
 from moe_lightning.cli.run_directory import RunDirectory

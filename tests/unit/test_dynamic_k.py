@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.callbacks.checkpoint import DynamicK as DynamicKCallback
+from moe_lightning.callbacks.lost_tokens import DynamicK as DynamicKCallback
 from moe_lightning.checkpoint.policy import CheckpointLedger, Order
 from moe_lightning.checkpoint.selection import (
     DynamicKRule,

@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
-from moe_lightning.callbacks.checkpoint import LatestCheckpoint
+from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
 from moe_lightning.cli.training import GracefulStop
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, RandomTokens, make_trainer

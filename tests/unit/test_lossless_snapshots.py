@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import arena_path
+from moe_lightning.checkpoint.contents import file_group, most_frozen_pieces, window_pieces
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import Checkpoint, find_usable
 from moe_lightning.checkpoint.manifest import Manifest, check_coverage
 from moe_lightning.checkpoint.schedule import ReplayWindow, plan_window
-from moe_lightning.checkpoint.session import file_group, most_frozen_pieces, window_pieces
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.run_directory import RunDirectory

@@ -1,0 +1,266 @@
+"""Tokens that restores of partial checkpoints lose, and the number of experts to save that keeps them in a budget.
+
+Every expert that comes back older than the rest has lost the updates of the tokens in between; their proportion of all
+tokens is PLT (PEC 3.4; MoC-System 5.3, eq. 7). `DynamicK`, where that callback is used, raises K as faults use up the
+budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from typing_extensions import override
+
+from moe_lightning.arrays import IntArray
+from moe_lightning.checkpoint.contents import SnapshotContents
+from moe_lightning.checkpoint.loader import CheckpointSource
+from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
+from moe_lightning.checkpoint.selection import DynamicKRule, parse_scopes, worst_case_plt
+from moe_lightning.checkpoint.training_state import TrainingState
+from moe_lightning.compat import private_lightning
+from moe_lightning.config import validated
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.moe.layer import moe_layers
+
+
+@validated
+class DynamicK(Callback):
+    """Raises K_persist of PartialExpertsCheckpoint so that the proportion of lost tokens stays below a threshold.
+
+    It doubles K when the level's share of the budget is spent, or when one more fault could exceed the budget: the
+    total stays below
+    the threshold however the routing is skewed.
+
+    Args:
+        threshold: proportion of lost tokens (PLT) that the whole training may cost.
+
+    Raises:
+        ConfigurationError: the threshold is not between 0 and 1.
+    """
+
+    def __init__(self, threshold: float = 0.0375) -> None:
+        if not 0 < threshold < 1:
+            raise ConfigurationError(f"threshold={threshold} is a share of all tokens: use a value between 0 and 1")
+        self.threshold = threshold
+        self._rule: DynamicKRule | None = None
+        self._saved: dict[str, Any] = {}
+
+    def start(self, *, k0: int, num_experts: int, predicted_plt: Callable[[int], float]) -> int:
+        """Begin with K experts a layer, or go on from where this run is: what was spent stays spent however often its
+        world or its interval changes. Returns the K to use.
+
+        Args:
+            predicted_plt: K -> PLT that one more fault may cost at most.
+        """
+        known = self._rule.state_dict() if self._rule is not None else self._saved
+        self._rule = DynamicKRule(k0=k0, num_experts=num_experts, predicted_plt=predicted_plt, threshold=self.threshold)
+        if known:
+            self._rule.load_state_dict(known)
+        return self._rule.k
+
+    def after_fault(self, plt: float) -> int:
+        """Account for what a restore lost; returns the K to use from now on."""
+        assert self._rule is not None
+        return self._rule.after_fault(plt)
+
+    def before_checkpoint(self, cost: Callable[[int], float]) -> int:
+        """The K to use for the next checkpoint, from what a restore of it would cost at each K."""
+        assert self._rule is not None
+        return self._rule.before_checkpoint(cost)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._rule.state_dict() if self._rule is not None else dict(self._saved)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved, self._rule = dict(state_dict), None
+
+
+class TokenCounts:
+    """Assignments of each expert that the ledger has not recorded yet.
+
+    Attributes:
+        total: of whole steps, int64 [L, E]; None before the first.
+    """
+
+    def __init__(self, total: Tensor | None = None) -> None:
+        self.total = total
+        self._of_step: Tensor | None = None
+
+    def add(self, module: nn.Module) -> None:
+        """Those of the last micro-batch."""
+        layers = moe_layers(module)
+        counts = [layer.statistics.computed_NE.sum(dim=0) for layer in layers if layer.statistics is not None]
+        if counts and len(counts) == len(layers):
+            stacked = torch.stack(counts)
+            self._of_step = stacked if self._of_step is None else self._of_step + stacked
+
+    def end_step(self, *, is_skipped: bool) -> None:
+        """Add those of the step, unless its update was left out."""
+        added, self._of_step = self._of_step, None
+        if added is not None and not is_skipped:
+            self.total = added if self.total is None else self.total + added
+
+    def record(self, checkpoint_ledger: CheckpointLedger | None) -> None:
+        """Into the ledger, where there is one."""
+        if self.total is not None and checkpoint_ledger is not None:
+            checkpoint_ledger.ledger.record(self.total.cpu().numpy())
+            self.total = None
+
+
+class LostTokens:
+    """Tokens of each expert in a run and in its checkpoints, those that restores have lost, and the choice of K.
+
+    Args:
+        settings: how to save.
+
+    Attributes:
+        checkpoint_ledger: tokens in the live state, in memory and on storage; None before the first checkpoint, and of
+            a dense model.
+        counts: assignments that the ledger has not recorded yet.
+    """
+
+    def __init__(self, settings: CheckpointSettings) -> None:
+        self._settings = settings
+        self.checkpoint_ledger: CheckpointLedger | None = None
+        self.counts = TokenCounts()
+        self._received: dict[str, Any] | None = None
+        self._lost_plt = 0.0  # by faults that the choice of K does not know yet
+
+    @property
+    def plt(self) -> float:
+        """Proportion of lost tokens so far (MoC eq. 7)."""
+        return self.checkpoint_ledger.ledger.plt if self.checkpoint_ledger is not None else 0.0
+
+    @property
+    def has_begun(self) -> bool:
+        """True if this rank counts, or has received the counts of others."""
+        return self.checkpoint_ledger is not None or self._received is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a rank that joins a running world; empty before the first checkpoint."""
+        if self.checkpoint_ledger is None:
+            return {}
+        ledger = self.checkpoint_ledger.state_dict()
+        return {"checkpoint_ledger": ledger, "counts": self.counts.total, "lost_plt": self._lost_plt}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Count on from the state of another rank at the next `begin`."""
+        self._received = state_dict.get("checkpoint_ledger")
+        self.counts, self._lost_plt = TokenCounts(state_dict.get("counts")), state_dict.get("lost_plt", 0.0)
+
+    def forget(self) -> None:
+        """Drop all counts: the run has gone back to saved state, which has its own."""
+        self.checkpoint_ledger, self.counts, self._lost_plt = None, TokenCounts(), 0.0
+
+    def begin(self, trainer: pl.Trainer, state: TrainingState, steps: int) -> None:
+        """Count for the experts as they are written now.
+
+        Args:
+            steps: over which new counts were made.
+        """
+        if self.checkpoint_ledger is not None:
+            self.checkpoint_ledger.reassign(state.owners())
+        elif state.num_experts and self.counts.total is not None:
+            per_step: IntArray = self.counts.total.sum(dim=1).cpu().numpy() // max(1, steps)
+            planned = (per_step * planned_steps(trainer)).clip(min=1)
+            scopes, order = parse_scopes(self._settings.scopes), self._settings.order
+            self.checkpoint_ledger = state.checkpoint_ledger(planned, scopes=scopes, order=order)
+            if self._received is not None:
+                self.checkpoint_ledger.load_state_dict(self._received)
+        self._received = None
+
+    def record(self) -> None:
+        """Enter the counts of whole steps into the ledger, if there is one."""
+        self.counts.record(self.checkpoint_ledger)
+
+    def reassign(self, owners: IntArray) -> None:
+        """Experts have moved: other ranks write them, int64 [L, E]."""
+        if self.checkpoint_ledger is not None:
+            self.checkpoint_ledger.reassign(owners)
+
+    def restore(self, restored: CheckpointSource) -> None:
+        """Account for experts that came back older than the checkpoint."""
+        if self.checkpoint_ledger is None or not restored.keys("ledger"):
+            return
+        saved = restored.read_object("ledger")
+        lost = self.checkpoint_ledger.restore(saved, restored.first_step, restored.expert_versions())
+        if lost.any():
+            self._warn(f"{int((lost > 0).sum())} experts were restored from older versions", lost)
+        self._lost_plt += self.checkpoint_ledger.ledger.plt_of(lost.sum(axis=1))
+
+    def lose(self, versions: Mapping[tuple[int, int], int]) -> None:
+        """Account for experts of the live state that came back older, given by (layer, expert)."""
+        self.record()
+        if self.checkpoint_ledger is not None:
+            lost = self.checkpoint_ledger.lose(versions)
+            self._warn(f"{len(versions)} experts came back older", lost)
+            self._lost_plt += self.checkpoint_ledger.ledger.plt_of(lost.sum(axis=1))
+
+    def _warn(self, event: str, lost: IntArray) -> None:
+        rank_zero_warn(f"{event}: {int(lost.sum())} assignments lost, PLT {100 * self.plt:.3f} percent so far")
+
+    # ------------------------------------------------------------------ the choice of K
+
+    def choose_k(self, trainer: pl.Trainer, contents: SnapshotContents, *, interval: int) -> None:
+        """Let DynamicK raise K for this interval, and after a restore that lost tokens; where none are lost, leave it.
+
+        Args:
+            interval: steps between checkpoints.
+        """
+        dynamic = _dynamic_k(trainer)
+        if self.checkpoint_ledger is None or dynamic is None or self._settings.lossless:
+            return
+        total_steps = planned_steps(trainer)
+
+        def predicted_plt(k: int) -> float:
+            if self._settings.order != "sequential":
+                return 0.0  # there is no bound: `bound_cost` looks at every checkpoint
+            copied = max(k, contents.k_snapshot)
+            return worst_case_plt(
+                num_experts=contents.num_experts, k=k, k_snapshot=copied, interval=interval, total_steps=total_steps
+            )
+
+        k = dynamic.start(k0=contents.k_persist, num_experts=contents.num_experts, predicted_plt=predicted_plt)
+        lost, self._lost_plt = self._lost_plt, 0.0
+        if lost:
+            k = dynamic.after_fault(lost)
+        if k > contents.k_persist:
+            rank_zero_warn(
+                f"DynamicK writes {k} experts of each layer instead of {contents.k_persist}: with fewer, the next "
+                f"fault could bring the lost tokens above {100 * dynamic.threshold:.2f} percent"
+            )
+        contents.raise_k(k)
+
+    def bound_cost(self, trainer: pl.Trainer, contents: SnapshotContents) -> None:
+        """Under the load-aware orders: let DynamicK raise K until a restore of the next checkpoint keeps the budget."""
+        dynamic, ledger = _dynamic_k(trainer), self.checkpoint_ledger
+        if ledger is not None and dynamic is not None and self._settings.order != "sequential":
+            contents.raise_k(
+                dynamic.before_checkpoint(lambda k: ledger.cost(ledger.plan(max(k, contents.k_snapshot), k)))
+            )
+
+
+def planned_steps(trainer: pl.Trainer) -> int:
+    """Optimizer steps of the whole training.
+
+    Raises:
+        ConfigurationError: nobody knows.
+    """
+    steps = private_lightning.steps_of_training(trainer)
+    if steps is None:
+        raise ConfigurationError(
+            "the proportion of lost tokens needs the length of the training: give the Trainer max_steps"
+        )
+    return steps
+
+
+def _dynamic_k(trainer: pl.Trainer) -> DynamicK | None:
+    return next((c for c in trainer.callbacks if isinstance(c, DynamicK)), None)  # type: ignore[attr-defined]
