@@ -5,8 +5,8 @@ is the one that stock Lightning would write for the same module on one device; i
 ranks under any placement.
 
 A process that joins a running world has built the same model and optimizers, with initial values and without optimizer
-states. It receives the names and shapes of these states, creates them, and then gets every dense tensor by broadcast;
-experts come by migration. Nothing is unpickled.
+states. It receives the names and shapes of these states, creates them, and then gets every dense tensor from the ranks
+that have it; experts come by migration. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import CheckpointError
 from moe_lightning.parallel.collectives import broadcast_object
-from moe_lightning.parallel.context import World, broadcast_
+from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Part, TensorCut
 from moe_lightning.state.averages import AVERAGE
-from moe_lightning.state.pieces import StatePiece
+from moe_lightning.state.layout import plan_transfer
+from moe_lightning.state.pieces import Block, StatePiece
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import cut_of, loading, local, part_of_whole, pieces_of, rows_like, rows_of
-from moe_lightning.state.transfer import gather
+from moe_lightning.state.transfer import gather, transfer
 
 _NO_CUTS: Mapping[str, TensorCut] = {}
 _NAMES = "parameter_names"
@@ -229,9 +230,6 @@ def _cut_entry(entry: Mapping[str, Any], parameter: nn.Parameter, state: State) 
     }
 
 
-_BUCKET_ELEMENTS = 1 << 22
-
-
 def broadcast_optimizers(state: State, receivers: Collection[int], world: World, source: int) -> None:
     """Broadcast the source rank's hyperparameters and scalars to the receivers' optimizers; collective.
 
@@ -242,39 +240,30 @@ def broadcast_optimizers(state: State, receivers: Collection[int], world: World,
         state.adopt(objects, shapes)
 
 
-@torch.no_grad()
-def broadcast_dense(state: State, world: World, source: int, *, but: Collection[str] = ()) -> int:
-    """Broadcast replicated dense state from the source rank; return the number of bytes sent.
+def send_dense(
+    state: State, sources: Sequence[int], receivers: Collection[int], world: World, *, but: Collection[str] = ()
+) -> None:
+    """Send the dense state that every rank has to those that lack it; collective.
 
     Optimizer states that one rank keeps for all (ZeRO-1) stay where they are.
 
     Args:
+        sources: ranks that have it; buffers, which ranks may change on their own, come from the first.
+        receivers: ranks whose own values nobody reads: they are overwritten as others arrive.
         but: names of parameters that are cut over ranks, or will be.
     """
     everyone, kept = state.world_size, {name for name, p in state.dense.items() if p in state.state_ranks}
-    tensors = [
-        piece.tensor
+    tensors = {
+        piece.key: piece.tensor
         for piece in state.pieces(transient=True)
-        if not piece.is_expert_key and len(piece.holders) == everyone and piece.tensor.numel()
+        if not piece.is_expert_key and len(piece.holders) == everyone
         if (name := piece.key.removeprefix("dense/").rpartition("/")[0]) not in but
         if not (piece.is_moment and name in kept)
-    ]
-    for dtype in sorted({t.dtype for t in tensors}, key=str):
-        bucket: list[Tensor] = []
-        for tensor in [t for t in tensors if t.dtype == dtype]:
-            bucket.append(tensor)
-            if sum(t.numel() for t in bucket) >= _BUCKET_ELEMENTS:
-                _broadcast_bucket(bucket, world, source)
-                bucket = []
-        _broadcast_bucket(bucket, world, source)
-    return sum(t.nbytes for t in tensors)
-
-
-def _broadcast_bucket(tensors: Sequence[Tensor], world: World, source: int) -> None:
-    if not tensors:
-        return
-    flat = torch.cat([t.reshape(-1).to(world.device) for t in tensors])
-    broadcast_(flat, source, world)
-    if world.rank != source:
-        for tensor, values in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
-            tensor.copy_(values.view_as(tensor))
+    }
+    have, want = {}, {}
+    for key, tensor in tensors.items():
+        block = Block.of(tensor.shape)
+        have[key] = [(block, sources[:1] if key.endswith("/buffer") else sources)]
+        want[key] = [(block, sorted(receivers))]
+    moves = plan_transfer(have, want, world.nodes).moves
+    transfer(moves, lambda move: [tensors[move.key]], lambda move: [tensors[move.key]], world)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from moe_lightning.state.pieces import Block
 
@@ -33,6 +33,16 @@ class Move(NamedTuple):
     wanted: Block
     source: int
     target: int
+
+
+class Way(Protocol):
+    """Anything that one rank sends another."""
+
+    @property
+    def source(self) -> int: ...
+
+    @property
+    def target(self) -> int: ...
 
 
 class TransferPlan(NamedTuple):
@@ -87,27 +97,3 @@ def _nearest_first(
     least = [(min(map(distance, ranks)), block, ranks) for block, ranks in held]
     least.sort(key=lambda entry: (entry[0], entry[1].offsets, entry[1].sizes))
     return [(block, [rank for rank in ranks if distance(rank) == near]) for near, block, ranks in least]
-
-
-def waves(sizes: Mapping[tuple[int, int], Sequence[int]], most: int) -> dict[tuple[int, int], list[int]]:
-    """Number the exchanges in which things travel, so that no rank sends or receives more than `most` in one of them.
-
-    Args:
-        sizes: (source, target) -> the size of each thing, at most `most`.
-    """
-    num_ranks = 1 + max((rank for way in sizes for rank in way), default=0)
-    filled: dict[tuple[int, bool], tuple[int, int]] = {}  # rank, whether it sends -> last exchange, what is in it
-    found: dict[tuple[int, int], list[int]] = {}
-    # In a round each rank sends to one other and receives from one, so exchanges fill evenly.
-    for way in sorted(sizes, key=lambda way: ((way[1] - way[0]) % num_ranks, way)):
-        ends = (way[0], True), (way[1], False)
-        found[way] = []
-        for size in sizes[way]:
-            last = [filled.get(end, (0, 0)) for end in ends]
-            number = max(wave for wave, _ in last)
-            used = [there if wave == number else 0 for wave, there in last]
-            if max(used) + size > most:
-                number, used = number + 1, [0, 0]
-            filled |= {end: (number, there + size) for end, there in zip(ends, used, strict=True)}
-            found[way].append(number)
-    return found

@@ -1,6 +1,7 @@
 """Transfer of state between ranks: the one mover of tensors that are not part of a step.
 
-Tensors travel in exchanges of bounded size, and values that arrive go to memory that nothing else reads.
+Tensors travel in exchanges of bounded size. Values that arrive go to memory that nothing else reads, and `install`
+writes them into live tensors after the last exchange, so a fault in a transfer leaves every live tensor as it was.
 
 Memory of a rank during a transfer, besides the tensors given and those that arrive: what it sends and what it receives
 in one exchange, at most `2 * most_bytes`, on the device of the world; tensors that lie elsewhere are copied there one
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.collectives import CURE, all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PendingExchange
-from moe_lightning.state.layout import Layout, plan_transfer, waves
+from moe_lightning.state.layout import Layout, Way, plan_transfer
 from moe_lightning.state.pieces import Block, StatePiece, dtype_name
 
 MOST_BYTES = 1 << 26
@@ -27,34 +29,43 @@ MOST_BYTES = 1 << 26
 
 _ALIGNMENT = 16
 
+W = TypeVar("W", bound=Way)
+
 
 @torch.no_grad()
 def transfer(
-    sends: Mapping[int, Sequence[Tensor]],
-    receives: Mapping[int, Sequence[Tensor]],
+    ways: Iterable[W],
+    values: Callable[[W], Iterable[Tensor]],
+    memory: Callable[[W], Iterable[Tensor]],
     world: World,
     most_bytes: int = MOST_BYTES,
 ) -> int:
     """Send tensors to other ranks, and fill those for which others have values; collective.
 
     Args:
-        sends: rank -> tensors for it.
-        receives: rank -> memory for what it sends, in the same order, shapes and dtypes. Nothing else may read it yet.
+        ways: those from or to this rank at least, in the same order on both.
+        values: tensors that this rank sends on one.
+        memory: tensors of the same shapes and dtypes, in this order, for what arrives. Nothing else may read them yet.
         most_bytes: a multiple of 16.
 
     Returns:
-        Bytes that this rank has sent.
+        Bytes that this rank has sent to others.
 
     Raises:
         ConfigurationError: on every rank, two ranks do not expect the same of each other.
     """
-    out, into = (
-        {rank: list(_cut(some, most_bytes)) for rank, some in ways.items() if some} for ways in (sends, receives)
-    )
-    own = [[[rank, list(map(_room, some))] for rank, some in ways.items()] for ways in (out, into)]
+    out, into = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Tensor]](list)
+    for way in ways:
+        if way.source == way.target == world.rank:
+            install(zip(memory(way), values(way), strict=True))
+        elif way.source == world.rank:
+            out[way.target] += _cut(values(way), most_bytes)
+        elif way.target == world.rank:
+            into[way.source] += _cut(memory(way), most_bytes)
+    own = [[[rank, list(map(_room, some))] for rank, some in by_rank.items()] for by_rank in (out, into)]
     listed = all_gather_json(own, world)
-    sizes = {(source, target): some for source, (ways, _) in enumerate(listed) for target, some in ways}
-    expected = {(source, target): some for target, (_, ways) in enumerate(listed) for source, some in ways}
+    sizes = {(source, target): some for source, (sent, _) in enumerate(listed) for target, some in sent}
+    expected = {(source, target): some for target, (_, received) in enumerate(listed) for source, some in received}
     if sizes != expected:
         source, target = min(way for way in {*sizes, *expected} if sizes.get(way) != expected.get(way))
         raise ConfigurationError(f"rank {source} sends rank {target} other tensors than that expects: {CURE}")
@@ -63,10 +74,17 @@ def transfer(
     arriving = _by_wave(into, {rank: numbers[rank, world.rank] for rank in into}, world)
     # Gloo's threads may still hold the buffers of an exchange that has ended, so all use the same.
     largest = (max(map(_nbytes, by_number.values()), default=0) for by_number in (leaving, arriving))
-    sent, received = (torch.empty(nbytes, dtype=torch.uint8, device=world.device) for nbytes in largest)
+    buffers = [torch.empty(nbytes, dtype=torch.uint8, device=world.device) for nbytes in largest]
     for number in range(1 + max((at for way in numbers.values() for at in way), default=-1)):
-        _exchange(leaving[number], arriving[number], sent, received, world)
-    return sum(tensor.nbytes for some in sends.values() for tensor in some)
+        _exchange(leaving[number], arriving[number], buffers, world)
+    return sum(tensor.nbytes for some in out.values() for tensor in some)
+
+
+@torch.no_grad()
+def install(arrived: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Write values into tensors, given in pairs (tensor, values)."""
+    for tensor, values in arrived:
+        tensor.copy_(values)
 
 
 def gather(
@@ -94,17 +112,13 @@ def gather(
     found = {
         key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in kinds.items() if world.rank in want[key][0][1]
     }
-    sends, receives = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Tensor]](list)
-    for move in plan.moves:
-        if move.source == world.rank:
-            values = own[move.key, move.held][move.block.within(move.held)]
-            if move.target == world.rank:
-                found[move.key][move.block.slices] = values
-            else:
-                sends[move.target].append(values)
-        elif move.target == world.rank:
-            receives[move.source].append(found[move.key][move.block.slices])
-    transfer(sends, receives, world, most_bytes)
+    transfer(
+        plan.moves,
+        lambda move: [own[move.key, move.held][move.block.within(move.held)]],
+        lambda move: [found[move.key][move.block.slices]],
+        world,
+        most_bytes,
+    )
     return found
 
 
@@ -127,6 +141,30 @@ def published(
     return {key: list(blocks.items()) for key, blocks in holders.items()}, kinds
 
 
+def waves(sizes: Mapping[tuple[int, int], Sequence[int]], most: int) -> dict[tuple[int, int], list[int]]:
+    """Number the exchanges in which things travel, so that no rank sends or receives more than `most` in one of them.
+
+    Args:
+        sizes: (source, target) -> the size of each thing, at most `most`.
+    """
+    num_ranks = 1 + max((rank for way in sizes for rank in way), default=0)
+    filled: dict[tuple[int, bool], tuple[int, int]] = {}  # rank, whether it sends -> last exchange, what is in it
+    found: dict[tuple[int, int], list[int]] = {}
+    # In a round each rank sends to one other and receives from one, so exchanges fill evenly.
+    for way in sorted(sizes, key=lambda way: ((way[1] - way[0]) % num_ranks, way)):
+        ends = (way[0], True), (way[1], False)
+        found[way] = []
+        for size in sizes[way]:
+            last = [filled.get(end, (0, 0)) for end in ends]
+            number = max(wave for wave, _ in last)
+            used = [there if wave == number else 0 for wave, there in last]
+            if max(used) + size > most:
+                number, used = number + 1, [0, 0]
+            filled |= {end: (number, there + size) for end, there in zip(ends, used, strict=True)}
+            found[way].append(number)
+    return found
+
+
 def _by_wave(
     ways: Mapping[int, Sequence[Tensor]], numbers: Mapping[int, Sequence[int]], world: World
 ) -> Mapping[int, Sequence[Sequence[Tensor]]]:
@@ -139,9 +177,10 @@ def _by_wave(
 
 
 def _exchange(
-    out: Sequence[Sequence[Tensor]], into: Sequence[Sequence[Tensor]], sent: Tensor, received: Tensor, world: World
+    out: Sequence[Sequence[Tensor]], into: Sequence[Sequence[Tensor]], buffers: Sequence[Tensor], world: World
 ) -> None:
     """Exchange tensors by rank, in one collective through two buffers of bytes."""
+    sent, received = buffers
     send, recv = ([_nbytes([some]) for some in ways] for ways in (out, into))
     for place, tensor in _places(sent, out):
         place.copy_(tensor)

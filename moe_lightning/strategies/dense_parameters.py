@@ -502,7 +502,7 @@ class DenseParts:
     @property
     def is_in_rows(self) -> bool:
         """True if this rank holds rows of parameters."""
-        return is_sharded(self._state.module)
+        return self._in_rows and is_sharded(self._state.module)
 
     @property
     def layers_are_cut(self) -> bool:

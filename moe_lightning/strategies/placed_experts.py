@@ -2,7 +2,7 @@
 
 Slots are fixed rows of stacked parameters. An expert that stays on a rank keeps its slot, so only rows that change
 ranks are written, and neither parameters nor optimizers are rebuilt. Experts migrate between steps with all their
-state, in one exchange for each dtype, by a plan of `balancing.migration`.
+state, by a plan of `balancing.migration`.
 
 `StageMap` says which ranks hold which part of a model: here every rank has the whole of it; `stages.py` has the map of
 a pipeline.
@@ -37,8 +37,8 @@ from moe_lightning.moe.experts import VACANT
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
 from moe_lightning.parallel.context import World, broadcast_
-from moe_lightning.parallel.exchange import PendingExchange
 from moe_lightning.state.tensors import cuts_of
+from moe_lightning.state.transfer import install, transfer
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -63,60 +63,32 @@ def migrate_rows(
     optimizers: Sequence[Optimizer],
     transfers: Sequence[Transfer],
     world: World,
-    dtypes: Collection[torch.dtype] | None = None,
 ) -> int:
     """Execute the transfers and zero the rows that become vacant; collective.
 
     Args:
         before, after: the same parameters of each layer, in order, under other slots.
         optimizers: their states move with the experts.
-        transfers: of all ranks, the same list on every rank; with `dtypes`, of the layers given.
-        dtypes: of all tensors sent, where ranks give some of the layers only; empty: nothing is sent.
+        transfers: of the layers given, by all ranks.
 
     Returns:
         Bytes that this rank has sent.
     """
-    outgoing = sorted((t for t in transfers if t.source == world.rank), key=lambda t: (t.target, t.layer, t.expert))
-    incoming = sorted((t for t in transfers if t.target == world.rank), key=lambda t: (t.source, t.layer, t.expert))
     tensors = [stack.tensors(optimizers) for stack in before]
-    if dtypes is None:
-        dtypes = {tensor.dtype for layer in tensors for tensor in layer} if transfers else ()
-    # Everything has arrived before anything is overwritten: a leaving expert may lie where an arriving one will, and
-    # an exchange that fails leaves every row as it was.
-    pending = []
-    for dtype in sorted(dtypes, key=str):
-        leaving = [(t.target, row) for t in outgoing for row in _rows(tensors, before, t, dtype)]
-        arriving = [(t.source, row) for t in incoming for row in _rows(tensors, after, t, dtype)]
-        pending.append((arriving, _exchange(leaving, arriving, dtype, world)))
-    arrived = [([row for _, row in arriving], exchange.wait()) for arriving, exchange in pending]
-    world.synchronize()
+
+    def rows(stacks: Sequence[ExpertStack], way: Transfer) -> list[Tensor]:
+        slot = stacks[way.layer].slot_experts.index(way.expert)
+        return [tensor[slot] for tensor in tensors[way.layer]]
+
+    ordered = sorted(transfers)
+    live = {way: rows(after, way) for way in ordered if way.target == world.rank}
+    arrived = {way: [torch.empty_like(row) for row in of_expert] for way, of_expert in live.items()}
+    sent_bytes = transfer(ordered, lambda way: rows(before, way), arrived.__getitem__, world)
+    # A leaving expert may lie where an arriving one will.
     for layer, old, new in zip(tensors, before, after, strict=True):
         _clear(layer, old.slot_experts, new.slot_experts)
-    for rows, values in arrived:
-        for row, value in zip(rows, torch.split(values, [row.numel() for row in rows]), strict=True):
-            row.copy_(value.view_as(row))
-    layer_bytes = [sum(tensor[:1].nbytes for tensor in layer) for layer in tensors]
-    return sum(layer_bytes[transfer.layer] for transfer in outgoing)
-
-
-def _rows(
-    tensors: Sequence[Sequence[Tensor]], stacks: Sequence[ExpertStack], transfer: Transfer, dtype: torch.dtype
-) -> list[Tensor]:
-    """Return the expert's rows of a dtype in the tensors of its layer."""
-    slot = stacks[transfer.layer].slot_experts.index(transfer.expert)
-    return [tensor[slot] for tensor in tensors[transfer.layer] if tensor.dtype == dtype]
-
-
-def _exchange(
-    leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]], dtype: torch.dtype, world: World
-) -> PendingExchange:
-    """Start the exchange of (peer, row) pairs, ordered by peer; of arriving rows only the sizes are read."""
-    send, recv = [0] * world.size, [0] * world.size
-    for sizes, rows in ((send, leaving), (recv, arriving)):
-        for peer, row in rows:
-            sizes[peer] += row.numel()
-    flat = [row.reshape(-1) for _, row in leaving] or [torch.empty(0, dtype=dtype, device=world.device)]
-    return PendingExchange(torch.cat(flat), send, recv, world)
+    install(pair for way in live for pair in zip(live[way], arrived[way], strict=True))
+    return sent_bytes
 
 
 def _clear(tensors: Sequence[Tensor], before: Sequence[int], after: Sequence[int]) -> None:
@@ -327,7 +299,6 @@ class PlacedExperts:
         held: BoolArray,
         optimizers: Sequence[Optimizer],
         nodes: Sequence[str] | None = None,
-        dtypes: Collection[torch.dtype] | None = None,
         transfers: Sequence[Transfer] | None = None,
     ) -> MigrationReport:
         """Enter another world: the same rows, new peers; experts move to the ranks of the placements. Collective.
@@ -342,7 +313,6 @@ class PlacedExperts:
                 zeros, which is restored later.
             optimizers: their states move with the experts; every rank must have built them.
             nodes: of the ranks; experts come from the own node where they can.
-            dtypes: see `migrate_rows`.
             transfers: of these layers, if other ranks have other layers; None: those of `plan_migration`.
         """
         began = time.perf_counter()
@@ -359,7 +329,7 @@ class PlacedExperts:
             # Rows that are out of date keep their slots, too: what is frozen in them is never out of date.
             after = next_slots(layer.experts.slot_experts, placement.experts_on(world.rank))
             dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index, *self._dispatch))
-        return self._move(placements, dispatchers, before, held, optimizers, began, nodes, dtypes, transfers)
+        return self._move(placements, dispatchers, before, held, optimizers, began, nodes, transfers)
 
     def hold(self, layers: Sequence[MoELayer], placements: Sequence[Placement]) -> None:
         """Set the layers, in the slots as they are, until `dispatch_among` gives them dispatchers.
@@ -410,7 +380,6 @@ class PlacedExperts:
         optimizers: Sequence[Optimizer],
         began: float,
         nodes: Sequence[Hashable] | None = None,
-        dtypes: Collection[torch.dtype] | None = None,
         transfers: Sequence[Transfer] | None = None,
     ) -> MigrationReport:
         """Transfer rows to the placements' ranks and give the layers their new dispatchers."""
@@ -420,7 +389,7 @@ class PlacedExperts:
         for parameter in self.stack_of:
             parameter.grad = None
         former = self._stacks(before, placements)
-        sent_bytes = migrate_rows(former, stacks, optimizers, transfers, self.world, dtypes)
+        sent_bytes = migrate_rows(former, stacks, optimizers, transfers, self.world)
         here = [t for t in transfers if t.target == self.world.rank]
         for index, (layer, dispatcher) in enumerate(zip(self.layers, dispatchers, strict=True)):
             layer.move(dispatcher, arrived={t.expert for t in here if t.layer == index})

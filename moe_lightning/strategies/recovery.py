@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.balancing.repair import Repair, repair_stages
 from moe_lightning.checkpoint.files import PlainValues
-from moe_lightning.checkpoint.full_state import broadcast_dense, broadcast_optimizers
+from moe_lightning.checkpoint.full_state import broadcast_optimizers, send_dense
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.memory import MemoryCheckpoint, RecoverySources, fetch, storage_inventory
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, StorageInventory, plan_recovery
@@ -410,7 +410,7 @@ def share_state(state: TrainState, plan: RecoveryPlan, world: World) -> None:
     source, own = plan.live_ranks[0], state.training_state()
     broadcast_optimizers(own, {*newcomers, *plan.apply_prepared}, world, source)
     if newcomers:
-        broadcast_dense(own, world, source, but=state.shared_names())
+        send_dense(own, plan.live_ranks, newcomers, world, but=state.shared_names())
 
 
 def fetch_rows(state: TrainState, plan: RecoveryPlan, world: World) -> Rows | None:

@@ -872,14 +872,11 @@ class StageTransfer(StateTransfer):
         own = self._wanted(ranks, world)
         self._hold({*stages.held, *own})
         here = stages.numbers
-        dtypes = {str(tensor.dtype).removeprefix("torch.") for s in experts.stacks for tensor in s.tensors(optimizers)}
-        everyones_dtypes = all_gather_json(sorted(dtypes), world) if _moves(placements, held) else []
-        agreed = {getattr(torch, name) for names in everyones_dtypes for name in names}
         at = {number: index for index, number in enumerate(here)}  # sources are chosen with a view to all layers
         everyones = plan_migration(held, placements, nodes).transfers
         transfers = [replace(way, layer=at[way.layer]) for way in everyones if way.layer in at]
         placed = [placements[number] for number in here]
-        experts.enter_world(world, placed, held[here], optimizers, nodes, agreed, transfers)
+        experts.enter_world(world, placed, held[here], optimizers, nodes, transfers)
         self._hold(set(own))
         stages.assign(ranks, placements)
         layers = stages.own(stages.layers)
@@ -911,9 +908,3 @@ class StageTransfer(StateTransfer):
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
     return pack([tensor.cpu() for tensor in tensors]) if tensors else torch.empty(0, dtype=torch.uint8)
-
-
-def _moves(placements: Sequence[Placement], held: BoolArray) -> bool:
-    """True if any expert has to move."""
-    lacking = held_among(placements, held.shape[2]) & ~held
-    return bool((lacking & held.any(axis=2, keepdims=True)).any()) if len(placements) else False

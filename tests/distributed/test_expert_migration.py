@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ from moe_lightning.balancing.migration import held_states, plan_migration
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.state import transfer as state_transfer
+from moe_lightning.strategies import placed_experts
 from moe_lightning.strategies.placed_experts import PlacedExperts, grow, migrate_rows, next_slots
 from tests.distributed.balanced_training import random_placement, train
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import RankFailure, connect, run_ranks
 from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference
 from tests.distributed.training import BRIEF, OwnModule, make_trainer
 from tests.parameters import slow
@@ -88,6 +92,48 @@ def test_rows_arrive_where_they_belong_and_vacant_ones_are_zero(world_size: int)
     moved = run_ranks(world_size, move_at_random)
     assert moved[0] > 0
     assert len(set(moved)) == 1
+
+
+def migrate_until_killed(rank: int, world_size: int, folder: str, killed: int, exchange: int) -> None:
+    """All experts of each rank go to the next one; one rank is killed before an exchange of many. The others write
+    whether their rows are those of before.
+    """
+    world, experts = connect(), [3 * rank + slot for slot in range(3)]
+    before = Placement(replicas=np.repeat(np.eye(world_size, dtype=np.int64), 3, axis=0))
+    after = Placement(replicas=np.roll(before.replicas, 1, axis=1))
+    stack = {name: nn.Parameter(torch.zeros(3, *shape)) for name, shape in SHAPES.items()}
+    for slot, expert in enumerate(experts):
+        for name, parameter in stack.items():
+            parameter.data[slot] = content(0, expert, name)
+    old, new = (
+        [ExpertStack(parameters=stack, slot_experts=slots, placement=placement, rank=rank)]
+        for slots, placement in ((tuple(experts), before), (after.experts_on(rank), after))
+    )
+    values = {name: parameter.detach().clone() for name, parameter in stack.items()}
+    left, exchanged = [exchange], state_transfer._exchange
+
+    def exchange_or_die(*arguments: Any) -> None:
+        if rank == killed and not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        exchanged(*arguments)
+
+    state_transfer._exchange = exchange_or_die
+    placed_experts.transfer = partial(state_transfer.transfer, most_bytes=32)
+    transfers = plan_migration(held_states([before]), [after]).transfers
+    with pytest.raises(RuntimeError):
+        migrate_rows(old, new, (), transfers, world)
+    intact = all(torch.equal(parameter.data, values[name]) for name, parameter in stack.items())
+    (Path(folder) / str(rank)).write_text(f"{intact} {exchange - left[0]}")
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_rank_that_is_killed_between_exchanges_leaves_all_rows_as_they_were(tmp_path: Path, killed: int) -> None:
+    with pytest.raises(RankFailure, match="died without a word"):
+        run_ranks(3, migrate_until_killed, str(tmp_path), killed, 3)
+    told = {int(file.name): file.read_text().split() for file in tmp_path.iterdir()}
+    assert told.keys() == {0, 1, 2} - {killed}
+    assert all(intact == "True" and int(begun) > 3 for intact, begun in told.values()), told
 
 
 def run(world_size: int, **options: Any) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_lightning.balancing.migration import Transfer
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PendingExchange
@@ -81,9 +82,9 @@ def refusals(rank: int, world_size: int) -> list[str]:
     with pytest.raises(CheckpointError) as lost:
         gather([rows], world, lambda _: (0,))
     found.append(str(lost.value))
-    sends, receives = ({1: [torch.zeros(4)]}, {}) if rank == 0 else ({}, {0: [torch.zeros(5)]})
+    way = Transfer(layer=0, expert=0, source=0, target=1)
     with pytest.raises(ConfigurationError) as other:
-        transfer(sends, receives, world)
+        transfer([way], lambda _: [torch.zeros(4)], lambda _: [torch.zeros(5)], world)
     return [*found, str(other.value)]
 
 

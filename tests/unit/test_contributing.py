@@ -27,7 +27,7 @@ CHANGES = {
         "a command",
         "an elastic setting",
     ),
-    "saved state",
+    *("saved state", "a transfer of state"),
     *("a gradient sum", "a pipeline schedule", "a storage", "a mesh axis"),
 }
 

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise, product
 
-from moe_lightning.state.layout import Layout, plan_transfer, waves
+from moe_lightning.state.layout import Layout, plan_transfer
 from moe_lightning.state.pieces import Block
+from moe_lightning.state.transfer import waves
 
 Element = tuple[str, tuple[int, ...], int]
 
