@@ -420,6 +420,7 @@ CASES = (
         symptom="a checkpoint holds averaged weights, and a resume trains on from these",
         subject=Training(callbacks=lambda: [EMAWeightAveraging(decay=0.5)]),
         fault=Fault(process=_train_on_averages),
+        doctor=(BACK, "the weights"),
     ),
     Case(
         id="killed-while-saving",
