@@ -5,6 +5,7 @@ The tests of launchers and signals, and some test of every kind of command, star
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import multiprocessing
@@ -14,11 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
+
+from lightning.pytorch.strategies.launchers import subprocess_script
 
 from moe_lightning.elastic import launcher
 from tests.forks import fork
@@ -156,6 +159,10 @@ class RankStarter:
             _serve_ranks(theirs)
         theirs.close()
 
+    def popen(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> ForkedRank:
+        """Do what subprocess.Popen does in Lightning's launcher: start the script again."""
+        return self._fork(command[1], command[2:], env)
+
     def start(
         self, program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: launcher.WorkerLogs
     ) -> dict[int, ForkedRank]:
@@ -165,17 +172,22 @@ class RankStarter:
         logs.reify(dict(environments))
         ranks = {}
         for rank, variables in environments.items():
-            outputs = (logs.path(rank, "out"), logs.path(rank, "err"))
-            self._pipe.send((module, arguments, {**os.environ, **variables}, outputs))
-            ranks[rank] = ForkedRank(self._pipe.recv())
+            outputs = [logs.path(rank, "out"), logs.path(rank, "err")]
+            ranks[rank] = self._fork(module, arguments, {**os.environ, **variables}, outputs)
         return ranks
+
+    def _fork(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Path] = ()
+    ) -> ForkedRank:
+        self._pipe.send((name, arguments, environment, outputs))
+        return ForkedRank(self._pipe.recv())
 
 
 def _serve_ranks(pipe: Connection) -> NoReturn:
     """Fork a rank for each request, until the launcher has ended."""
     while True:
         try:
-            module, arguments, environment, outputs = pipe.recv()
+            name, arguments, environment, outputs = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
         waiting, ready = os.pipe()
@@ -191,9 +203,9 @@ def _serve_ranks(pipe: Connection) -> NoReturn:
             pipe.close()
             os.environ.clear()
             os.environ.update(environment)
-            if outputs[0].exists():  # else it writes to the terminal
+            if outputs and outputs[0].exists():  # else it writes to the terminal
                 _write_to(*outputs)
-            _run_module(module, arguments)
+            _run(name, arguments)
         os.waitpid(parent, 0)
         os.close(waiting)
         os.close(ready)
@@ -211,32 +223,37 @@ def _main(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # that of the environment
     _write_to(*outputs)
     if before is not None:
         before()
-    if name.endswith(".py"):
-        sys.argv = [name, *arguments]
-        _end(lambda: runpy.run_path(name, run_name="__main__") and None)  # its names are no exit code
-    launcher.start = RankStarter().start  # type: ignore[assignment]
-    _run_module(name, arguments)
+    starter = RankStarter()
+    launcher.start = starter.start  # type: ignore[assignment]
+    subprocess_script.subprocess = SimpleNamespace(Popen=starter.popen)  # type: ignore[assignment]
+    _run(name, arguments)
 
 
-def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
-    """What `python -m MODULE ARGUMENTS` does, in this process and to its end."""
-    sys.argv = [module, *arguments]
-    _end(importlib.import_module(module).main)
+def _run(name: str, arguments: Sequence[str]) -> NoReturn:
+    """Do what `python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS` does, in this process and to its end."""
+    sys.argv = [name, *arguments]
+    if not name.endswith(".py"):
+        _end(importlib.import_module(name).main)
+    sys.path.insert(0, str(Path(name).parent))
+    atexit._clear()  # what the server's imports have left
+    _end(lambda: runpy.run_path(name, run_name="__main__") and None, atexit._run_exitfuncs)  # names are no exit code
 
 
-def _end(main: Callable[[], Any]) -> NoReturn:
-    """Run it and end this process with the code that it returns or exits with."""
+def _end(main: Callable[[], Any], leave: Callable[[], object] = bool) -> NoReturn:
+    """Run it and end this process, after `leave`, with the code that it returns or exits with."""
     code: Any = 1
     try:
         code = main()
     except SystemExit as exit_:
         code = exit_.code
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
+        leave()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code or 0)

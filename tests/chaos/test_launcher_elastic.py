@@ -19,6 +19,7 @@ from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import RankFailure
 from moe_lightning.errors import ConfigurationError
+from tests.commands import ForkedProgram
 from tests.programs import ROOT, Program, run_program
 
 LAUNCHED = "tests.distributed.launched"
@@ -124,14 +125,21 @@ def test_wrong_options(tmp_path: Path, options: dict[str, Any], sentence: str) -
         launcher(tmp_path, **options).run(["environment", str(tmp_path)])
 
 
-class Command(Program):
-    """`python -m moe_lightning.elastic.run` on the script."""
+class Command:
+    """`python -m moe_lightning.elastic.run` on the script.
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.folder = folder
+    Args:
+        is_forked: start it, and its workers, without imports.
+    """
+
+    def __init__(self, folder: Path, *options: str, is_forked: bool = False) -> None:
         quick = ("--set", "heartbeat_timeout_s=3", "--set", "join_window_s=0.3")
-        logs = ("--log-dir", folder / "logs")
-        super().__init__(*RUN, *logs, *options, *quick, SCRIPT, folder, folder=folder)
+        arguments = ("--log-dir", str(folder / "logs"), *options, *quick, str(SCRIPT), str(folder))
+        self.folder = folder
+        self.program = (
+            ForkedProgram(RUN[1], *arguments, folder=folder) if is_forked else Program(*RUN, *arguments, folder=folder)
+        )
+        self.process = self.program.process
 
     def worlds(self) -> list[dict[str, Any]]:
         path = self.folder / "worlds"
@@ -140,13 +148,13 @@ class Command(Program):
 
     def wait_for_world(self, size: int, *, after: int = 0) -> list[dict[str, Any]]:
         """The lines of a whole world of that size, beyond the first `after` lines."""
-        self.wait_for(lambda: sum(w["size"] == size for w in self.worlds()[after:]) >= size)
+        self.program.wait_for(lambda: sum(w["size"] == size for w in self.worlds()[after:]) >= size)
         return sorted((w for w in self.worlds()[after:] if w["size"] == size), key=lambda w: int(w["rank"]))
 
     def end_well(self) -> tuple[str, str]:
         """Let it end; what it printed."""
         (self.folder / "stop").touch()
-        done = self.end()
+        done = self.program.end()
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr
 
@@ -154,7 +162,13 @@ class Command(Program):
 @pytest.fixture
 def commands(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     with contextlib.ExitStack() as stack:
-        yield lambda *options: stack.enter_context(Command(tmp_path, *options))
+
+        def start(*options: str, **how: bool) -> Command:
+            command = Command(tmp_path, *options, **how)
+            stack.enter_context(command.program)
+            return command
+
+        yield start
 
 
 def is_gone(pid: int) -> bool:
@@ -166,7 +180,7 @@ def is_gone(pid: int) -> bool:
 
 
 def test_rank_0_is_killed_and_comes_back(commands: Callable[..., Command]) -> None:
-    command = commands("--ranks", "3")
+    command = commands("--ranks", "3", is_forked=True)
     first = command.wait_for_world(3)
     victim = first[0]
     os.kill(victim["pid"], signal.SIGKILL)
@@ -186,7 +200,7 @@ def test_a_signal_ends_everything(commands: Callable[..., Command]) -> None:
     command = commands("--ranks", "2")
     command.wait_for_world(2)
     command.process.send_signal(signal.SIGINT)
-    assert command.end().returncode == 128 + signal.SIGINT
+    assert command.program.end().returncode == 128 + signal.SIGINT
     assert all(is_gone(w["pid"]) for w in command.worlds())
 
 
@@ -206,7 +220,8 @@ def test_a_node_is_lost_with_its_launcher(commands: Callable[..., Command], tmp_
     secret = tmp_path / "secret"
     with RendezvousServer(bind="127.0.0.1:0", secret_file=secret) as host:
         where = ("--rdzv-endpoint", str(host.address), "--secret-file", str(secret))
-        nodes = [commands("--ranks", "1", "--num-nodes", "2", "--node", name, *where) for name in "ab"]
+        options = ("--ranks", "1", "--num-nodes", "2", *where)
+        nodes = [commands(*options, "--node", name, is_forked=True) for name in "ab"]
         first = nodes[0].wait_for_world(2)
         assert sorted(first[0]["nodes"]) == ["a", "b"]
         lost = first[0]["nodes"].index("b")

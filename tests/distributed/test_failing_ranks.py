@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import ForkedProgram
 from tests.forks import PATIENCE_S
 from tests.parameters import slow
-from tests.programs import ROOT, TESTS, Program
+from tests.programs import ROOT
 
 
 def fails(what: str, who: str, folder: Path) -> str:
     """What the script prints on stderr; it ends long before the time-out of its collectives."""
-    with Program("tests/distributed/failing_script.py", what, who, folder, folder=ROOT, variables=TESTS) as program:
+    script = str(ROOT / "tests" / "distributed" / "failing_script.py")
+    with ForkedProgram(script, what, who, str(folder), folder=ROOT) as program:
         done = program.end(PATIENCE_S)
     assert done.returncode == 1, done.stderr
     return done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_script
 from tests.integration.test_readme import block_after
 from tests.programs import TESTS, run_program
 
@@ -98,9 +99,13 @@ def test_the_ten_lines_leave_no_way_in(tmp_path: Path, launcher: str, monkeypatc
     tmp_path.chmod(0o755)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    prefix = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if launcher == "torchrun" else []
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    done = run_program(*prefix, "script.py", folder=tmp_path, variables={**TESTS, "TMPDIR": str(temporary)})
+    variables = {**TESTS, "TMPDIR": str(temporary)}
+    if launcher == "popen":
+        done = run_script(tmp_path / "script.py", variables=variables)
+    else:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+        done = run_program(*torchrun, "script.py", folder=tmp_path, variables=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads((tmp_path / "told.json").read_text())
     assert all(told["listening"]), "gloo listens somewhere"
