@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.forks import FORKS, PRELOADED
 from tests.leftovers import Leftovers, claim_processes
 from tests.races import rerun_known_races
 
@@ -42,7 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take modules and tests out of garbage collection: every Trainer that ends collects all that is left."""
+    """Take modules and tests out of garbage collection, because every Trainer that ends collects all that is left; let
+    the server of forks import all that ours need, whatever the modules of tests have set."""
+    FORKS.set_forkserver_preload(PRELOADED)
     gc.collect()
     gc.freeze()
 

@@ -14,32 +14,37 @@ from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
 _SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
-FORKS.set_forkserver_preload(
-    [
-        "lightning.pytorch",
-        "torch._dynamo",
-        "torch._subclasses.fake_tensor",
-        "torch.distributed.checkpoint",
-        "moe_lightning.checkpoint.agent",
-        "moe_lightning.cli.train",
-        "moe_lightning.cli.training",
-        "moe_lightning.elastic.rendezvous_client",
-        "moe_lightning.elastic.launcher",
-        "moe_lightning.strategies",
-        "moe_lightning.callbacks.telemetry",
-        "moe_lightning.simulate",
-        "fsspec.implementations.local",
-        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
-        "torch.profiler._cupti_monitor",
-        "wandb",
-        "pandas",  # W&B imports it for tables
-        "s3fs",  # Lightning looks for it when it saves
-        "tests.agents",
-        "tests.chaos.elastic_worker",
-        "transformers.modeling_utils",
-        "tests.frozen",  # last
-    ]
-)
+PRELOADED = [
+    "lightning.pytorch",
+    "torch._dynamo",
+    "torch._subclasses.fake_tensor",
+    "torch.distributed.checkpoint",
+    "moe_lightning.checkpoint.agent",
+    "moe_lightning.cli.train",
+    "moe_lightning.cli.training",
+    "moe_lightning.elastic.rendezvous_client",
+    "moe_lightning.elastic.launcher",
+    "moe_lightning.strategies",
+    "moe_lightning.callbacks.telemetry",
+    "moe_lightning.simulate",
+    "fsspec.implementations.local",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.profiler._cupti_monitor",
+    "wandb",
+    "pandas",  # W&B imports it for tables
+    "s3fs",  # Lightning looks for it when it saves
+    "tests.agents",
+    "tests.chaos.elastic_worker",
+    "transformers.modeling_utils",
+    "benchmarks.silent.catalogue",
+    "benchmarks.silent.training",
+    "moe_lightning.callbacks.huggingface_export",
+    "moe_lightning.doctor.parity_doctor",
+    "transformers.models.auto.modeling_auto",
+    "tests.frozen",  # last
+]
+"""Modules that the server imports. Python has one server: `benchmarks.silent` would have it import fewer."""
+FORKS.set_forkserver_preload(PRELOADED)
 PATIENCE_S = 240.0
 """How long tests wait for what takes a second: a machine may be busy with others, and pytest ends a test at 300."""
 

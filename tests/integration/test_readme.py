@@ -156,6 +156,5 @@ def test_ci_checks_and_then_runs_the_test_command_of_the_readme(failing: str | N
         "ruff format --check .",
         "mypy ",
         "sphinx-build -q -W --keep-going docs build/docs",
-        "pip install -e .[test]",
         "pytest -n 2",
     ]
