@@ -129,13 +129,17 @@ class Client:
         self._is_connecting = False
         self._failures = 0
 
-    def introduction(self) -> Message:
-        """Return the first message on a new connection."""
+    def introduction(self, *, is_full: bool = False) -> Message:
+        """Return the first message on a new connection, with the members of the present world if the host has asked."""
         return {"t": "launcher", "token": self.token, "expected": self.crowd.plan.expected}
 
     def beat(self) -> Message:
         """Return the next heartbeat."""
         return {"t": "beat", "progress": 0}
+
+    def confirms(self, message: Message) -> bool:
+        """Return True for a message that shows that the host has registered this client."""
+        return bool(message["t"] == "beat")
 
     def handle(self, message: Message) -> None:
         """Handle a message of the host."""
@@ -183,7 +187,7 @@ class Client:
                     self._failures = 0
                     self.channel.send(self.introduction())
                 for message in messages:
-                    if not self.is_registered:
+                    if not self.is_registered and self.confirms(message):
                         self.is_registered = True
                         self.crowd.report.registered += 1
                         self.crowd.note_change()
@@ -253,10 +257,11 @@ class Member(Client):
         self._progress = 0
 
     @override
-    def introduction(self) -> Message:
-        world = None
+    def introduction(self, *, is_full: bool = False) -> Message:
+        world: Message | None = None
         if self.world:
-            world = {"number": self.world, "members": self.crowd.packed[self.world], "patience": self.crowd.patience}
+            world = {"number": self.world, "patience": self.crowd.patience}
+            world |= {"members": self.crowd.packed[self.world]} if is_full else {}
             world |= {"broken": self._reason} if self._reason is not None else {}
         return {
             "t": "member", "id": self.member_id, "expected": self.crowd.plan.expected,
@@ -275,8 +280,14 @@ class Member(Client):
         return self.world > 0 and not self._is_joining
 
     @override
+    def confirms(self, message: Message) -> bool:
+        return bool(message["t"] == "state")
+
+    @override
     def handle(self, message: Message) -> None:
         match message:
+            case {"t": "introduce", "full": bool(is_full)}:
+                self.send(self.introduction(is_full=is_full))
             case {"t": "formed", "number": int(number)} if self.member_id in self.crowd.ranks(message, self.world):
                 self.leave_world()
                 self.world, self.rank = number, self.crowd.ranks(message, self.world)[self.member_id]

@@ -575,8 +575,10 @@ class RendezvousClient:
             self._reported = unreachable
             self._connection.send({"t": "unreachable", "number": watch.members.number, "nodes": sorted(unreachable)})
 
-    def _introduce(self, send: Callable[[Message], object]) -> None:
-        """Register at the host, on a new connection or under a new name, with the world that it may not know."""
+    def _introduce(self, send: Callable[[Message], object], *, is_full: bool = False) -> None:
+        """Register at the host, on a new connection or under a new name, with the number of the world that it may not
+        know, and if it has asked with the members of that.
+        """
         with self._changed:
             settings, watch, world = self.settings, self._watch, None
             timeouts = [
@@ -586,7 +588,8 @@ class RendezvousClient:
                 settings.start_timeout_s,
             ]
             if watch is not None and self.member_id in watch.members.ids:
-                world = {"number": watch.members.number, "members": pack_ids(watch.members.ids), "patience": timeouts}
+                world = {"number": watch.members.number, "patience": timeouts}
+                world |= {"members": pack_ids(watch.members.ids)} if is_full else {}
                 world |= {"broken": watch.reason} if watch.reason is not None else {}
             self._listen_for_probes()
             self._reported = frozenset()
@@ -624,6 +627,8 @@ class RendezvousClient:
                 self._finished = finished
                 if self._finished_before is None:
                     self._finished_before = finished
+            case {"t": "introduce", "full": bool(is_full)}:
+                self._introduce(self._connection.send, is_full=is_full)
             case {"t": "synced", "n": int(number)}:
                 self._synced[number] = message
             case {"t": "formed", "number": int(number), "probes": list()}:

@@ -427,6 +427,7 @@ def parse_endpoint(value: Any) -> tuple[str, int] | None:
 _BEAT: Message = {"t": "beat"}
 _LONGEST_REASON = 2000
 _MAX_EVICTED = 10_000
+_ANSWER_S = 1.0  # of a client that is asked for the members of its world
 _RECONNECT_EACH_S = 1e-3  # of a crowd that returns to a restarted host, beyond `RECONNECT_S`
 _OUTAGE_S = 2 * HEARTBEAT_S  # without a message of any client: the host itself was cut off
 
@@ -456,6 +457,9 @@ class RendezvousState:
         self._expected = 0  # members of the largest run that has introduced itself
         self._former: CurrentWorld | None = None  # the world before the present one
         self._known: dict[int, int] = {}  # connection -> number of the last world whose members it knows
+        self._deferred: dict[int, int] = {}  # connection that introduced itself with a world unknown here -> its number
+        self._asked: int | None = None  # the one of them that shall report its world
+        self._asked_at = 0.0
         self._evicted: dict[str, str] = {}  # member -> why, in order of time
         self._last_number = 0
         self._finished = self._finished_sent = 0
@@ -550,6 +554,7 @@ class RendezvousState:
     def _unlink(self, connection: int) -> None:
         """Remove a connection of a member."""
         self._known.pop(connection, None)
+        self._deferred.pop(connection, None)
         member_id = self._connections.pop(connection, None)
         if member_id is not None and self._connection_of.get(member_id) == connection:
             del self._connection_of[member_id]
@@ -562,7 +567,8 @@ class RendezvousState:
         if self.world is not None and self.world.is_over:
             self.world = None
             self._links.known.clear()
-        if now >= self._startup_grace_s:
+        self._ask_for_world(now)
+        if now >= self._startup_grace_s and not self._deferred:
             ids = next_world(self._members.values(), self.world, self._links.known, now)
             if ids:
                 self._form(ids, now)
@@ -588,6 +594,23 @@ class RendezvousState:
 
     # ------------------------------------------------------------------ members
 
+    def _ask_for_world(self, now: float) -> None:
+        """Let one of those that know a newer world introduce itself with its members, then the others without."""
+        for connection, number in list(self._deferred.items()):
+            if self._is_known(number):
+                del self._deferred[connection]
+                self._send(connection, t="introduce", full=False)
+        if self._asked in self._deferred and now - self._asked_at > _ANSWER_S:
+            del self._deferred[self._asked]
+            self.dropped.append(self._asked)
+        if self._deferred and self._asked not in self._deferred:
+            self._asked, self._asked_at = max(self._deferred, key=self._deferred.__getitem__), now
+            self._send(self._asked, t="introduce", full=True)
+
+    def _is_known(self, number: int) -> bool:
+        """Return True if a world is the present one, or older."""
+        return (self.world is not None and self.world.number >= number) or number < self._last_number
+
     def _register(self, connection: int, message: Message, now: float, *, is_local: bool) -> None:
         """Register a member, for the first time, under a new name, or on a new connection."""
         match message:
@@ -599,6 +622,11 @@ class RendezvousState:
             case _:
                 raise WireError("a malformed introduction")
         self._last_number = max(self._last_number, number)
+        self._deferred.pop(connection, None)
+        match world:
+            case {"number": int(reported)} if "members" not in world and not self._is_known(reported):
+                self._deferred[connection] = reported
+                return
         older = self._connection_of.get(member_id)
         if older is not None and older != connection:
             self._unlink(older)
@@ -632,12 +660,14 @@ class RendezvousState:
         if value is None:
             return
         match value:
-            case {"number": int(number), "members": list(packed), "patience": list(timeouts)} if 0 < number < 2**62:
-                pass
+            case {"number": int(number), "patience": list(timeouts)} if 0 < number < 2**62:
+                packed = value.get("members")
             case _:
                 raise WireError("a malformed world")
-        if (self.world is not None and self.world.number >= number) or number < self._last_number:
+        if self._is_known(number):
             return
+        if not isinstance(packed, list):
+            raise WireError("a malformed world")
         try:
             ids = unpack_ids(packed)
         except ValueError as error:

@@ -191,7 +191,8 @@ class Crowd:
         self.roster = RendezvousState(wall_clock_s=lambda: 1.0 + self.now, **options)
         self.now = 0.0
         self.told: dict[int, list[Message]] = {}
-        self.worlds: dict[int, tuple[int, tuple[str, ...]]] = {}  # connection -> the world that its client knows
+        self.formed: dict[int, tuple[str, ...]] = {}  # members of each world
+        self.worlds: dict[int, tuple[int, tuple[str, ...]]] = {}  # connection -> the world that it was told last
 
     def join(self, connection: int, name: str, *, expected: int = 1, **facts: object) -> None:
         introduction = {
@@ -201,8 +202,8 @@ class Crowd:
         self.say(connection, introduction)
 
     def say(self, connection: int, message: Message) -> None:
-        if isinstance(world := message.get("world"), dict):
-            self.worlds[connection] = world["number"], unpack_ids(world["members"])
+        if isinstance(world := message.get("world"), dict) and "members" in world:
+            self.formed[world["number"]] = unpack_ids(world["members"])
         self.roster.receive(connection, message, self.now)
         self.tick(0.0)
 
@@ -212,7 +213,9 @@ class Crowd:
         for connection, message in self.roster.outbox:
             self.told.setdefault(connection, []).append(message)
             if message["t"] == "formed" and "members" in message:
-                self.worlds[connection] = message["number"], formed_ids(message, self.worlds.get(connection))
+                known = (message["since"], self.formed[message["since"]]) if "since" in message else None
+                ids = self.formed[message["number"]] = formed_ids(message, known)
+                self.worlds[connection] = message["number"], ids
         self.roster.outbox.clear()
 
     def last(self, connection: int, kind: str) -> Message | None:
@@ -243,6 +246,33 @@ def test_a_host_that_was_started_anew_takes_up_the_standing_world_and_forms_no_o
     assert formed is not None
     assert formed["number"] > 7
     assert len(crowd.worlds[1][1]) == 3
+
+
+def test_a_host_that_was_started_anew_asks_one_after_another_for_their_world() -> None:
+    crowd = Crowd(startup_grace_s=3.0)
+    crowd.join(1, "d", ready=True)
+    numbered = {"number": 7, "patience": TIMES}
+    for connection, name in ((2, "a"), (3, "b"), (4, "c")):
+        crowd.join(connection, name, joining=False, number=7, world=numbered)
+    assert crowd.last(2, "introduce") == {"t": "introduce", "full": True}
+    assert crowd.last(3, "introduce") is None
+    crowd.tick(1.1)  # the first one does not answer
+    crowd.tick(0.0)
+    assert crowd.roster.dropped == [2]
+    assert crowd.last(3, "introduce") == {"t": "introduce", "full": True}
+    crowd.tick(0.9)
+    crowd.tick(0.9)
+    crowd.roster.disconnect(3, crowd.now)  # neither does the next
+    crowd.tick(0.3)
+    assert crowd.last(1, "formed") is None, "a world that is not known may go on"
+    crowd.join(4, "c", joining=False, number=7, world=world_of("a", "b", "c"))
+    crowd.join(5, "a", joining=False, number=7, world=numbered)
+    assert crowd.last(5, "introduce") is None
+    assert crowd.last(5, "waiting") == {"t": "waiting", "count": 1}, "d waits"
+    crowd.join(6, "e", joining=False, number=6, world={"number": 6, "patience": TIMES})
+    assert crowd.last(6, "expelled") is not None
+    assert crowd.roster.world is not None
+    assert crowd.roster.world.number == 7
 
 
 def test_after_a_restart_of_the_host_who_was_lost_meanwhile_is_not_waited_for_long() -> None:
@@ -423,9 +453,11 @@ class Client:
         self.births += 1
         self.member_id = f"{self.births:03}-{self.token}.n-{self.token}.{self.token}"
 
-    def introduction(self) -> Message:
+    def introduction(self, *, is_full: bool = False) -> Message:
         in_it = self.member_id in self.ids
-        world = {"number": self.world, "members": pack_ids(self.ids), "patience": TIMES} if in_it else None
+        world: Message | None = {"number": self.world, "patience": TIMES} if in_it else None
+        if world is not None and is_full:
+            world["members"] = pack_ids(self.ids)
         if world is not None and self.is_broken:
             world["broken"] = "broken"
         return {
@@ -472,10 +504,10 @@ class Clients:
         for client in self.alive:
             if client.connection is None:
                 continue
-            told = crowd.told.get(client.connection, [])
-            for message in told[self._read.get(client.connection, 0) :]:
-                self._take(client, message, crowd)
-            self._read[client.connection] = len(told)
+            connection, told = client.connection, crowd.told.get(client.connection, [])
+            while (place := self._read.get(connection, 0)) < len(told):  # an answer may bring more
+                self._read[connection] = place + 1
+                self._take(client, told[place], crowd)
 
     def _take(self, client: Client, message: Message, crowd: Crowd) -> None:
         if message["t"] == "formed":
@@ -485,6 +517,9 @@ class Clients:
             assert message["number"] >= client.world, "numbers grow"
             client.world, client.ids = message["number"], list(ids)
             client.is_broken = client.is_joining = False
+        elif message["t"] == "introduce":
+            assert client.connection is not None
+            crowd.say(client.connection, client.introduction(is_full=message["full"]))
         elif message["t"] == "broken" and message["number"] == client.world:
             client.is_broken = True
         elif message["t"] == "expelled":
@@ -497,7 +532,7 @@ class Clients:
         for client in self.alive:
             client.connection = None
         fresh = Crowd(startup_grace_s=crowd.now + 3.0)
-        fresh.now = crowd.now
+        fresh.now, fresh.formed = crowd.now, crowd.formed
         return fresh
 
     def settle(self, crowd: Crowd) -> None:
