@@ -24,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +65,8 @@ class WorldStore:
         self._number = 0
         self._values: dict[str, str] = {}
         self._bytes = 0
-        self._waits: dict[int, deque[Message]] = {}
+        self._waits: dict[str, list[tuple[int, Message]]] = {}  # a missing key -> (connection, request)
+        self._open: Counter[int] = Counter()  # requests of each connection that wait
         self.outbox: list[tuple[int, Message]] = []
 
     def begin(self, number: int) -> None:
@@ -74,14 +75,15 @@ class WorldStore:
             return
         self._number, self._bytes = number, 0
         self._values.clear()
-        for connection, waits in self._waits.items():
-            for request in waits:
+        for waits in self._waits.values():
+            for connection, request in waits:
                 self._refuse(connection, request)
         self._waits.clear()
+        self._open.clear()
 
     def forget(self, connection: int) -> None:
         """Drop the requests of a closed connection."""
-        self._waits.pop(connection, None)
+        self._open.pop(connection, None)
 
     def receive(self, connection: int, request: Message) -> None:
         """Handle a request `{"t": "store", "n": int, "number": world, "op": name, "keys": [...], "value": text}`.
@@ -100,14 +102,13 @@ class WorldStore:
             self._refuse(connection, request)
         elif op in ("get", "wait"):
             if not self._answer_read(connection, request):
-                waits = self._waits.setdefault(connection, deque())
-                if len(waits) >= _MOST_WAITS:
+                self._open[connection] += 1
+                if self._open[connection] > _MOST_WAITS:
                     raise WireError(f"more than {_MOST_WAITS} waits at once")
-                waits.append(request)
         else:
             self._answer(connection, request, self._apply(op, keys, value))
-            if op != "check":
-                self._serve_waits()
+            if keys[0] in self._values:
+                self._serve_waits(keys[0])
 
     def _apply(self, op: str, keys: list[str], value: str) -> Any:
         key = keys[0]
@@ -141,15 +142,17 @@ class WorldStore:
             raise WireError(f"more than {_MOST_BYTES} bytes in the store")
         self._values[key] = value
 
-    def _serve_waits(self) -> None:
-        for connection, waits in list(self._waits.items()):
-            left = deque(request for request in waits if not self._answer_read(connection, request))
-            self._waits[connection] = left
+    def _serve_waits(self, key: str) -> None:
+        for connection, request in self._waits.pop(key, ()):
+            if connection in self._open and self._answer_read(connection, request):
+                self._open[connection] -= 1
 
     def _answer_read(self, connection: int, request: Message) -> bool:
-        """Answer a get or a wait if all its keys are set; return True if so."""
+        """Answer a get or a wait if all its keys are set, and return True; else let it wait for a missing one."""
         keys = request["keys"]
-        if not all(key in self._values for key in keys):
+        missing = next((key for key in keys if key not in self._values), None)
+        if missing is not None:
+            self._waits.setdefault(missing, []).append((connection, request))
             return False
         self._answer(connection, request, self._values[keys[0]] if request["op"] == "get" else True)
         return True
