@@ -240,3 +240,37 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+_VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": (
+        "Qwen3_5Moe",
+        {
+            **dict.fromkeys(("hidden_size", "intermediate_size", "num_position_embeddings"), 16),
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": SIZES["hidden_size"],
+        },
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            **dict.fromkeys(("hidden_size", "vision_output_dim", "projector_input_dim", "projector_output_dim"), 16),
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+        },
+    ),
+}
+
+WITH_IMAGES = tuple(_VISION)
+"""Architectures that are the text model of others."""
+
+
+def make_checkpoint_with_images(name: str, folder: Path) -> None:
+    """Save a random model that takes images and has the architecture as its text model."""
+    prefix, vision = _VISION[name]
+    config = getattr(transformers, f"{prefix}Config")(text_config={**SIZES, **SPARSE[name][1]}, vision_config=vision)
+    torch.manual_seed(3)
+    getattr(transformers, f"{prefix}ForConditionalGeneration")(config).save_pretrained(folder)

@@ -27,10 +27,12 @@ from tests.huggingface_models import (
     DENSE,
     SIZES,
     SPARSE,
+    WITH_IMAGES,
     files_equal,
     inputs_for,
     logits_of,
     make_checkpoint,
+    make_checkpoint_with_images,
     reloaded,
     transformers,
 )
@@ -699,3 +701,24 @@ def test_other_modules_cannot_be_exported(tmp_path: Path) -> None:
     trainer = fit(OwnModule(), steps=1)
     trainer.save_checkpoint(tmp_path / "own.ckpt")
     assert main(["export-hf", str(tmp_path / "own.ckpt"), str(tmp_path / "ours")]) == 2
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_the_text_model_of_one_with_images_is_saved_as_the_error_says(name: str, tmp_path: Path) -> None:
+    make_checkpoint_with_images(name, tmp_path / "theirs")
+    with pytest.raises(ConfigurationError, match="only the text model can be trained") as refusal:
+        load(tmp_path / "theirs")
+    call = re.search(r"AutoModelForCausalLM.*?\(.*?\)\.save_pretrained\(.*?\)", str(refusal.value))
+    assert call is not None
+    assert repr(str(tmp_path / "theirs")) in call[0]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    assert ".save_pretrained('FOLDER', save_original_format=False)" in call[0]
+    theirs.save_pretrained(tmp_path / "text", save_original_format=False)
+    inputs = inputs_for(name)
+    assert_same_logits(load(tmp_path / "text"), logits_of(theirs, inputs), inputs)
+
+
+def test_a_router_that_no_entry_describes_is_refused(tmp_path: Path) -> None:
+    transformers.PhimoeConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="SparseMixer"):
+        load(tmp_path)

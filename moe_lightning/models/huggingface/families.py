@@ -239,3 +239,9 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """By the `model_type` of config.json."""
+
+UNSUPPORTED = {
+    "phimoe": "a PhiMoE, whose router samples experts in training and has an approximate gradient of its own "
+    f"(SparseMixer), which no router here computes: use one of {', '.join(FAMILIES)}",
+}
+"""Model types with experts that no entry can describe, each with the reason."""

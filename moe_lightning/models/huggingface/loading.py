@@ -111,6 +111,13 @@ def read_config(
         raise ConfigurationError(f"{file} is not a model's configuration: {error}") from error
     if elsewhere is not None and model_type in elsewhere:
         raise ConfigurationError(f"pretrained={path} is {elsewhere[model_type]}")
+    text = values.get("text_config")
+    if isinstance(text, dict) and text.get("model_type") in known:
+        raise ConfigurationError(
+            f"pretrained={path} is a {model_type} with images, of which only the text model can be trained: save that "
+            f"with transformers, AutoModelForCausalLM.from_pretrained({str(path)!r}).save_pretrained('FOLDER', "
+            "save_original_format=False), and give pretrained=FOLDER"
+        )
     if model_type not in known:
         raise ConfigurationError(f"model_type={model_type!r} of {path} is not known: use one of {', '.join(known)}")
     values.pop("auto_map", None)  # names code of the checkpoint

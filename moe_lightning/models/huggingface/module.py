@@ -18,7 +18,7 @@ from moe_lightning.hub import TOKENIZER, local_folder, model_folder, tokenizer_i
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import IS_TOKEN, Architecture, SparseArchitecture, SparseBlock
 from moe_lightning.models.huggingface.attention import check_packing, document_options, share_sequences
-from moe_lightning.models.huggingface.families import FAMILIES
+from moe_lightning.models.huggingface.families import FAMILIES, UNSUPPORTED
 from moe_lightning.models.huggingface.loading import config_from, load_model, read_config, recompute_activations
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
@@ -164,7 +164,9 @@ class HuggingFaceConfig:
         if values is not None:
             config = config_from(values)
         elif self.upcycling is None:
-            config = read_config(model_folder(self.pretrained), tuple(FAMILIES), self.overrides, elsewhere=_DENSE)
+            config = read_config(
+                model_folder(self.pretrained), tuple(FAMILIES), self.overrides, elsewhere=_DENSE | UNSUPPORTED
+            )
         else:
             config = read_config(
                 model_folder(self.pretrained), tuple(DENSE_FAMILIES), self.overrides, elsewhere=_SPARSE
