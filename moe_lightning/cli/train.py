@@ -389,7 +389,16 @@ def _print_version(*, with_report: bool) -> None:
         print(f"moe-train {__version__}")
 
 
-def _run_hydra(arguments: Sequence[str]) -> None:
+def run_command(arguments: Sequence[str]) -> Path:
+    """Run a command of one training, and return its run directory; raises as `run_job`."""
+    directories = _run_hydra(arguments)
+    if len(directories) != 1:
+        raise ConfigurationError("one training has one value of each setting: call it once for each of several")
+    return directories[0]
+
+
+def _run_hydra(arguments: Sequence[str]) -> list[Path]:
+    """Run a command and return the run directories of its trainings."""
     # Hydra's machinery without hydra.main, which would answer a wrong option with a screen of usage.
     from hydra import version
     from hydra.core.hydra_config import HydraConfig
@@ -410,17 +419,19 @@ def _run_hydra(arguments: Sequence[str]) -> None:
         raise refuse_option("moe-train", rest[0], [name for name in parser._option_string_actions if name[:2] == "--"])
     if options.help:
         print(help_text(options.config_dir), end="")
-        return
+        return []
     _check_options(options)
     options.overrides = [with_quotes(override) for override in options.overrides]
     if options.info == "dial":
         print(_dial_table(options.overrides, options.config_dir))
-        return
+        return []
     failures: list[Exception] = []
+    directories: list[Path] = []
 
     def job(composed: DictConfig) -> float | None:
         runtime = HydraConfig.get().runtime
         try:
+            directories.append(Path(runtime.cwd, composed.run_dir))
             with chdir(runtime.cwd):  # under hydra.job.chdir=true relative paths are those of the command all the same
                 return run_job(composed)
         except Exception as error:
@@ -446,6 +457,7 @@ def _run_hydra(arguments: Sequence[str]) -> None:
         )
     if failures and not options.multirun:  # a sweeper that has not raised them allows for some
         raise failures[0]
+    return directories
 
 
 _ADVICE_OPTIONS = ("--cluster", "--out", "--config-dir")

@@ -1,0 +1,70 @@
+"""moe_lightning.train: settings as words of the command line, which Hydra reads as the same values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+import moe_lightning
+from moe_lightning import ConfigurationError
+from moe_lightning.cli.call import overrides
+
+TINY = {
+    "ranks": 1,
+    "trainer": {"max_steps": 2, "limit_val_batches": 1},
+    "model": {"num_layers": 2, "d_model": 32, "num_heads": 2, "d_hidden": 32, "num_experts": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            1,
+            0.5,
+            1e-5,
+            True,
+            None,
+            "gpt",
+            "true",
+            "null",
+            "1e3",
+            "",
+            "a b",
+            "it's",
+            "back\\",
+            "\\'",
+            "a,b",
+            "x=1",
+            "~/a",
+        ),
+        *(["gpt", "a b", 1], {}, []),
+    ],
+)
+def test_values_come_through_the_grammar(value: Any) -> None:
+    (word,) = overrides({"data": {"path": value}})
+    (read,) = OverridesParser.create().parse_overrides([word])
+    assert read.key_or_group == "data.path"
+    found = read.value()
+    if isinstance(found, list):
+        found = [getattr(one, "text", one) for one in found]
+    assert getattr(found, "text", found) == value
+
+
+def test_dictionaries_are_keys_and_objects_are_refused() -> None:
+    words = list(overrides({"strategy": {"mesh.tp": 2, "mesh": {"cp": 1}}, "ranks": 2, "path": Path("/a")}))
+    assert words == ["strategy.mesh.tp=2", "strategy.mesh.cp=1", "ranks=2", "path='/a'"]
+    with pytest.raises(ConfigurationError, match="model is of type object, which no configuration holds"):
+        list(overrides({"model": object()}))
+
+
+def test_a_run_returns_its_directory_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = moe_lightning.train("quickstart", run_name="mine", **TINY)
+    assert run.directory == tmp_path / "outputs" / "mine"
+    assert run.metrics["val/loss"] > 0
+    with pytest.raises(ConfigurationError, match="max_stepz"):
+        moe_lightning.train("quickstart", trainer={"max_stepz": 3})
