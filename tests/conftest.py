@@ -50,6 +50,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Collect them after all: extension modules report as leaked what is left at the end of the process."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _not_launched() -> Iterator[None]:
     """A Trainer in the test's own process sets variables by which a later one would take itself for a launched rank."""
