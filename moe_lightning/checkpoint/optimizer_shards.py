@@ -23,7 +23,8 @@ from moe_lightning.kernels import pack, unpack
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
-from moe_lightning.state.pieces import DTYPES, Shapes, dtype_name
+from moe_lightning.state.pieces import DTYPES, Shapes, StatePiece, dtype_name
+from moe_lightning.state.transfer import gather
 
 States = Mapping[str, Tensor]
 """Scope ("exp_avg", "step", ...) -> tensor of one parameter."""
@@ -54,20 +55,24 @@ def exchange_shards(
 
     Args:
         shards: (name, rank) as in `RecoveryPlan.shards`; a rank of -1 is passed over: it is read from a snapshot.
-        takers: ranks that receive each name's state, in the new world.
+        receivers: ranks that receive each name's state, in the new world.
         local: states of the names that this rank has, live or replayed.
 
     Returns:
         Copies of the states, on the host, of the names that this rank receives.
     """
     sources = {name: rank for name, rank in shards if rank >= 0}
-    packed = {name: pack_states(local[name]) for name, rank in sources.items() if rank == world.rank}
-    gathered = all_gather_json({name: [data.numel(), shapes_of(local[name])] for name, data in packed.items()}, world)
-    entries = {name: gathered[rank][name] for name, rank in sources.items()}
-    ways = [(name, target) for name in sorted(sources) for target in receivers[name]]
-    parcels = [PeerBuffer(source=sources[name], target=target, nbytes=entries[name][0]) for name, target in ways]
-    arrived = exchange_buffers(parcels, lambda at: packed[ways[at][0]], world)
-    return {ways[at][0]: unpack_states(data, entries[ways[at][0]][1]) for at, data in arrived.items()}
+    pieces = [
+        StatePiece.of(f"{name}/{scope}", tensor)
+        for name, rank in sources.items()
+        if rank == world.rank
+        for scope, tensor in local[name].items()
+    ]
+    arrived: dict[str, dict[str, Tensor]] = {name: {} for name in sources if world.rank in receivers[name]}
+    for key, tensor in gather(pieces, world, lambda key: receivers[key.rpartition("/")[0]]).items():
+        name, _, scope = key.rpartition("/")
+        arrived[name][scope] = tensor
+    return arrived
 
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")

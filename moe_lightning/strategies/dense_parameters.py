@@ -16,12 +16,12 @@ states are transferred in units: the state of a parameter, or of one of its part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -34,10 +34,8 @@ from moe_lightning.checkpoint.sharding import longest_processing_time
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.fsdp import end_backward
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels import pack, packed_bytes, unpack
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_
-from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
 from moe_lightning.parallel.mesh import Groups, MeshShape, Part, RowCut, TensorCut, hybrid_shard_size, shard_groups
 from moe_lightning.parallel.tensor import (
     Embedding,
@@ -64,7 +62,7 @@ from moe_lightning.state.tensors import (
     pieces_of,
     whole_shape,
 )
-from moe_lightning.state.transfer import gather
+from moe_lightning.state.transfer import gather, transfer
 from moe_lightning.strategies.checks import identical_buffers
 from moe_lightning.strategies.fsdp import (
     is_sharded,
@@ -247,97 +245,24 @@ def cut_groups(dense: str, nodes: Sequence[object], wanted: int | None, tensors:
 Rows = Mapping[str, Tensor]
 """Key of a parameter or moment -> the part that this rank will hold, on the host."""
 
-Shared = Sequence[tuple[str, tuple[slice, ...], tuple[slice, ...]]]
-"""(key, slices in one part, slices in another) of the intersections of two parts."""
+
+class _PartWay(NamedTuple):
+    """A part that one rank has and of which another one wants some."""
+
+    part: Part
+    source: int
+    target: int
 
 
-class RowTransfer:
-    """Transfer of rows between two shardings. Where there is a source at all, each of several ranks is at one end of a
-    transfer with another one, so all of them take part in the exchange or none does.
-
-    Args:
-        state: of this rank under the former sharding, in a pipeline with the stages that it had and will have.
-        ways: the cut of each parameter, by name.
-        sources: (name of a part, the rank that has it); a part of rank -1 is not sent.
-        targets: the parts that every rank will have, at most one of each stage.
-        world: the ranks.
-        departed_parts: parts of other ranks that this one holds, by name.
-        held: its own parts under that sharding.
-        with_moments: True if optimizer states are sent with their parameters.
-        stage_of: the stage of a parameter, by its name.
-    """
-
-    def __init__(
-        self,
-        state: State,
-        ways: Mapping[str, TensorCut],
-        sources: Sequence[tuple[str, int]],
-        targets: Sequence[Sequence[Part]],
-        world: World,
-        departed_parts: Mapping[str, Rows],
-        *,
-        held: Sequence[Part],
-        with_moments: bool,
-        stage_of: Callable[[str], int],
-    ) -> None:
-        self._world = world
-        own = held_rows(state, ways, with_moments=with_moments)
-        self._cuts = {key: ways[_name_of(key)] for key in own}
-        self._stages = {key: stage_of(_name_of(key)) for key in own}
-        self._dtypes = {key: tensor.dtype for key, tensor in own.items()}
-        self._held: dict[Part, Rows] = dict.fromkeys(held, own)
-        self._held |= {Part.named(name): rows for name, rows in departed_parts.items()}
-        self._wanted = {part.stage: part for part in targets[world.rank]}
-        self._ways = [
-            (part, source, target, self._common(part, targets[target]))
-            for part, source in ((Part.named(name), source) for name, source in sources if source >= 0)
-            for target in (range(world.size) if source == world.rank else (world.rank,))
-        ]
-
-    @torch.no_grad()
-    def exchange(self) -> dict[str, Tensor]:
-        """Return the rows that this rank will hold; collective. Rows without a source have arbitrary values."""
-        parcels = [
-            PeerBuffer(source=source, target=target, nbytes=self._nbytes(common))
-            for _, source, target, common in self._ways
-        ]
-        arrived = exchange_buffers(parcels, self._packed, self._world)
-        rows = {
-            key: torch.empty(cut.shape_of(self._wanted[stage]), dtype=self._dtypes[key])
-            for key, cut in self._cuts.items()
-            if (stage := self._stages[key]) in self._wanted
-        }
-        for at, data in arrived.items():
-            *_, common = self._ways[at]
-            if common:
-                unpack(data, [rows[key][there] for key, _, there in common])
-        return rows
-
-    def _common(self, source: Part, targets: Sequence[Part]) -> Shared:
-        """Return the intersections of a part with the parts that a rank will hold."""
-        found: list[tuple[str, tuple[slice, ...], tuple[slice, ...]]] = []
-        target = next((part for part in targets if part.stage == source.stage), None)
-        if target is None:
-            return found
-        for key, cut in self._cuts.items():
-            if self._stages[key] != source.stage or not (cut.sections or source.speaks_to(target)):
-                continue
-            wanted = list(blocks_of(cut, target))
-            for here, block in blocks_of(cut, source):
-                for there, other in wanted:
-                    if (common := block.intersection(other)) is not None:
-                        found.append((key, _within(here, common.within(block)), _within(there, common.within(other))))
-        return found
-
-    def _packed(self, at: int) -> Tensor:
-        part, *_, common = self._ways[at]
-        held = self._held.get(part, {})
-        rows = [held[key][here].cpu().contiguous() for key, here, _ in common]  # moments may lie on the host already
-        return pack(rows) if rows else torch.empty(0, dtype=torch.uint8)
-
-    def _nbytes(self, common: Shared) -> int:
-        sizes = ((key, tuple(at.stop - at.start for at in here)) for key, here, _ in common)
-        return packed_bytes([torch.empty(size, dtype=self._dtypes[key], device="meta") for key, size in sizes])
+def _common(cut: TensorCut, source: Part, target: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield the intersections of two parts of a tensor, as slices of each part."""
+    if not (cut.sections or source.speaks_to(target)):
+        return
+    wanted = list(blocks_of(cut, target))
+    for here, block in blocks_of(cut, source):
+        for there, other in wanted:
+            if (shared := block.intersection(other)) is not None:
+                yield _within(here, shared.within(block)), _within(there, shared.within(other))
 
 
 def _within(block: Sequence[slice], common: Sequence[slice]) -> tuple[slice, ...]:
@@ -763,23 +688,50 @@ class DenseParts:
             part: the part that this rank will hold, of each of these stages.
         """
         everyones = all_gather_json([own.name for own in self._in_stages(part, stages)], world)
-        return self._transfer(sources, [[Part.named(name) for name in names] for names in everyones], world).exchange()
+        return self._transfer(sources, [[Part.named(name) for name in names] for names in everyones], world)
 
+    @torch.no_grad()
     def _transfer(
         self, sources: Sequence[tuple[str, int]], targets: Sequence[Sequence[Part]], world: World
-    ) -> RowTransfer:
-        state, stages = self._state.training_state(), self._state.stages
-        return RowTransfer(
-            state,
-            self.ways(),
-            [(name, rank) for name, rank in sources if Part.is_name(name)],
-            targets,
+    ) -> dict[str, Tensor]:
+        """Return the rows that this rank will hold under another sharding; collective. Those without a source have
+        arbitrary values.
+
+        Args:
+            sources: (name of a part, the rank that has it); a part of rank -1 is not sent.
+            targets: the parts that every rank will have, at most one of each stage.
+        """
+        state, stages, ways = self._state.training_state(), self._state.stages, self.ways()
+        own = held_rows(state, ways, with_moments=self.with_moments)
+        cuts = {key: (ways[_name_of(key)], stages.stage_of(_name_of(key))) for key in own}
+        here: dict[Part, Rows] = dict.fromkeys(self._in_stages(state.cut.part, stages.held), own)
+        here |= {Part.named(name): rows for name, rows in self.departed_parts.items()}
+        wanted = {part.stage: part for part in targets[world.rank]}
+        rows = {
+            key: torch.empty(cut.shape_of(wanted[stage]), dtype=own[key].dtype)
+            for key, (cut, stage) in cuts.items()
+            if stage in wanted
+        }
+
+        def common(way: _PartWay) -> Iterator[tuple[str, tuple[slice, ...], tuple[slice, ...]]]:
+            for target in (part for part in targets[way.target] if part.stage == way.part.stage):
+                for key, (cut, stage) in cuts.items():
+                    if stage == target.stage:
+                        yield from ((key, at, there) for at, there in _common(cut, way.part, target))
+
+        found = [
+            _PartWay(Part.named(name), source, target)
+            for name, source in sources
+            if Part.is_name(name) and source >= 0
+            for target in (range(world.size) if source == world.rank else (world.rank,))
+        ]
+        transfer(
+            found,
+            lambda way: [here[way.part][key][at] for key, at, _ in common(way)],
+            lambda way: [rows[key][there] for key, _, there in common(way)],
             world,
-            self.departed_parts,
-            held=self._in_stages(state.cut.part, self._state.stages.held),
-            with_moments=self.with_moments,
-            stage_of=stages.stage_of,
         )
+        return rows
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:
         """Transfer the parts that only leaving ranks have to ranks that stay; collective if anything is cut."""
@@ -790,7 +742,7 @@ class DenseParts:
         for number, index in enumerate(lost):
             holder, part = staying[number % len(staying)], cut.parts[index]
             targets = [[part] if rank == holder else [] for rank in range(world.size)]
-            rows = self._transfer([(names[index], cut.holders[index][0])], targets, world).exchange()
+            rows = self._transfer([(names[index], cut.holders[index][0])], targets, world)
             if world.rank == holder:
                 self.departed_parts[names[index]] = rows
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -29,17 +29,15 @@ from moe_lightning.compat import private_torch
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels import pack, packed_bytes, unpack
 from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import AbsentBlock
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
 from moe_lightning.parallel.context import World, agree, all_reduce_
-from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
 from moe_lightning.parallel.mesh import Part, stage_ranks
 from moe_lightning.state.pieces import StatePiece
 from moe_lightning.state.tensors import cut_of, cuts_of, mark, whole_shape
-from moe_lightning.state.transfer import gather
+from moe_lightning.state.transfer import gather, install, transfer
 from moe_lightning.strategies.dense_parameters import Rows
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
 from moe_lightning.strategies.train_state import StateTransfer, TrainState, held_among
@@ -754,6 +752,19 @@ class StageState(StageMap):
         return {name: value for name, value in full.items() if name not in others}
 
 
+class _StageWay(NamedTuple):
+    """A stage that one rank has and another one lacks."""
+
+    stage: int
+    source: int
+    target: int
+
+
+def _row_name(stage: str, number: int) -> str:
+    """Return the name of one of the tensors of a stage in `Rows`."""
+    return f"{stage}, tensor {number}"
+
+
 class StageTransfer(StateTransfer):
     """Transfer of the stages of a pipeline between worlds, with their optimizer states and experts. A rank may hold
     other stages in the next world; until everything has arrived it holds its former stages and the new ones.
@@ -789,7 +800,7 @@ class StageTransfer(StateTransfer):
         self._hold({*self._stages.held, *own})
         lacking = all_gather_json([stage for stage in own if stage not in self._stages.held], world)
         ways = [
-            (stage, sources[names[stage]], target)
+            _StageWay(stage, sources[names[stage]], target)
             for target, stages in enumerate(lacking)
             for stage in stages
             if sources[names[stage]] >= 0
@@ -798,24 +809,21 @@ class StageTransfer(StateTransfer):
             targets = {target for _, sender, target in ways if sender == source}
             broadcast_optimizers(self._state.training_state(), targets, world, source)
         here = {stage: self._tensors(stage) for stage in {*self._stages.held, *own}}
-        parcels = [
-            PeerBuffer(source=source, target=target, nbytes=packed_bytes(here[stage]) if stage in here else 0)
-            for stage, source, target in ways
-        ]
-        arrived = exchange_buffers(parcels, lambda at: _packed(here[ways[at][0]]), world)
-        rows = {names[ways[at][0]]: data for at, data in arrived.items()}
+        arriving = {
+            way.stage: [torch.empty_like(tensor, device="cpu") for tensor in here[way.stage]]
+            for way in ways
+            if way.target == world.rank
+        }
+        transfer(ways, lambda way: here[way.stage], lambda way: arriving[way.stage], world)
+        rows = {_row_name(names[stage], at): t for stage, some in arriving.items() for at, t in enumerate(some)}
         return rows | (parts.fetch(list(sources.items()), part, world, own) if parts.is_wished else {})
 
     @override
     @torch.no_grad()
     def install(self, rows: Rows | None, world: World) -> None:
         for stage, name in enumerate(self._stages.parts()):
-            if rows is not None and name in rows and rows[name].numel():
-                tensors = self._tensors(stage)
-                here = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
-                unpack(rows[name], here)
-                for tensor, values in zip(tensors, here, strict=True):
-                    tensor.copy_(values)
+            if rows is not None and _row_name(name, 0) in rows:
+                install((tensor, rows[_row_name(name, at)]) for at, tensor in enumerate(self._tensors(stage)))
         self._stages.values_arrived()
         super().install(rows, world)
 
@@ -904,7 +912,3 @@ class StageTransfer(StateTransfer):
         alone = replace(World.offline(world.rank, world.size, world.device), nodes=world.nodes)
         self.install(rows, alone)
         self._worlds.take_place(alone)  # where nothing is cut
-
-
-def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    return pack([tensor.cpu() for tensor in tensors]) if tensors else torch.empty(0, dtype=torch.uint8)
