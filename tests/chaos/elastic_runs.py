@@ -137,6 +137,7 @@ class ElasticRun:
         restart: Collection[int] = (),
         lose: Collection[int] = (),
         together: bool = False,
+        after: int = 0,
         timeout_s: float = PATIENCE_S,
     ) -> None:
         """Play the launcher until all that live have ended well.
@@ -145,6 +146,7 @@ class ElasticRun:
             restart: workers that are started again whenever they are killed.
             lose: workers whose node's memory goes with them.
             together: only start them again when none lives any more.
+            after: only start them again when the others have made this step, at which a `Hold` keeps them.
         """
         deadline = time.monotonic() + timeout_s
         alive, due = set(self.processes), set()
@@ -159,7 +161,7 @@ class ElasticRun:
                     self.lose_node(worker)
                 if worker in restart:
                     due.add(worker)
-            if due and not (together and alive):
+            if due and not (together and alive) and max(self.losses(), default=0) >= after:
                 for worker in sorted(due):
                     self.start(worker)
                 alive |= due

@@ -31,10 +31,7 @@ def test_the_third_rank_waits_for_a_fourth(tmp_path: Path, place: str, dense: st
     with elastic_run(
         tmp_path, workers=4, steps=STEPS, kills=kills, holds=holds, **{**IN_PARTS, "strategy": strategy}
     ) as run:
-        wait_for_recovery(run, 0, ranks=2)
-        run.wait_for_step(6)
-        run.start(1)
-        run.supervise()
+        run.supervise(restart=[1], after=6)
         assert_same_losses(run, reference(STEPS, validate=True))
         sizes = run.world_sizes()
         assert [sizes[step] for step in (3, 5, STEPS)] == [4, 2, 4]

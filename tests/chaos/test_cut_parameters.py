@@ -49,7 +49,7 @@ def test_ranks_leave_and_come_back(tmp_path: Path, undisturbed: dict[int, float]
         "holds": [Hold(step=5, ranks=4), Hold(step=9, ranks=4)],
     }
     with elastic_run(tmp_path, workers=4, steps=STEPS, strategy=strategy, **options) as run:
-        run.supervise(restart=range(4))
+        run.supervise(restart=range(4), after=5)
         assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
         assert run.kills_done() == 2
         assert {3, 4} <= set(run.world_sizes().values())
@@ -77,7 +77,7 @@ def test_two_ranks_go_on_as_one_and_two_again(tmp_path: Path, undisturbed: dict[
         "holds": [STORED, Hold(step=7, ranks=2)],
     }
     with elastic_run(tmp_path, workers=2, steps=STEPS, strategy={"dense": "fsdp"}, saving=EVERY_STEP, **options) as run:
-        run.supervise(restart=[1])
+        run.supervise(restart=[1], after=7)
         assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
         assert set(run.world_sizes().values()) == {1, 2}
         assert {"dense", "dense rows 1 of 2"} <= run.units()

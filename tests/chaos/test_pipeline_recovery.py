@@ -53,7 +53,7 @@ def test_a_rank_takes_the_stage_of_a_lost_one(tmp_path: Path, undisturbed: dict[
     with elastic_run(
         tmp_path, workers=4, steps=STEPS, kills=[lose(2, "exchange")], holds=[Hold(step=6, ranks=4)], **PP2
     ) as run:
-        run.supervise(restart=range(4))
+        run.supervise(restart=range(4), after=6)
         assert_undisturbed(run, undisturbed)
         sizes = run.world_sizes()
         assert [sizes[step] for step in (4, 5, STEPS)] == [4, 2, 4]

@@ -66,7 +66,7 @@ def test_one_rank_keeps_all_states_until_another_takes_some(tmp_path: Path, undi
         kills=[Kill(worker=1, step=4, place="backward")],
         holds=[Hold(step=7, ranks=2)],
     ) as run:
-        run.supervise(restart=[1])
+        run.supervise(restart=[1], after=7)
         assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
         assert set(run.world_sizes().values()) == {1, 2}
 
