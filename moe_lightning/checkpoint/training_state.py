@@ -249,6 +249,10 @@ class TrainingState(State):
                     average = f"{key.removesuffix('weight')}{AVERAGE}"
                     key = average if checkpoint.keys(average) else key
                 _restore(checkpoint, key, piece.tensor, piece.block)
+        if AVERAGE in scopes and (averages := averaged_buffers(checkpoint)):
+            for name, buffer in self.module.named_buffers():
+                if name in averages:
+                    buffer.copy_(averages[name])
 
     @torch.no_grad()
     def restore_dense(self, checkpoint: CheckpointSource) -> None:
@@ -318,6 +322,12 @@ def _restore(checkpoint: CheckpointSource, key: str, tensor: torch.Tensor, block
 def _averages_in(checkpoint: CheckpointSource) -> dict[str, Any]:
     """Return what averages have beside those of the weights; empty if the checkpoint has none."""
     return {OBJECT_KEY: checkpoint.read_object(OBJECT_KEY)} if OBJECT_KEY in checkpoint.keys(OBJECT_KEY) else {}
+
+
+def averaged_buffers(checkpoint: CheckpointSource) -> dict[str, torch.Tensor]:
+    """Return the averages of buffers in a checkpoint, by name; empty if it has none."""
+    found: dict[str, torch.Tensor] = _averages_in(checkpoint).get(OBJECT_KEY, {}).get("buffers", {})
+    return found
 
 
 def _rows(pieces: Sequence[StatePiece]) -> int:

@@ -185,6 +185,14 @@ def resumed(rank: int, world_size: int, strategy: dict[str, Any], folder: str, b
     return train(rank, world_size, "equal", strategy, path=folder, rate=0.01)
 
 
+def measured(rank: int, world_size: int, path: str) -> float:
+    """The loss of the model in a checkpoint, for a Trainer without averages."""
+    losses = Validations()
+    trainer = make_trainer(rank, world_size, callbacks=[losses])
+    trainer.validate(Counting(0.01), DataLoader(RandomTokens(30), batch_size=10), ckpt_path=path, verbose=False)
+    return losses.losses[0]
+
+
 @pytest.mark.parametrize("source", ["files/step=4.ckpt", "steps"])
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -195,6 +203,8 @@ def test_a_resume_on_other_ranks_goes_on_with_both_weights(
 ) -> None:
     (quiet,) = run_ranks(1, partial(train, rate=0.01), "equal")
     run_ranks(before[0], resumed, before[1], str(tmp_path), True)
+    loss = run_ranks(after[0], measured, str(tmp_path / source))[0]
+    assert loss == pytest.approx(quiet["losses"][1], abs=1e-5)
     found = run_ranks(after[0], resumed, after[1], str(tmp_path / source), False)
     assert found[0]["losses"] == pytest.approx(quiet["losses"][2:], abs=1e-5)
     assert_close(found[0]["whole"], quiet["whole"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,9 @@ def test_commands_are_found() -> None:
 def _configuration() -> Iterator[None]:
     with config_folder():
         yield
+
+
+STRATEGIES = ROOT / "moe_lightning" / "strategies"
 
 
 @pytest.mark.usefixtures("_configuration")
@@ -139,3 +143,18 @@ def test_every_recipe_is_described() -> None:
 
 def test_the_picture_is_well_formed() -> None:
     assert ElementTree.parse(ROOT / "docs" / "recovery.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_what_is_refused_is_listed() -> None:
+    """With words of its message, which the code still has; a new refusal in these files needs a row."""
+    refused = (ROOT / "docs" / "limits.md").read_text().partition("### Refused")[2].partition("## GPUs")[0]
+    rows = [line.strip("| ").split(" | ") for line in refused.splitlines() if line.startswith("| ")][1:]
+    trees = [ast.parse((STRATEGIES / f"{name}.py").read_text()) for name in ("checks", "averaging")]
+    strings = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    for feature, words, _ in rows:
+        assert any(words in text for text in strings if isinstance(text, str)), feature
+    raised = [node.exc for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    messages = [error.args[0] for error in raised if isinstance(error, ast.Call)]
+    texts = [ast.unparse(message) for message in messages if isinstance(message, ast.JoinedStr | ast.Constant)]
+    assert len(texts) > 10
+    assert [t for t in texts if not any(words in t for _, words, _ in rows) and "micro_batches=" not in t] == []
