@@ -149,7 +149,9 @@ def overwrite(differences: Iterable[Difference], replicas: Sequence[Replica], wo
 
 def _sum_of_rows(tensor: Tensor) -> Tensor:
     """int64 [S], of the bits of each row."""
-    return tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten(1).sum(dim=1, dtype=torch.int64)
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = real.detach().contiguous().view(_BITS[real.element_size()])
+    return bits.unsqueeze(-1).flatten(1).sum(dim=1, dtype=torch.int64)
 
 
 def _signed(number: int) -> int:

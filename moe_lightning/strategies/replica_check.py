@@ -28,7 +28,8 @@ class ReplicaCheck:
 
     def __init__(self, worlds: Worlds, state: TrainState, *, every: int) -> None:
         self._worlds, self._state, self._every = worlds, state, every
-        self._compared, self._has_just_repaired = (-1, 0), False  # generation of the world, step
+        self._compared = -1, 0  # generation of the world, step
+        self._repaired_in: int | None = None  # world whose last comparison has repaired: newcomers do not know
 
     def before_step(self, step: int) -> None:
         """Compare before a step whose number is a multiple of `every`; collective then.
@@ -43,11 +44,11 @@ class ReplicaCheck:
         self._compared = here
         replicas = self._replicas()
         found = differing(replicas, world)
-        may_repair = not self._has_just_repaired and all(difference.healthy for difference in found)
-        self._has_just_repaired = False
+        may_repair = self._repaired_in != world.generation and all(difference.healthy for difference in found)
+        self._repaired_in = None
         if found and may_repair and any(c.repairs_replicas for c in expert_parallel_callbacks(self._state.module)):
             overwrite(found, replicas, world)
-            self._has_just_repaired = True
+            self._repaired_in = world.generation
             for difference in found if world.rank == 0 else ():
                 logger.warning(
                     "after step %d %s on ranks %s differed from its other replicas, and was overwritten with that of "

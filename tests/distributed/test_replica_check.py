@@ -240,6 +240,30 @@ def test_nothing_is_compared_in_other_steps(replicas: int, every: int, compared:
     assert run_ranks(2, fit_meddled, replicas, every, -1) == [("", 8, compared)] * 2
 
 
+class Odd(nn.Module):
+    """Parameters of unusual shapes and types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.vector = nn.Parameter(torch.tensor([1.0 + 2.0j, 3.0]))
+        self.narrow = nn.Parameter(torch.ones(3, dtype=torch.float8_e4m3fn), requires_grad=False)
+
+
+def compare_odd(rank: int, world_size: int, changed: str) -> list[str]:
+    module = Odd()
+    state = State(module, [], [], state_ranks={}, rank=rank, world_size=world_size)
+    if rank == 1 and changed:
+        module.get_parameter(changed).data.view(-1).view(torch.uint8)[-1] ^= 1
+    return [difference.name for difference in differing(replicas_of(state, ()), connect())]
+
+
+@pytest.mark.parametrize("changed", ["", "scalar", "vector", "narrow"])
+def test_parameters_of_any_shape_and_type_are_compared(changed: str) -> None:
+    assert run_ranks(2, compare_odd, changed) == [[changed] if changed else []] * 2
+
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
