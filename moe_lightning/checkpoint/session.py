@@ -49,7 +49,7 @@ _OBJECT_GROWTH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What the ranks have agreed on when a session opened.
+    """Agreement of the ranks at the opening of a session.
 
     Attributes:
         run: of the directory.

@@ -68,20 +68,6 @@ def all_gather_counts(counts_E: Tensor, world: World) -> Tensor:
     return world.read(gathered).view(world.size, -1)
 
 
-def send(tensor: Tensor, source: int, target: int, world: World) -> None:
-    """Overwrite a tensor on one rank with that of another; both call it, and no third one.
-
-    Raises:
-        WorldCutError: the world was aborted; the tensor is as before.
-    """
-    values = tensor.to(world.device, copy=True).contiguous()
-    if world.rank == source:
-        dist.send(values, group=world.dense, group_dst=target)
-    else:
-        dist.recv(values, group=world.dense, group_src=source)
-        tensor.copy_(world.read(values))
-
-
 def all_gather_flat(out: Tensor, tensor: Tensor, group: Any) -> None:
     """Gather the tensors of all ranks into one, in one launch.
 

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_
-from moe_lightning.parallel.exchange import send
 from moe_lightning.state.table import State
+from moe_lightning.state.transfer import install, transfer
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -136,15 +137,23 @@ def _named(replicas: Sequence[Replica], world: World) -> list[Difference]:
     ]
 
 
+class _Repair(NamedTuple):
+    """A replica that one rank sends another."""
+
+    name: str
+    source: int
+    target: int
+
+
 @torch.no_grad()
 def overwrite(differences: Iterable[Difference], replicas: Sequence[Replica], world: World) -> None:
     """Overwrite replicas that differ with those of a rank of the majority, which each must have; collective."""
     held = {replica.name: replica for replica in replicas}
-    for difference in differences:
-        source = difference.healthy[0]
-        for target in difference.damaged:
-            for tensor in held[difference.name].tensors() if world.rank in (source, target) else ():
-                send(tensor, source, target, world)
+    repairs = [_Repair(d.name, d.healthy[0], target) for d in differences for target in d.damaged]
+    arrived = {r.name: list(map(torch.empty_like, held[r.name].tensors())) for r in repairs if r.target == world.rank}
+    transfer(repairs, lambda repair: held[repair.name].tensors(), lambda repair: arrived[repair.name], world)
+    for name, values in arrived.items():
+        install(zip(held[name].tensors(), values, strict=True))
 
 
 def _sum_of_rows(tensor: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Averaging:
         self._save: Callable[[], dict[str, Any]] = dict
         self._decide: Callable[..., bool] = lambda **_: False
         self._loaded: Mapping[str, Any] | None = None
-        self._kept: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # weights that another rank updates
+        self._set_aside: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # weights that another rank updates
 
     def begin_fit(
         self, trainer: pl.Trainer, axes: MeshShape, save: Callable[[], dict[str, Any]], *, is_elastic: bool
@@ -89,7 +89,7 @@ class Averaging:
         """
         found = [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
         self.averages = self._callback = self._loaded = None
-        self.are_in_module, self._kept = False, []
+        self.are_in_module, self._set_aside = False, []
         for callback in found:
             private_lightning.average_as_usual(callback)
         if not found or trainer.state.fn != TrainerFn.FITTING:
@@ -213,16 +213,16 @@ class Averaging:
         self._state.reshard_weights()
         unowned = self._state.unowned
         if not self.are_in_module:
-            self._kept = [(p, p.detach().clone(), p.grad) for p in unowned]
+            self._set_aside = [(p, p.detach().clone(), p.grad) for p in unowned]
         self.averages.swap(self._state.module, self._state.optimizers)
         if self.are_in_module:
-            for parameter, weight, _ in self._kept:
+            for parameter, weight, _ in self._set_aside:
                 parameter.copy_(weight)
-            self._kept = []
+            self._set_aside = []
         elif self._state.shards_optimizers:
             for optimizer in self._state.optimizers:
                 self._state.broadcast_updates(optimizer)
-            for parameter, _, gradient in self._kept:  # accumulated so far
+            for parameter, _, gradient in self._set_aside:  # accumulated so far
                 parameter.grad = gradient
         self.are_in_module = not self.are_in_module
         self._state.find_twins()
@@ -251,7 +251,7 @@ class Averaging:
         if self.averages is not None:
             if not self.are_in_module:
                 self.swap()
-            self.are_in_module, self._kept = False, []
+            self.are_in_module, self._set_aside = False, []
             self.averages.reset(self._state.module, self._state.optimizers)
 
     # ------------------------------------------------------------------ checkpoints in one file
