@@ -237,6 +237,7 @@ def test_every_snippet_is_run_here() -> None:
         "ParityDoctor(",
         "torch.autograd.grad(penalty",
         "class PrintRecoveries",
+        "moe_lightning.train(",
     )
     shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import moe_lightning
@@ -66,5 +67,7 @@ def test_a_run_returns_its_directory_and_metrics(tmp_path: Path, monkeypatch: py
     run = moe_lightning.train("quickstart", run_name="mine", **TINY)
     assert run.directory == tmp_path / "outputs" / "mine"
     assert run.metrics["val/loss"] > 0
+    assert list(run.directory.glob("wandb/offline-run-*"))
+    assert wandb.run is None, "another training begins a run of its own"
     with pytest.raises(ConfigurationError, match="max_stepz"):
         moe_lightning.train("quickstart", trainer={"max_stepz": 3})

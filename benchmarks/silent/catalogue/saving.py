@@ -28,11 +28,14 @@ BACK = "a checkpoint is not read back as it was"
 
 
 def _experts_of_first_rank() -> None:
-    def around(own: Any, collected: Mapping[str, Tensor], key: str, stack: ExpertStack) -> Tensor:
-        half = stack.num_experts // 2
-        return torch.stack([collected[f"{key}/{e % half}"] for e in range(stack.num_experts)])
+    def around(own: Any, *args: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = own(*args)
+        for tensor in (tensor for key, tensor in found.items() if ".experts." in key):
+            half = len(tensor) // 2
+            tensor[half:] = tensor[:half].clone()
+        return found
 
-    replace(full_state, "_stack", around)
+    replace(full_state, "gather", around)
 
 
 def _of_optimizers(change: Callable[[dict[int, Any]], None]) -> Fault:
