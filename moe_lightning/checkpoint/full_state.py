@@ -27,7 +27,7 @@ from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Part, TensorCut
 from moe_lightning.state.averages import AVERAGE
 from moe_lightning.state.layout import plan_transfer
-from moe_lightning.state.pieces import Block, StatePiece
+from moe_lightning.state.pieces import Block, StatePiece, parse_dense_key
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import cut_of, loading, local, part_of_whole, pieces_of, rows_like, rows_of
 from moe_lightning.state.transfer import gather, transfer
@@ -257,7 +257,7 @@ def send_dense(
         piece.key: piece.tensor
         for piece in state.pieces(transient=True)
         if not piece.is_expert_key and len(piece.holders) == everyone
-        if (name := piece.key.removeprefix("dense/").rpartition("/")[0]) not in but
+        if (name := parse_dense_key(piece.key)[0]) not in but
         if not (piece.is_moment and name in kept)
     }
     have, want = {}, {}

@@ -296,6 +296,12 @@ def is_moment(key: str) -> bool:
     return scope not in WEIGHTS
 
 
+def parse_dense_key(key: str) -> tuple[str, str]:
+    """(name, scope) of a key `dense/{name}/{scope}`."""
+    name, _, scope = key.removeprefix("dense/").rpartition("/")
+    return name, scope
+
+
 def parse_expert_key(key: str) -> tuple[int, int, str, str]:
     """(layer, expert, scope, name) of an expert's key; the scope of replayed weights is the step.
 

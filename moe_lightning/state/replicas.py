@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_
+from moe_lightning.state.pieces import parse_dense_key
 from moe_lightning.state.table import State
 from moe_lightning.state.transfer import install, transfer
 
@@ -98,7 +99,7 @@ def replicas_of(state: State, buffers: Collection[str]) -> list[Replica]:
                     )
                 )
     for piece in state.dense_pieces(transient=True):
-        name, _, scope = piece.key.removeprefix("dense/").rpartition("/")
+        name, scope = parse_dense_key(piece.key)
         if len(piece.holders) > 1 and (scope != "buffer" or name in buffers):
             scope = "" if scope in ("weight", "buffer") else f" ({scope})"
             place = "" if piece.block.sizes == piece.block.whole else f" at {list(piece.block.offsets)}"

@@ -19,7 +19,16 @@ from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.mesh import RowCut, TensorCut
 from moe_lightning.state.averages import AVERAGE, OBJECT_KEY, Averages
-from moe_lightning.state.pieces import DTYPES, WEIGHTS, Shapes, StatePiece, dtype_name, is_expert_key, parse_expert_key
+from moe_lightning.state.pieces import (
+    DTYPES,
+    WEIGHTS,
+    Shapes,
+    StatePiece,
+    dtype_name,
+    is_expert_key,
+    parse_dense_key,
+    parse_expert_key,
+)
 from moe_lightning.state.tensors import blocks_of, cut_of, frozen_base, is_cut, local, whole_shape
 
 Groups = Sequence[Sequence[nn.Parameter]]
@@ -224,7 +233,7 @@ class State:
                 parameter = self.stacks[layer].parameters.get(name) if layer < len(self.stacks) else None
                 shape = shape if parameter is None else (parameter.shape[0], *shape)
             else:
-                name, _, scope = key.removeprefix("dense/").rpartition("/")
+                name, scope = parse_dense_key(key)
                 parameter = self.dense.get(name)
                 shape = shape if parameter is None or not is_cut(parameter) else local(parameter).shape
             if scope == AVERAGE and self.averages is None:

@@ -48,6 +48,7 @@ from moe_lightning.parallel.tensor import (
     undo_parts,
 )
 from moe_lightning.registry import Registry
+from moe_lightning.state.pieces import parse_dense_key
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import (
     blocks_of,
@@ -283,11 +284,6 @@ def held_rows(state: State, names: Collection[str], *, with_moments: bool = True
             {"weight": local(parameter.detach())} | (state.moments(parameter) if with_moments else {})
         ).items()
     }
-
-
-def _name_of(key: str) -> str:
-    """Return the name of the parameter of a key of the state table."""
-    return key.removeprefix("dense/").rpartition("/")[0]
 
 
 _OF = ": "  # no parameter has it in its name
@@ -570,7 +566,7 @@ class DenseParts:
         pieces = [
             piece
             for key, tensor in held.items()
-            for piece in pieces_of(key, tensor, ways[_name_of(key)], state.cut.part)
+            for piece in pieces_of(key, tensor, ways[parse_dense_key(key)[0]], state.cut.part)
         ]
         rows = gather(pieces, world, lambda _: range(world.size))
         self.leave()
@@ -703,7 +699,8 @@ class DenseParts:
         """
         state, stages, ways = self._state.training_state(), self._state.stages, self.ways()
         own = held_rows(state, ways, with_moments=self.with_moments)
-        cuts = {key: (ways[_name_of(key)], stages.stage_of(_name_of(key))) for key in own}
+        names = {key: parse_dense_key(key)[0] for key in own}
+        cuts = {key: (ways[name], stages.stage_of(name)) for key, name in names.items()}
         here: dict[Part, Rows] = dict.fromkeys(self._in_stages(state.cut.part, stages.held), own)
         here |= {Part.named(name): rows for name, rows in self.departed_parts.items()}
         wanted = {part.stage: part for part in targets[world.rank]}
