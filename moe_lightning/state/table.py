@@ -29,7 +29,7 @@ from moe_lightning.state.pieces import (
     parse_dense_key,
     parse_expert_key,
 )
-from moe_lightning.state.tensors import blocks_of, cut_of, frozen_base, is_cut, local, whole_shape
+from moe_lightning.state.tensors import blocks_of, cut_of, frozen_base, home_of_moments, is_cut, local, whole_shape
 
 Groups = Sequence[Sequence[nn.Parameter]]
 """The parameters of an optimizer's param_groups before any sharding."""
@@ -214,7 +214,7 @@ class State:
 
     def home_of(self, parameter: nn.Parameter) -> torch.device:
         """Return the device of the moments of a parameter."""
-        return torch.device("cpu") if self.on_host and parameter not in self.stack_of else parameter.device
+        return home_of_moments(parameter, self.stack_of, on_host=self.on_host)
 
     def placed(self, optimizer: Optimizer, parameter: nn.Parameter, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """States of a parameter that have come from elsewhere, where the optimizer looks for them."""

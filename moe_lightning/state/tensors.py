@@ -13,7 +13,7 @@ change those on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,6 +111,16 @@ def rows_of(key: str, tensor: Tensor, stack: ExpertStack) -> Iterator[StatePiece
     for slot, expert in stack.held():
         row = tensor[slot : slot + 1]
         yield StatePiece(key=key, tensor=row, block=Block.of_rows(row.shape, expert, stack.num_experts))
+
+
+def home_of_moments(parameter: nn.Parameter, experts: Container[nn.Parameter], *, on_host: bool) -> torch.device:
+    """Return the device of the optimizer's states of a parameter.
+
+    Args:
+        experts: parameters whose states stay beside them.
+        on_host: those of the others lie on the host, wherever the parameters are.
+    """
+    return torch.device("cpu") if on_host and parameter not in experts else parameter.device
 
 
 def part_of_whole(whole: Tensor, cut: TensorCut, part: Part) -> Tensor:

@@ -30,7 +30,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.router import Router
 from moe_lightning.parallel.context import World
 from moe_lightning.state.averages import AVERAGE
-from moe_lightning.state.tensors import Updates, cuts_of, local, swap_parameters
+from moe_lightning.state.tensors import Updates, cuts_of, home_of_moments, local, swap_parameters
 from moe_lightning.strategies.averaging import Averaging
 from moe_lightning.strategies.checks import check_for_recovery, require_host_updates, require_updates_by_expert
 from moe_lightning.strategies.dense_parameters import (
@@ -409,9 +409,8 @@ class TrainState:
         return [parameter for parameter, owner in owners.items() if owner != rank]
 
     def home_of(self, parameter: nn.Parameter) -> torch.device:
-        """Return the device of the optimizer's states of a parameter."""
-        on_host = self.updates.on_host and parameter not in self.experts.stack_of
-        return torch.device("cpu") if on_host else parameter.device
+        """Return the device of the moments of a parameter, as `State.home_of`."""
+        return home_of_moments(parameter, self.experts.stack_of, on_host=self.updates.on_host)
 
     def reshard_weights(self) -> None:
         """Drop dense weights that were gathered for a forward pass."""
