@@ -12,7 +12,6 @@ Shapes: S slots of this rank, E experts, L layers, N ranks.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -135,9 +134,6 @@ def broadcast_experts(layer: MoELayer, world: World) -> None:
             values = parameter.data.to(world.device)
             broadcast_(values, 0, world)
             parameter.data.copy_(values)
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
