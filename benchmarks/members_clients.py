@@ -260,12 +260,12 @@ class Member(Client):
     def introduction(self, *, is_full: bool = False) -> Message:
         world: Message | None = None
         if self.world:
-            world = {"number": self.world, "patience": self.crowd.patience}
+            world = {"number": self.world, "patience": self.crowd.settings.patience}
             world |= {"members": self.crowd.packed[self.world]} if is_full else {}
             world |= {"broken": self._reason} if self._reason is not None else {}
         return {
             "t": "member", "id": self.member_id, "expected": self.crowd.plan.expected,
-            "patience": self.crowd.patience, "probe": self._probe, "joining": self._is_joining,
+            "patience": self.crowd.settings.patience, "probe": self._probe, "joining": self._is_joining,
             "ready": self.world > 0, "number": self.world, "world": world, "multiple": 1,
         }  # fmt: skip
 
@@ -328,13 +328,6 @@ class Crowd:
         self.plan, self._pipe = plan, pipe
         self.secret, self.address = read_secret(Path(plan.secret_file)), Address.parse(plan.address)
         self.settings = ElasticSettings()
-        settings = self.settings
-        self.patience = [
-            settings.heartbeat_timeout_s,
-            settings.silence_timeout_s,
-            settings.hang_timeout_s,
-            settings.start_timeout_s,
-        ]
         self.selector = selectors.DefaultSelector()
         self.report = Report()
         self.launchers: dict[int, Client] = {}

@@ -295,6 +295,11 @@ class ElasticSettings:
     notice_poll_s: Seconds = 5.0
     membership: str = "rendezvous_host"
 
+    @property
+    def patience(self) -> list[float]:
+        """Timeouts in the order of `rendezvous_state.parse_timeouts`."""
+        return [self.heartbeat_timeout_s, self.silence_timeout_s, self.hang_timeout_s, self.start_timeout_s]
+
     def heartbeat_interval_s(self, ranks: int) -> float:
         """Return the interval between two heartbeats of a client of the rendezvous host in a run of so many ranks: up
         to twice as long for thousands, which the host must serve.

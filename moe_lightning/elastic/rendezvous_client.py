@@ -580,13 +580,7 @@ class RendezvousClient:
         know, and if it has asked with the members of that.
         """
         with self._changed:
-            settings, watch, world = self.settings, self._watch, None
-            timeouts = [
-                settings.heartbeat_timeout_s,
-                settings.silence_timeout_s,
-                settings.hang_timeout_s,
-                settings.start_timeout_s,
-            ]
+            timeouts, watch, world = self.settings.patience, self._watch, None
             if watch is not None and self.member_id in watch.members.ids:
                 world = {"number": watch.members.number, "patience": timeouts}
                 world |= {"members": pack_ids(watch.members.ids)} if is_full else {}
