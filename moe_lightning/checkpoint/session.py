@@ -95,7 +95,7 @@ class CheckpointSession:
         protector: Protector | None,
         windows: CopyWindows | None,
     ) -> None:
-        self._world, self._root, self.contents, self.windows = world, absolute(root), contents, windows
+        self._world, self._root, self.contents, self.windows = world, root, contents, windows
         self._session, self._arenas, self._agent = opening.session, opening.arenas, opening.agent
         self._snapshotter, self._protector, self.world_number = snapshotter, protector, opening.world_number
         self._unprotected: int | None = None
@@ -138,8 +138,9 @@ class CheckpointSession:
         object_bytes = max(_LEAST_OBJECT_BYTES, _OBJECT_GROWTH * largest, ledger_bytes if world.rank == 0 else 0)
         num_objects = len(objects) + 1  # and the ledger
         needed_bytes = _needed_bytes(contents.reserved.values(), [object_bytes] * num_objects)
-        claimed = partial(_start_agent, absolute(root), name, node, settings)
-        opening = _agree(world, absolute(root), needed_bytes, claimed, node_peers, world_number)
+        root = absolute(root)
+        start_agent = partial(_start_agent, root, name, node, settings)
+        opening = _agree(world, root, needed_bytes, start_agent, node_peers, world_number)
         on_one_node = len(node_peers) == world.size
         windows = CopyWindows(world, separate_link=on_one_node) if settings.windows == "scheduled" else None
         snapshotter = Snapshotter(
