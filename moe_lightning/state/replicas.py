@@ -17,10 +17,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
-from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.collectives import all_gather_json, fingerprint
 from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.state.pieces import parse_dense_key
 from moe_lightning.state.table import State
@@ -48,7 +47,7 @@ class Replica:
     @cached_property
     def factor(self) -> int:
         """Factor of the sum on any rank but the first holder, modulo 2^64."""
-        return -(xxhash.xxh3_64_intdigest(self.name.encode()) | 1)
+        return -(fingerprint(self.name) | 1)
 
 
 @dataclass(frozen=True, kw_only=True)

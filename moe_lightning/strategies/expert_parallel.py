@@ -287,7 +287,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         seed: of keyed randomness and of stock DataLoaders' sampling. None: the one given to seed_everything, else 0.
         timeout_s: longest wait for a peer in any collective.
         check_replicas_every: steps after which everything that several ranks hold alike is compared bit by bit: dense
-                parameters, moments, buffers of this library, replicas of experts; 0: never.
+            parameters, moments, buffers of this library, replicas of experts; 0: never.
         stop_on_nan: action before the update of a step in which a rank's loss, or a gradient that the update would use,
             is not finite: "end" the run, or "skip" the update, which then changes no weight, no optimizer state and no
             buffer. Both let the host wait for the loss of every micro-batch and the norm of the gradients. None:
