@@ -56,7 +56,7 @@ _OURS = "ours"
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ModelOptions):
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     trace: InputFile | None = option("routing trace (.npz) whose most skewed layer is added", None)
     ratios: tuple[Count, ...] = option("loads of the two ranks, as N to 1", [2, 4, 8])

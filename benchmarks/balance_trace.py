@@ -187,7 +187,7 @@ def format_protection(rows: Sequence[TraceRow]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     trace: InputFile = option("routing trace (.npz with counts and iteration)")
     slots: list[Count] = option("resident experts per rank", [3, 4])

@@ -48,7 +48,7 @@ _DENSE_SHARE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     rounds: Count = option("rounds of each contender, in turns", 5)
     ranks: Count = option("processes with a state each", 2)

@@ -30,7 +30,7 @@ Medians = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ModelOptions):
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     parts: list[str] = option("what to compare", PARTS, choices=PARTS)
     rounds: Count = option("trainings of each, in turns", 5)

@@ -39,7 +39,7 @@ _REFUSED, _DIFFERS = "refused: ", "differs: "
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     row: list[str] = option("names of rows; all without it", [])
     page: OutputFile | None = option("where to write them as a page of the documentation (.md), of all rows", None)

@@ -50,7 +50,7 @@ _MOST_GB = 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     shape: Literal["small", "olmoe"] = option("sizes of the model: small, or olmoe as OLMoE-1B-7B", "small")
     contenders: list[str] = option(

@@ -34,7 +34,7 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     tokens: Count = option("tokens T", 4096)
     d_model: Count = option("width D", 512)

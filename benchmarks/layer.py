@@ -26,7 +26,7 @@ from moe_lightning.text_table import table
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     tokens: Count = option("tokens T", 2048)
     d_model: Count = option("width D", 256)

@@ -42,7 +42,7 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     members: list[Annotated[int, Interval(ge=2, le=100_000)]] = option("ranks", [64, 256, 1024])
     per_node: Count = option("ranks of a node", 8)

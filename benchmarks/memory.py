@@ -84,7 +84,7 @@ _TINY_OLMOE = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 6
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     cases: list[str] = option("configurations", [c for c in CASES if c not in _MISSED], choices=list(CASES))
 

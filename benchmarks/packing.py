@@ -33,7 +33,7 @@ _LEAST = 1.8
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     conversations: Annotated[int, Interval(ge=1, le=1_000_000)] = option("lines of the file", 2000)
     batch: Count = option("samples of a step", 8)

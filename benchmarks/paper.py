@@ -24,7 +24,7 @@ PAPERS: dict[str, Reproduction] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     figure: str = option(f"{ALL}, or one of: {', '.join(PAPERS)}", metavar="NAME")
     routing: InputFile | None = option("recorded routing trace (.npz with counts and iteration)", None)

@@ -53,7 +53,7 @@ _TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     sizes: list[str] = option("ranks x experts", ["1024x256", "4096x512"])
     layers: Count = option("MoE layers", 61)

@@ -51,7 +51,7 @@ _EVERY_N_STEPS = 5  # between the checkpoints that a restart goes on from
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     parts: list[str] = option("what to measure", PARTS, choices=PARTS)
     ranks: Count = option("workers", 4)

@@ -33,7 +33,7 @@ SHAPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     device: Literal["a100", "h100", "h200", "b200", "rtx5090"] = option("of the layer, kernel by kernel", "h100")
     design: Literal["separate", "rows", "fused"] = option("of its kernels", "fused")

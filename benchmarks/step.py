@@ -24,7 +24,7 @@ _STOCK = "stock Lightning"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     steps: Count = option("measured steps of a round", 20)
     rounds: Count = option("rounds of each, in turns", 5)

@@ -34,7 +34,7 @@ Measure = Callable[[int, Mapping[str, tile_table.Tile]], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     measure: bool = option("on this machine's GPU, for this user's own table", False)
     write_table: OutputFile | None = option("where to: a JSON file; with --measure the user's cache if none", None)

@@ -32,7 +32,7 @@ _LEAST_STEPS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ModelOptions):
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     scenarios: list[Scenario] = option("what to measure", list(SPEEDS))
     contenders: list[Contender] = option("who takes part", list(CONTENDERS))

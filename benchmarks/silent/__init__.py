@@ -22,7 +22,7 @@ from moe_lightning.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of this benchmark."""
+    """Options of this benchmark."""
 
     case: list[str] = option("names of cases or of kinds; all without it", [])
     names: bool = option("list all cases with their kinds and reports, and run none", False)
