@@ -24,7 +24,6 @@ in all: in a world of 1,000 nodes one packet to each in two seconds, 18 kB/s for
 from __future__ import annotations
 
 import hmac
-import itertools
 import logging
 import os
 import re
@@ -33,18 +32,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from moe_lightning.elastic.client_state import ClientState, Endpoint
 from moe_lightning.elastic.connection import ClientConnection, RendezvousStore, StoreRequests
-from moe_lightning.elastic.membership import ElasticTask, Members, formed_ids, new_member_id, node_of, pack_ids
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members
 from moe_lightning.elastic.preemption import PreemptionWatch
-from moe_lightning.elastic.protocol import Address, Message, ProcessClock, WireError, read_secret
+from moe_lightning.elastic.protocol import Address, Message, ProcessClock, read_secret
 from moe_lightning.elastic.worker import RunFinished, end_hanging_process
 from moe_lightning.errors import ConfigurationError
-
-Endpoint = tuple[str, int]
 
 _REQUEST, _REPLY = b"moe?", b"moe!"
 _NONCE_BYTES = 16
@@ -209,43 +205,21 @@ class LinkChecker:
             and misses[node] >= _FEWEST_MISSES
         )
 
-    def all_reachable(self, now: float) -> bool:
-        """Return True, once, when all nodes that a process outside a world waits for answer."""
+    def reached(self, now: float) -> frozenset[str]:
+        """Return the nodes that a process outside a world waits for, once, when all of them answer; none before."""
         if not self._is_waiting or self._prober is None:
-            return False
+            return frozenset()
         self._prober.send(now, _INTERVAL_SHARE * self._silence_s)
         if not self._targets or any(self._prober.answers[node] < _FEWEST_ANSWERS for node in self._targets):
-            return False
+            return frozenset()
         self._is_waiting = False
         self._prober.end()
-        return True
+        return frozenset(self._targets)
 
     def _end(self) -> None:
         if self._probing_since is not None and self._prober is not None:
             self._prober.end()
         self._probing_since = None
-
-
-@dataclass(kw_only=True)
-class JoinedWorld:
-    """World of this process.
-
-    Attributes:
-        has_set_up: a member had set up before the world formed.
-        probes: probe endpoint of each node.
-        abort: ends every operation that waits for a peer; None before the world is guarded.
-        reason: reason why it broke; None while it is intact.
-        rating: quality of the reason: 1 an error, 2 a silent rank, 3 a death that a launcher reported.
-        broken_at: time on the thread's clock; None while it is intact.
-    """
-
-    members: Members
-    has_set_up: bool
-    probes: Mapping[str, Endpoint] = field(default_factory=dict)
-    abort: Callable[[], None] | None = None
-    reason: str | None = None
-    rating: int = 0
-    broken_at: float | None = None
 
 
 _LONGEST_STEP_S = 0.1
@@ -256,13 +230,9 @@ _NOISE = re.compile(r"\[/[^\]]*\]\s*|\. This is typically caused by .*", re.DOTA
 logger = logging.getLogger(__name__)
 
 
-class WorldTooSmall(ConfigurationError):
-    """Fewer members than `min_ranks` joined in time."""
-
-
 class RendezvousClient:
     """Client of the rendezvous service, connected by a thread of its own until `close`. `join`, `guard` and `close`
-    belong to one thread; others may call the rest.
+    belong to one thread; others may call the rest. `ClientState` decides.
 
     Args:
         task: from the launcher.
@@ -270,48 +240,26 @@ class RendezvousClient:
 
     Attributes:
         task: as given.
-        settings: timeouts of this run.
-        node: failure domain of this process.
-        member_id: name of this process among the members; a new one after an eviction.
 
     Raises:
         ConfigurationError: the run's secret cannot be read.
     """
 
     def __init__(self, task: ElasticTask, multiple: int = 1) -> None:
-        self.task, self.settings, self.node = task, task.settings, task.node
-        self.member_id = new_member_id(task.node, task.token, task.birth_ns)
+        self.task = task
         self._secret = read_secret(Path(task.secret_file))
-        self._address = Address.parse(task.address)
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()  # reentrant; guards the state
+        self._state = ClientState(task, multiple)
         self._clock = ProcessClock()
-        self._watch: JoinedWorld | None = None  # the newest world
-        self._guarded: JoinedWorld | None = None
-        self._main_is_here, self._multiple = True, multiple
-        self._is_joining = self._is_ready = self._is_spare = False
-        self._evicted: str | None = None
-        self._rejected: str | None = None
-        self._rejected_at = 0.0
-        self._probed: Mapping[str, Endpoint] = {}
-        self._number = 0
-        self._progress = 0
-        self._waiting_since: float | None = None
-        self._synced: dict[int, Message] = {}
-        self._syncs = itertools.count()
-        self._finished = 0
-        self._finished_before: int | None = None
-        self._finished_together = 0
-        self._next_beat = 0.0
-        self._reported: frozenset[str] = frozenset()
-        self._links = LinkChecker(self.settings.silence_timeout_s)
+        self._links = LinkChecker(task.settings.silence_timeout_s)
         self._prober: Prober | None = None
+        self._abort_groups: Callable[[], None] | None = None  # of the guarded world
         self._connection = ClientConnection(
-            self._address,
+            Address.parse(task.address),
             self._secret,
             introduce=self._introduce,
             handle=self._handle,
-            silence_s=self.settings.silence_timeout_s,
+            silence_s=task.settings.silence_timeout_s,
         )
         self._requests = StoreRequests(self._connection.send)
         self._store: RendezvousStore | None = None
@@ -319,6 +267,21 @@ class RendezvousClient:
         self._thread = threading.Thread(target=self._run, name="elastic-client", daemon=True)
         self._thread.start()
         self._preemption = PreemptionWatch(task.settings)
+
+    @property
+    def settings(self) -> ElasticSettings:
+        """Timeouts of this run."""
+        return self.task.settings
+
+    @property
+    def node(self) -> str:
+        """Failure domain of this process."""
+        return self.task.node
+
+    @property
+    def member_id(self) -> str:
+        """Name of this process among the members; a new one after an eviction."""
+        return self._state.member_id
 
     # ------------------------------------------------------------------ called by the main thread
 
@@ -348,29 +311,22 @@ class RendezvousClient:
                 are dead.
         """
         with self._changed:
-            former, started = self._watch, self._clock.now
-            self._main_is_here = self._is_joining = True
-            self._is_ready |= is_ready
-            self._rejected = None
-            if self._evicted is None:
-                ready, multiple = self._is_ready, self._multiple
-                self._connection.send({"t": "join", "ready": ready, "multiple": multiple, "spare": is_spare})
-            while self._watch is former:
-                is_over = self.is_finished() and self._finished > self._finished_together
-                if is_over and (self._is_spare or (is_ready and not self._is_inside())):
+            state, former, started = self._state, self._state.world, self._clock.now
+            state.start_join(is_ready=is_ready, is_spare=is_spare)
+            self._carry_out()
+            while state.world is former:
+                if state.is_unneeded(is_ready=is_ready):
                     raise RunFinished("the others have finished the run, and need this process no more")
-                if self._evicted is not None:
-                    self._rename()
+                if state.is_evicted:
+                    state.rename()
+                    self._introduce(self._connection.send)
                 self._check_host(started)
-                self._check_wait(started)
+                state.check_wait(started, self._clock.now)
                 self._changed.wait(_LOOK_S)
-            assert self._watch is not None
-            self._store = RendezvousStore(self._requests, self._watch.members.number)
-            return self._watch.members
-
-    def _is_inside(self) -> bool:
-        """True if this process is in the newest world that it knows, and so may hold state that no other does."""
-        return self._watch is not None and self.member_id in self._watch.members.ids
+            assert state.world is not None
+            members = state.world.members
+            self._store = RendezvousStore(self._requests, members.number)
+            return members
 
     def withdraw_if_early(self, members: Members) -> bool:
         """Leave this first world again if others had set up before it: they train in it, and this process cannot
@@ -379,15 +335,10 @@ class RendezvousClient:
         Args:
             members: from `join`.
         """
-        with self._lock:
-            if self._watch is None or not self._watch.has_set_up:
-                return False
-            reason = "a process joined that has not set up"
-            self._main_is_here = True
-            if self._watch.broken_at is None:
-                self._note_break(self._watch, reason, rating=1)
-            self._connection.send({"t": "withdraw", "reason": reason})
-            return True
+        with self._changed:
+            is_early = self._state.withdraw_if_early(self._clock.now)
+            self._carry_out()
+            return is_early
 
     def world_exists(self) -> bool:
         """Return True if this run has a world already, which a process that has not joined yet would enter.
@@ -395,18 +346,18 @@ class RendezvousClient:
         Raises:
             ConfigurationError: the rendezvous host did not answer for `rendezvous_timeout_s`, or refuses this process.
         """
-        number = next(self._syncs)
-        while True:
-            with self._changed:
+        with self._changed:
+            while True:
                 started = self._clock.now
                 while not self._connection.is_connected:
                     self._check_host(started)
                     self._changed.wait(_LOOK_S)
-                self._connection.send({"t": "sync", "n": number})
-                while number not in self._synced and self._connection.is_connected:
+                self._state.ask_for_world()
+                self._carry_out()
+                while self._state.world_exists is None and self._connection.is_connected:
                     self._changed.wait(_LOOK_S)
-                if (answer := self._synced.pop(number, None)) is not None:
-                    return bool(answer.get("exists"))
+                if (answer := self._state.world_exists) is not None:
+                    return answer
 
     def guard(self, members: Members, abort: Callable[[], None]) -> None:
         """Watch a world until it breaks or the next one is guarded.
@@ -417,16 +368,10 @@ class RendezvousClient:
             members: from `join`.
             abort: called once, from any thread, when the world breaks; ends all waits for peers.
         """
-        with self._lock:
-            assert self._watch is not None, "join first"
-            assert self._watch.members == members, "guard what was joined last"
-            self._guarded, self._main_is_here = self._watch, False
-            self._watch.abort = abort
-            self._reported = frozenset()
-            mine = members.nodes[members.rank]
-            self._links.enter({n: e for n, e in self._watch.probes.items() if n != mine}, self._clock.now)
-            if self._watch.broken_at is not None:
-                self._abort_groups(self._watch)
+        with self._changed:
+            self._links.enter(self._state.guard(members), self._clock.now)
+            self._abort_groups = abort
+            self._carry_out()
 
     def abort(self, reason: str) -> None:
         """Break the present world and abort the groups of all its ranks; a no-op if it is broken already.
@@ -435,16 +380,13 @@ class RendezvousClient:
             reason: one sentence, perhaps of a network library; a cause that a launcher or the host reports replaces
                 it.
         """
-        reason = _NOISE.sub("", reason).strip() or "the world broke"
-        with self._lock:
-            watch = self._guarded
-            if watch is not None and watch.broken_at is None:
-                self._note_break(watch, reason, rating=1)
-                self._connection.send({"t": "broken", "number": watch.members.number, "reason": reason})
+        with self._changed:
+            self._state.abort(_NOISE.sub("", reason).strip() or "the world broke", self._clock.now)
+            self._carry_out()
 
     def record_progress(self) -> None:
         """Record a step of training: while steps are made, links between ranks are not probed."""
-        self._progress += 1
+        self._state.record_progress()
 
     @property
     def reason(self) -> str | None:
@@ -452,8 +394,8 @@ class RendezvousClient:
 
         It may improve until the next join, when a launcher reports a death.
         """
-        with self._lock:
-            return self._guarded.reason if self._guarded is not None else None
+        with self._changed:
+            return self._state.guarded.reason if self._state.guarded is not None else None
 
     def wait_for_cause(self) -> str | None:
         """Return how the member ended that broke the last guarded world, as one sentence; None if nothing is reported
@@ -461,8 +403,8 @@ class RendezvousClient:
         """
 
         def cause() -> str | None:
-            watch = self._guarded
-            return watch.reason if watch is not None and watch.rating > 1 else None
+            world = self._state.guarded
+            return world.reason if world is not None and world.rating > 1 else None
 
         with self._changed:
             return self._changed.wait_for(cause, self.settings.silence_timeout_s + 1.0)
@@ -472,22 +414,20 @@ class RendezvousClient:
 
         Ranks learn it at slightly different times: let one of them decide for all.
         """
-        with self._lock:
-            since = self._waiting_since
-            return since is not None and self._clock.now - since >= self.settings.join_window_s
+        with self._changed:
+            return self._state.has_newcomers(self._clock.now)
 
     def finish(self) -> None:
         """Announce to processes that wait to join that the training is done."""
         with self._changed:
             self._changed.wait_for(lambda: self._connection.is_connected, _GOODBYE_S)
-            self._connection.send({"t": "finish"})
-            if self._watch is not None:  # another run of this process is not over because its peers end this one
-                self._finished_together = self._finished + self._watch.members.size
+            self._state.finish()
+            self._carry_out()
 
     def is_finished(self) -> bool:
         """Return True if others have finished the run since this process started."""
-        with self._lock:
-            return self._finished_before is not None and self._finished > self._finished_before
+        with self._changed:
+            return self._state.is_finished()
 
     def listen(self) -> None:
         """Receive notices from now on, also if a Trainer has replaced the signal handler."""
@@ -501,9 +441,9 @@ class RendezvousClient:
     def close(self) -> None:
         """Leave for good, and free thread, descriptors and connection."""
         self._preemption.close()
-        with self._lock:
-            self._watch = self._guarded = None
-            self._connection.send({"t": "leave"})
+        with self._changed:
+            self._state.leave()
+            self._carry_out()
         self._closed.set()
         self._connection.wake()
         self._thread.join(timeout=_GOODBYE_S)
@@ -511,31 +451,32 @@ class RendezvousClient:
 
     def _check_host(self, started: float) -> None:
         """Raise if the host has not answered for too long."""
-        link, limit = self._connection, self.settings.rendezvous_timeout_s
+        link, address, limit = self._connection, self.task.address, self.settings.rendezvous_timeout_s
         if link.is_connected:
             return
-        never = self._finished_before is None
-        if link.is_refused and never:
-            raise ConfigurationError(f"the rendezvous host at {self._address} refuses this process: {link.error}")
+        if link.is_refused and not self._state.has_registered:
+            raise ConfigurationError(f"the rendezvous host at {address} refuses this process: {link.error}")
         if self._clock.now - max(started, link.lost_at or 0.0) > limit:
             raise ConfigurationError(
-                f"the rendezvous host at {self._address} has not answered for {limit:g} s ({link.error}): see that "
+                f"the rendezvous host at {address} has not answered for {limit:g} s ({link.error}): see that "
                 "it runs and can be reached, then give the same command again, which resumes"
             )
 
-    def _check_wait(self, started: float) -> None:
-        """Raise if no world has formed for too long."""
-        now, limit = self._clock.now, self.settings.join_timeout_s
-        if self._rejected is not None and now - self._rejected_at > self.settings.rendezvous_timeout_s:
-            raise ConfigurationError(f"{self._rejected}: repair it, then give the same command again, which resumes")
-        if now - started > limit and not self._is_spare:
-            raise WorldTooSmall(f"no world within {limit:g} s: look at the other workers")
-
-    def _rename(self) -> None:
-        """Register as a new member after an eviction."""
-        self.member_id = new_member_id(self.task.node, self.task.token)
-        self._evicted = None
-        self._introduce(self._connection.send)
+    def _carry_out(self) -> None:
+        """Send what the state has queued, and abort the groups of worlds that broke."""
+        state = self._state
+        for message in state.outbox:
+            self._connection.send(message)
+        state.outbox.clear()
+        for number in state.broken:
+            self._requests.end(number)
+            if self._abort_groups is None or state.guarded is None or state.guarded.members.number != number:
+                continue
+            try:
+                self._abort_groups()
+            except Exception:  # this thread must go on: it ends a process that hangs
+                logger.exception("the groups of a broken world could not all be aborted")
+        state.broken.clear()
 
     # ------------------------------------------------------------------ the thread
 
@@ -545,7 +486,7 @@ class RendezvousClient:
             try:
                 was_connected = self._connection.is_connected
                 self._connection.step(self._clock.tick(), step_s)
-                with self._lock:
+                with self._changed:
                     if was_connected and not self._connection.is_connected:
                         self._requests.end()
                     self._tick(self._clock.tick())
@@ -557,42 +498,21 @@ class RendezvousClient:
             self._prober.close()
 
     def _tick(self, now: float) -> None:
-        if now >= self._next_beat:
-            ranks = self._watch.members.size if self._watch is not None else 1
-            self._next_beat = now + self.settings.heartbeat_interval_s(ranks)
-            self._connection.send({"t": "beat", "progress": self._progress})
-        watch = self._guarded
-        if self._links.all_reachable(now):
-            self._rejected = None
-            self._connection.send({"t": "reachable", "nodes": sorted(self._probed)})
-        if watch is None or watch.broken_at is not None or self._main_is_here:
-            return
-        unreachable = self._links.unreachable(self._progress, now)
-        if unreachable and not self._connection.is_connected:
-            names = ", ".join(sorted(unreachable))
-            self._note_break(watch, f"neither the rendezvous host nor {names} can be reached from here", rating=2)
-        elif unreachable != self._reported:
-            self._reported = unreachable
-            self._connection.send({"t": "unreachable", "number": watch.members.number, "nodes": sorted(unreachable)})
+        state = self._state
+        state.beat(now)
+        if nodes := self._links.reached(now):
+            state.report_reachable(nodes)
+        if state.is_training:
+            unreachable = self._links.unreachable(state.progress, now)
+            state.report_links(unreachable, now, is_connected=self._connection.is_connected)
+        self._carry_out()
 
     def _introduce(self, send: Callable[[Message], object], *, is_full: bool = False) -> None:
-        """Register at the host, on a new connection or under a new name, with the number of the world that it may not
-        know, and if it has asked with the members of that.
-        """
+        """Register at the host, on a new connection or under a new name."""
         with self._changed:
-            timeouts, watch, world = self.settings.patience, self._watch, None
-            if watch is not None and self.member_id in watch.members.ids:
-                world = {"number": watch.members.number, "patience": timeouts}
-                world |= {"members": pack_ids(watch.members.ids)} if is_full else {}
-                world |= {"broken": watch.reason} if watch.reason is not None else {}
             self._listen_for_probes()
-            self._reported = frozenset()
-            send({
-                "t": "member", "id": self.member_id, "expected": self.task.expected, "patience": timeouts,
-                "probe": list(self._prober.endpoint) if self._prober is not None else None,
-                "joining": self._is_joining, "ready": self._is_ready, "number": self._number, "world": world,
-                "multiple": self._multiple,
-            })  # fmt: skip
+            probe = self._prober.endpoint if self._prober is not None else None
+            send(self._state.introduction(probe, is_full=is_full))
             self._changed.notify_all()
 
     def _listen_for_probes(self) -> None:
@@ -608,87 +528,24 @@ class RendezvousClient:
         self._links.use(prober)
 
     def _handle(self, message: Message) -> None:
-        if message.get("t") == "stored":
-            self._requests.answer(message)
-            return
-        with self._changed:
-            self._apply(message)
-            self._changed.notify_all()
-
-    def _apply(self, message: Message) -> None:
         match message:
-            case {"t": "state" | "finished", "finished": int(finished)}:
-                self._finished = finished
-                if self._finished_before is None:
-                    self._finished_before = finished
+            case {"t": "stored"}:
+                self._requests.answer(message)
+                return
             case {"t": "introduce", "full": bool(is_full)}:
                 self._introduce(self._connection.send, is_full=is_full)
-            case {"t": "synced", "n": int(number)}:
-                self._synced[number] = message
-            case {"t": "formed", "number": int(number), "probes": list()}:
-                self._enter(number, message)
-            case {"t": "broken", "number": int(number), "reason": str(reason), "rating": int(rating)}:
-                for watch in (self._watch, self._guarded):
-                    if watch is not None and watch.members.number == number:
-                        self._note_break(watch, reason, rating=rating)
-            case {"t": "expelled", "reason": str(reason)}:
-                self._evicted = reason
-                if self._guarded is not None and self._guarded.broken_at is None:
-                    self._note_break(self._guarded, reason, rating=2)
-            case {"t": "waiting", "count": int(count)}:
-                if count == 0 or self._waiting_since is None:
-                    self._waiting_since = self._clock.now if count else None
-            case {"t": "spare"}:
-                self._is_spare = True
-            case {"t": "kept out", "reason": str(reason), "probes": dict(probes)}:
-                self._rejected, self._rejected_at = reason, self._clock.now
-                self._probed = _endpoints(probes)
-                self._links.wait(self._probed, self._clock.now)
-
-    def _enter(self, number: int, message: Message) -> None:
-        former = self._watch
-        try:
-            ids = formed_ids(message, None if former is None else (former.members.number, former.members.ids))
-            nodes = sorted({node_of(member_id) for member_id in ids})
-            known = former.probes if former is not None and "since" in message else {}
-            probes = {node: known[node] for node in nodes if node in known}
-            probes |= _endpoints({node: sent for node, sent in zip(nodes, message["probes"], strict=True) if sent})
-        except ValueError as error:
-            raise WireError(str(error)) from None
-        if self.member_id not in ids:
-            return
-        members = Members(number=number, ids=ids, me=ids.index(self.member_id))
-        self._number = max(self._number, number)
-        self._watch = JoinedWorld(
-            members=members,
-            has_set_up=message.get("settled") is True,
-            probes=probes,
-        )
-        self._is_joining, self._is_spare, self._waiting_since, self._rejected = False, False, None, None
-
-    def _note_break(self, watch: JoinedWorld, reason: str, *, rating: int) -> None:
-        """Record that a world broke, or a better reason for it, and abort its groups."""
-        if rating > watch.rating:
-            watch.reason, watch.rating = reason, rating
-        if watch.broken_at is None:
-            watch.broken_at = self._clock.now
-            self._abort_groups(watch)
-
-    def _abort_groups(self, watch: JoinedWorld) -> None:
-        self._requests.end(watch.members.number)
-        try:
-            if watch.abort is not None:
-                watch.abort()
-        except Exception:  # this thread must go on: it ends a process that hangs
-            logger.exception("the groups of a broken world could not all be aborted")
+                return
+        with self._changed:
+            state, rejection = self._state, self._state.rejection
+            state.receive(message, self._clock.now)
+            if state.rejection is not None and state.rejection is not rejection:
+                self._links.wait(state.rejection.probes, self._clock.now)
+            self._carry_out()
+            self._changed.notify_all()
 
     def _end_if_hanging(self) -> None:
         """End this process if its main thread does not return from a broken world, since all others wait for it."""
-        watch, limit = self._guarded, self.settings.hang_limit_s(self._progress)
-        if watch is None or watch.broken_at is None or self._main_is_here or self._clock.now - watch.broken_at < limit:
-            return
-        end_hanging_process(limit, watch.reason)
-
-
-def _endpoints(values: Mapping[str, Any]) -> dict[str, Endpoint]:
-    return {node: (str(host), int(port)) for node, (host, port) in values.items()}
+        with self._changed:
+            limit_s = self._state.exceeded_limit_s(self._clock.now)
+        if limit_s is not None:
+            end_hanging_process(limit_s, self.reason)

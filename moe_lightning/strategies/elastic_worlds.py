@@ -32,9 +32,9 @@ from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, without_snapshots
 from moe_lightning.compat import private_lightning
 from moe_lightning.data.loader import leave_schedule
+from moe_lightning.elastic.client_state import WorldTooSmall
 from moe_lightning.elastic.faults import WorldChanged, is_network_fault, is_world_fault, reason_of, release_frames
 from moe_lightning.elastic.membership import Members, Membership
-from moe_lightning.elastic.rendezvous_client import WorldTooSmall
 from moe_lightning.elastic.worker import PeerFailed, Preempted, RunFinished, signature_of, take_over_terminal
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.warm_up import warm_up

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lightning.elastic.membership import formed_ids, new_member_id, pack_ids, unpack_ids, worker_token
+from moe_lightning.elastic.client_state import ClientState
+from moe_lightning.elastic.membership import (
+    ElasticTask,
+    formed_ids,
+    new_member_id,
+    pack_ids,
+    unpack_ids,
+    worker_token,
+)
 from moe_lightning.elastic.protocol import Message, WireError
 from moe_lightning.elastic.rendezvous_state import (
     CurrentWorld,
@@ -436,34 +444,56 @@ def test_random_histories_end_in_one_world_of_all_that_live(seed: int) -> None:
             assert worlds.setdefault(world.number, world.ids) == world.ids, "a number is one world's for ever"
     clients.settle(crowd)
     assert crowd.roster.world is not None
-    assert {c.world for c in clients.alive} == {crowd.roster.world.number}
-    assert sorted(c.member_id for c in clients.alive) == sorted(crowd.roster.world.ids)
+    assert {client.number for client in clients.alive} == {crowd.roster.world.number}
+    assert sorted(client.state.member_id for client in clients.alive) == sorted(crowd.roster.world.ids)
 
 
 class Client:
-    """What a monitor knows, without its threads."""
+    """A worker around the state of its client, without threads and sockets."""
 
     def __init__(self, index: int) -> None:
-        self.token, self.births = f"t{index}", 0
+        self.state = ClientState(ElasticTask(address="none", secret_file="none", node=f"n-{index}", token=f"t{index}"))
         self.connection: int | None = None
-        self.world, self.ids, self.is_broken, self.is_joining = 0, [""], True, True
-        self.rename()
+        self.aborted: list[int] = []
+        self.join()
 
-    def rename(self) -> None:
-        self.births += 1
-        self.member_id = f"{self.births:03}-{self.token}.n-{self.token}.{self.token}"
+    @property
+    def number(self) -> int:
+        return 0 if self.state.world is None else self.state.world.members.number
 
-    def introduction(self, *, is_full: bool = False) -> Message:
-        in_it = self.member_id in self.ids
-        world: Message | None = {"number": self.world, "patience": TIMES} if in_it else None
-        if world is not None and is_full:
-            world["members"] = pack_ids(self.ids)
-        if world is not None and self.is_broken:
-            world["broken"] = "broken"
-        return {
-            "t": "member", "id": self.member_id, "expected": 1, "patience": TIMES, "probe": None,
-            "joining": self.is_joining, "ready": True, "number": self.world, "world": world,
-        }  # fmt: skip
+    def join(self) -> None:
+        self.is_joining = True
+        self.state.start_join(is_ready=True, is_spare=False)
+
+    def work(self, now: float, *, wants_break: bool = False) -> None:
+        """Train in a new world, or come to the next join."""
+        state, guarded = self.state, self.state.guarded
+        if state.world is not guarded:
+            assert self.is_joining, "a world without a join"
+            assert state.world is not None
+            assert guarded is None or state.world.members.number > guarded.members.number, "numbers grow"
+            state.guard(state.world.members)
+            self.is_joining = False
+        elif not self.is_joining:
+            if wants_break:
+                state.abort("felt", now)
+            if not state.is_training:
+                self.join()
+
+    def carry_out(self, crowd: Crowd) -> None:
+        state = self.state
+        if state.is_evicted and self.is_joining:
+            state.rename()
+            if self.connection is not None:
+                crowd.say(self.connection, state.introduction(None))
+        sent, state.outbox = state.outbox, []
+        for message in sent if self.connection is not None else ():
+            crowd.say(self.connection or 0, message)
+        self.aborted += state.broken
+        state.broken.clear()
+        if state.guarded is not None:
+            is_aborted = state.guarded.members.number in self.aborted
+            assert is_aborted == (state.guarded.broken_at is not None)
 
 
 class Clients:
@@ -482,23 +512,20 @@ class Clients:
             if client.connection is None:
                 if rng.random() < 0.5:
                     self.connect(client, crowd)
-                continue
-            crowd.say(client.connection, {"t": "beat", "progress": 0})
-            if rng.random() < 0.05:
+            elif rng.random() < 0.05:
                 crowd.roster.disconnect(client.connection, crowd.now)
                 client.connection = None
                 if rng.random() < 0.5:
                     self.alive.remove(client)  # it has died
-            elif client.is_broken and not client.is_joining:
-                client.is_joining = True
-                crowd.say(client.connection, {"t": "join", "ready": True})
-            elif not client.is_broken and rng.random() < 0.05:
-                client.is_broken = True
-                crowd.say(client.connection, {"t": "broken", "number": client.world, "reason": "felt"})
+                    continue
+            client.state.beat(crowd.now)
+            if rng.random() < 0.7:
+                client.work(crowd.now, wants_break=rng.random() < 0.05)
+            client.carry_out(crowd)
 
     def connect(self, client: Client, crowd: Crowd) -> None:
         client.connection = next(self._connections)
-        crowd.say(client.connection, client.introduction())
+        crowd.say(client.connection, client.state.introduction(None))
 
     def hear(self, crowd: Crowd) -> None:
         for client in self.alive:
@@ -510,23 +537,11 @@ class Clients:
                 self._take(client, told[place], crowd)
 
     def _take(self, client: Client, message: Message, crowd: Crowd) -> None:
-        if message["t"] == "formed":
-            ids = formed_ids(message, (client.world, client.ids))
-            if client.member_id not in ids:
-                return
-            assert message["number"] >= client.world, "numbers grow"
-            client.world, client.ids = message["number"], list(ids)
-            client.is_broken = client.is_joining = False
-        elif message["t"] == "introduce":
-            assert client.connection is not None
-            crowd.say(client.connection, client.introduction(is_full=message["full"]))
-        elif message["t"] == "broken" and message["number"] == client.world:
-            client.is_broken = True
-        elif message["t"] == "expelled":
-            client.rename()
-            client.is_broken = client.is_joining = True
-            assert client.connection is not None
-            crowd.say(client.connection, client.introduction())
+        assert client.connection is not None
+        if message["t"] == "introduce":
+            crowd.say(client.connection, client.state.introduction(None, is_full=message["full"]))
+            return
+        client.state.receive(message, crowd.now)
 
     def meet_a_new_host(self, crowd: Crowd) -> Crowd:
         for client in self.alive:
@@ -541,13 +556,8 @@ class Clients:
             for client in self.alive:
                 if client.connection is None:
                     self.connect(client, crowd)
-                crowd.say(client.connection or 0, {"t": "beat", "progress": 0})
-                waiting = crowd.last(client.connection or 0, "waiting")
-                if waiting is not None and waiting["count"] and not client.is_broken:
-                    client.is_broken = True
-                    crowd.say(client.connection or 0, {"t": "broken", "number": client.world, "reason": "newcomers"})
-                if client.is_broken and not client.is_joining:
-                    client.is_joining = True
-                    crowd.say(client.connection or 0, {"t": "join", "ready": True})
+                client.state.beat(crowd.now)
+                client.work(crowd.now, wants_break=client.state.has_newcomers(crowd.now))
+                client.carry_out(crowd)
             crowd.tick(0.1)
             self.hear(crowd)

@@ -1,0 +1,363 @@
+"""State machine of a rendezvous client, without sockets and threads: messages, calls and times in, messages out.
+
+`ClientState` joins worlds, keeps the newest one and the one that training runs in, and records why one breaks. It is
+the peer of `RendezvousState`; `RendezvousClient` connects the two. Times are seconds of the owner's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_lightning.elastic.membership import ElasticTask, Members, formed_ids, new_member_id, node_of, pack_ids
+from moe_lightning.elastic.protocol import Message, WireError
+from moe_lightning.errors import ConfigurationError
+
+Endpoint = tuple[str, int]
+
+
+class WorldTooSmall(ConfigurationError):
+    """Fewer members than `min_ranks` joined in time."""
+
+
+@dataclass(kw_only=True)
+class JoinedWorld:
+    """World of this process.
+
+    Attributes:
+        has_set_up: a member had set up before the world formed.
+        probes: probe endpoint of each node.
+        is_left: the main thread is not in it: it has not guarded it yet, or has come to the next join.
+        reason: reason why it broke; None while it is intact.
+        rating: quality of the reason: 1 an error, 2 a silent rank, 3 a death that a launcher reported.
+        broken_at: time; None while it is intact.
+        unreachable: nodes behind dead links, as the host was told.
+    """
+
+    members: Members
+    has_set_up: bool
+    probes: Mapping[str, Endpoint] = field(default_factory=dict)
+    is_left: bool = True
+    reason: str | None = None
+    rating: int = 0
+    broken_at: float | None = None
+    unreachable: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """Rejection by a world that this process does not reach all nodes of.
+
+    Attributes:
+        reason: the dead links, as a sentence.
+        probes: probe endpoint of each node that must answer.
+        at: time.
+    """
+
+    reason: str
+    probes: Mapping[str, Endpoint]
+    at: float
+
+
+@dataclass(kw_only=True)
+class _Join:
+    """What the host has to know of a join, also on a new connection.
+
+    Attributes:
+        multiple: of members in worlds that train.
+        is_waiting: for a world.
+        is_ready: set up.
+        is_spare: waits until there are enough for a multiple.
+    """
+
+    multiple: int
+    is_waiting: bool = False
+    is_ready: bool = False
+    is_spare: bool = False
+
+
+@dataclass(kw_only=True)
+class _Finishes:
+    """Members that have finished the run, as counted by the host.
+
+    Attributes:
+        before: when this process first registered; None before.
+        together: with this process, and those before.
+    """
+
+    count: int = 0
+    before: int | None = None
+    together: int = 0
+
+
+class ClientState:
+    """State of one member. The owner sends `outbox`, aborts the groups of the worlds in `broken`, and clears both.
+
+    Args:
+        task: from the launcher.
+        multiple: number of members of which worlds that train are multiples.
+
+    Attributes:
+        member_id: name of this process among the members; a new one after an eviction.
+        world: the newest one.
+        guarded: the one that was guarded last.
+        rejection: of this process, until a world admits it.
+        is_evicted: `rename` and introduce this process again.
+        progress: count of its steps.
+        outbox: messages for the host, in order.
+        broken: numbers of worlds whose waits must end.
+    """
+
+    def __init__(self, task: ElasticTask, multiple: int = 1) -> None:
+        self._task = task
+        self._join = _Join(multiple=multiple)
+        self._finishes = _Finishes()
+        self._waiting_since: float | None = None  # newcomers wait
+        self._next_beat = 0.0
+        self._sync: tuple[int, bool | None] = (0, None)  # number of the last question whether a world exists, answer
+        self.member_id = new_member_id(task.node, task.token, task.birth_ns)
+        self.world: JoinedWorld | None = None
+        self.guarded: JoinedWorld | None = None
+        self.rejection: Rejection | None = None
+        self.is_evicted = False
+        self.progress = 0
+        self.outbox: list[Message] = []
+        self.broken: list[int] = []
+
+    # ------------------------------------------------------------------ calls of the worker
+
+    def start_join(self, *, is_ready: bool, is_spare: bool) -> None:
+        """Leave the world, and wait for the next one."""
+        if self.guarded is not None:
+            self.guarded.is_left = True
+        self._join.is_waiting = True
+        self._join.is_ready |= is_ready
+        self.rejection = None
+        if not self.is_evicted:
+            self._send(t="join", ready=self._join.is_ready, multiple=self._join.multiple, spare=is_spare)
+
+    def is_unneeded(self, *, is_ready: bool) -> bool:
+        """Return True if a process that joins can end, since the others have finished without it."""
+        if not self.is_finished() or self._finishes.count <= self._finishes.together:
+            return False
+        return self._join.is_spare or (is_ready and not self._is_inside())
+
+    def check_wait(self, started: float, now: float) -> None:
+        """Raise if a join that started then has been waiting for too long."""
+        settings, rejection = self._task.settings, self.rejection
+        if rejection is not None and now - rejection.at > settings.rendezvous_timeout_s:
+            raise ConfigurationError(f"{rejection.reason}: repair it, then give the same command again, which resumes")
+        if now - started > settings.join_timeout_s and not self._join.is_spare:
+            raise WorldTooSmall(f"no world within {settings.join_timeout_s:g} s: look at the other workers")
+
+    def withdraw_if_early(self, now: float) -> bool:
+        """Leave this first world again if others had set up before it; True if so."""
+        world = self.world
+        if world is None or not world.has_set_up:
+            return False
+        reason = "a process joined that has not set up"
+        world.is_left = True
+        if world.broken_at is None:
+            self._break(world, reason, 1, now)
+        self._send(t="withdraw", reason=reason)
+        return True
+
+    def guard(self, members: Members) -> dict[str, Endpoint]:
+        """Train in the newest world from now on; return the probe endpoints of its other nodes."""
+        world = self.world
+        assert world is not None, "join first"
+        assert world.members == members, "guard what was joined last"
+        self.guarded, world.is_left, world.unreachable = world, False, frozenset()
+        if world.broken_at is not None:
+            self.broken.append(members.number)
+        mine = members.nodes[members.rank]
+        return {node: endpoint for node, endpoint in world.probes.items() if node != mine}
+
+    def abort(self, reason: str, now: float) -> None:
+        """Break the guarded world for all its ranks; a no-op if it is broken already."""
+        world = self.guarded
+        if world is not None and world.broken_at is None:
+            self._break(world, reason, 1, now)
+            self._send(t="broken", number=world.members.number, reason=reason)
+
+    def record_progress(self) -> None:
+        """Record a step of training."""
+        self.progress += 1
+
+    def finish(self) -> None:
+        """Announce that the training is done."""
+        self._send(t="finish")
+        if self.world is not None:  # another run of this process is not over because its peers end this one
+            self._finishes.together = self._finishes.count + self.world.members.size
+
+    def is_finished(self) -> bool:
+        """Return True if others have finished the run since this process registered."""
+        return self._finishes.before is not None and self._finishes.count > self._finishes.before
+
+    def has_newcomers(self, now: float) -> bool:
+        """Return True if a process has been waiting for at least `join_window_s` to join."""
+        since = self._waiting_since
+        return since is not None and now - since >= self._task.settings.join_window_s
+
+    def ask_for_world(self) -> None:
+        """Ask the host if a world exists; `world_exists` has its answer."""
+        self._sync = (self._sync[0] + 1, None)
+        self._send(t="sync", n=self._sync[0])
+
+    @property
+    def world_exists(self) -> bool | None:
+        """Answer to the last question; None without one."""
+        return self._sync[1]
+
+    def leave(self) -> None:
+        """Leave for good."""
+        self.world = self.guarded = None
+        self._send(t="leave")
+
+    def rename(self) -> None:
+        """Become a new member after an eviction."""
+        self.member_id = new_member_id(self._task.node, self._task.token)
+        self.is_evicted = False
+
+    # ------------------------------------------------------------------ the host
+
+    @property
+    def has_registered(self) -> bool:
+        """True if the host has ever answered."""
+        return self._finishes.before is not None
+
+    def introduction(self, probe: Endpoint | None, *, is_full: bool = False) -> Message:
+        """Return the message that registers this process, on a new connection or under a new name.
+
+        Args:
+            probe: its endpoint for probes.
+            is_full: name the members of its world, not only the number, as the host has asked.
+        """
+        timeouts, world, reported = self._task.settings.patience, self.world, None
+        if world is not None and self._is_inside():
+            reported = {"number": world.members.number, "patience": timeouts}
+            reported |= {"members": pack_ids(world.members.ids)} if is_full else {}
+            reported |= {"broken": world.reason} if world.reason is not None else {}
+        if self.guarded is not None:
+            self.guarded.unreachable = frozenset()
+        return {
+            "t": "member", "id": self.member_id, "expected": self._task.expected, "patience": timeouts,
+            "probe": None if probe is None else list(probe), "joining": self._join.is_waiting,
+            "ready": self._join.is_ready, "number": self._number, "world": reported, "multiple": self._join.multiple,
+        }  # fmt: skip
+
+    def receive(self, message: Message, now: float) -> None:
+        """Handle a message of the host.
+
+        Raises:
+            WireError: it is malformed.
+        """
+        match message:
+            case {"t": "state" | "finished", "finished": int(finished)}:
+                self._finishes.count = finished
+                if self._finishes.before is None:
+                    self._finishes.before = finished
+            case {"t": "synced", "n": int(number), "exists": bool(exists)} if number == self._sync[0]:
+                self._sync = (number, exists)
+            case {"t": "formed", "number": int(number), "probes": list()}:
+                self._enter(number, message)
+            case {"t": "broken", "number": int(number), "reason": str(reason), "rating": int(rating)}:
+                for world in (self.world, self.guarded):
+                    if world is not None and world.members.number == number:
+                        self._break(world, reason, rating, now)
+            case {"t": "expelled", "reason": str(reason)}:
+                self.is_evicted = True
+                if self.guarded is not None and self.guarded.broken_at is None:
+                    self._break(self.guarded, reason, 2, now)
+            case {"t": "waiting", "count": int(count)}:
+                if count == 0 or self._waiting_since is None:
+                    self._waiting_since = now if count else None
+            case {"t": "spare"}:
+                self._join.is_spare = True
+            case {"t": "kept out", "reason": str(reason), "probes": dict(probes)}:
+                self.rejection = Rejection(reason=reason, probes=_endpoints(probes), at=now)
+
+    def _enter(self, number: int, message: Message) -> None:
+        former = self.world
+        try:
+            ids = formed_ids(message, None if former is None else (former.members.number, former.members.ids))
+            nodes = sorted({node_of(member_id) for member_id in ids})
+            known = former.probes if former is not None and "since" in message else {}
+            probes = {node: known[node] for node in nodes if node in known}
+            probes |= _endpoints({node: sent for node, sent in zip(nodes, message["probes"], strict=True) if sent})
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        if self.member_id not in ids or number <= self._number:
+            return
+        members = Members(number=number, ids=ids, me=ids.index(self.member_id))
+        self.world = JoinedWorld(members=members, has_set_up=message.get("settled") is True, probes=probes)
+        self._join.is_waiting = self._join.is_spare = False
+        self._waiting_since = self.rejection = None
+
+    def _break(self, world: JoinedWorld, reason: str, rating: int, now: float) -> None:
+        """Record that a world broke, or a better reason for it."""
+        if rating > world.rating:
+            world.reason, world.rating = reason, rating
+        if world.broken_at is None:
+            world.broken_at = now
+            self.broken.append(world.members.number)
+
+    # ------------------------------------------------------------------ time
+
+    def beat(self, now: float) -> None:
+        """Send the heartbeat that is due."""
+        if now >= self._next_beat:
+            ranks = self.world.members.size if self.world is not None else 1
+            self._next_beat = now + self._task.settings.heartbeat_interval_s(ranks)
+            self._send(t="beat", progress=self.progress)
+
+    @property
+    def is_training(self) -> bool:
+        """True while the main thread is in an intact world: only then dead links count."""
+        return self.guarded is not None and self.guarded.broken_at is None and not self.guarded.is_left
+
+    def report_links(self, nodes: frozenset[str], now: float, *, is_connected: bool) -> None:
+        """Report the nodes behind dead links while `is_training`, once after each change.
+
+        Args:
+            is_connected: to the host; without it a dead link breaks the world at once.
+        """
+        world = self.guarded
+        assert world is not None
+        if nodes and not is_connected:
+            names = ", ".join(sorted(nodes))
+            self._break(world, f"neither the rendezvous host nor {names} can be reached from here", 2, now)
+        elif nodes != world.unreachable:
+            world.unreachable = nodes
+            self._send(t="unreachable", number=world.members.number, nodes=sorted(nodes))
+
+    def report_reachable(self, nodes: Iterable[str]) -> None:
+        """Report that all nodes answer that were behind dead links when this process was rejected."""
+        self.rejection = None
+        self._send(t="reachable", nodes=sorted(nodes))
+
+    def exceeded_limit_s(self, now: float) -> float | None:
+        """Return the time that the main thread had to return from a broken world, if it is over; else None."""
+        world, limit_s = self.guarded, self._task.settings.hang_limit_s(self.progress)
+        if world is None or world.broken_at is None or world.is_left or now - world.broken_at < limit_s:
+            return None
+        return limit_s
+
+    # ------------------------------------------------------------------
+
+    @property
+    def _number(self) -> int:
+        """Number of the newest world."""
+        return 0 if self.world is None else self.world.members.number
+
+    def _is_inside(self) -> bool:
+        """Return True if this process is in the newest world, and so may hold state that no other does."""
+        return self.world is not None and self.member_id in self.world.members.ids
+
+    def _send(self, **message: Any) -> None:
+        self.outbox.append(message)
+
+
+def _endpoints(values: Mapping[str, Any]) -> dict[str, Endpoint]:
+    return {node: (str(host), int(port)) for node, (host, port) in values.items()}

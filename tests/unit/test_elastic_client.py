@@ -1,0 +1,209 @@
+"""State of a rendezvous client against calls and messages in any order, foreign and late ones among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lightning.elastic.client_state import ClientState, JoinedWorld, WorldTooSmall
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, formed_ids, pack_ids
+from moe_lightning.elastic.protocol import Message, WireError
+from moe_lightning.errors import ConfigurationError
+
+PATIENCE = ElasticSettings(join_window_s=1.0, join_timeout_s=60.0, rendezvous_timeout_s=9.0)
+PEERS = [f"{index:020}.node-{index}.peer-{index}" for index in range(1, 4)]
+
+
+def client() -> ClientState:
+    return ClientState(ElasticTask(address="none", secret_file="none", node="me", birth_ns=0, settings=PATIENCE))
+
+
+def formed(state: ClientState, number: int, peers: list[str], *, is_inside: bool = True, **facts: Any) -> Message:
+    ids = [*([state.member_id] if is_inside else []), *peers]
+    probes = [["10.0.0.1", 7] for _ in ids]
+    return {"t": "formed", "number": number, "members": pack_ids(ids), "probes": probes, "settled": False, **facts}
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("join"), st.booleans(), st.booleans()),
+    st.tuples(st.just("formed"), st.integers(1, 6), st.sets(st.sampled_from(PEERS)), st.booleans()),
+    st.tuples(st.just("broken"), st.integers(1, 6), st.integers(1, 3)),
+    st.tuples(st.just("waiting"), st.integers(0, 2)),
+    st.tuples(st.just("finished"), st.integers(0, 3)),
+    st.tuples(st.just("links"), st.frozensets(st.sampled_from(["node-1", "node-2"])), st.booleans()),
+    st.tuples(st.sampled_from(["guard", "abort", "expelled", "rename", "beat", "connect", "withdraw", "step"])),
+)
+
+
+def play(state: ClientState, event: Any, now: float) -> None:
+    """Let one event happen, if a worker could cause it."""
+    match event:
+        case ("join", is_ready, is_spare):
+            state.start_join(is_ready=is_ready, is_spare=is_spare)
+        case ("formed", number, peers, is_inside):
+            state.receive(formed(state, number, sorted(peers), is_inside=is_inside), now)
+        case ("broken", number, rating):
+            state.receive({"t": "broken", "number": number, "reason": f"{number} {rating}", "rating": rating}, now)
+        case ("waiting", count):
+            state.receive({"t": "waiting", "count": count}, now)
+        case ("finished", count):
+            state.receive({"t": "finished", "finished": count}, now)
+        case ("links", nodes, is_connected) if state.is_training:
+            state.report_links(nodes, now, is_connected=is_connected)
+        case ("guard",) if state.world is not None and state.world is not state.guarded:
+            state.guard(state.world.members)
+        case ("abort",):
+            state.abort("felt", now)
+        case ("expelled",):
+            state.receive({"t": "expelled", "reason": "silent"}, now)
+        case ("rename",) if state.is_evicted:
+            state.rename()
+        case ("beat",):
+            state.beat(now)
+        case ("connect",):
+            check_introduction(state)
+        case ("withdraw",):
+            state.withdraw_if_early(now)
+        case ("step",):
+            state.record_progress()
+
+
+def check_introduction(state: ClientState) -> None:
+    """A host that was restarted learns the world from it, if this process is in it."""
+    for is_full in (False, True):
+        reported = state.introduction(("10.0.0.9", 9), is_full=is_full)["world"]
+        world = state.world
+        if world is None or state.member_id not in world.members.ids:
+            assert reported is None
+            continue
+        assert reported["number"] == world.members.number
+        assert reported.get("broken") == world.reason
+        assert ("members" in reported) == is_full
+        if is_full:
+            assert formed_ids(reported, None) == world.members.ids
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.tuples(EVENTS, st.floats(0, 2)), max_size=40))
+def test_any_order_of_events(history: list[tuple[Any, float]]) -> None:
+    state, now = client(), 0.0
+    known: dict[int, tuple[str, ...]] = {}
+    aborts: dict[int, int] = {}  # since the world was guarded
+    before: dict[int, tuple[int, float | None]] = {}
+    for event, seconds in history:
+        now += seconds
+        number = state.world.members.number if state.world else 0
+        guarded = state.guarded
+        play(state, event, now)
+        world = state.world
+        if world is not None:
+            assert world.members.number >= number, "numbers grow"
+            assert known.setdefault(world.members.number, world.members.ids) == world.members.ids
+            assert world.members.ids[world.members.me].endswith(world.members.ids[world.members.rank])
+        if state.guarded is not guarded:
+            assert state.guarded is not None
+            aborts[state.guarded.members.number] = 0
+        for each in state.broken:
+            aborts[each] = aborts.get(each, 0) + 1
+        state.broken.clear()
+        for each in filter(None, (state.world, state.guarded)):
+            check_break(each, before)
+        if state.guarded is not None:
+            expected = int(state.guarded.broken_at is not None)
+            assert aborts[state.guarded.members.number] == expected, "aborted once, and only if it broke"
+        assert not (state.is_training and state.exceeded_limit_s(now) is not None)
+    check_sent(state)
+
+
+def check_break(world: JoinedWorld, before: dict[int, tuple[int, float | None]]) -> None:
+    """A break stays, and its reason only gets better."""
+    number = world.members.number
+    rating, broken_at = before.get(number, (0, None))
+    assert world.rating >= rating
+    assert broken_at is None or world.broken_at == broken_at
+    assert (world.reason is None) == (world.broken_at is None)
+    before[number] = (world.rating, world.broken_at)
+
+
+def check_sent(state: ClientState) -> None:
+    """A change of the dead links is told once, a break by its first cause alone."""
+    kinds = [message["t"] for message in state.outbox]
+    assert set(kinds) <= {"join", "beat", "unreachable", "broken", "withdraw"}
+    broken = [message["number"] for message in state.outbox if message["t"] == "broken"]
+    assert len(broken) == len(set(broken))
+
+
+def test_a_late_message_of_a_former_world_changes_nothing() -> None:
+    state = client()
+    state.receive(formed(state, 5, PEERS), 0.0)
+    world = state.world
+    state.receive(formed(state, 4, PEERS[:1]), 0.0)
+    state.receive({"t": "broken", "number": 4, "reason": "old", "rating": 3}, 0.0)
+    assert state.world is world
+    assert world is not None
+    assert world.broken_at is None
+    with pytest.raises(WireError, match="a difference to world 4 in place of 5"):
+        state.receive(formed(state, 6, [], since=4, gone=[]), 0.0)
+
+
+def test_known_endpoints_are_not_sent_again() -> None:
+    state = client()
+    state.receive(formed(state, 1, PEERS[:2]), 0.0)
+    new = {"probes": [None, None, ["10.0.0.3", 3]], "since": 1, "gone": [2]}
+    state.receive({"t": "formed", "number": 2, "members": [PEERS[2]], "settled": True, **new}, 0.0)
+    assert state.world is not None
+    assert state.world.members.ids == (state.member_id, PEERS[0], PEERS[2])
+    assert state.guard(state.world.members) == {"node-1": ("10.0.0.1", 7), "node-3": ("10.0.0.3", 3)}
+
+
+def test_a_process_ends_where_the_others_have_finished_without_it() -> None:
+    state = client()
+    state.receive({"t": "state", "finished": 2}, 0.0)
+    state.start_join(is_ready=True, is_spare=False)
+    assert not state.is_unneeded(is_ready=True)
+    state.receive({"t": "finished", "finished": 3}, 0.0)
+    assert state.is_unneeded(is_ready=True)
+    assert not state.is_unneeded(is_ready=False), "another run of this process"
+    state.receive(formed(state, 1, PEERS), 0.0)
+    assert not state.is_unneeded(is_ready=True), "it is in a world, and may hold state"
+    state.receive({"t": "spare"}, 0.0)
+    assert state.is_unneeded(is_ready=True)
+    state.finish()
+    assert not state.is_unneeded(is_ready=True), "they finished with it"
+
+
+def test_waiting_has_limits() -> None:
+    state = client()
+    state.start_join(is_ready=True, is_spare=False)
+    state.check_wait(0.0, 60.0)
+    with pytest.raises(WorldTooSmall, match="no world within 60 s"):
+        state.check_wait(0.0, 60.1)
+    state.receive({"t": "kept out", "reason": "the link is dead", "probes": {"node-1": ["10.0.0.1", 7]}}, 10.0)
+    with pytest.raises(ConfigurationError, match="the link is dead: repair it"):
+        state.check_wait(9.0, 19.1)
+    state.report_reachable(["node-1"])
+    state.check_wait(9.0, 19.1)
+    state.receive({"t": "spare"}, 0.0)
+    state.check_wait(0.0, 1e6)
+
+
+def test_newcomers_of_one_moment_join_together() -> None:
+    state = client()
+    state.receive({"t": "waiting", "count": 1}, 5.0)
+    state.receive({"t": "waiting", "count": 2}, 5.9)
+    assert [state.has_newcomers(now) for now in (5.9, 6.0)] == [False, True]
+    state.receive({"t": "waiting", "count": 0}, 6.1)
+    assert not state.has_newcomers(100.0)
+
+
+def test_an_answer_to_an_older_question_is_ignored() -> None:
+    state = client()
+    state.ask_for_world()
+    state.ask_for_world()
+    state.receive({"t": "synced", "n": 1, "exists": True}, 0.0)
+    assert state.world_exists is None
+    state.receive({"t": "synced", "n": 2, "exists": False}, 0.0)
+    assert state.world_exists is False
