@@ -11,7 +11,7 @@ Sources: REFT 4.2, eq. 3. Ours: Adam instead of the paper's eq. 4 (plain SGD), t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from moe_lightning.kernels import pack, unpack
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
-from moe_lightning.state.pieces import DTYPES, Shapes, StatePiece, dtype_name
-from moe_lightning.state.transfer import gather
+from moe_lightning.state.pieces import DTYPES, Shapes, dtype_name
 
 States = Mapping[str, Tensor]
 """Scope ("exp_avg", "step", ...) -> tensor of one parameter."""
@@ -46,33 +45,6 @@ def unpack_states(data: Tensor, shapes: Shapes) -> dict[str, Tensor]:
     states = {scope: torch.empty(tuple(shape), dtype=DTYPES[dtype]) for scope, (dtype, shape) in shapes.items()}
     unpack(data, list(states.values()))
     return states
-
-
-def exchange_shards(
-    shards: Iterable[tuple[str, int]], receivers: Mapping[str, Sequence[int]], local: Mapping[str, States], world: World
-) -> dict[str, dict[str, Tensor]]:
-    """Send every parameter's optimizer state from the rank that has it to its receivers; collective.
-
-    Args:
-        shards: (name, rank) as in `RecoveryPlan.shards`; a rank of -1 is passed over: it is read from a snapshot.
-        receivers: ranks that receive each name's state, in the new world.
-        local: states of the names that this rank has, live or replayed.
-
-    Returns:
-        Copies of the states, on the host, of the names that this rank receives.
-    """
-    sources = {name: rank for name, rank in shards if rank >= 0}
-    pieces = [
-        StatePiece.of(f"{name}/{scope}", tensor)
-        for name, rank in sources.items()
-        if rank == world.rank
-        for scope, tensor in local[name].items()
-    ]
-    arrived: dict[str, dict[str, Tensor]] = {name: {} for name in sources if world.rank in receivers[name]}
-    for key, tensor in gather(pieces, world, lambda key: receivers[key.rpartition("/")[0]]).items():
-        name, _, scope = key.rpartition("/")
-        arrived[name][scope] = tensor
-    return arrived
 
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")

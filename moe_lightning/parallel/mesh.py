@@ -9,7 +9,6 @@ ranks of a stage are consecutive, and those of a tensor group are neighbors, on 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -57,46 +56,24 @@ def hybrid_shard_size(nodes: Sequence[object], wanted: int | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of all tensors of a stage that are cut: first by tensor index, as `TensorCut` says, then by rows of what
+    """A part of all tensors that are cut: first by tensor index, as `TensorCut` says, then by rows of what
     that leaves.
 
     Attributes:
         tensor: the tensor index, of `tensors`.
         row: which of the parts by rows, of `rows`; `rows` itself: nothing.
-        stage: of a pipeline, of `stages`.
     """
 
     tensor: int = 0
     tensors: int = 1
     row: int = 0
     rows: int = 1
-    stage: int = 0
-    stages: int = 1
 
     @property
     def name(self) -> str:
-        """For inventories; those of other cuts have other names."""
+        """For inventories; those of other cuts have other names, which nothing parses."""
         of_tensor = f" in part {self.tensor} of {self.tensors}" if self.tensors > 1 else ""
-        of_stage = f" for stage {self.stage} of {self.stages}" if self.stages > 1 else ""
-        return f"dense rows {self.row} of {self.rows}{of_tensor}{of_stage}"
-
-    @staticmethod
-    def is_name(text: str) -> bool:
-        """Return True if it is the name of a part."""
-        return text.startswith("dense rows ")
-
-    @classmethod
-    def named(cls, name: str) -> Self:
-        """The part of this name."""
-        numbers: dict[str, int] = {}
-        for word, index, count in re.findall(r"(rows|part|stage) (\d+) of (\d+)", name):
-            kind = {"rows": "row", "part": "tensor"}.get(word, word)
-            numbers |= {kind: int(index), f"{kind}s": int(count)}
-        return cls(**numbers)
-
-    def speaks_to(self, other: Part) -> bool:
-        """Return True if a tensor without a tensor index comes from this part, not that of another tensor index."""
-        return self.tensor == other.tensor % self.tensors
+        return f"dense rows {self.row} of {self.rows}{of_tensor}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,15 +112,6 @@ class RowCut:
     def part(self) -> Part:
         """This rank's."""
         return self.parts[self.index]
-
-    def names(self) -> tuple[str, ...]:
-        """Names of the parts."""
-        return tuple(part.name for part in self.parts)
-
-    def twin(self, rank: int, tensor: int) -> int:
-        """Return the rank of another tensor index in the same copy as a holder of this rank's part."""
-        rows = len(self.holders) // self.tensors
-        return self.holders[tensor * rows + self.index % rows][self.holders[self.index].index(rank)]
 
     def holders_of(self, cut: TensorCut) -> tuple[int, ...]:
         """The ranks that hold the same values of a tensor as this one."""

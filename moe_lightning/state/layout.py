@@ -67,33 +67,53 @@ def plan_transfer(have: Layout, want: Layout, nodes: Sequence[int]) -> TransferP
         nodes: of each rank.
     """
     plan, sent = TransferPlan([], []), Counter[int]()
+    covers: dict[tuple[int, Block, int], _Cover] = {}  # most tensors are cut as others are
+    numbers: dict[tuple[tuple[Block, tuple[int, ...]], ...], int] = {}
     for key, blocks in want.items():
+        held = tuple((block, tuple(ranks)) for block, ranks in have.get(key, ()))
+        number = numbers.setdefault(held, len(numbers))
         for wanted, target in ((block, rank) for block, ranks in blocks for rank in ranks):
-            left = [wanted] if wanted.numel else []
-            for held, ranks in _nearest_first(have.get(key, ()), target, nodes):
-                rest: list[Block] = []
-                for part in left:
-                    common = part.intersection(held)
-                    if common is None:
-                        rest.append(part)
-                        continue
-                    source = min(ranks, key=lambda rank: (sent[rank], rank))
-                    sent[source] += common.numel if source != target else 0
-                    plan.moves.append(Move(key, common, held, wanted, source, target))
-                    rest += part.without(common)
-                left = rest
-            plan.missing.extend((key, part, target) for part in left)
+            if (number, wanted, target) not in covers:
+                covers[number, wanted, target] = _cover(held, wanted, target, nodes)
+            cover = covers[number, wanted, target]
+            for block, source_block, ranks in cover.parts:
+                source = min(ranks, key=lambda rank: (sent[rank], rank))
+                sent[source] += block.numel if source != target else 0
+                plan.moves.append(Move(key, block, source_block, wanted, source, target))
+            plan.missing.extend((key, block, target) for block in cover.missing)
     return plan
 
 
-def _nearest_first(
-    held: Iterable[tuple[Block, Sequence[int]]], target: int, nodes: Sequence[int]
-) -> list[tuple[Block, list[int]]]:
-    """Return blocks with the ranks that have them nearest to a target, the nearest blocks first."""
+class _Cover(NamedTuple):
+    """Cover of a wanted block by blocks that ranks have.
+
+    Attributes:
+        parts: (block, the held block in which it lies, the nearest ranks that have that).
+        missing: what no rank has.
+    """
+
+    parts: list[tuple[Block, Block, Sequence[int]]]
+    missing: list[Block]
+
+
+def _cover(held: Iterable[tuple[Block, Sequence[int]]], wanted: Block, target: int, nodes: Sequence[int]) -> _Cover:
+    """Cover a block by the nearest blocks first."""
 
     def distance(rank: int) -> int:
         return 0 if rank == target else 1 if nodes[rank] == nodes[target] else 2
 
     least = [(min(map(distance, ranks)), block, ranks) for block, ranks in held]
     least.sort(key=lambda entry: (entry[0], entry[1].offsets, entry[1].sizes))
-    return [(block, [rank for rank in ranks if distance(rank) == near]) for near, block, ranks in least]
+    found, left = _Cover([], []), [wanted] if wanted.numel else []
+    for near, block, ranks in least:
+        rest: list[Block] = []
+        for part in left:
+            common = part.intersection(block)
+            if common is None:
+                rest.append(part)
+                continue
+            found.parts.append((common, block, [rank for rank in ranks if distance(rank) == near]))
+            rest += part.without(common)
+        left = rest
+    found.missing.extend(left)
+    return found

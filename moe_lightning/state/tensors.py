@@ -131,15 +131,6 @@ def part_of_whole(whole: Tensor, cut: TensorCut, part: Part) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, dim=cut.dim)
 
 
-def joined(held: Mapping[Part, Tensor], cut: TensorCut) -> Tensor:
-    """The whole tensor of all its parts."""
-    whole = next(iter(held.values())).new_empty(cut.shape)
-    for part, values in held.items():
-        for here, block in blocks_of(cut, part):
-            whole[block.slices] = values[here]
-    return whole
-
-
 @contextmanager
 def updating_blocks(optimizer: Optimizer) -> Generator[Callable[[], None], None, None]:
     """From the call of what it yields to its end, the optimizer sees the blocks of its parameters and gradients as

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.collectives import CURE, all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PendingExchange
-from moe_lightning.state.layout import Layout, Way, plan_transfer
+from moe_lightning.state.layout import Move, Way, plan_transfer
 from moe_lightning.state.pieces import Block, StatePiece, dtype_name
 
 MOST_BYTES = 1 << 26
@@ -31,6 +31,9 @@ _ALIGNMENT = 16
 
 W = TypeVar("W", bound=Way)
 
+Unit = tuple[str, Block]
+"""Key of tensors that are cut alike, such as a parameter and its moments, and a block of them."""
+
 
 @torch.no_grad()
 def transfer(
@@ -39,6 +42,8 @@ def transfer(
     memory: Callable[[W], Iterable[Tensor]],
     world: World,
     most_bytes: int = MOST_BYTES,
+    *,
+    of_all: bool = False,
 ) -> int:
     """Send tensors to other ranks, and fill those for which others have values; collective.
 
@@ -47,6 +52,7 @@ def transfer(
         values: tensors that this rank sends on one.
         memory: tensors of the same shapes and dtypes, in this order, for what arrives. Nothing else may read them yet.
         most_bytes: a multiple of 16.
+        of_all: True if every rank gives the ways of all ranks: where nothing moves, they do not meet.
 
     Returns:
         Bytes that this rank has sent to others.
@@ -55,13 +61,17 @@ def transfer(
         ConfigurationError: on every rank, two ranks do not expect the same of each other.
     """
     out, into = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Tensor]](list)
+    moves = False
     for way in ways:
+        moves |= way.source != way.target
         if way.source == way.target == world.rank:
             install(zip(memory(way), values(way), strict=True))
         elif way.source == world.rank:
             out[way.target] += _cut(values(way), most_bytes)
         elif way.target == world.rank:
             into[way.source] += _cut(memory(way), most_bytes)
+    if of_all and not moves:
+        return 0
     own = [[[rank, list(map(_room, some))] for rank, some in by_rank.items()] for by_rank in (out, into)]
     listed = all_gather_json(own, world)
     sizes = {(source, target): some for source, (sent, _) in enumerate(listed) for target, some in sent}
@@ -102,43 +112,121 @@ def gather(
     Raises:
         CheckpointError: on every rank, no rank has some part of a tensor.
     """
-    own = {(piece.key, piece.block): piece.tensor.detach() for piece in pieces}
-    have, kinds = published(own, world)
-    want = {key: [(Block.of(shape), sorted(receivers(key)))] for key, (_, shape) in kinds.items()}
-    plan = plan_transfer(have, want, world.nodes)
-    if plan.missing:
-        key, block, _ = plan.missing[0]
+    have = {(piece.key, piece.block): {"": piece.tensor.detach()} for piece in pieces}
+    published = _publish(have, (), world)
+    whole = {key: Block.of(next(iter(blocks)).whole) for key, blocks in published.have.items()}
+    wanted = published._replace(want={key: {block: sorted(receivers(key))} for key, block in whole.items()})
+    found, missing = _move(have, wanted, world, most_bytes)
+    if missing:
+        key, block, _ = missing[0]
         raise CheckpointError(f"no rank has {list(block.sizes)} at {list(block.offsets)} of {key}: start over")
-    found = {
-        key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in kinds.items() if world.rank in want[key][0][1]
-    }
-    transfer(
-        plan.moves,
-        lambda move: [own[move.key, move.held][move.block.within(move.held)]],
-        lambda move: [found[move.key][move.block.slices]],
-        world,
-        most_bytes,
-    )
-    return found
+    return {key: tensors[""] for (key, _), tensors in found.items()}
 
 
-def published(
-    own: Mapping[tuple[str, Block], Tensor], world: World
-) -> tuple[Layout, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Return which ranks have which blocks, and dtype and shape of the whole tensors by key; collective.
+def reshard(
+    have: Mapping[Unit, Mapping[str, Tensor]], want: Iterable[Unit], world: World, most_bytes: int = MOST_BYTES
+) -> dict[Unit, dict[str, Tensor]]:
+    """Return the tensors of the units that this rank wants, on the host: copies; collective.
 
     Args:
-        own: what this rank has.
+        have: tensors of this rank by scope, of the shape of their block; those of another shape, such as counts, are
+            the same in all blocks of their key.
+
+    Returns:
+        Tensors by unit; without units that no rank has, or of which no rank has some part.
+
+    Raises:
+        ConfigurationError: on every rank, ranks have tensors of other scopes, dtypes or shapes under a key.
     """
-    rows = [[key, dtype_name(t), block.whole, block.offsets, block.sizes] for (key, block), t in own.items()]
-    holders: dict[str, dict[Block, list[int]]] = {}
-    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for rank, listed in enumerate(all_gather_json(rows, world)):
-        for key, dtype, whole, offsets, sizes in listed:
-            block = Block(offsets=tuple(offsets), sizes=tuple(sizes), whole=tuple(whole))
-            holders.setdefault(key, {}).setdefault(block, []).append(rank)
-            kinds[key] = getattr(torch, dtype), block.whole
-    return {key: list(blocks.items()) for key, blocks in holders.items()}, kinds
+    return _move(have, _publish(have, want, world), world, most_bytes)[0]
+
+
+class _Published(NamedTuple):
+    """What all ranks have and want, by key and block.
+
+    Attributes:
+        have, want: with the ranks of each block.
+        kinds: dtype and shape by scope of the tensors of a key; no shape where it is that of the block.
+    """
+
+    have: Mapping[str, Mapping[Block, Sequence[int]]]
+    want: Mapping[str, Mapping[Block, Sequence[int]]]
+    kinds: Mapping[str, Mapping[str, tuple[str, Sequence[int] | None]]]
+
+
+def _publish(have: Mapping[Unit, Mapping[str, Tensor]], want: Iterable[Unit], world: World) -> _Published:
+    """Return what all ranks have and want; collective."""
+    own = [[[*unit_row(unit), _kinds(unit[1], tensors)] for unit, tensors in have.items()], [*map(unit_row, want)]]
+    held, wanted = defaultdict[str, dict[Block, list[int]]](dict), defaultdict[str, dict[Block, list[int]]](dict)
+    kinds: dict[str, Any] = {}
+    for rank, (has, wants) in enumerate(all_gather_json(own, world)):
+        for *row, kind in has:
+            key, block = unit_of(row)
+            held[key].setdefault(block, []).append(rank)
+            if kinds.setdefault(key, kind) != kind:
+                raise ConfigurationError(f"rank {rank} has other tensors of {key} than others: {CURE}")
+        for key, block in map(unit_of, wants):
+            wanted[key].setdefault(block, []).append(rank)
+    return _Published(held, wanted, kinds)
+
+
+def _move(
+    have: Mapping[Unit, Mapping[str, Tensor]], published: _Published, world: World, most_bytes: int
+) -> tuple[dict[Unit, dict[str, Tensor]], list[tuple[str, Block, int]]]:
+    """Return what this rank wants and ranks have, and what is missing on any rank; collective if anything moves."""
+    held, want = ({key: [*blocks.items()] for key, blocks in of.items()} for of in (published.have, published.want))
+    plan, kinds = plan_transfer(held, want, world.nodes), published.kinds
+    lost = {
+        (key, block, target)
+        for key, part, target in plan.missing
+        for block, ranks in published.want[key].items()
+        if target in ranks and block.intersection(part) is not None
+    }
+    found = {
+        (key, block): {
+            scope: (torch.empty if shape is None else torch.zeros)(
+                block.sizes if shape is None else tuple(shape), dtype=getattr(torch, dtype)
+            )
+            for scope, (dtype, shape) in kinds[key].items()
+        }
+        for key, blocks in published.want.items()
+        for block, ranks in blocks.items()
+        if key in kinds and world.rank in ranks and (key, block, world.rank) not in lost
+    }
+
+    def moved(tensors: Mapping[str, Tensor], move: Move, outer: Block) -> Iterator[Tensor]:
+        for scope, (_, shape) in kinds[move.key].items():
+            yield tensors[scope] if shape is not None else tensors[scope][move.block.within(outer)]
+
+    transfer(
+        [move for move in plan.moves if (move.key, move.wanted, move.target) not in lost],
+        lambda move: moved(have[move.key, move.held], move, move.held),
+        lambda move: moved(found[move.key, move.wanted], move, move.wanted),
+        world,
+        most_bytes,
+        of_all=True,
+    )
+    return found, plan.missing
+
+
+def unit_row(unit: Unit) -> list[Any]:
+    """Return a unit as JSON."""
+    key, block = unit
+    return [key, block.offsets, block.sizes, block.whole]
+
+
+def unit_of(row: Sequence[Any]) -> Unit:
+    """Return a unit from JSON."""
+    key, offsets, sizes, whole = row
+    return key, Block(offsets=tuple(offsets), sizes=tuple(sizes), whole=tuple(whole))
+
+
+def _kinds(block: Block, tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Return dtype and shape by scope; no shape where it is that of the block."""
+    return {
+        scope: [dtype_name(tensor), None if tuple(tensor.shape) == block.sizes else list(tensor.shape)]
+        for scope, tensor in sorted(tensors.items())
+    }
 
 
 def waves(sizes: Mapping[tuple[int, int], Sequence[int]], most: int) -> dict[tuple[int, int], list[int]]:

@@ -10,8 +10,7 @@ plain tensors, and fully_shard may shard their rows. Everything else is on every
 positions of each sequence or all, and gets the sum of the gradients of all ranks.
 
 In a new world nothing is changed before everything has arrived: a fault during the transfer leaves the parts of the
-former world unchanged. Parts are transferred block by block, so no rank ever has the values of a whole model. ZeRO-1
-states are transferred in units: the state of a parameter, or of one of its parts by tensor index.
+former world unchanged. Parts are transferred block by block, so no rank ever has the values of a whole model.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -29,14 +28,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning.checkpoint.optimizer_shards import States
 from moe_lightning.checkpoint.sharding import longest_processing_time
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.fsdp import end_backward
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_
-from moe_lightning.parallel.mesh import Groups, MeshShape, Part, RowCut, TensorCut, hybrid_shard_size, shard_groups
+from moe_lightning.parallel.mesh import Groups, MeshShape, Part, TensorCut, hybrid_shard_size, shard_groups
 from moe_lightning.parallel.tensor import (
     Embedding,
     Parted,
@@ -48,22 +46,19 @@ from moe_lightning.parallel.tensor import (
     undo_parts,
 )
 from moe_lightning.registry import Registry
-from moe_lightning.state.pieces import parse_dense_key
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import (
     blocks_of,
     cut_of,
     cuts_of,
     is_cut,
-    joined,
     kept_marks,
     local,
     mark,
     part_of_whole,
-    pieces_of,
     whole_shape,
 )
-from moe_lightning.state.transfer import gather, transfer
+from moe_lightning.state.transfer import Unit, install, reshard
 from moe_lightning.strategies.checks import identical_buffers
 from moe_lightning.strategies.fsdp import (
     is_sharded,
@@ -243,115 +238,8 @@ def cut_groups(dense: str, nodes: Sequence[object], wanted: int | None, tensors:
     return tuple(tuple(first * tensors + t for t in range(tensors) for first in group) for group in groups)
 
 
-Rows = Mapping[str, Tensor]
-"""Key of a parameter or moment -> the part that this rank will hold, on the host."""
-
-
-class _PartWay(NamedTuple):
-    """A part that one rank has and of which another one wants some."""
-
-    part: Part
-    source: int
-    target: int
-
-
-def _common(cut: TensorCut, source: Part, target: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the intersections of two parts of a tensor, as slices of each part."""
-    if not (cut.sections or source.speaks_to(target)):
-        return
-    wanted = list(blocks_of(cut, target))
-    for here, block in blocks_of(cut, source):
-        for there, other in wanted:
-            if (shared := block.intersection(other)) is not None:
-                yield _within(here, shared.within(block)), _within(there, shared.within(other))
-
-
-def _within(block: Sequence[slice], common: Sequence[slice]) -> tuple[slice, ...]:
-    """Return the slices, in the tensor that holds a block, of its intersection with another one."""
-    return tuple(
-        slice(outer.start + inner.start, outer.start + inner.stop) for outer, inner in zip(block, common, strict=True)
-    )
-
-
-@torch.no_grad()
-def held_rows(state: State, names: Collection[str], *, with_moments: bool = True) -> dict[str, Tensor]:
-    """Return this rank's rows of dense parameters that are, or can be, cut."""
-    return {
-        f"dense/{name}/{scope}": tensor
-        for name, parameter in state.dense.items()
-        if name in names
-        for scope, tensor in (
-            {"weight": local(parameter.detach())} | (state.moments(parameter) if with_moments else {})
-        ).items()
-    }
-
-
-_OF = ": "  # no parameter has it in its name
-
-
-def holders_of_units(owners: Mapping[str, int], parted: Collection[str], cut: RowCut) -> dict[str, int]:
-    """Return the rank that has each unit of a world.
-
-    Args:
-        owners: rank of each parameter, or of this rank's part of it, by name.
-        parted: names of those that are cut by tensor index there.
-        cut: of that world.
-    """
-    found: dict[str, int] = {}
-    for name, owner in owners.items():
-        if name not in parted:
-            found[name] = owner
-            continue
-        for tensor in range(cut.tensors):
-            part = Part(tensor=tensor, tensors=cut.tensors)
-            found[f"{name}{_OF}{part.name}"] = cut.twin(owner, tensor)
-    return found
-
-
-def is_unit_name(name: str) -> bool:
-    """True if a name of an inventory is that of a unit, not that of parameters' values."""
-    return not name.startswith("dense ")
-
-
-def name_of(unit: str) -> str:
-    """Return the name of a unit's parameter."""
-    return unit.partition(_OF)[0]
-
-
-def new_holders_of(unit: str, holders: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the ranks of another world that build their units from this one, or from this and others."""
-    name = name_of(unit)
-    if unit in holders:
-        return (holders[unit],)
-    if name in holders:
-        return (holders[name],)
-    return tuple(holder for other, holder in holders.items() if name_of(other) == name)
-
-
-def unit_state(arrived: Mapping[str, States], wanted: str, cut: TensorCut | None) -> States:
-    """Build the state of a unit from those that have arrived of its parameter; empty if some are missing.
-
-    Args:
-        cut: of the parameter; None: it is never cut by tensor index.
-    """
-    if wanted in arrived or cut is None:
-        return arrived.get(wanted, {})
-    name, part = name_of(wanted), _part_of(wanted)
-    if name in arrived:  # a whole one, of which this is a part
-        return {k: part_of_whole(v, cut, part).clone() if v.ndim else v for k, v in arrived[name].items()}
-    found = {_part_of(unit): states for unit, states in arrived.items() if name_of(unit) == name}
-    if not found or len(found) < next(iter(found)).tensors:
-        return {}
-
-    def whole(scope: str, of_first: Tensor) -> Tensor:
-        return joined({part: states[scope] for part, states in found.items()}, cut) if of_first.ndim else of_first
-
-    return {scope: whole(scope, value) for scope, value in next(iter(found.values())).items()}
-
-
-def _part_of(unit: str) -> Part:
-    _, is_part, part = unit.partition(_OF)
-    return Part.named(part) if is_part else Part()
+Units = Mapping[Unit, Mapping[str, Tensor]]
+"""Blocks of dense tensors, with their values by scope."""
 
 
 def check_parts(axes: MeshShape, dense: str) -> None:
@@ -401,12 +289,10 @@ class DenseParts:
 
     Attributes:
         with_moments: as given.
-        departed_parts: parts of ranks that have left, by name, until the next world has them.
     """
 
     def __init__(self, state: ParameterHolder, *, in_rows: bool, tensors: int, with_moments: bool) -> None:
         self._state, self._in_rows, self._tensors, self.with_moments = state, in_rows, tensors, with_moments
-        self.departed_parts: dict[str, Rows] = {}
         self._buffers: list[str] = []
         self._scalars: list[nn.Parameter] = []
 
@@ -554,23 +440,16 @@ class DenseParts:
         if not self.is_cut:
             return False
         self.reshard()  # a callback may have called the module
-        state, ways = self._state.training_state(), self.ways()
-        nbytes = sum(whole_shape(p).numel() * p.element_size() for p in state.dense.values())
+        nbytes = sum(whole_shape(p).numel() * p.element_size() for p in self._state.training_state().dense.values())
         if nbytes > min(all_gather_json(most_bytes, world)):
             rank_zero_warn(
                 "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank "
                 "has its part only, so continue from a checkpoint"
             )
             return False
-        held = held_rows(state, ways, with_moments=self.with_moments)
-        pieces = [
-            piece
-            for key, tensor in held.items()
-            for piece in pieces_of(key, tensor, ways[parse_dense_key(key)[0]], state.cut.part)
-        ]
-        rows = gather(pieces, world, lambda _: range(world.size))
+        whole = reshard(self.held(), self.blocks(Part()), world)
         self.leave()
-        self.install(rows, World.single(world.device))
+        self.install(whole, World.single(world.device))
         with self._all_stages():
             for parameter in self._state.module.parameters():
                 mark(parameter, None)
@@ -649,9 +528,9 @@ class DenseParts:
         """Restore rows as between steps when the Trainer stops because of an error. Not collective."""
         if self.is_in_rows and self._state.module.trainer.interrupted:
             self.leave()
-            state, ways = self._state.training_state(), self.ways()
-            if all(is_cut(state.dense[name]) for name in ways):  # a hook that failed may have replaced some
-                self.install(held_rows(state, ways), world)
+            dense = self._state.training_state().dense
+            if all(is_cut(dense[name]) for name in self.ways()):  # a hook that failed may have replaced some
+                self.install(self.held(), world)
 
     # ------------------------------------------------------------------ from world to world
 
@@ -661,94 +540,27 @@ class DenseParts:
         if self.is_in_rows:
             undo_shard(self._state.module)
 
-    def named(self, cut: RowCut) -> tuple[list[str], list[str]]:
-        """Return the names of all parts of a cut, and of those of this rank, if ranks share copies."""
-        if not self.is_wished:
-            return [], []
-        stages = range(self._state.stages.num_stages)
-        everyones = [part.name for whose in cut.parts for part in self._in_stages(whose, stages)]
-        own = self._in_stages(cut.part, self._state.stages.held)
-        return everyones, [*(part.name for part in own), *self.departed_parts]
+    def blocks(self, part: Part) -> list[Unit]:
+        """Return the blocks of a part of the parameters that are, or can be, cut."""
+        return [(name, block) for name, cut in self.ways().items() for _, block in blocks_of(cut, part)]
 
-    def _in_stages(self, part: Part, stages: Sequence[int]) -> list[Part]:
-        """Return the same part of each of some stages."""
-        return [replace(part, stage=stage, stages=self._state.stages.num_stages) for stage in stages]
-
-    def fetch(
-        self, sources: Sequence[tuple[str, int]], part: Part, world: World, stages: Sequence[int] = (0,)
-    ) -> dict[str, Tensor]:
-        """Transfer the rows that this rank will hold in a world from the ranks that have them; collective there.
-
-        Args:
-            sources: (name of a part, its rank in the new world); a part of rank -1 is not sent.
-            part: the part that this rank will hold, of each of these stages.
-        """
-        everyones = all_gather_json([own.name for own in self._in_stages(part, stages)], world)
-        return self._transfer(sources, [[Part.named(name) for name in names] for names in everyones], world)
-
-    @torch.no_grad()
-    def _transfer(
-        self, sources: Sequence[tuple[str, int]], targets: Sequence[Sequence[Part]], world: World
-    ) -> dict[str, Tensor]:
-        """Return the rows that this rank will hold under another sharding; collective. Those without a source have
-        arbitrary values.
-
-        Args:
-            sources: (name of a part, the rank that has it); a part of rank -1 is not sent.
-            targets: the parts that every rank will have, at most one of each stage.
-        """
-        state, stages, ways = self._state.training_state(), self._state.stages, self.ways()
-        own = held_rows(state, ways, with_moments=self.with_moments)
-        names = {key: parse_dense_key(key)[0] for key in own}
-        cuts = {key: (ways[name], stages.stage_of(name)) for key, name in names.items()}
-        here: dict[Part, Rows] = dict.fromkeys(self._in_stages(state.cut.part, stages.held), own)
-        here |= {Part.named(name): rows for name, rows in self.departed_parts.items()}
-        wanted = {part.stage: part for part in targets[world.rank]}
-        rows = {
-            key: torch.empty(cut.shape_of(wanted[stage]), dtype=own[key].dtype)
-            for key, (cut, stage) in cuts.items()
-            if stage in wanted
+    def held(self) -> dict[Unit, dict[str, Tensor]]:
+        """Return those of this rank, with their moments if the holder of a part has these."""
+        state = self._state.training_state()
+        return {
+            (name, block): {scope: tensor[here] for scope, tensor in self.scopes(state, name).items()}
+            for name, cut in self.ways().items()
+            for here, block in blocks_of(cut, state.cut.part)
         }
 
-        def common(way: _PartWay) -> Iterator[tuple[str, tuple[slice, ...], tuple[slice, ...]]]:
-            for target in (part for part in targets[way.target] if part.stage == way.part.stage):
-                for key, (cut, stage) in cuts.items():
-                    if stage == target.stage:
-                        yield from ((key, at, there) for at, there in _common(cut, way.part, target))
-
-        found = [
-            _PartWay(Part.named(name), source, target)
-            for name, source in sources
-            if Part.is_name(name) and source >= 0
-            for target in (range(world.size) if source == world.rank else (world.rank,))
-        ]
-        transfer(
-            found,
-            lambda way: [here[way.part][key][at] for key, at, _ in common(way)],
-            lambda way: [rows[key][there] for key, _, there in common(way)],
-            world,
-        )
-        return rows
-
-    def hand_over(self, staying: Sequence[int], world: World) -> None:
-        """Transfer the parts that only leaving ranks have to ranks that stay; collective if anything is cut."""
-        if not self.is_cut:
-            return
-        cut, names = world.row_cut, world.row_cut.names()
-        lost = [index for index, ranks in enumerate(cut.holders) if not set(ranks) & set(staying)]
-        for number, index in enumerate(lost):
-            holder, part = staying[number % len(staying)], cut.parts[index]
-            targets = [[part] if rank == holder else [] for rank in range(world.size)]
-            rows = self._transfer([(names[index], cut.holders[index][0])], targets, world)
-            if world.rank == holder:
-                self.departed_parts[names[index]] = rows
+    def scopes(self, state: State, name: str) -> dict[str, Tensor]:
+        """Return the values of a parameter here, and its moments if all who have a parameter have these."""
+        parameter = state.dense[name]
+        return {"weight": local(parameter.detach())} | (state.moments(parameter) if self.with_moments else {})
 
     @torch.no_grad()
-    def install(self, rows: Rows | None, world: World) -> None:
-        """Cut the parameters for a world and set these values; None: they are restored next.
-
-        Not collective.
-        """
+    def install(self, units: Units, world: World) -> None:
+        """Cut the parameters for a world and set these values; others are restored next. Not collective."""
         state, part = self._state.training_state(), world.row_cut.part
         ways, cuts = self.ways(), self._layer_cuts()
         before = {name: state.dense[name] for name in ways}
@@ -762,10 +574,9 @@ class DenseParts:
             scopes = {"weight": local(parameter.detach())}
             for scope, tensor in moments[name].items():
                 scopes[scope] = self._state.state_of(parameter)[scope] = tensor.new_empty(scopes["weight"].shape)
-            if rows is not None:
-                for scope, tensor in scopes.items():
-                    tensor.copy_(rows[f"dense/{name}/{scope}"])
-        self.departed_parts = {}
+            for here, block in blocks_of(cut, part):
+                values = units.get((name, block), {})
+                install((tensor[here], values[scope]) for scope, tensor in scopes.items() if values)
         self._mark_absent(cuts if part.tensors > 1 else {})
         self._cut_layers(world)
 

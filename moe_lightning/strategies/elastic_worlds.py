@@ -45,8 +45,8 @@ from moe_lightning.strategies.recovery import (
     FitProgress,
     RecoveryPlanner,
     Stopwatch,
+    fetch_dense,
     fetch_missing,
-    fetch_rows,
     finish_step,
     inventory_of,
     newcomers_of,
@@ -659,12 +659,12 @@ class ElasticWorlds:
             share_state(state, plan, world)
         # Another fault in these exchanges leaves live rows as they were; what follows does not wait for peers, except
         # where optimizer shards change hands.
-        rows = fetch_rows(state, plan, world) if plan.level == "live" else None
+        units = fetch_dense(state, plan, world) if plan.level == "live" else {}
         self._is_torn |= plan.level != "live"
         state.transfer.enter_world(world, repair.placements, plan.held, plan.nodes)
         self._is_torn = True
         self._strategy.take_place(world)  # from here on the new world is the present one
-        state.reshard(plan.shards if plan.level == "live" else (), rows)
+        state.reshard(plan.shards if plan.level == "live" else (), units)
         restore_missing(state, plan, saved)
         state.find_twins()
         agree(world)

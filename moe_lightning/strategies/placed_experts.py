@@ -513,10 +513,6 @@ class StageMap:
         """The ranks of the other stages for this rank's samples."""
         return self._worlds.present.pipe
 
-    def everyones(self, value: Any, world: World) -> list[Any]:
-        """Return a JSON value of each rank, or of this one where all have the same; collective in a pipeline."""
-        return [value]
-
     # ------------------------------------------------------------------ stages and ranks
 
     @property
@@ -573,14 +569,6 @@ class StageMap:
     def names(self) -> Collection[str]:
         """Names of the parameters and buffers that some ranks only have; empty without a pipeline."""
         return ()
-
-    def parts(self) -> list[str]:
-        """Return the names of the stages, for inventories; empty without a pipeline."""
-        return []
-
-    def own_parts(self) -> list[str]:
-        """Return those of the stages whose dense values are here."""
-        return []
 
     def stage_of(self, name: str) -> int:
         """Return the stage that has a parameter."""

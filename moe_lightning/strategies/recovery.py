@@ -32,7 +32,7 @@ from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World, agree
-from moe_lightning.strategies.dense_parameters import Rows
+from moe_lightning.strategies.dense_parameters import Units
 from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states
 from moe_lightning.strategies.train_state import TrainState
 
@@ -343,7 +343,7 @@ def inventory_of(
         counts: True if that state is whole and of this run.
         is_prepared: True if it was ready for the update after that.
     """
-    experts, (sharded, owned) = state.experts, state.dense_parts(former)
+    experts, (sharded, owned) = state.experts, state.shards(former)
     numbers = {layer: number for number, layer in enumerate(state.stages.layers)}
     stacks = zip(experts.layers, experts.stacks, strict=True)
     held = [(numbers[layer], expert) for layer, stack in stacks for _, expert in stack.held()]
@@ -413,14 +413,14 @@ def share_state(state: TrainState, plan: RecoveryPlan, world: World) -> None:
         send_dense(own, plan.live_ranks, newcomers, world, but=state.shared_names())
 
 
-def fetch_rows(state: TrainState, plan: RecoveryPlan, world: World) -> Rows | None:
+def fetch_dense(state: TrainState, plan: RecoveryPlan, world: World) -> Units:
     """Transfer the dense parameters that this rank will hold in another world, if ranks share them; collective there.
     Live state stays unchanged.
     """
-    rows = state.transfer.fetch(plan.shards, world, is_live=world.rank in plan.live_ranks)
-    if rows is not None:
+    units = state.transfer.fetch(world, is_live=world.rank in plan.live_ranks)
+    if state.is_shared:
         agree(world)  # all have theirs and continue, or none does
-    return rows
+    return units
 
 
 def restore_missing(state: TrainState, plan: RecoveryPlan, saved: MemoryCheckpoint | None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -35,10 +35,10 @@ from moe_lightning.moe.losses import AbsentBlock
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
 from moe_lightning.parallel.context import World, agree, all_reduce_
 from moe_lightning.parallel.mesh import Part, stage_ranks
-from moe_lightning.state.pieces import StatePiece
+from moe_lightning.state.pieces import Block, StatePiece
 from moe_lightning.state.tensors import cut_of, cuts_of, mark, whole_shape
-from moe_lightning.state.transfer import gather, install, transfer
-from moe_lightning.strategies.dense_parameters import Rows
+from moe_lightning.state.transfer import Unit, gather, install, reshard
+from moe_lightning.strategies.dense_parameters import Units
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
 from moe_lightning.strategies.train_state import StateTransfer, TrainState, held_among
 from moe_lightning.strategies.worlds import Worlds
@@ -479,10 +479,6 @@ class StageState(StageMap):
             }
             self._shared = {name for name, _ in cut.module.named_buffers() if cut.shares_buffer(name)}
 
-    @override
-    def everyones(self, value: Any, world: World) -> list[Any]:
-        return all_gather_json(value, world)
-
     # ------------------------------------------------------------------ stages and ranks
 
     @property
@@ -571,15 +567,6 @@ class StageState(StageMap):
     @override
     def names(self) -> Collection[str]:
         return self._stage_of
-
-    @override
-    def parts(self) -> list[str]:
-        return [f"dense stage {stage} of {self.num_stages}" for stage in range(self.num_stages)]
-
-    @override
-    def own_parts(self) -> list[str]:
-        names = self.parts()
-        return [names[stage] for stage in self._held]
 
     @override
     def stage_of(self, name: str) -> int:
@@ -752,19 +739,6 @@ class StageState(StageMap):
         return {name: value for name, value in full.items() if name not in others}
 
 
-class _StageWay(NamedTuple):
-    """A stage that one rank has and another one lacks."""
-
-    stage: int
-    source: int
-    target: int
-
-
-def _row_name(stage: str, number: int) -> str:
-    """Return the name of one of the tensors of a stage in `Rows`."""
-    return f"{stage}, tensor {number}"
-
-
 class StageTransfer(StateTransfer):
     """Transfer of the stages of a pipeline between worlds, with their optimizer states and experts. A rank may hold
     other stages in the next world; until everything has arrived it holds its former stages and the new ones.
@@ -782,65 +756,63 @@ class StageTransfer(StateTransfer):
     # ------------------------------------------------------------------ dense values
 
     @override
-    def fetch(self, sources: Sequence[tuple[str, int]], world: World, *, is_live: bool) -> Rows:
+    def fetch(self, world: World, *, is_live: bool) -> Units:
         """Transfer the missing parts of the stages that this rank will hold, see `StateTransfer`."""
-        if not is_live:
+        if is_live:
+            self._state.detach_states()
+        else:
             self._stages.lose_values()
-        self._state.detach_states(unit for unit, rank in sources if rank == world.rank)
-        ranks = self._stages.ranks_in(range(world.size))
-        return self._fetch(dict(sources), ranks, world, world.row_cut.part)
+        return self._fetch(self._stages.ranks_in(range(world.size)), world, world.row_cut.part)
 
-    def _fetch(self, sources: Mapping[str, int], ranks: list[Sequence[int]], world: World, part: Part) -> Rows:
+    def _fetch(self, ranks: list[Sequence[int]], world: World, part: Part) -> Units:
         """
         Args:
             ranks: those that will hold each stage.
             part: the part of its stages that this rank will hold, if ranks share copies.
         """
-        names, own, parts = self._stages.parts(), self._wanted(ranks, world), self._state.parts
-        self._hold({*self._stages.held, *own})
-        lacking = all_gather_json([stage for stage in own if stage not in self._stages.held], world)
-        ways = [
-            _StageWay(stage, sources[names[stage]], target)
-            for target, stages in enumerate(lacking)
-            for stage in stages
-            if sources[names[stage]] >= 0
-        ]
-        for source in sorted({source for _, source, _ in ways}):
-            targets = {target for _, sender, target in ways if sender == source}
+        stage_of, parts = self._stages.stage_of, self._state.parts
+        held, own = self._stages.held, self._wanted(ranks, world)
+        self._hold({*held, *own})
+        lacking = [stage for stage in own if stage not in held]
+        listed = all_gather_json([held, lacking], world)
+        first = {stage: rank for rank, (has, _) in reversed([*enumerate(listed)]) for stage in has}
+        for source in sorted({first[stage] for _, lacks in listed for stage in lacks if stage in first}):
+            targets = {rank for rank, (_, lacks) in enumerate(listed) if any(first.get(s) == source for s in lacks)}
             broadcast_optimizers(self._state.training_state(), targets, world, source)
-        here = {stage: self._tensors(stage) for stage in {*self._stages.held, *own}}
-        arriving = {
-            way.stage: [torch.empty_like(tensor, device="cpu") for tensor in here[way.stage]]
-            for way in ways
-            if way.target == world.rank
+        have = {
+            unit: tensors
+            for stage in held
+            for unit, tensors in self._units(stage).items()
+            if first[stage] == world.rank or "buffer" not in tensors  # which ranks may change on their own
         }
-        transfer(ways, lambda way: here[way.stage], lambda way: arriving[way.stage], world)
-        rows = {_row_name(names[stage], at): t for stage, some in arriving.items() for at, t in enumerate(some)}
-        return rows | (parts.fetch(list(sources.items()), part, world, own) if parts.is_wished else {})
+        have |= {unit: tensors for unit, tensors in parts.held().items() if stage_of(unit[0]) in held}
+        want = [unit for stage in lacking for unit in self._units(stage)]
+        return reshard(have, want + [unit for unit in parts.blocks(part) if stage_of(unit[0]) in own], world)
 
     @override
     @torch.no_grad()
-    def install(self, rows: Rows | None, world: World) -> None:
-        for stage, name in enumerate(self._stages.parts()):
-            if rows is not None and _row_name(name, 0) in rows:
-                install((tensor, rows[_row_name(name, at)]) for at, tensor in enumerate(self._tensors(stage)))
+    def install(self, units: Units, world: World) -> None:
+        for stage in self._stages.cut.stages:
+            for unit, tensors in self._units(stage).items():
+                install((tensor, units[unit][scope]) for scope, tensor in tensors.items() if unit in units)
         self._stages.values_arrived()
-        super().install(rows, world)
+        super().install(units, world)
 
     def _wanted(self, ranks: Sequence[Sequence[int]], world: World) -> list[int]:
         """Return the stages that this rank will hold."""
         return [stage for stage, own in enumerate(ranks) if world.rank in own]
 
-    def _tensors(self, stage: int) -> list[Tensor]:
-        """Return the tensors of a stage that are equal on all of its ranks: dense parameters, their optimizer states
-        and buffers, in an order that all ranks share.
+    def _units(self, stage: int) -> dict[Unit, dict[str, Tensor]]:
+        """Return the tensors of a stage that are equal on all of its ranks: dense parameters, with their moments, and
+        buffers.
         """
         state, stages, parts = self._state.training_state(), self._stages, self._state.parts
-        found, cut = list[Tensor](), parts.ways() if parts.is_wished else {}
-        for name, parameter in state.dense.items():
-            if stages.belongs(name, stage) and name not in cut:
-                found += [parameter.detach(), *(state.moments(parameter).values() if parts.with_moments else ())]
-        return found + [buffer for name, buffer in self._state.module.named_buffers() if stages.belongs(name, stage)]
+        cut, names = parts.ways(), [name for name in state.dense if stages.belongs(name, stage)]
+        found = {name: parts.scopes(state, name) for name in names if name not in cut}
+        buffers = self._state.module.named_buffers()
+        found |= {name: {"buffer": buffer} for name, buffer in buffers if stages.belongs(name, stage)}
+        blocks = {name: Block.of(next(iter(tensors.values())).shape) for name, tensors in found.items()}
+        return {(f"{stage}/{name}", blocks[name]): tensors for name, tensors in found.items()}
 
     def _hold(self, wanted: set[int]) -> None:
         """Hold these stages and their layers."""
@@ -898,17 +870,14 @@ class StageTransfer(StateTransfer):
     def hand_over(self, staying: Sequence[int], world: World, nodes: Sequence[str], *, min_replicas: int) -> None:
         """Transfer to the ranks that stay the stages that they will hold, see `StateTransfer`."""
         self._state.hand_over(staying, world)
-        stages, ranks, parts = self._stages, self._stages.ranks_in(staying), self._state.parts
-        parts.leave()
-        everyones = all_gather_json([*stages.own_parts(), *parts.named(world.row_cut)[1]], world)
-        sources = dict.fromkeys(stages.parts(), -1)
-        sources |= {name: rank for rank, names in reversed([*enumerate(everyones)]) for name in names}
+        stages, ranks = self._stages, self._stages.ranks_in(staying)
+        self._state.parts.leave()
         held = held_among([stack.placement for stack in stages.stacks(self._state.experts)], world.size)
         options: dict[str, Any] = {"nodes": nodes, "min_replicas": min_replicas, "max_slots": self._state.max_slots}
         repair = repair_stages(held, stages.layers_of(ranks), **options)
-        rows = self._fetch(sources, ranks, world, Part())
+        units = self._fetch(ranks, world, Part())
         agree(world)
         self._move_experts(world, repair.placements, held, nodes, ranks, None)
         alone = replace(World.offline(world.rank, world.size, world.device), nodes=world.nodes)
-        self.install(rows, alone)
+        self.install(units, alone)
         self._worlds.take_place(alone)  # where nothing is cut

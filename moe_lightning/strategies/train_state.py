@@ -7,7 +7,7 @@ peer's dense parameters (REFT's AOR).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,26 +23,34 @@ from moe_lightning.arrays import BoolArray
 from moe_lightning.balancing.migration import held_states
 from moe_lightning.balancing.repair import repair_placements
 from moe_lightning.checkpoint.loader import CheckpointSource
-from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, exchange_shards, verify_replays
+from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, verify_replays
 from moe_lightning.checkpoint.training_state import TrainingState, WindowReplay, replay_of, restore_random_state
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.router import Router
+from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
+from moe_lightning.parallel.mesh import Part, TensorCut
 from moe_lightning.state.averages import AVERAGE
-from moe_lightning.state.tensors import Updates, cuts_of, home_of_moments, local, swap_parameters
+from moe_lightning.state.pieces import Block
+from moe_lightning.state.tensors import (
+    Updates,
+    blocks_of,
+    cut_of,
+    cuts_of,
+    home_of_moments,
+    is_cut,
+    local,
+    swap_parameters,
+)
+from moe_lightning.state.transfer import Unit, reshard, unit_of, unit_row
 from moe_lightning.strategies.averaging import Averaging
 from moe_lightning.strategies.checks import check_for_recovery, require_host_updates, require_updates_by_expert
 from moe_lightning.strategies.dense_parameters import (
     DENSE_SHARDINGS,
     DenseParts,
     DenseSharding,
-    Rows,
-    holders_of_units,
-    is_unit_name,
-    name_of,
-    new_holders_of,
-    unit_state,
+    Units,
 )
 from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
 from moe_lightning.strategies.worlds import Worlds
@@ -83,7 +91,7 @@ class TrainState:
         self._recorded: list[list[list[nn.Parameter]]] = []
         self._shards: DenseSharding | None = None
         self._numbers: Sequence[int] = ()  # in the whole world, of the ranks that those count
-        self._detached_states: dict[str, Mapping[str, Tensor]] = {}
+        self._detached: dict[str, Units] = {}  # what this rank keeps for the next world, by name in inventories
         self._own_forward: Any = None
         self.stages = StageMap(nn.Module(), worlds)
         self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=dense != "zero1")
@@ -385,17 +393,22 @@ class TrainState:
         """Return the parameters that ranks share, given enough ranks."""
         return self.stages.names or self.parts.ways()
 
-    def dense_parts(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names of dense state that some ranks only have, and of this rank's part of that.
+    def shards(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of all dense state that some ranks only have, and of what this rank has of it: parts of
+        stages, and optimizer states.
 
         Args:
             former: the former world of this rank.
         """
-        names, parts = self.parts.named(former.row_cut)
-        holders = self._state_holders(*self.stages.sharers(former))
-        own = {unit for unit, holder in holders.items() if holder == former.rank}
-        everyones = (*self.stages.parts(), *names, *sorted(holders))
-        return everyones, (*self.stages.own_parts(), *parts, *sorted(own | self._detached_states.keys()))
+        stages, cut, parted = self.stages, former.row_cut, cuts_of(self.module)
+        everyones, own = set[str](), {*self._owned_states(), *self._detached}
+        if self.is_shared:
+            everyones |= {_part_name(stage, part) for stage in range(stages.num_stages) for part in cut.parts}
+            own |= {_part_name(stage, cut.part) for stage in stages.held}
+        for name in self.shard_owners:
+            tensors = range(cut.tensors) if name in parted else (None,)
+            everyones |= {_state_name(name, tensor) for tensor in tensors}
+        return tuple(sorted(everyones)), tuple(sorted(own))
 
     @property
     def shards_optimizers(self) -> bool:
@@ -425,18 +438,30 @@ class TrainState:
         owners = self._shards.owners.items()
         return {names[parameter]: rank for parameter, rank in owners if parameter in names}  # others have left
 
-    def _state_holders(self, ranks: World, numbers: Sequence[int]) -> dict[str, int]:
-        """Return the rank that has each unit of the optimizer states here; empty without sharding.
+    def _owned_states(self) -> dict[str, Units]:
+        """Return the optimizer states that this rank has for others, by their names in inventories."""
+        owners, found = self.shard_owners, dict[str, Units]()
+        if not owners:
+            return found
+        state, dense = self.training_state(), dict(self.module.named_parameters())
+        for name, owner in owners.items():
+            if self._numbers[owner] == state.rank:
+                tensor = state.cut.part.tensor if is_cut(dense[name]) else None
+                found[_state_name(name, tensor)] = {
+                    (f"{name}/moments", block): {
+                        scope: value[here] if value.shape == dense[name].shape else value
+                        for scope, value in self.state_of(dense[name]).items()
+                    }
+                    for here, block in self._places(dense[name], state.cut.part)
+                }
+        return found
 
-        Args:
-            ranks, numbers: see `StageMap.sharers`.
-        """
-        units = holders_of_units(self.shard_owners, cuts_of(self.module), ranks.row_cut)
-        return {unit: numbers[rank] for unit, rank in units.items()}
-
-    def _everyones(self, holders: Mapping[str, int], world: World) -> Mapping[str, int]:
-        """Return the holders of all stages; collective in a pipeline."""
-        return {unit: rank for one in self.stages.everyones(dict(holders), world) for unit, rank in one.items()}
+    def _places(self, parameter: nn.Parameter, part: Part) -> list[tuple[tuple[slice, ...], Block]]:
+        """Return the blocks of a parameter that a rank with a part of the tensor indices has, see `blocks_of`."""
+        cut = cut_of(parameter)
+        if cut is None:
+            return [((), Block.of(parameter.shape))]
+        return list(blocks_of(cut, replace(part, row=0, rows=1)))
 
     def _dense_sharding(self, ranks: World) -> DenseSharding:
         """Build the sharding of the dense parameters among the ranks that hold them."""
@@ -454,90 +479,121 @@ class TrainState:
         for optimizer in self.optimizers:
             self._shards.shard(optimizer)
 
-    def reshard(self, sources: Sequence[tuple[str, int]], rows: Rows | None = None) -> None:
+    def reshard(self, sources: Sequence[tuple[str, int]], units: Units) -> None:
         """Reshard the dense state over the ranks of the present world; collective if optimizer states move.
 
         Args:
-            sources: (name, rank) of every parameter whose state a rank has, live or replayed; the others are restored
-                later by their new holders.
-            rows: of the parameters that this rank will hold, if ranks share them; None: they are restored next.
+            sources: (name, rank) of all dense state that a rank has, live or replayed, and others may lack; what no
+                rank has is restored later.
+            units: the values that have arrived.
         """
         world = self._worlds.present
         ranks, numbers = self.stages.sharers(world)
-        self.transfer.install(rows, ranks)
-        self._share_states([(unit, rank) for unit, rank in sources if is_unit_name(unit)], world, ranks, numbers)
+        self.transfer.install(units, ranks)
+        self._share_states([name for name, rank in sources if rank == world.rank], world, ranks, numbers)
+        self._detached = {}
 
     def gather(self, world: World, most_bytes: int) -> None:
         """Give every rank whole dense parameters after training, unless they take more than this on some rank;
         collective if they are cut.
         """
-        units = list(self._state_holders(world, range(world.size)).items())
+        self.detach_states()
         if self.parts.gather(world, most_bytes):
             groups = {name: group for name, group in world.groups.items() if name != "copy"}
             world, numbers = replace(world, shards=(), groups=groups), self._numbers
-            self._share_states(units, world, world, range(world.size))
+            self._share_states(list(self._detached), world, world, range(world.size))
             self._numbers = numbers
+        self._detached = {}
 
-    def _share_states(
-        self, sources: Sequence[tuple[str, int]], world: World, ranks: World, numbers: Sequence[int]
-    ) -> None:
+    def _share_states(self, names: Collection[str], world: World, ranks: World, numbers: Sequence[int]) -> None:
         """Transfer optimizer states to the ranks of a world that hold them from now on, if any holds them for others;
         collective.
 
         Args:
-            sources: (unit, rank) of every state that a rank has.
+            names: of the states, detached or replayed, that this rank sends.
             ranks, numbers: those that hold the same parameters as this one, and their numbers in the world.
         """
-        sharding = self._dense_sharding(ranks)
+        sharding, have = self._dense_sharding(ranks), self._detached_states(names)
         if not sharding.owners and (self.stages.num_stages == 1 or self.parts.with_moments):
             return
         dense = {name: p for name, p in self.module.named_parameters() if p not in self.experts.stack_of}
         homes = {p: o for o, groups in zip(self.optimizers, self._groups, strict=True) for g in groups for p in g}
-        local = self._held_states(name for name, rank in sources if rank == world.rank)
         self.fill_groups()
         self._shards, self._numbers = None, numbers
         self._shard(sharding)
         for parameter in dense.values():
             homes[parameter].state.pop(parameter, None)
-        holders, ways = self._everyones(self._state_holders(ranks, numbers), world), self.parts.ways()
-        table = self.training_state()
-        targets = {unit: new_holders_of(unit, holders) for unit, _ in sources}
-        arrived = exchange_shards(sources, targets, local, world)
-        for unit in (unit for unit, holder in holders.items() if holder == world.rank):
-            parameter = dense[name_of(unit)]
-            if states := unit_state(arrived, unit, ways.get(name_of(unit))):
+        table, own = self.training_state(), dict[nn.Parameter, list[Unit]]()
+        for name, owner in self.shard_owners.items():
+            if numbers[owner] == world.rank:
+                places = self._places(dense[name], ranks.row_cut.part)
+                own[dense[name]] = [(f"{name}/moments", block) for _, block in places]
+        arrived = reshard(have, [unit for units in own.values() for unit in units], world)
+        for parameter, units in own.items():
+            if all(arrived.get(unit) for unit in units):
+                states = _joined([arrived[unit] for unit in units], cut_of(parameter))
                 homes[parameter].state[parameter] = table.placed(homes[parameter], parameter, states)
-        self.replay, self._detached_states = None, {}  # of ranks of the former world
+        self.replay = None  # of a rank of the former world
+
+    def _detached_states(self, names: Collection[str]) -> Units:
+        """Return optimizer states by name, detached or replayed for a lost peer."""
+        found, replay = dict[Unit, Mapping[str, Tensor]](), self.replay
+        for name in names:
+            if name in self._detached:
+                found |= self._detached[name]
+            elif replay is not None and name in replay.names:
+                states = replay.states(name)
+                block = Block.of(states.pop("weight").shape)
+                found[f"{name}/moments", block] = states
+        return found
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:
         """Transfer the dense state that only leaving ranks have to ranks that stay; collective."""
-        own = self._state_holders(*self.stages.sharers(world))
-        if self.stages.num_stages == 1:
-            self.parts.hand_over(staying, world)
-        else:
-            self.detach_states(unit for unit, owner in own.items() if owner == world.rank)
-        owners = self._everyones(own, world)
-        lost = sorted(unit for unit, owner in owners.items() if owner not in staying)
-        if lost:
-            holders = {unit: [staying[number % len(staying)]] for number, unit in enumerate(lost)}
-            local = self._held_states(unit for unit in lost if owners[unit] == world.rank)
-            self._detached_states |= exchange_shards([(unit, owners[unit]) for unit in lost], holders, local, world)
+        own = self._owned_states()
+        if self.stages.num_stages > 1:
+            self._detached |= own
+        elif self.parts.is_wished:
+            own[_part_name(0, world.row_cut.part)] = self.parts.held()
+        listed = all_gather_json({name: [unit_row(unit) for unit in units] for name, units in own.items()}, world)
+        kept = {name for rank in staying for name in listed[rank]}
+        lost = sorted({name: rows for one in listed for name, rows in one.items() if name not in kept}.items())
+        next_one = {name: staying[number % len(staying)] for number, (name, _) in enumerate(lost)}
+        coming = {name: [unit_of(row) for row in rows] for name, rows in lost if next_one[name] == world.rank}
+        have = {unit: tensors for name in own.keys() - kept for unit, tensors in own[name].items()}
+        arrived = reshard(have, {unit for units in coming.values() for unit in units}, world)
+        self._detached |= {name: {unit: arrived[unit] for unit in units} for name, units in coming.items()}
         if self.stages.num_stages > 1:
             self._shards = None  # all states are detached: parameters may leave now
 
-    def detach_states(self, units: Iterable[str]) -> None:
-        """Detach the states of these units from their parameters, which may leave, until the next world has them."""
-        known = self.shard_owners
-        self._detached_states |= self._held_states(unit for unit in units if name_of(unit) in known)
+    def detach_states(self) -> None:
+        """Keep the optimizer states that this rank has for others until the next world has them: their parameters may
+        leave.
+        """
+        self._detached |= self._owned_states()
 
-    def _held_states(self, units: Iterable[str]) -> dict[str, Mapping[str, Tensor]]:
-        """Return optimizer states: live, detached, or replayed for a lost peer."""
-        parameters, replayed = dict(self.module.named_parameters()), self.replay
-        detached = self._detached_states
-        here = {
-            unit: detached[unit] if unit in detached else self.state_of(parameters[name_of(unit)]) for unit in units
-        }
-        return {unit: s if s or replayed is None else replayed.moments(unit) for unit, s in here.items()}
+    def detached(self) -> dict[Unit, Mapping[str, Tensor]]:
+        """Return what this rank keeps of ranks that have left, and its optimizer states for others once detached."""
+        return {unit: tensors for units in self._detached.values() for unit, tensors in units.items()}
+
+
+def _joined(blocks: Sequence[Mapping[str, Tensor]], cut: TensorCut | None) -> dict[str, Tensor]:
+    """Return the states of a part of a parameter from those of its blocks."""
+    if cut is None or len(blocks) == 1:
+        return dict(blocks[0])
+    return {
+        scope: torch.cat([states[scope] for states in blocks], cut.dim) if value.ndim else value
+        for scope, value in blocks[0].items()
+    }
+
+
+def _part_name(stage: int, part: Part) -> str:
+    """Return the name of a part of a stage in inventories."""
+    return f"stage {stage}, {part.name}"
+
+
+def _state_name(name: str, tensor: int | None) -> str:
+    """Return the name of the optimizer state of a parameter, or of one of its parts by tensor index, in inventories."""
+    return name if tensor is None else f"{name}, part {tensor}"
 
 
 class StateTransfer:
@@ -550,19 +606,23 @@ class StateTransfer:
     def __init__(self, state: TrainState) -> None:
         self._state = state
 
-    def fetch(self, sources: Sequence[tuple[str, int]], world: World, *, is_live: bool) -> Rows | None:
-        """Transfer the dense values that this rank will hold in a world, by part, if ranks share them; collective
-        there. Live state stays unchanged.
+    def fetch(self, world: World, *, is_live: bool) -> Units:
+        """Transfer the dense values that this rank will hold in a world, if ranks share them; collective there. Live
+        state stays unchanged.
 
         Args:
-            sources: (name of a part, a rank that has it); a part of rank -1 is not sent.
             is_live: True if the values of this rank are valid.
         """
-        parts = self._state.parts
-        return parts.fetch(sources, world.row_cut.part, world) if parts.is_wished else None
+        state = self._state
+        if is_live:
+            state.detach_states()
+        if not state.parts.is_wished:
+            return {}
+        have = {**state.parts.held(), **state.detached()} if is_live else {}
+        return reshard(have, state.parts.blocks(world.row_cut.part), world)
 
-    def install(self, rows: Rows | None, world: World) -> None:
-        """Set the dense values that this rank holds now, if ranks share them; None: they are restored next.
+    def install(self, units: Units, world: World) -> None:
+        """Set the dense values that this rank holds now, if ranks share them; others are restored next.
 
         Not collective.
 
@@ -570,7 +630,7 @@ class StateTransfer:
             world: the ranks that hold the same stages.
         """
         if self._state.parts.is_wished:
-            self._state.parts.install(rows, world)
+            self._state.parts.install(units, world)
 
     def enter_world(self, world: World, placements: Sequence[Placement], held: BoolArray, nodes: Sequence[str]) -> None:
         """Move experts to the ranks of a world's placements; collective there.

@@ -23,7 +23,6 @@ from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.tensors import is_cut, local
 from moe_lightning.strategies import expert_parallel, fsdp
-from moe_lightning.strategies.dense_parameters import held_rows
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.harness import run_ranks
 from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
@@ -269,11 +268,9 @@ class WorldChanges(pl.Callback):
         if trainer.global_step != 2:
             return
         state, parts, world, counts = strategy.state, strategy.state.parts, strategy.world, []
-        before = {key: tensor.clone() for key, tensor in held_rows(state.training_state(), parts.ways()).items()}
-        cut = world.row_cut
-        sources = [(name, holders[0]) for name, holders in zip(cut.names(), cut.holders, strict=True)]
+        before = {unit: {s: t.clone() for s, t in tensors.items()} for unit, tensors in parts.held().items()}
         for turn in range(self.turns):
-            fetched = parts.fetch(sources, world.row_cut.part, world)
+            fetched = state.transfer.fetch(world, is_live=True)
             strategy.leave()
             parts.install(fetched, world)
             state.forget_update()
@@ -282,10 +279,15 @@ class WorldChanges(pl.Callback):
             del fetched
             if turn in (9, self.turns - 1):
                 counts.append(_held(pl_module))
-        after = held_rows(state.training_state(), parts.ways())
-        assert after.keys() == before.keys()
+        after = parts.held()
+        assert {unit: tensors.keys() for unit, tensors in after.items()} == {u: t.keys() for u, t in before.items()}
         self.kept = {kind: late - counts[0][kind] for kind, late in counts[1].items()}
-        self.changed = [key for key, tensor in after.items() if not torch.equal(tensor, before[key])]
+        self.changed = [
+            f"{unit[0]}/{scope}"
+            for unit, tensors in after.items()
+            for scope, tensor in tensors.items()
+            if not torch.equal(tensor, before[unit][scope])
+        ]
 
 
 def change_worlds(

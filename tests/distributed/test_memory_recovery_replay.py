@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, exchange_shards, verify_replays
+from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, verify_replays
 from moe_lightning.checkpoint.recovery_plan import RankInventory, plan_recovery
 from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.state.pieces import Block
+from moe_lightning.state.transfer import reshard
 from moe_lightning.strategies.dense_parameters import DenseOptimizerShards
 from tests.distributed.harness import connect, run_ranks
 
@@ -113,9 +115,11 @@ def lost_owner(rank: int, world_size: int) -> tuple[str, list[int]]:
         )
     inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
     plan = plan_recovery(inventories, None, num_layers=0, num_experts=0)
-    anew = {name: [(owner + 1) % world_size] for name, owner in owners.items()}
-    received = exchange_shards(plan.shards, anew, local, world)
-    assert received.keys() == {name for name, takers in anew.items() if takers == [rank]}
+    units = {name: (name, Block.of(p.shape)) for p, name in names.items()}
+    have = {units[name]: local[name] for name, source in plan.shards if source == rank}
+    mine = [name for name, owner in owners.items() if (owner + 1) % world_size == rank]
+    arrived = reshard(have, [units[name] for name in mine], world)
+    received = {name: arrived[units[name]] for name in mine}
     for parameter, (name, _) in zip(whole.parameters(), module.named_parameters(), strict=True):
         for scope, tensor in reference.state[parameter].items() if name in received else ():
             assert torch.equal(received[name][scope], tensor), (name, scope)

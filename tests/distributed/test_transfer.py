@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any, ClassVar
 
 import pytest
@@ -14,7 +15,7 @@ from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PendingExchange
 from moe_lightning.state import transfer as module
 from moe_lightning.state.pieces import Block, StatePiece
-from moe_lightning.state.transfer import gather, transfer
+from moe_lightning.state.transfer import Unit, gather, reshard, transfer
 from tests.distributed.harness import connect, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -126,3 +127,76 @@ def test_the_buffers_of_a_transfer_stay_within_their_bound(most_bytes: int) -> N
         assert 0 < nbytes <= 2 * most_bytes
         assert received == 40_000
         assert exchanges <= 2 * -(-received // most_bytes)
+
+
+def random_units(rng: random.Random, shapes: dict[str, tuple[int, ...]], num_ranks: int) -> list[list[Unit]]:
+    """Blocks of tensors on each rank: whole, by rows or by columns, or none."""
+    found: list[list[Unit]] = [[] for _ in range(num_ranks)]
+    for key, shape in shapes.items():
+        kind, dim = rng.choice(("whole", "rows", "some")), rng.randrange(len(shape)) if shape else 0
+        for rank in range(num_ranks):
+            if kind == "rows" and shape:
+                first, last = (shape[dim] * at // num_ranks for at in (rank, rank + 1))
+                found[rank].append((key, block(shape, dim, first, last)))
+            elif kind != "some" or rng.random() < 0.5:
+                found[rank].append((key, Block.of(shape)))
+    return found
+
+
+def moments(key: str, own: Block) -> dict[str, Tensor]:
+    """A weight with a moment of its shape, a count, and a factor of another shape."""
+    weight = torch.arange(1.0, 1 + torch.Size(own.whole).numel()).view(own.whole) + 1000 * int(key)
+    scopes = {"weight": weight[own.slices], "exp_avg": weight.to(torch.bfloat16)[own.slices]}
+    return scopes | {"factor": torch.full((9, 2), float(key)), "step": torch.tensor(int(key))}
+
+
+def resharded(rank: int, world_size: int, rounds: int) -> int:
+    world, rng, moved = connect(), random.Random(0), 0
+    for _ in range(rounds):
+        shapes = {str(n): tuple(rng.randint(1, 6) for _ in range(rng.randrange(1, 4))) for n in range(1, 4)}
+        have, want = (random_units(rng, shapes, world_size) for _ in range(2))
+        arrived = reshard({unit: moments(*unit) for unit in have[rank]}, want[rank], world, most_bytes=64)
+        filled: dict[str, Tensor] = {key: torch.zeros(shape, dtype=torch.bool) for key, shape in shapes.items()}
+        for key, own in (unit for units in have for unit in units):
+            filled[key][own.slices] = True
+        known = {key for units in have for key, _ in units}
+        complete = [(key, own) for key, own in want[rank] if key in known and bool(filled[key][own.slices].all())]
+        assert arrived.keys() == set(complete)
+        for unit in (unit for unit in complete if unit[1].numel):
+            expected = moments(*unit)
+            assert arrived[unit].keys() == expected.keys()
+            assert all(torch.equal(arrived[unit][scope], value) for scope, value in expected.items()), unit
+            moved += unit not in have[rank]
+    return moved
+
+
+def test_blocks_with_their_moments_come_from_any_layout_to_any_other() -> None:
+    assert min(run_ranks(3, resharded, 60)) > 30
+
+
+def one_meeting(rank: int, world_size: int) -> int:
+    """Collectives of a transfer in which every rank has what it wants."""
+    world, unit = connect(), ("1", Block.of((3,)))
+    found: list[Any] = []
+    inner = module.all_gather_json
+    module.all_gather_json = lambda *arguments: found.append(0) or inner(*arguments)  # type: ignore[assignment]
+    module.PendingExchange = None  # type: ignore[assignment,misc]
+    assert torch.equal(reshard({unit: moments(*unit)}, [unit], world)[unit]["weight"], moments(*unit)["weight"])
+    return len(found)
+
+
+def test_ranks_meet_once_where_nothing_moves() -> None:
+    assert run_ranks(2, one_meeting) == [1, 1]
+
+
+def disagreement(rank: int, world_size: int) -> str:
+    unit = ("w", Block.of((2,)))
+    with pytest.raises(ConfigurationError) as refused:
+        reshard({unit: {"weight": torch.zeros(2, dtype=(torch.float32, torch.float64)[rank])}}, [], connect())
+    return str(refused.value)
+
+
+def test_ranks_with_other_moments_under_a_key_are_refused() -> None:
+    first, second = run_ranks(2, disagreement)
+    assert first == second
+    assert first.startswith("rank 1 has other tensors of w than others: give all ranks the same")

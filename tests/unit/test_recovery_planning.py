@@ -11,10 +11,9 @@ from moe_lightning.checkpoint.recovery_plan import RankInventory
 from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.mesh import RowCut
 from moe_lightning.strategies.recovery import RecoveryPlanner
 
-NAMES = RowCut.among(((0, 1),), 0).names()
+NAMES = ("dense rows 0 of 2", "dense rows 1 of 2")
 
 
 def planned(version: int, *, has_trained: bool, sources: RecoverySources | None = None) -> str:
