@@ -26,7 +26,7 @@ from moe_lightning.arguments import Count, option
 from moe_lightning.cli.short_training import machine
 from moe_lightning.dispatch.quota import balanced_quota, dispatch_splits
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels.buffers import pool
+from moe_lightning.kernels.torch_kernels import pool
 from moe_lightning.text_table import table
 
 Call = Callable[[], Tensor]

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from benchmarks.peak_memory import PeakMemory, give_back_at_once
 from moe_lightning.cli.training import build
-from moe_lightning.kernels.buffers import pool
+from moe_lightning.kernels.torch_kernels import pool
 
 _M_ARENA_MAX = -8  # of malloc.h
 

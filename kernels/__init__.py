@@ -6,15 +6,14 @@ deterministic, take non-contiguous inputs, and raise `ConfigurationError` in one
 devices.
 """
 
-from moe_lightning.kernels.backends import BACKENDS as BACKENDS
-from moe_lightning.kernels.backends import BackendName as BackendName
-from moe_lightning.kernels.backends import backend as backend
-from moe_lightning.kernels.backends import set_backend as set_backend
 from moe_lightning.kernels.interface import Choice as Choice
 from moe_lightning.kernels.interface import Draw as Draw
 from moe_lightning.kernels.interface import ExpertSort as ExpertSort
 from moe_lightning.kernels.interface import QuotaRounds as QuotaRounds
 from moe_lightning.kernels.interface import Routed as Routed
+from moe_lightning.kernels.operations import BACKENDS as BACKENDS
+from moe_lightning.kernels.operations import BackendName as BackendName
+from moe_lightning.kernels.operations import backend as backend
 from moe_lightning.kernels.operations import balance as balance
 from moe_lightning.kernels.operations import chunk_order as chunk_order
 from moe_lightning.kernels.operations import count_by_expert as count_by_expert
@@ -34,6 +33,7 @@ from moe_lightning.kernels.operations import plan_rows as plan_rows
 from moe_lightning.kernels.operations import plan_runs as plan_runs
 from moe_lightning.kernels.operations import reorder_chunks as reorder_chunks
 from moe_lightning.kernels.operations import route as route
+from moe_lightning.kernels.operations import set_backend as set_backend
 from moe_lightning.kernels.operations import sort_by_expert as sort_by_expert
 from moe_lightning.kernels.operations import sum_in_rank_order as sum_in_rank_order
 from moe_lightning.kernels.operations import top_k_experts as top_k_experts
@@ -41,3 +41,4 @@ from moe_lightning.kernels.operations import top_k_routing as top_k_routing
 from moe_lightning.kernels.operations import unpack as unpack
 from moe_lightning.kernels.operations import unpermute as unpermute
 from moe_lightning.kernels.operations import xor_parity as xor_parity
+from moe_lightning.kernels.torch_kernels import upload as upload

@@ -1,4 +1,4 @@
-"""Interface of the kernels: one signature for each primitive, without autograd, which `autograd` adds.
+"""Interface of the kernels: one signature for each primitive, without autograd, which `operations` adds.
 
 `torch_kernels` and the modules of `triton` implement it.
 
@@ -16,13 +16,11 @@ from torch import Tensor
 ACTIVATIONS = ("gelu", "swiglu", "gelu_tanh", "swiglu_clamped")
 """Activations of an expert's hidden layer; see `expert_activation`."""
 
+GATED = frozenset({"swiglu", "swiglu_clamped"})
+"""Activations that take gate and up side by side and halve the width."""
+
 CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0
 """Constants of "swiglu_clamped", those of GPT-OSS."""
-
-
-def is_gated(kind: str) -> bool:
-    """True if an activation takes gate and up side by side and halves the width."""
-    return kind.startswith("swiglu")
 
 
 class ExpertSort(NamedTuple):

@@ -1,74 +1,258 @@
-"""Operations of a Mixture-of-Experts layer: checks of the arguments, choice of the implementation, gradients.
+"""Operations of a Mixture-of-Experts layer: choice of the implementation, checks of the arguments, gradients.
+
+The implementation follows the device of the data, or the user's choice, and is logged once for each device. Gradients
+are written once over the primitives of `interface`: every backward of rows is made of gathers and matmuls; nothing is
+scattered, so nothing is added in an undefined order.
 
 Legend: T tokens, K choices, A = T*K assignments, M rows (A less the dropped), E experts, S or C slots, D model width,
-F expert width, N ranks or sources, C chunks, L elements.
+F expert width, H columns of h, N ranks or sources, C chunks, L elements.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels import autograd, backends, buffers, reference, torch_kernels
-from moe_lightning.kernels.interface import ACTIVATIONS, Choice, Draw, ExpertSort, QuotaRounds, Routed, Runs, is_gated
+from moe_lightning.kernels import reference, torch_grouped, torch_kernels
+from moe_lightning.kernels.interface import (
+    ACTIVATIONS,
+    GATED,
+    ActivationKernels,
+    ByteKernels,
+    Choice,
+    Draw,
+    ExpertSort,
+    FusedKernels,
+    MatmulKernels,
+    PlanKernels,
+    QuotaRounds,
+    Routed,
+    RouterKernels,
+    RoutingKernels,
+    RowKernels,
+    Runs,
+    StreamKernels,
+)
+from moe_lightning.kernels.torch_kernels import empty, upload
+
+BackendName = Literal["auto", "torch", "triton", "grouped", "reference"]
+BACKENDS: tuple[str, ...] = get_args(BackendName)
+
+_log = logging.getLogger(__name__)
+_chosen = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """Kernels of one backend."""
+
+    routing: RoutingKernels
+    rows: RowKernels
+    matmul: MatmulKernels
+    activation: ActivationKernels
+    bytes: ByteKernels
+    plan: PlanKernels
+    stream: StreamKernels
+    fused: FusedKernels | None = None
+    router: RouterKernels | None = None
+
+
+_TORCH = Implementation(
+    routing=torch_kernels,
+    rows=torch_kernels,
+    matmul=torch_kernels,
+    activation=torch_kernels,
+    bytes=torch_kernels,
+    plan=torch_kernels,
+    stream=torch_kernels,
+)
+
+
+def set_backend(name: str) -> None:
+    """Choose the implementation for this process: "auto" (Triton on CUDA where it is installed, else torch), "torch",
+    "triton", "grouped" (as "auto", but torch's own kernel multiplies the experts, see `torch_grouped`) or "reference".
+
+    Raises:
+        ConfigurationError: an unknown name, or "triton" where it is not installed.
+    """
+    global _chosen
+    if name not in BACKENDS:
+        raise ConfigurationError(f"kernel backend {name!r} does not exist: use one of {', '.join(BACKENDS)}")
+    if name == "triton" and not _has_triton():
+        raise ConfigurationError("kernel backend 'triton' needs the package triton: install it, or use 'auto'")
+    _chosen = name
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Choose the implementation inside a `with` block (see `set_backend`)."""
+    before = _chosen
+    set_backend(name)
+    try:
+        yield
+    finally:
+        set_backend(before)
+
+
+def implementation(device: torch.device, dtype: torch.dtype | None = None) -> Implementation | None:
+    """Return the implementation for tensors of a device and dtype; None stands for the reference.
+
+    The Triton kernels accumulate in fp32 and torch's grouped kernel takes no fp64, so that runs on torch.
+
+    Raises:
+        ConfigurationError: Triton was asked for and cannot run on the device.
+    """
+    found = _implementation(_chosen, device.type)
+    return _TORCH if found is not None and dtype == torch.float64 else found
+
+
+@functools.cache
+def _implementation(name: str, device_type: str) -> Implementation | None:
+    is_grouped = name == "grouped"
+    if name == "auto" or is_grouped:
+        name = "triton" if device_type == "cuda" and _has_triton() else "torch"
+    _log.info("kernels on %s: %s%s", device_type, name, ", experts by torch's grouped_mm" if is_grouped else "")
+    if name == "reference":
+        return None
+    found = _TORCH if name == "torch" else _load_triton(device_type)
+    return replace(found, matmul=torch_grouped, fused=None) if is_grouped else found
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _load_triton(device_type: str) -> Implementation:
+    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigurationError(
+            f"kernel backend 'triton' cannot run on device {device_type!r}: use 'auto', or interpret it with "
+            "TRITON_INTERPRET=1 set before the start"
+        )
+    # Imported here: Triton is absent on most CPUs, and reads TRITON_INTERPRET when its kernels are defined.
+    from moe_lightning.kernels.triton import activation, matmul, plan, router, routing, rows
+
+    return Implementation(
+        routing=routing,
+        rows=rows,
+        matmul=matmul,
+        activation=activation,
+        bytes=rows,
+        plan=plan,
+        stream=rows,
+        fused=matmul,
+        router=router,
+    )
+
+
+_Grads = tuple[Tensor | None, ...]
+
+
+def _apply(function: Any, *arguments: object) -> Any:
+    """`function.apply`, which torch leaves untyped."""
+    return function.apply(*arguments)
+
+
+def _require_first_derivative() -> None:
+    """
+    Raises:
+        ConfigurationError: the gradients, which kernels compute outside of any graph, are to be differentiated.
+    """
+    if torch.is_grad_enabled():
+        raise ConfigurationError(
+            "kernels have no second derivatives, but create_graph=True asks for them: leave it out, or set the kernel "
+            "backend 'reference'"
+        )
+
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_IDS = (torch.int64,)
 
 
-def _require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise ConfigurationError(sentence)
-
-
-def _check_floats(name: str, tensor: Tensor, dims: int = 2) -> None:
-    """A floating-point tensor with that many dimensions."""
-    _require(tensor.dim() == dims, f"{name} has shape {list(tensor.shape)}, but needs {dims} dimensions")
-    _require(tensor.dtype in _FLOATS, f"{name} is {tensor.dtype}, but needs one of float32, bfloat16, float16, float64")
-
-
-def _check_index(name: str, tensor: Tensor, dims: int, device: torch.device) -> None:
-    """An int64 tensor with that many dimensions on the device of the data."""
-    _require(tensor.dim() == dims, f"{name} has shape {list(tensor.shape)}, but needs {dims} dimensions")
-    _require(tensor.dtype == torch.int64, f"{name} is {tensor.dtype}, but needs int64: call .long() on it")
-    _check_device(name, tensor, device)
+def _check(
+    name: str, tensor: Tensor, dims: int, device: torch.device | None = None, dtypes: Sequence[torch.dtype] = _FLOATS
+) -> None:
+    """
+    Raises:
+        ConfigurationError: other dimensions, another dtype, or another device than that of the data.
+    """
+    if tensor.dim() != dims:
+        raise ConfigurationError(f"{name} has shape {list(tensor.shape)}, but needs {dims} dimensions")
+    if tensor.dtype not in dtypes:
+        wanted = "int64: call .long() on it" if dtypes is _IDS else "one of float32, bfloat16, float16, float64"
+        raise ConfigurationError(f"{name} is {tensor.dtype}, but needs {wanted}")
+    if device is not None:
+        _check_device(name, tensor, device)
 
 
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    _require(tensor.device == device, f"{name} is on {tensor.device}, but the data is on {device}: move it there")
+    if tensor.device != device:
+        raise ConfigurationError(f"{name} is on {tensor.device}, but the data is on {device}: move it there")
 
 
-def _check_rows_fit(order_M: Tensor, inverse_TK: Tensor) -> None:
-    _require(
-        len(order_M) <= inverse_TK.numel(),
-        f"order lists {len(order_M)} rows, more than the {inverse_TK.numel()} assignments of inverse "
-        f"{list(inverse_TK.shape)}",
-    )
-
-
-def _check_bytes(name: str, tensor: Tensor, num_bytes: int | None = None) -> None:
-    """A flat contiguous uint8 buffer, of exactly that size where it is given."""
-    _require(
-        tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous(),
-        f"{name} is {tensor.dtype} of shape {list(tensor.shape)}, but needs a flat contiguous uint8 buffer",
-    )
-    _require(
-        num_bytes is None or tensor.numel() == num_bytes,
-        f"{name} holds {tensor.numel()} bytes, but {num_bytes} are needed",
-    )
+def _check_order(order_M: Tensor, inverse_TK: Tensor, device: torch.device, *, may_pad: bool = False) -> None:
+    _check("order", order_M, 1, device, _IDS)
+    _check("inverse", inverse_TK, 2, device, _IDS)
+    if len(order_M) > inverse_TK.numel() and not may_pad:
+        raise ConfigurationError(
+            f"order lists {len(order_M)} rows, more than the {inverse_TK.numel()} assignments of inverse "
+            f"{list(inverse_TK.shape)}"
+        )
 
 
 def fuses_router(x_TD: Tensor, num_experts: int) -> bool:
     """True if `route` takes such rows: bf16, on a device with a kernel for it, and all experts fit one program."""
-    impl = backends.implementation(x_TD.device, x_TD.dtype)
+    impl = implementation(x_TD.device, x_TD.dtype)
     return (
         impl is not None
         and impl.router is not None
         and x_TD.dtype == torch.bfloat16
         and num_experts <= impl.router.MOST_EXPERTS
     )
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        selection_E: Tensor | None,
+        choice: Choice,
+        kernels: RouterKernels,
+    ) -> tuple[Tensor | None, ...]:
+        routed, terms_3ED = kernels.route(x_TD, weight_ED, bias_E, selection_E, choice)
+        ctx.save_for_backward(x_TD, terms_3ED, routed.scores_TE, routed.ids_TK)
+        ctx.choice, ctx.kernels = choice, kernels
+        ctx.dtypes = (weight_ED.dtype, None if bias_E is None else bias_E.dtype)
+        ctx.mark_non_differentiable(routed.ids_TK)
+        ctx.set_materialize_grads(False)
+        return *routed[:4], x_TD if ctx.needs_input_grad[0] else None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> _Grads:
+        _require_first_derivative()
+        if all(grad is None for grad in grads[:3]):
+            return grads[4], None, None, None, None, None
+        x_TD, terms_3ED, scores_TE, ids_TK = ctx.saved_tensors
+        logits, scores, weights, _, beside = (None if grad is None else grad.contiguous() for grad in grads)
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grads_3TE, grad_x = ctx.kernels.logit_gradients(
+            terms_3ED, scores_TE, ids_TK, (logits, scores, weights), ctx.choice, wants_x, beside
+        )
+        grad_weight = ctx.kernels.router_wgrad(grads_3TE, x_TD).to(ctx.dtypes[0]) if wants_weight else None
+        grad_bias = grads_3TE.sum((0, 1), dtype=torch.float32).to(ctx.dtypes[1]) if wants_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def route(
@@ -88,28 +272,40 @@ def route(
     Raises:
         ConfigurationError: what does not fit together, or rows that `fuses_router` does not take.
     """
-    _check_floats("x", x_TD)
-    _check_floats("weight", weight_ED)
-    _check_device("weight", weight_ED, x_TD.device)
+    _check("x", x_TD, 2)
+    _check("weight", weight_ED, 2, x_TD.device)
     num_experts, width = weight_ED.shape
-    _require(x_TD.shape[1] == width, f"x {list(x_TD.shape)} does not fit weight {list(weight_ED.shape)}")
-    _require(1 <= choice.top_k <= num_experts, f"top_k={choice.top_k} must be from 1 to {num_experts} experts")
+    if x_TD.shape[1] != width:
+        raise ConfigurationError(f"x {list(x_TD.shape)} does not fit weight {list(weight_ED.shape)}")
+    if not 1 <= choice.top_k <= num_experts:
+        raise ConfigurationError(f"top_k={choice.top_k} must be from 1 to {num_experts} experts")
     for name, value_E in (("bias", bias_E), ("selection", selection_E)):
         if value_E is not None:
-            _check_floats(name, value_E, 1)
-            _check_device(name, value_E, x_TD.device)
-            _require(len(value_E) == num_experts, f"{name} has {len(value_E)} values for {num_experts} experts")
-    impl = backends.implementation(x_TD.device, x_TD.dtype)
+            _check(name, value_E, 1, x_TD.device)
+            if len(value_E) != num_experts:
+                raise ConfigurationError(f"{name} has {len(value_E)} values for {num_experts} experts")
+    impl = implementation(x_TD.device, x_TD.dtype)
     if impl is None or impl.router is None or not fuses_router(x_TD, num_experts):
         raise ConfigurationError(
             f"no kernel routes {x_TD.dtype} rows on {x_TD.device.type} to {num_experts} experts in one operation: ask "
             "fuses_router first, or take top_k_routing"
         )
     bias_E, selection_E = (None if value is None else value.contiguous() for value in (bias_E, selection_E))
-    routed = autograd.apply(
-        autograd.Route, x_TD.contiguous(), weight_ED.contiguous(), bias_E, selection_E, choice, impl.router
-    )
+    routed = _apply(_Route, x_TD.contiguous(), weight_ED.contiguous(), bias_E, selection_E, choice, impl.router)
     return Routed(*routed)
+
+
+class _Balance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor, counts_E: Tensor, kernels: RouterKernels) -> Tensor:
+        ctx.save_for_backward(scores_TE, counts_E)
+        ctx.kernels = kernels
+        return kernels.balance(scores_TE, counts_E).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> _Grads:
+        _require_first_derivative()
+        return ctx.kernels.balance_gradient(*ctx.saved_tensors, grads[0]), None, None
 
 
 def balance(scores_TE: Tensor, tokens_per_expert_E: Tensor) -> Tensor | None:
@@ -124,18 +320,34 @@ def balance(scores_TE: Tensor, tokens_per_expert_E: Tensor) -> Tensor | None:
     Raises:
         ConfigurationError: counts of other experts.
     """
-    _check_floats("scores", scores_TE)
-    _check_index("tokens_per_expert", tokens_per_expert_E, 1, tokens_per_expert_E.device)
-    _require(
-        len(tokens_per_expert_E) == scores_TE.shape[1],
-        f"tokens_per_expert counts {len(tokens_per_expert_E)} experts, but scores have {scores_TE.shape[1]}",
-    )
-    impl = backends.implementation(scores_TE.device, scores_TE.dtype)
+    _check("scores", scores_TE, 2)
+    _check("tokens_per_expert", tokens_per_expert_E, 1, dtypes=_IDS)
+    if len(tokens_per_expert_E) != scores_TE.shape[1]:
+        raise ConfigurationError(
+            f"tokens_per_expert counts {len(tokens_per_expert_E)} experts, but scores have {scores_TE.shape[1]}"
+        )
+    impl = implementation(scores_TE.device, scores_TE.dtype)
     if impl is None or impl.router is None or scores_TE.dtype != torch.float32:
         return None
-    counts_E = buffers.upload(tokens_per_expert_E, scores_TE.device).contiguous()
-    loss: Tensor = autograd.apply(autograd.Balance, scores_TE.contiguous(), counts_E, impl.router)
+    counts_E = upload(tokens_per_expert_E, scores_TE.device).contiguous()
+    loss: Tensor = _apply(_Balance, scores_TE.contiguous(), counts_E, impl.router)
     return loss
+
+
+class _TopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor, top_k: int, kernels: RoutingKernels) -> tuple[Tensor, Tensor]:
+        ids_TK = kernels.top_k(scores_TE, top_k)
+        ctx.save_for_backward(ids_TK)
+        ctx.mark_non_differentiable(ids_TK)
+        ctx.shape = scores_TE.shape
+        return scores_TE.gather(1, ids_TK), ids_TK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> _Grads:
+        (ids_TK,) = ctx.saved_tensors
+        # Ids of a token are distinct, so nothing is added twice and the scatter is deterministic.
+        return grads[0].new_zeros(ctx.shape).scatter_(1, ids_TK, grads[0]), None, None
 
 
 def top_k_routing(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -151,7 +363,7 @@ def top_k_routing(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     impl = _implementation_for_scores(scores_TE, top_k)
     if impl is None:
         return reference.top_k_routing(scores_TE, top_k)
-    scores, ids = autograd.apply(autograd.TopK, scores_TE.contiguous(), top_k, impl.routing)
+    scores, ids = _apply(_TopK, scores_TE.contiguous(), top_k, impl.routing)
     return scores, ids
 
 
@@ -163,16 +375,17 @@ def top_k_experts(scores_TE: Tensor, top_k: int) -> Tensor:
     return impl.routing.top_k(scores_TE.detach().contiguous(), top_k)
 
 
-def _implementation_for_scores(scores_TE: Tensor, top_k: int) -> backends.Implementation | None:
-    _check_floats("scores", scores_TE)
+def _implementation_for_scores(scores_TE: Tensor, top_k: int) -> Implementation | None:
+    _check("scores", scores_TE, 2)
     num_experts = scores_TE.shape[1]
-    _require(1 <= top_k <= num_experts, f"top_k={top_k} does not fit {num_experts} experts: use 1 to {num_experts}")
-    return backends.implementation(scores_TE.device, scores_TE.dtype)
+    if not 1 <= top_k <= num_experts:
+        raise ConfigurationError(f"top_k={top_k} does not fit {num_experts} experts: use 1 to {num_experts}")
+    return implementation(scores_TE.device, scores_TE.dtype)
 
 
 def count_by_expert(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
     """int64 [E]: assignments of each expert, dropped ones (-1) left out; a GPU is not waited for."""
-    impl = backends.implementation(expert_ids_TK.device)
+    impl = implementation(expert_ids_TK.device)
     kernels = torch_kernels if impl is None else impl.routing
     return kernels.count(expert_ids_TK.contiguous(), num_experts)
 
@@ -191,21 +404,36 @@ def sort_by_expert(
     Raises:
         ConfigurationError: wrong shape or dtype, or (checked on the CPU only) an id outside -1..E-1.
     """
-    _check_index("expert ids", expert_ids_TK, 2, expert_ids_TK.device)
-    _require(num_experts >= 1, f"num_experts={num_experts} must be at least 1")
+    _check("expert ids", expert_ids_TK, 2, dtypes=_IDS)
+    if num_experts < 1:
+        raise ConfigurationError(f"num_experts={num_experts} must be at least 1")
     if expert_ids_TK.device.type == "cpu" and expert_ids_TK.numel():
         low, high = (int(bound) for bound in expert_ids_TK.aminmax())
         lowest = -1 if may_drop else 0
-        _require(
-            lowest <= low and high < num_experts,
-            f"expert ids reach from {low} to {high}, but must lie in {lowest}..{num_experts - 1}",
-        )
-    impl = backends.implementation(expert_ids_TK.device)
+        if low < lowest or high >= num_experts:
+            raise ConfigurationError(
+                f"expert ids reach from {low} to {high}, but must lie in {lowest}..{num_experts - 1}"
+            )
+    impl = implementation(expert_ids_TK.device)
     if impl is None:
         return reference.sort_by_expert(expert_ids_TK, num_experts)
     if not may_drop:
         num_rows = expert_ids_TK.numel()
     return impl.routing.sort_by_expert(expert_ids_TK.contiguous(), num_experts, num_rows)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor, kernels: RowKernels) -> Tensor:
+        ctx.save_for_backward(inverse_TK)
+        ctx.kernels = kernels
+        return kernels.gather(x_TD, order_M, inverse_TK.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> _Grads:
+        _require_first_derivative()
+        (inverse_TK,) = ctx.saved_tensors
+        return ctx.kernels.combine(grads[0].contiguous(), inverse_TK, None), None, None, None
 
 
 def permute(x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor, *, may_pad: bool = False) -> Tensor:
@@ -218,19 +446,43 @@ def permute(x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor, *, may_pad: bool 
         order_M, inverse_TK: from `sort_by_expert`, or any pair with inverse[order[m]] = m and -1 elsewhere.
         may_pad: `order_M` is longer than all assignments and names any for the rows that `inverse_TK` does not.
     """
-    _check_floats("x", x_TD)
-    _check_index("order", order_M, 1, x_TD.device)
-    _check_index("inverse", inverse_TK, 2, x_TD.device)
-    if not may_pad:
-        _check_rows_fit(order_M, inverse_TK)
-    _require(len(inverse_TK) == len(x_TD), f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x_TD)}")
-    impl = backends.implementation(x_TD.device, x_TD.dtype)
+    _check("x", x_TD, 2)
+    _check_order(order_M, inverse_TK, x_TD.device, may_pad=may_pad)
+    if len(inverse_TK) != len(x_TD):
+        raise ConfigurationError(f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x_TD)}")
+    impl = implementation(x_TD.device, x_TD.dtype)
     if impl is None:
         return reference.permute(x_TD, order_M, inverse_TK)
-    result: Tensor = autograd.apply(
-        autograd.Permute, x_TD.contiguous(), order_M.contiguous(), inverse_TK.contiguous(), impl.rows
-    )
+    result: Tensor = _apply(_Permute, x_TD.contiguous(), order_M.contiguous(), inverse_TK.contiguous(), impl.rows)
     return result
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_MD: Tensor, inverse_TK: Tensor, order_M: Tensor, weights_TK: Tensor | None, kernels: RowKernels
+    ) -> Tensor:
+        ctx.kernels, ctx.top_k = kernels, inverse_TK.shape[1]
+        needs_rows = weights_TK is not None and ctx.needs_input_grad[3]
+        ctx.save_for_backward(inverse_TK, order_M, weights_TK, rows_MD if needs_rows else None)
+        return kernels.combine(rows_MD, inverse_TK, weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> _Grads:
+        _require_first_derivative()
+        inverse_TK, order_M, weights_TK, rows_MD = ctx.saved_tensors
+        grad_TD = grads[0].contiguous()
+        if weights_TK is None:
+            return ctx.kernels.gather(grad_TD, order_M, ctx.top_k), None, None, None, None
+        grad_rows, products_M = ctx.kernels.spread(grad_TD, order_M, rows_MD, weights_TK, ctx.needs_input_grad[0])
+        grad_weights = None
+        if products_M is not None and len(order_M) > inverse_TK.numel():  # padded: several rows name an assignment
+            grad_weights = products_M[inverse_TK.clamp_min(0)].masked_fill_(inverse_TK < 0, 0).to(weights_TK.dtype)
+        elif products_M is not None:
+            grad_weights = products_M.new_zeros(inverse_TK.numel())
+            grad_weights[order_M] = products_M
+            grad_weights = grad_weights.view(inverse_TK.shape).to(weights_TK.dtype)
+        return grad_rows, None, None, grad_weights, None
 
 
 def unpermute(
@@ -252,25 +504,23 @@ def unpermute(
         weights_TK: floats [T, K], or None for a plain sum. The torch kernel rounds them to the dtype of the rows.
         may_pad: as for `permute`.
     """
-    _check_floats("rows", rows_MD)
-    _check_index("order", order_M, 1, rows_MD.device)
-    _check_index("inverse", inverse_TK, 2, rows_MD.device)
-    if not may_pad:
-        _check_rows_fit(order_M, inverse_TK)
-    _require(len(order_M) == len(rows_MD), f"order lists {len(order_M)} rows, but there are {len(rows_MD)}")
+    _check("rows", rows_MD, 2)
+    _check_order(order_M, inverse_TK, rows_MD.device, may_pad=may_pad)
+    if len(order_M) != len(rows_MD):
+        raise ConfigurationError(f"order lists {len(order_M)} rows, but there are {len(rows_MD)}")
     if weights_TK is not None:
-        _check_floats("weights", weights_TK)
-        _check_device("weights", weights_TK, rows_MD.device)
-        _require(
-            weights_TK.shape == inverse_TK.shape,
-            f"weights {list(weights_TK.shape)} do not fit inverse {list(inverse_TK.shape)}: both are [tokens, choices]",
-        )
+        _check("weights", weights_TK, 2, rows_MD.device)
+        if weights_TK.shape != inverse_TK.shape:
+            raise ConfigurationError(
+                f"weights {list(weights_TK.shape)} do not fit inverse {list(inverse_TK.shape)}: both are [tokens, "
+                "choices]"
+            )
         weights_TK = weights_TK.contiguous()
-    impl = backends.implementation(rows_MD.device, rows_MD.dtype)
+    impl = implementation(rows_MD.device, rows_MD.dtype)
     if impl is None:
         return reference.unpermute(rows_MD, inverse_TK, order_M, weights_TK)
-    result: Tensor = autograd.apply(
-        autograd.Unpermute, rows_MD.contiguous(), inverse_TK.contiguous(), order_M.contiguous(), weights_TK, impl.rows
+    result: Tensor = _apply(
+        _Unpermute, rows_MD.contiguous(), inverse_TK.contiguous(), order_M.contiguous(), weights_TK, impl.rows
     )
     return result
 
@@ -285,12 +535,13 @@ def chunk_order(sizes_NC: Tensor, device: torch.device | None = None) -> Tensor:
     Returns:
         int64 [M], M the sum of the sizes: the old place of each row.
     """
-    _check_index("sizes", sizes_NC, 2, sizes_NC.device)
+    _check("sizes", sizes_NC, 2, dtypes=_IDS)
     sizes = sizes_NC.cpu()
-    _require(not sizes.numel() or int(sizes.min()) >= 0, "sizes count rows and cannot be negative")
+    if sizes.numel() and int(sizes.min()) < 0:
+        raise ConfigurationError("sizes count rows and cannot be negative")
     starts_NC = sizes.reshape(-1).cumsum(0).view(sizes.shape) - sizes
     chunks = torch.stack([starts_NC.t().reshape(-1), sizes.t().reshape(-1).cumsum(0)])
-    there = buffers.upload(chunks, sizes_NC.device if device is None else device)
+    there = upload(chunks, sizes_NC.device if device is None else device)
     return reorder_chunks(there[0], there[1], int(sizes.sum()))[0]
 
 
@@ -302,9 +553,27 @@ def reorder_chunks(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Ten
         ends_C: int64, where each will end: the sums of their sizes.
         num_rows: M, the last of `ends_C`.
     """
-    impl = backends.implementation(starts_C.device)
+    impl = implementation(starts_C.device)
     kernels = torch_kernels if impl is None else impl.routing
     return kernels.chunk_order(starts_C, ends_C, num_rows)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, index_M: Tensor, inverse_M: Tensor | None, kernels: RowKernels) -> Tensor:
+        ctx.save_for_backward(index_M, inverse_M)
+        ctx.kernels = kernels
+        return kernels.gather(x_MD, index_M, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> _Grads:
+        index_M, inverse_M = ctx.saved_tensors
+        return (
+            ctx.kernels.gather(grads[0].contiguous(), invert(index_M) if inverse_M is None else inverse_M, 1),
+            None,
+            None,
+            None,
+        )
 
 
 def gather_rows(x_MD: Tensor, index_M: Tensor, inverse_M: Tensor | None = None) -> Tensor:
@@ -315,23 +584,61 @@ def gather_rows(x_MD: Tensor, index_M: Tensor, inverse_M: Tensor | None = None) 
         index_M: int64 [M], a permutation.
         inverse_M: its inverse, where it is at hand; else the backward computes it.
     """
-    _check_floats("x", x_MD)
+    _check("x", x_MD, 2)
     for name, index in (("index", index_M), ("inverse", inverse_M)):
         if index is not None:
-            _check_index(name, index, 1, x_MD.device)
-            _require(len(index) == len(x_MD), f"{name} lists {len(index)} rows, but x holds {len(x_MD)}")
-    impl = backends.implementation(x_MD.device, x_MD.dtype)
+            _check(name, index, 1, x_MD.device, _IDS)
+            if len(index) != len(x_MD):
+                raise ConfigurationError(f"{name} lists {len(index)} rows, but x holds {len(x_MD)}")
+    impl = implementation(x_MD.device, x_MD.dtype)
     if impl is None:
         return reference.gather_rows(x_MD, index_M)
     inverse_M = None if inverse_M is None else inverse_M.contiguous()
-    result: Tensor = autograd.apply(autograd.GatherRows, x_MD.contiguous(), index_M.contiguous(), inverse_M, impl.rows)
+    result: Tensor = _apply(_GatherRows, x_MD.contiguous(), index_M.contiguous(), inverse_M, impl.rows)
     return result
 
 
 def invert(index_M: Tensor) -> Tensor:
     """The inverse of a permutation, int64 [M]: invert(index)[index[m]] = m."""
-    _check_index("index", index_M, 1, index_M.device)
-    return autograd.invert(index_M)
+    _check("index", index_M, 1, dtypes=_IDS)
+    inverse_M = torch.empty_like(index_M)
+    inverse_M[index_M] = torch.arange(len(index_M), device=index_M.device)
+    return inverse_M
+
+
+class _GroupedMM(torch.autograd.Function):
+    """x @ w by slot; where `order` is given, x is still in token order and the gather happens in the load."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_SDF: Tensor,
+        tokens_S: Tensor,
+        order_M: Tensor | None,
+        inverse_TK: Tensor | None,
+        kernels: tuple[MatmulKernels, RowKernels],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight_SDF, order_M, inverse_TK)
+        ctx.kernels = kernels
+        ctx.divisor = 1 if inverse_TK is None else inverse_TK.shape[1]
+        ctx.cut = kernels[0].cut(tokens_S, len(x) if order_M is None else len(order_M), x)
+        return kernels[0].grouped_mm(x, weight_SDF, ctx.cut, order_M, ctx.divisor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> _Grads:
+        _require_first_derivative()
+        x, weight_SDF, order_M, inverse_TK = ctx.saved_tensors
+        matmul, rows = ctx.kernels
+        grad_MF = grads[0].contiguous()
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = matmul.grouped_mm(grad_MF, weight_SDF.transpose(1, 2), ctx.cut, None, 1)
+            if inverse_TK is not None:
+                grad_x = rows.combine(grad_x, inverse_TK, None)
+        if ctx.needs_input_grad[1]:
+            grad_weight = matmul.grouped_wgrad(x, grad_MF, ctx.cut, order_M, ctx.divisor)
+        return grad_x, grad_weight, None, None, None, None
 
 
 def grouped_mm(
@@ -353,42 +660,92 @@ def grouped_mm(
         tokens_per_slot_S: int64 [S] on the host or the device (no host synchronisation on a GPU), or plain integers.
             The sum must not exceed M (checked where the counts are on the host).
     """
-    _check_floats("x", x)
-    _check_floats("weight", weight_SDF, 3)
-    _check_device("weight", weight_SDF, x.device)
+    _check("x", x, 2)
+    _check("weight", weight_SDF, 3, x.device)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight_SDF = x.to(dtype), weight_SDF.to(dtype)
-    _require(
-        weight_SDF.dtype == x.dtype, f"weight is {weight_SDF.dtype}, but x is {x.dtype}: use one dtype, or autocast"
-    )
+    if weight_SDF.dtype != x.dtype:
+        raise ConfigurationError(f"weight is {weight_SDF.dtype}, but x is {x.dtype}: use one dtype, or autocast")
     num_slots, width, _ = weight_SDF.shape
-    _require(x.shape[1] == width, f"x has {x.shape[1]} columns, but weight expects {width}")
+    if x.shape[1] != width:
+        raise ConfigurationError(f"x has {x.shape[1]} columns, but weight expects {width}")
     tokens_S = torch.as_tensor(tokens_per_slot_S)
     if not len(tokens_S):
         tokens_S = tokens_S.long()
-    _check_index("tokens_per_slot", tokens_S, 1, tokens_S.device)
-    _require(len(tokens_S) == num_slots, f"tokens_per_slot counts {len(tokens_S)} slots, but weight has {num_slots}")
-    _require((order_M is None) == (inverse_TK is None), "order and inverse belong together: give both or neither")
+    _check("tokens_per_slot", tokens_S, 1, dtypes=_IDS)
+    if len(tokens_S) != num_slots:
+        raise ConfigurationError(f"tokens_per_slot counts {len(tokens_S)} slots, but weight has {num_slots}")
+    if (order_M is None) != (inverse_TK is None):
+        raise ConfigurationError("order and inverse belong together: give both or neither")
     num_rows = len(x)
     if order_M is not None and inverse_TK is not None:
-        _check_index("order", order_M, 1, x.device)
-        _check_index("inverse", inverse_TK, 2, x.device)
-        _check_rows_fit(order_M, inverse_TK)
-        _require(len(inverse_TK) == len(x), f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x)}")
+        _check_order(order_M, inverse_TK, x.device)
+        if len(inverse_TK) != len(x):
+            raise ConfigurationError(f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x)}")
         num_rows, order_M, inverse_TK = len(order_M), order_M.contiguous(), inverse_TK.contiguous()
     if tokens_S.device.type == "cpu":
         total = int(tokens_S.sum())
-        valid = total <= num_rows and (num_slots == 0 or int(tokens_S.min()) >= 0)
-        _require(valid, f"tokens_per_slot sum to {total}, but x holds {num_rows} rows and counts are at least 0")
-    impl = backends.implementation(x.device, x.dtype)
+        if total > num_rows or (num_slots and int(tokens_S.min()) < 0):
+            raise ConfigurationError(
+                f"tokens_per_slot sum to {total}, but x holds {num_rows} rows and counts are at least 0"
+            )
+    impl = implementation(x.device, x.dtype)
     if impl is None:
         rows = x if order_M is None or inverse_TK is None else reference.permute(x, order_M, inverse_TK)
         return reference.grouped_mm(rows, weight_SDF, tokens_S.tolist())
-    result: Tensor = autograd.apply(
-        autograd.GroupedMM, x.contiguous(), weight_SDF, tokens_S, order_M, inverse_TK, (impl.matmul, impl.rows)
+    result: Tensor = _apply(
+        _GroupedMM, x.contiguous(), weight_SDF, tokens_S, order_M, inverse_TK, (impl.matmul, impl.rows)
     )
     return result
+
+
+class _ExpertMLP(torch.autograd.Function):
+    """Both projections and the activation between them. Where `order` is given x and the result are in token order, and
+    the rows of a token are weighed and summed. The backward keeps x and h only.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up_SDH: Tensor,
+        down_SFD: Tensor,
+        tokens_S: Tensor,
+        kind: str,
+        order_M: Tensor | None,
+        inverse_TK: Tensor | None,
+        weights_TK: Tensor | None,
+        kernels: tuple[MatmulKernels, FusedKernels, RowKernels],
+    ) -> Tensor:
+        matmul, fused, rows = kernels
+        ctx.kernels, ctx.kind = kernels, kind
+        ctx.divisor = 1 if inverse_TK is None else inverse_TK.shape[1]
+        ctx.cut = matmul.cut(tokens_S, len(x) if order_M is None else len(order_M), x)
+        h_MH, activation_MF = fused.up_and_activation(x, up_SDH, ctx.cut, order_M, ctx.divisor, kind)
+        ctx.save_for_backward(x, up_SDH, down_SFD, order_M, inverse_TK, weights_TK, h_MH)
+        y_MD = matmul.grouped_mm(activation_MF, down_SFD, ctx.cut, None, 1)
+        return y_MD if inverse_TK is None else rows.combine(y_MD, inverse_TK, weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> _Grads:
+        _require_first_derivative()
+        x, up_SDH, down_SFD, order_M, inverse_TK, weights_TK, h_MH = ctx.saved_tensors
+        matmul, fused, rows = ctx.kernels
+        grad = grads[0].contiguous()
+        hidden = fused.down_gradient(grad, down_SFD, ctx.cut, h_MH, ctx.kind, order_M, weights_TK)
+        grad_x = grad_up = grad_down = grad_weights = None
+        if ctx.needs_input_grad[2]:
+            grad_down = fused.down_wgrad(hidden.activation_MF, grad, ctx.cut, order_M, ctx.divisor)
+        if ctx.needs_input_grad[0]:
+            grad_x = matmul.grouped_mm(hidden.h_MH, up_SDH.transpose(1, 2), ctx.cut, None, 1)
+            if inverse_TK is not None:
+                grad_x = rows.combine(grad_x, inverse_TK, None)
+        if ctx.needs_input_grad[1]:
+            grad_up = matmul.grouped_wgrad(x, hidden.h_MH, ctx.cut, order_M, ctx.divisor)
+        if ctx.needs_input_grad[7]:
+            grad_weights = hidden.products_CA.sum(0).view(weights_TK.shape).to(weights_TK.dtype)
+        return grad_x, grad_up, grad_down, None, None, None, None, grad_weights, None
 
 
 def expert_mlp(
@@ -415,9 +772,10 @@ def expert_mlp(
     Returns:
         [M, D], or [T, D] with `sort`.
     """
-    _require((sort is None) == (weights_TK is None), "sort and weights belong together: give both or neither")
+    if (sort is None) != (weights_TK is None):
+        raise ConfigurationError("sort and weights belong together: give both or neither")
     order_M, inverse_TK = (None, None) if sort is None else (sort.order_M, sort.inverse_TK)
-    impl = backends.implementation(x.device, x.dtype)
+    impl = implementation(x.device, x.dtype)
     if impl is None or impl.fused is None:
         h_MH = grouped_mm(x, up_SDH, tokens_per_slot_S, order_M=order_M, inverse_TK=inverse_TK)
         y_MD = grouped_mm(expert_activation(h_MH, kind), down_SFD, tokens_per_slot_S)
@@ -428,8 +786,8 @@ def expert_mlp(
     tokens_S = _checked_experts(x, up_SDH, down_SFD, tokens_per_slot_S, kind)
     if weights_TK is not None:
         weights_TK = weights_TK.contiguous()
-    result: Tensor = autograd.apply(
-        autograd.ExpertMLP, x.contiguous(), up_SDH, down_SFD, tokens_S, kind, order_M, inverse_TK, weights_TK,
+    result: Tensor = _apply(
+        _ExpertMLP, x.contiguous(), up_SDH, down_SFD, tokens_S, kind, order_M, inverse_TK, weights_TK,
         (impl.matmul, impl.fused, impl.rows),
     )  # fmt: skip
     return result
@@ -437,31 +795,50 @@ def expert_mlp(
 
 def fuses_experts(x: Tensor) -> bool:
     """True if `expert_mlp` of such rows runs fused; else gathering in the load saves nothing."""
-    impl = backends.implementation(x.device, x.dtype)
+    impl = implementation(x.device, x.dtype)
     return impl is not None and impl.fused is not None
 
 
 def _checked_experts(
     x: Tensor, up_SDH: Tensor, down_SFD: Tensor, tokens_per_slot_S: Tensor | Sequence[int], kind: str
 ) -> Tensor:
-    _check_floats("x", x)
-    _check_floats("up", up_SDH, 3)
-    _check_floats("down", down_SFD, 3)
-    _require(kind in ACTIVATIONS, f"activation {kind!r} does not exist: use one of {', '.join(ACTIVATIONS)}")
+    _check("x", x, 2)
+    _check("up", up_SDH, 3)
+    _check("down", down_SFD, 3)
+    if kind not in ACTIVATIONS:
+        raise ConfigurationError(f"activation {kind!r} does not exist: use one of {', '.join(ACTIVATIONS)}")
     slots, width, hidden = up_SDH.shape
-    wanted = (slots, hidden // 2 if is_gated(kind) else hidden, width)
-    _require(
-        tuple(down_SFD.shape) == wanted and x.shape[1] == width,
-        f"x {list(x.shape)}, up {list(up_SDH.shape)} and down {list(down_SFD.shape)} do not fit: with {kind} down is "
-        f"{list(wanted)}",
-    )
+    wanted = (slots, hidden // 2 if kind in GATED else hidden, width)
+    if tuple(down_SFD.shape) != wanted or x.shape[1] != width:
+        raise ConfigurationError(
+            f"x {list(x.shape)}, up {list(up_SDH.shape)} and down {list(down_SFD.shape)} do not fit: with {kind} down "
+            f"is {list(wanted)}"
+        )
     for name, weight in (("up", up_SDH), ("down", down_SFD)):
         _check_device(name, weight, x.device)
-        _require(weight.dtype == x.dtype, f"{name} is {weight.dtype}, but x is {x.dtype}: use one dtype, or autocast")
+        if weight.dtype != x.dtype:
+            raise ConfigurationError(f"{name} is {weight.dtype}, but x is {x.dtype}: use one dtype, or autocast")
     tokens_S = torch.as_tensor(tokens_per_slot_S)
-    _check_index("tokens_per_slot", tokens_S, 1, tokens_S.device)
-    _require(len(tokens_S) == slots, f"tokens_per_slot counts {len(tokens_S)} slots, but weight has {slots}")
+    _check("tokens_per_slot", tokens_S, 1, dtypes=_IDS)
+    if len(tokens_S) != slots:
+        raise ConfigurationError(f"tokens_per_slot counts {len(tokens_S)} slots, but weight has {slots}")
     return tokens_S
+
+
+class _ExpertActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h_MH: Tensor, gate_M: Tensor | None, kind: str, kernels: ActivationKernels) -> Tensor:
+        ctx.kernels, ctx.kind = kernels, kind
+        ctx.save_for_backward(h_MH, gate_M)
+        return kernels.activation(h_MH, kind, gate_M)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> _Grads:
+        h_MH, gate_M = ctx.saved_tensors
+        grad_h, grad_gate = ctx.kernels.activation_grad(grads[0].contiguous(), h_MH, ctx.kind, gate_M)
+        if grad_gate is not None:
+            grad_gate = grad_gate.to(gate_M.dtype)
+        return grad_h, grad_gate, None, None
 
 
 def expert_activation(h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = None) -> Tensor:
@@ -478,20 +855,20 @@ def expert_activation(h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = N
     Returns:
         [M, F] in the dtype of h.
     """
-    _check_floats("h", h_MH)
-    _require(kind in ACTIVATIONS, f"activation {kind!r} does not exist: use one of {', '.join(ACTIVATIONS)}")
-    _require(
-        not is_gated(kind) or h_MH.shape[1] % 2 == 0, f"{kind} halves its {h_MH.shape[1]} columns: use an even number"
-    )
+    _check("h", h_MH, 2)
+    if kind not in ACTIVATIONS:
+        raise ConfigurationError(f"activation {kind!r} does not exist: use one of {', '.join(ACTIVATIONS)}")
+    if kind in GATED and h_MH.shape[1] % 2:
+        raise ConfigurationError(f"{kind} halves its {h_MH.shape[1]} columns: use an even number")
     if gate_weights_M is not None:
-        _check_floats("gate weights", gate_weights_M, 1)
-        _check_device("gate weights", gate_weights_M, h_MH.device)
-        _require(len(gate_weights_M) == len(h_MH), f"{len(gate_weights_M)} gate weights do not fit {len(h_MH)} rows")
+        _check("gate weights", gate_weights_M, 1, h_MH.device)
+        if len(gate_weights_M) != len(h_MH):
+            raise ConfigurationError(f"{len(gate_weights_M)} gate weights do not fit {len(h_MH)} rows")
         gate_weights_M = gate_weights_M.contiguous()
-    impl = backends.implementation(h_MH.device, h_MH.dtype)
+    impl = implementation(h_MH.device, h_MH.dtype)
     if impl is None:
         return reference.expert_activation(h_MH, kind, gate_weights_M)
-    result: Tensor = autograd.apply(autograd.ExpertActivation, h_MH.contiguous(), gate_weights_M, kind, impl.activation)
+    result: Tensor = _apply(_ExpertActivation, h_MH.contiguous(), gate_weights_M, kind, impl.activation)
     return result
 
 
@@ -509,12 +886,12 @@ def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaR
         (sent, received), int64 [E, N] each.
     """
     for name, table in (("tokens", tokens_EN), ("replicas", replicas_EN)):
-        _check_index(name, table, 2, tokens_EN.device)
-    _require(
-        tokens_EN.shape == replicas_EN.shape and 0 <= rank < tokens_EN.shape[1],
-        f"tokens {list(tokens_EN.shape)}, replicas {list(replicas_EN.shape)} and rank {rank} do not fit",
-    )
-    impl = backends.implementation(tokens_EN.device)
+        _check(name, table, 2, tokens_EN.device, _IDS)
+    if not (tokens_EN.shape == replicas_EN.shape and 0 <= rank < tokens_EN.shape[1]):
+        raise ConfigurationError(
+            f"tokens {list(tokens_EN.shape)}, replicas {list(replicas_EN.shape)} and rank {rank} do not fit"
+        )
+    impl = implementation(tokens_EN.device)
     kernels = torch_kernels if impl is None else impl.plan
     return kernels.plan_rows(tokens_EN, replicas_EN.contiguous(), rank, sharing)
 
@@ -530,9 +907,10 @@ def plan_runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, *, 
             a block.
     """
     for name, table, dims in (("send", send_EN, 2), ("recv", recv_EN, 2), ("slots", slots_C, 1)):
-        _check_index(name, table, dims, send_EN.device)
-    _require(send_EN.shape == recv_EN.shape, f"send {list(send_EN.shape)} and recv {list(recv_EN.shape)} do not fit")
-    impl = backends.implementation(send_EN.device)
+        _check(name, table, dims, send_EN.device, _IDS)
+    if send_EN.shape != recv_EN.shape:
+        raise ConfigurationError(f"send {list(send_EN.shape)} and recv {list(recv_EN.shape)} do not fit")
+    impl = implementation(send_EN.device)
     kernels = torch_kernels if impl is None else impl.plan
     return kernels.runs(send_EN.contiguous(), recv_EN.contiguous(), slots_C.contiguous(), block, is_packed)
 
@@ -552,9 +930,23 @@ def fill_blocks(
         (int64 [M], the assignment of each row, any where the row is left over; int64 [A], the row of each assignment,
         -1 where it is dropped).
     """
-    impl = backends.implementation(order_A.device)
+    impl = implementation(order_A.device)
     kernels = torch_kernels if impl is None else impl.routing
     return kernels.fill_blocks(order_A, starts_C, ends_C, num_routed, num_rows)
+
+
+class _KeyedDropout(torch.autograd.Function):
+    """Keeps nothing but the key: the backward draws the same numbers again."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, p: float, draw: Draw, kernels: StreamKernels) -> Tensor:
+        ctx.drawn = p, draw, kernels
+        return kernels.dropout(x_MD, p, draw)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> _Grads:
+        p, draw, kernels = ctx.drawn
+        return kernels.dropout(grads[0].contiguous(), p, draw), None, None, None
 
 
 def keyed_dropout(x_MD: Tensor, p: float, draw: Draw) -> Tensor:
@@ -565,11 +957,11 @@ def keyed_dropout(x_MD: Tensor, p: float, draw: Draw) -> Tensor:
         p: from 0, below 1.
         draw: which numbers.
     """
-    _check_floats("x", x_MD)
-    impl = backends.implementation(x_MD.device, x_MD.dtype)
+    _check("x", x_MD, 2)
+    impl = implementation(x_MD.device, x_MD.dtype)
     if impl is None or impl.stream is torch_kernels:
         return torch_kernels.dropout(x_MD, p, draw)
-    result: Tensor = autograd.apply(autograd.KeyedDropout, x_MD.contiguous(), p, draw, impl.stream)
+    result: Tensor = _apply(_KeyedDropout, x_MD.contiguous(), p, draw, impl.stream)
     return result
 
 
@@ -589,10 +981,11 @@ def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         tensors: at least one, all on one device.
         out: uint8 [packed_bytes(tensors)] to fill, aligned to 16 bytes; by default a new buffer.
     """
-    _require(len(tensors) > 0, "pack needs at least one tensor")
+    if not len(tensors):
+        raise ConfigurationError("pack needs at least one tensor")
     num_bytes = packed_bytes(tensors)
     if out is None:
-        out = buffers.empty((num_bytes,), torch.uint8, tensors[0].device)
+        out = empty((num_bytes,), torch.uint8, tensors[0].device)
     for tensor, piece, gap in _pieces(out, tensors, num_bytes):
         piece.copy_(tensor)
         gap.zero_()
@@ -614,14 +1007,15 @@ def xor_parity(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         parts: at least one uint8 [L], all on one device.
         out: uint8 [L] to fill, which may be one of the parts; by default a new buffer.
     """
-    _require(len(parts) > 0, "parity needs at least one buffer")
+    if not len(parts):
+        raise ConfigurationError("parity needs at least one buffer")
     length, device = parts[0].numel(), parts[0].device
-    out = buffers.empty((length,), torch.uint8, device) if out is None else out
+    out = empty((length,), torch.uint8, device) if out is None else out
     for i, part in enumerate([*parts, out]):
         name = f"buffer {i}" if i < len(parts) else "out"
         _check_bytes(name, part, length)
         _check_device(name, part, device)
-    impl = backends.implementation(device)
+    impl = implementation(device)
     if impl is None:
         return out.copy_(reference.xor_parity(parts))
     impl.bytes.xor(parts, out)
@@ -636,16 +1030,17 @@ def sum_in_rank_order(parts_NL: Tensor, out: Tensor | None = None) -> Tensor:
         parts_NL: floats [N, L], N at least 1.
         out: [L] in the dtype of the parts to fill; by default a new tensor.
     """
-    _check_floats("parts", parts_NL)
-    _require(len(parts_NL) > 0, "a sum needs at least one part")
+    _check("parts", parts_NL, 2)
+    if not len(parts_NL):
+        raise ConfigurationError("a sum needs at least one part")
     length = parts_NL.shape[1]
-    out = buffers.empty((length,), parts_NL.dtype, parts_NL.device) if out is None else out
+    out = empty((length,), parts_NL.dtype, parts_NL.device) if out is None else out
     _check_device("out", out, parts_NL.device)
-    _require(
-        out.shape == (length,) and out.dtype == parts_NL.dtype,
-        f"out is {out.dtype} of shape {list(out.shape)}, but the sum is {parts_NL.dtype} of shape {[length]}",
-    )
-    impl = backends.implementation(parts_NL.device, parts_NL.dtype)
+    if out.shape != (length,) or out.dtype != parts_NL.dtype:
+        raise ConfigurationError(
+            f"out is {out.dtype} of shape {list(out.shape)}, but the sum is {parts_NL.dtype} of shape {[length]}"
+        )
+    impl = implementation(parts_NL.device, parts_NL.dtype)
     if impl is None:
         return out.copy_(reference.sum_in_rank_order(parts_NL))
     impl.bytes.sum_in_rank_order(parts_NL, out)
@@ -656,13 +1051,22 @@ def _room(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
+def _check_bytes(name: str, tensor: Tensor, num_bytes: int) -> None:
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ConfigurationError(
+            f"{name} is {tensor.dtype} of shape {list(tensor.shape)}, but needs a flat contiguous uint8 buffer"
+        )
+    if tensor.numel() != num_bytes:
+        raise ConfigurationError(f"{name} holds {tensor.numel()} bytes, but {num_bytes} are needed")
+
+
 def _pieces(flat: Tensor, tensors: Sequence[Tensor], num_bytes: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """(tensor, its piece of the buffer in its shape and dtype, the gap behind it)."""
     _check_bytes("flat buffer", flat, num_bytes)
-    _require(
-        flat.data_ptr() % 16 == 0 and flat.storage_offset() % 16 == 0,
-        f"flat buffer begins at byte {flat.storage_offset()} of its storage: begin at a multiple of 16",
-    )
+    if flat.data_ptr() % 16 or flat.storage_offset() % 16:
+        raise ConfigurationError(
+            f"flat buffer begins at byte {flat.storage_offset()} of its storage: begin at a multiple of 16"
+        )
     for i, tensor in enumerate(tensors):
         _check_device(f"tensor {i}", tensor, flat.device)
     start = 0

@@ -1,22 +1,132 @@
 """Kernels in torch: routing, row movement, grouped matmuls, activations, dispatch plans, keyed random numbers, bytes.
 
 On the CPU large work goes block by block through the cache into pooled memory: a steady step allocates nothing large.
-A GPU is never waited for.
+The first touch of fresh memory costs several times the copy that fills it (the system zeroes every page), and malloc
+returns large blocks to the system as soon as they are free. The pool lends blocks to tensors and reuses each when the
+last tensor over it is gone (autograd, optimizers and users included). CUDA caches blocks itself. A GPU is never waited
+for.
 
 Legend: T tokens, K choices, M rows, E experts, N ranks, S or C slots, D model width, F expert width, H columns of h.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_lightning.kernels import buffers, torch_grouped
-from moe_lightning.kernels.interface import CLAMPED_ALPHA, CLAMPED_LIMIT, Draw, ExpertSort, QuotaRounds, Runs, is_gated
-from moe_lightning.kernels.torch_grouped import cut as cut
+from moe_lightning.kernels import torch_grouped
+from moe_lightning.kernels.interface import CLAMPED_ALPHA, CLAMPED_LIMIT, GATED, Draw, ExpertSort, QuotaRounds, Runs
+
+_ALIGNMENT = 64
+_LARGE = 1 << 20
+"""Bytes from which a tensor is worth a lent block; malloc keeps smaller ones on its heap."""
+
+Block = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolStats:
+    """Statistics of the pool: blocks allocated and blocks reused since it was made, bytes that are idle now."""
+
+    fresh: int
+    reused: int
+    idle_bytes: int
+
+
+class BufferPool:
+    """Lends blocks of touched host memory as tensors; safe to use from several threads.
+
+    A request takes the smallest idle block that holds it and is at most twice as large. Idle blocks beyond
+    `idle_limit_bytes` are given back to the system, those that were used longest ago first.
+    """
+
+    def __init__(self, idle_limit_bytes: int = 4 << 30) -> None:
+        self._limit = idle_limit_bytes
+        self._idle: list[Block] = []
+        self._returned: deque[Block] = deque()
+        self._lock = threading.Lock()
+        self._fresh = 0
+        self._reused = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised CPU tensor; NaN where torch is told to fill uninitialised memory, as `torch.empty` does."""
+        count = 1
+        for size in shape:
+            count *= size
+        num_bytes = count * dtype.itemsize
+        if num_bytes < _LARGE:
+            return torch.empty(tuple(shape), dtype=dtype)
+        block = self._take(num_bytes)
+        lent = block[:num_bytes]  # a tensor keeps this view alive; when it dies the block comes back
+        weakref.finalize(lent, self._returned.append, block).atexit = False
+        tensor = torch.from_numpy(lent).view(dtype).view(tuple(shape))
+        poison: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        if poison and torch.are_deterministic_algorithms_enabled():
+            tensor.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
+        return tensor
+
+    def stats(self) -> PoolStats:
+        with self._lock:
+            self._collect()
+            return PoolStats(
+                fresh=self._fresh, reused=self._reused, idle_bytes=sum(block.nbytes for block in self._idle)
+            )
+
+    def clear(self) -> None:
+        """Free all idle blocks."""
+        with self._lock:
+            self._collect()
+            self._idle.clear()
+
+    def _take(self, num_bytes: int) -> Block:
+        with self._lock:
+            self._collect()
+            fitting = [i for i, block in enumerate(self._idle) if num_bytes <= block.nbytes <= 2 * num_bytes]
+            if fitting:
+                self._reused += 1
+                return self._idle.pop(min(fitting, key=lambda i: self._idle[i].nbytes))
+            self._fresh += 1
+        step = max(
+            _ALIGNMENT, 1 << (num_bytes.bit_length() - 4)
+        )  # sizes in steps of an eighth: uneven batches share blocks
+        size = -(-num_bytes // step) * step
+        raw = np.empty(size + _ALIGNMENT, dtype=np.uint8)
+        offset = -raw.ctypes.data % _ALIGNMENT
+        return raw[offset : offset + size]
+
+    def _collect(self) -> None:
+        # Finalizers run wherever the garbage collector does, also inside `_take`: they only append to the queue.
+        while self._returned:
+            self._idle.append(self._returned.popleft())
+        idle_bytes = sum(block.nbytes for block in self._idle)
+        while idle_bytes > self._limit:
+            idle_bytes -= self._idle.pop(0).nbytes
+
+
+pool = BufferPool()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor: from the pool on the CPU, from the device's caching allocator elsewhere."""
+    return pool.empty(shape, dtype) if device.type == "cpu" else torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, without waiting for it: by way of page-locked memory on CUDA."""
+    if device.type == "cpu" or tensor.device == device:
+        return tensor
+    staged = tensor.pin_memory() if device.type == "cuda" else tensor
+    return staged.to(device, non_blocking=True)
+
 
 _BLOCK_BYTES = 2 << 20
 """Bytes of one block and thread: small enough for the second-level cache, large enough to hide the call."""
@@ -36,7 +146,7 @@ def row_blocks(num_rows: int, row_bytes: int, device: torch.device) -> Iterator[
 def gather(x_TD: Tensor, index_M: Tensor, divisor: int) -> Tensor:
     """[M, D]: x[index // divisor]."""
     source_M = index_M if divisor == 1 else index_M // divisor
-    out_MD = buffers.empty((len(index_M), x_TD.shape[1]), x_TD.dtype, x_TD.device)
+    out_MD = empty((len(index_M), x_TD.shape[1]), x_TD.dtype, x_TD.device)
     return torch.index_select(x_TD, 0, source_M, out=out_MD)
 
 
@@ -51,7 +161,7 @@ def combine(rows_MD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None) -> T
     has_drops = len(rows_MD) != inverse_TK.numel()  # more rows: some are padding, and some may be dropped, too
     if rows_MD.device.type != "cpu" or num_tokens * row_bytes < _HEAP_BYTES:
         return _bags(rows_MD, inverse_TK, weights_TK, has_drops)
-    out_TD = buffers.empty((num_tokens, width), rows_MD.dtype, rows_MD.device)
+    out_TD = empty((num_tokens, width), rows_MD.dtype, rows_MD.device)
     for block in row_blocks(num_tokens, row_bytes, rows_MD.device):
         out_TD[block] = _bags(rows_MD, inverse_TK[block], None if weights_TK is None else weights_TK[block], has_drops)
     return out_TD
@@ -76,7 +186,7 @@ def spread(
     source_M = order_M // top_k
     weights_M1 = weights_TK.reshape(-1)[order_M].unsqueeze(1)
     device = grad_TD.device
-    out_MD = buffers.empty((len(order_M), width), grad_TD.dtype, device) if want_rows else None
+    out_MD = empty((len(order_M), width), grad_TD.dtype, device) if want_rows else None
     compute = torch.promote_types(grad_TD.dtype, torch.float32)
     products_M = None if rows_MD is None else torch.empty(len(order_M), dtype=compute, device=device)
     for block in row_blocks(len(order_M), width * grad_TD.element_size(), device):
@@ -161,12 +271,17 @@ def _key_type(largest: int) -> torch.dtype:
     return next(t for t in (torch.uint8, torch.int16, torch.int32) if largest <= torch.iinfo(t).max)
 
 
+def cut(tokens_S: Tensor, num_rows: int, x: Tensor) -> Tensor:
+    """The counts themselves."""
+    return tokens_S
+
+
 def grouped_mm(x_MD: Tensor, weight_SDF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int) -> Tensor:
     """[M, F]: x @ weight[slot]; rows past the sum of tokens are zero."""
     if _on_device(x_MD, weight_SDF.shape[2]):
         return torch_grouped.grouped_mm(x_MD, weight_SDF, tokens_S, gather_M, divisor)
     num_rows = len(x_MD) if gather_M is None else len(gather_M)
-    out_MF = buffers.empty((num_rows, weight_SDF.shape[2]), x_MD.dtype, x_MD.device)
+    out_MF = empty((num_rows, weight_SDF.shape[2]), x_MD.dtype, x_MD.device)
     stop = 0
     for slot, rows in _segments(tokens_S):
         torch.mm(_rows(x_MD, rows, gather_M, divisor), weight_SDF[slot], out=out_MF[rows])
@@ -179,7 +294,7 @@ def grouped_wgrad(x_MD: Tensor, grad_MF: Tensor, tokens_S: Tensor, gather_M: Ten
     """[S, D, F]: x^T @ grad over the rows of each slot; zero for an empty slot."""
     if _on_device(x_MD, grad_MF.shape[1]):
         return torch_grouped.grouped_wgrad(x_MD, grad_MF, tokens_S, gather_M, divisor)
-    grad_SDF = buffers.empty((len(tokens_S), x_MD.shape[1], grad_MF.shape[1]), x_MD.dtype, x_MD.device)
+    grad_SDF = empty((len(tokens_S), x_MD.shape[1], grad_MF.shape[1]), x_MD.dtype, x_MD.device)
     filled = 0
     for slot, rows in _segments(tokens_S):
         grad_SDF[filled:slot].zero_()
@@ -210,9 +325,9 @@ def _on_device(x_MD: Tensor, width: int) -> bool:
 def activation(h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor:
     """[M, F]: the activation of h, times the gate weight of each row."""
     num_rows, hidden = h_MH.shape
-    width = hidden // 2 if is_gated(kind) else hidden
+    width = hidden // 2 if kind in GATED else hidden
     compute = torch.promote_types(h_MH.dtype, torch.float32)
-    out_MF = buffers.empty((num_rows, width), h_MH.dtype, h_MH.device)
+    out_MF = empty((num_rows, width), h_MH.dtype, h_MH.device)
     for block in row_blocks(num_rows, hidden * compute.itemsize, h_MH.device):
         value = _in_place_or_wider(out_MF[block], compute)
         _activate(h_MH[block].to(compute), kind, value)
@@ -227,7 +342,7 @@ def activation_grad(grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | N
     """Gradients for h and for the gate weights; the activation itself is computed again."""
     num_rows, hidden = h_MH.shape
     compute = torch.promote_types(h_MH.dtype, torch.float32)
-    grad_MH = buffers.empty((num_rows, hidden), h_MH.dtype, h_MH.device)
+    grad_MH = empty((num_rows, hidden), h_MH.dtype, h_MH.device)
     grad_gate_M = None if gate_M is None else torch.empty(num_rows, dtype=compute, device=h_MH.device)
     for block in row_blocks(num_rows, hidden * compute.itemsize, h_MH.device):
         h, grad = h_MH[block].to(compute), grad_MF[block].to(compute)
@@ -242,7 +357,7 @@ def activation_grad(grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | N
 
 
 def _activate(h: Tensor, kind: str, out: Tensor) -> Tensor:
-    if not is_gated(kind):
+    if kind not in GATED:
         torch.ops.aten.gelu.out(h, approximate=_gelu_form(kind), out=out)
         return out
     left, right = h.chunk(2, dim=1)
@@ -255,7 +370,7 @@ def _activate(h: Tensor, kind: str, out: Tensor) -> Tensor:
 
 
 def _differentiate(grad: Tensor, h: Tensor, kind: str, out: Tensor) -> None:
-    if not is_gated(kind):
+    if kind not in GATED:
         torch.ops.aten.gelu_backward.grad_input(grad, h, approximate=_gelu_form(kind), grad_input=out)
         return
     (left, right), (to_left, to_right) = h.chunk(2, dim=1), out.chunk(2, dim=1)

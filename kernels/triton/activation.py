@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_lightning.kernels.interface import ACTIVATIONS, is_gated
+from moe_lightning.kernels.interface import ACTIVATIONS, GATED
 from moe_lightning.kernels.triton.launch import ceil_div, launch, row_tile
 
 
@@ -109,13 +109,13 @@ def _backward_kernel(
 def activation(h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor:
     """[M, F]: the activation of h, times the gate weight of each row."""
     num_rows, hidden = h_MH.shape
-    width = hidden // 2 if is_gated(kind) else hidden
+    width = hidden // 2 if kind in GATED else hidden
     out_MF = h_MH.new_empty(num_rows, width)
     rows, columns = row_tile(width, elements=2048)
     launch(
         _forward_kernel, (ceil_div(num_rows, rows), ceil_div(width, columns)), h_MH,
         h_MH, gate_M, out_MF, num_rows, hidden, width,
-        KIND=ACTIVATIONS.index(kind), TWO=is_gated(kind), WEIGHED=gate_M is not None, ROWS=rows, COLUMNS=columns,
+        KIND=ACTIVATIONS.index(kind), TWO=kind in GATED, WEIGHED=gate_M is not None, ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
     return out_MF
 
@@ -123,13 +123,13 @@ def activation(h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor:
 def activation_grad(grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Gradients for h and for the gate weights; a program owns whole rows, so the gate's sum has one order."""
     num_rows, hidden = h_MH.shape
-    width = hidden // 2 if is_gated(kind) else hidden
+    width = hidden // 2 if kind in GATED else hidden
     grad_MH = torch.empty_like(h_MH)
     grad_gate_M = None if gate_M is None else h_MH.new_empty(num_rows, dtype=torch.float32)
     rows, columns = row_tile(width, elements=2048)
     launch(
         _backward_kernel, (ceil_div(num_rows, rows),), h_MH,
         grad_MF, h_MH, gate_M, grad_MH, grad_gate_M, num_rows, hidden, width,
-        KIND=ACTIVATIONS.index(kind), TWO=is_gated(kind), WEIGHED=gate_M is not None, ROWS=rows, COLUMNS=columns,
+        KIND=ACTIVATIONS.index(kind), TWO=kind in GATED, WEIGHED=gate_M is not None, ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
     return grad_MH, grad_gate_M

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_lightning.kernels.interface import ACTIVATIONS, HiddenGradients, is_gated
+from moe_lightning.kernels.interface import ACTIVATIONS, GATED, HiddenGradients
 from moe_lightning.kernels.triton.activation import activated, slopes
 from moe_lightning.kernels.triton.launch import FLATTENS, INTERPRETED, ceil_div, launch, power_of_two
 from moe_lightning.kernels.triton.tiles import RowTiles, Tiles, described, limits, precision, row_tiles, tiles_for
@@ -349,7 +349,7 @@ def up_and_activation(
     """(h [M, H], its activation [M, F]) of one launch."""
     num_rows, hidden = len(x_MD) if gather_M is None else len(gather_M), up_SDH.shape[2]
     h_MH = x_MD.new_empty(num_rows, hidden)
-    a_MF = x_MD.new_empty(num_rows, hidden // 2 if is_gated(kind) else hidden)
+    a_MF = x_MD.new_empty(num_rows, hidden // 2 if kind in GATED else hidden)
     rows_matmul(x_MD, up_SDH, cut, gather_M, divisor, a_MF, epilogue=FORWARD, kind=kind, h_MH=h_MH)
     return h_MH, a_MF
 
@@ -424,7 +424,7 @@ def rows_matmul(
         weights_TK, products_CA, num_rows, 0 if weights_TK is None else weights_TK.numel(), inner, width, num_slots,
         cut.capacity, *weight_SDF.stride(),
         DIVISOR=divisor, GATHERED=gather_M is not None, TRANSPOSED=transposed, SCALED=weights_TK is not None,
-        EPILOGUE=epilogue, KIND=ACTIVATIONS.index(kind), TWO=is_gated(kind), PRECISION=precision(),
+        EPILOGUE=epilogue, KIND=ACTIVATIONS.index(kind), TWO=kind in GATED, PRECISION=precision(),
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=_GROUP,
         FLATTEN=found.has_copy_engine and FLATTENS, FAR=x.numel() >= 1 << 31, EVEN=inner % tile.k == 0,
         num_warps=tile.warps, num_stages=tile.stages,
@@ -439,4 +439,4 @@ def _narrowed(tile: Tiles, epilogue: int, kind: str) -> Tiles:
     """A gated forward holds as many columns of gate and of up; other activations have longer formulas."""
     if epilogue != FORWARD or INTERPRETED:
         return tile
-    return replace(tile, n=tile.n // 2 if is_gated(kind) else min(tile.n, 128))
+    return replace(tile, n=tile.n // 2 if kind in GATED else min(tile.n, 128))

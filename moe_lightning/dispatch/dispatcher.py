@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from moe_lightning import kernels as ops
-from moe_lightning.arrays import IntArray
+from moe_lightning.arrays import IntArray, Pairs
 from moe_lightning.dispatch.placement import Placement, uniform_placement
-from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, dispatch_splits, divide, equal_quota, uneven
+from moe_lightning.dispatch.quota import ShadowPlan, balanced_split, dispatch_splits, divide, equal_split, uneven
 from moe_lightning.dispatch.transports import (
     BackendFactory,
     DevicePlanner,
@@ -28,7 +28,6 @@ from moe_lightning.dispatch.transports import (
     SymmetricBackend,
 )
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels.buffers import upload
 from moe_lightning.parallel.collectives import fingerprint, require_agreement
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import all_gather_counts
@@ -121,7 +120,7 @@ class Dispatcher:
         self._speeds: IntArray | None = None
         self._local_word = 0
         self.gathered_words: list[int] = []
-        self._resident_N = np.bincount(placement.pairs.ranks, minlength=world.size)
+        self._pairs = [Pairs.of_table(np.ascontiguousarray(placement.replicas[:, list(group)])) for group in groups]
         self._backend: DispatchBackend = DISPATCH_BACKENDS.make(backend, world)
         self.plans_on_device = plan_on == "device"
         placed = (placement.replicas, repr(self.groups), quota, backend, *([plan_on] if self.plans_on_device else []))
@@ -221,10 +220,10 @@ class Dispatcher:
         if self._planner is not None:
             return self._planner.gather_counts(counts_E)
         own = torch.tensor([self._plan_print ^ self._quota_print, self.local_word])
-        gathered_NE2 = all_gather_counts(torch.cat([counts_E, upload(own, counts_E.device)]), self.world)
-        require_agreement(
-            gathered_NE2[:, -2].tolist(), f"the plan (placement, shadows, quotas) of MoE layer {self._layer}"
-        )
+        gathered_NE2 = all_gather_counts(torch.cat([counts_E, ops.upload(own, counts_E.device)]), self.world)
+        prints = gathered_NE2[:, -2].tolist()
+        if prints.count(prints[0]) < len(prints):
+            require_agreement(prints, f"the plan (placement, shadows, quotas) of MoE layer {self._layer}")
         self.gathered_words = gathered_NE2[:, -1].tolist()
         return gathered_NE2[:, :-2]
 
@@ -238,9 +237,9 @@ class Dispatcher:
         quota_EN = self._quotas(tokens_EN)
         self._quota_print = fingerprint(quota_EN)  # travels with the next counts, not in an exchange of its own
         send_EN, recv_EN = self._send_and_receive(tokens_EN, quota_EN)
-        num_experts_N, shadow_experts = self._resident_N, []
+        num_experts_N, shadow_experts = np.bincount(self.placement.pairs.ranks, minlength=self.world.size), []
         if self._shadows is not None:
-            num_experts_N = num_experts_N + self._shadows.shadows.sum(axis=0)
+            num_experts_N += self._shadows.shadows.sum(axis=0)
             shadow_experts = np.flatnonzero(self._shadows.shadows[:, self.world.rank]).tolist()
         return DispatchPlan(
             tokens_EN=tokens_EN,
@@ -313,13 +312,11 @@ class Dispatcher:
     def _quotas(self, tokens_EN: IntArray) -> IntArray:
         """int64 [E, N]: tokens of each expert that each rank computes for its group; remembers every rank's load."""
         quota_EN = np.zeros_like(tokens_EN)
-        for group in self.groups:
+        rule = balanced_split if self._is_balanced else equal_split
+        for group, pairs in zip(self.groups, self._pairs, strict=True):
             ranks = list(group)
-            replicas = np.ascontiguousarray(self.placement.replicas[:, ranks])
-            speeds = None if self._speeds is None else self._speeds[ranks]
-            quota = partial(balanced_quota, speeds=speeds) if self._is_balanced else equal_quota
-            tokens = np.ascontiguousarray(tokens_EN[:, ranks])
-            quota_EN[:, ranks] = divide(tokens, replicas, self._shadows, quota)
+            split = partial(rule, speeds=None if self._speeds is None else self._speeds[ranks])
+            quota_EN[:, ranks] = divide(np.ascontiguousarray(tokens_EN[:, ranks]), pairs, self._shadows, split)
         self.last_rank_loads = quota_EN.sum(axis=0)
         return quota_EN
 

@@ -464,8 +464,13 @@ def equal_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
         ConfigurationError: an expert has tokens but no replica.
     """
     pairs = Pairs.of_table(replicas)
+    return pairs.dense(equal_split(tokens, pairs))
+
+
+def equal_split(tokens: IntArray, pairs: Pairs, speeds: IntArray | None = None) -> IntArray:
+    """int64 [P]: `equal_quota` of holders that are given as pairs, which does not depend on their speeds."""
     demand = _demand(tokens, pairs)
-    return pairs.dense(demand.split(demand.shares))
+    return demand.split(demand.shares)
 
 
 def balanced_quota(tokens: IntArray, replicas: IntArray, speeds: IntArray | None = None) -> IntArray:
@@ -729,20 +734,24 @@ def shadow_quota(tokens: IntArray, placement: Placement, plan: ShadowPlan, speed
         ConfigurationError: the plan was made for another placement.
     """
     plan.check(placement)
-    return divide(tokens, placement.replicas, plan, partial(balanced_quota, speeds=speeds))
+    return divide(tokens, placement.pairs, plan, partial(balanced_split, speeds=speeds))
 
 
 def divide(
-    tokens: IntArray, replicas: IntArray, plan: ShadowPlan | None, quota: Callable[[IntArray, IntArray], IntArray]
+    tokens: IntArray, pairs: Pairs, plan: ShadowPlan | None, split: Callable[[IntArray, Pairs], IntArray]
 ) -> IntArray:
     """int64 [E, N]: tokens of each expert that each rank computes, shadows included.
 
     Args:
-        tokens, replicas: int64 [E, N].
+        tokens: int64 [E, N].
+        pairs: residents.
         plan: shadows; None: there are none.
-        quota: how holders share tokens int64 [E], such as `balanced_quota`.
+        split: how holders share tokens int64 [E], such as `balanced_split`.
     """
-    if plan is None or plan.quota_rule == "balanced":
-        return quota(tokens.sum(axis=1), replicas if plan is None else replicas + plan.shadows)
+    if plan is None:
+        return pairs.dense(split(tokens.sum(axis=1), pairs))
+    if plan.quota_rule == "balanced":
+        holders = pairs.joined(plan.shadows)
+        return holders.dense(split(tokens.sum(axis=1), holders))
     kept = tokens * plan.shadows
-    return kept + quota((tokens - kept).sum(axis=1), replicas)
+    return kept + pairs.dense(split((tokens - kept).sum(axis=1), pairs))

@@ -34,7 +34,6 @@ from moe_lightning.compat import private_torch
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import sharing_rounds
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels.buffers import upload
 from moe_lightning.parallel.collectives import require_agreement
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import OverlapFn, all_gather_counts, all_gather_flat, exchange_rows
@@ -119,7 +118,7 @@ class DevicePlanner:
         device = counts_E.device
         self._check_last()
         if self._tables[0].device != device:
-            self._tables = [upload(table, device) for table in self._tables]
+            self._tables = [ops.upload(table, device) for table in self._tables]
         gathered = counts_E.new_empty(self._world.size * (counts_E.numel() + 1))
         with self._world.exchanges.exchange(device):
             all_gather_flat(gathered, torch.cat([counts_E, self._tables[2]]), group=self._world.compute)
@@ -361,7 +360,7 @@ def _handle(expert_ids_TK: Tensor, plan: DispatchPlan) -> tuple[DispatchHandle, 
     there = _chunks(plan.send_EN.T.ravel(), _starts(plan.send_EN).T.ravel())
     tables = np.concatenate([tokens_C, *there, *here])
     sizes = [len(tokens_C), *map(len, there), *map(len, here)]
-    uploaded = upload(torch.from_numpy(tables), expert_ids_TK.device)
+    uploaded = ops.upload(torch.from_numpy(tables), expert_ids_TK.device)
     tokens, old_send, new_send, old_recv, new_recv = torch.split(uploaded, sizes)
     by_target_M, row_M = ops.reorder_chunks(old_send, new_send, own)
     slot_order_M, slot_inverse_M = ops.reorder_chunks(old_recv, new_recv, int(plan.recv_EN.sum()))
@@ -465,7 +464,7 @@ class SymmetricBackend(ExchangeBackend):
             capacity = max(int(spec.plan.tokens_EN.sum(axis=0).max()), int(spec.plan.loads_N.max()))
 
         def moved(rows_MD: Tensor, send: Any, recv: Any, world: World, overlap_fn: OverlapFn) -> Tensor:
-            splits_N = send if isinstance(send, Tensor) else upload(torch.tensor(send), rows_MD.device)
+            splits_N = send if isinstance(send, Tensor) else ops.upload(torch.tensor(send), rows_MD.device)
             out_MD = symmetric_all_to_all(rows_MD, splits_N, world, overlap_fn, capacity=capacity)
             return out_MD if isinstance(recv, Tensor) else out_MD[: sum(recv)]
 

@@ -28,7 +28,7 @@ from moe_lightning import kernels as ops
 from moe_lightning.compat import private_torch
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.kernels.interface import ExpertSort, is_gated
+from moe_lightning.kernels.interface import GATED, ExpertSort
 from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.state.tensors import BASE_DIGEST, digest_of
 
@@ -222,7 +222,7 @@ class Experts(private_torch.Float32Module):
         self._down_init_std = init_std if down_init_std is None else down_init_std
         # Drawn from the global generator, which the ranks seed alike; the strategy hands rank 0's value to all.
         self.init_seed = int(torch.randint(0, 1 << 62, (1,), device="cpu"))
-        d_up = 2 * d_expert if is_gated(activation) else d_expert
+        d_up = 2 * d_expert if activation in GATED else d_expert
         device = "meta" if _deferred.get() else None
         self.w_up = nn.Parameter(torch.empty(num_experts, d_model, d_up, device=device))
         self.w_down = nn.Parameter(torch.empty(num_experts, d_expert, d_model, device=device))

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
-from moe_lightning.kernels.buffers import upload
 from moe_lightning.parallel.tensor import TensorRanks
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ def load_balancing_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor, real: Re
     if is_whole_on_device:
         return balance_in_few_launches(scores_TE, fraction_E)
     shares_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp_min(1e-20)
-    fraction_E = upload(fraction_E, scores_TE.device)
+    fraction_E = ops.upload(fraction_E, scores_TE.device)
     return scores_TE.shape[-1] * (fraction_E * _mean_over_tokens(shares_TE, real)).sum()
 
 
@@ -98,7 +97,7 @@ def balance_in_few_launches(scores_TE: Tensor, fraction_E: Tensor) -> Tensor:
         fraction_E: of the assignments, on the host or the device.
     """
     scaled_E = fraction_E * (scores_TE.shape[1] / max(1, len(scores_TE)))
-    weighed_T2 = scores_TE @ upload(torch.stack([scaled_E, torch.ones_like(scaled_E)], dim=1), scores_TE.device)
+    weighed_T2 = scores_TE @ ops.upload(torch.stack([scaled_E, torch.ones_like(scaled_E)], dim=1), scores_TE.device)
     return (weighed_T2[:, 0] / weighed_T2[:, 1].clamp_min(1e-20)).sum()
 
 

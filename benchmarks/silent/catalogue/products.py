@@ -11,8 +11,7 @@ from torch import Tensor
 from benchmarks.silent.case import Case, Check, Fault, Limits
 from benchmarks.silent.faults import replace
 from moe_lightning import kernels as ops
-from moe_lightning.kernels import autograd, torch_grouped
-from moe_lightning.kernels.backends import backend
+from moe_lightning.kernels import operations, torch_grouped
 
 KIND = "grouped products"
 BEYOND = "nothing is trained"
@@ -50,7 +49,7 @@ def _products(
     for name in ("torch", "grouped", "reference"):
         for _ in range(3):
             torch.full((4096,), torch.nan)  # memory that is freed is not zero
-        with backend(name):
+        with ops.backend(name):
             x, w = (t.to(dtype).requires_grad_() for t in (x_MD.clone(), weight_SDF.clone()))
             y = ops.grouped_mm(x, w, torch.tensor(tokens))
             y.backward(weighs_MF.to(dtype))  # type: ignore[no-untyped-call]
@@ -95,7 +94,7 @@ def _in_order_of_memory() -> None:
     def around(own: Any, ctx: Any, grad_MF: Tensor) -> Any:
         return own(ctx, grad_MF.T.contiguous().view(grad_MF.shape))
 
-    replace(autograd.GroupedMM, "backward", around)
+    replace(operations._GroupedMM, "backward", around)
 
 
 def _flat_gradient() -> None:

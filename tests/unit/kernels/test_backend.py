@@ -7,7 +7,7 @@ import torch
 
 from moe_lightning import kernels as ops
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels import backends as choice
+from moe_lightning.kernels import operations as choice
 from tests.programs import run_program
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def _fresh_choice():
 
 
 def test_auto_takes_torch_on_the_cpu_and_logs_it_once(caplog):
-    with caplog.at_level(logging.INFO, logger="moe_lightning.kernels.backends"):
+    with caplog.at_level(logging.INFO, logger="moe_lightning.kernels.operations"):
         for _ in range(3):
             ops.permute(torch.zeros(1, 2), torch.tensor([0]), torch.tensor([[0]]))
     assert [record.getMessage() for record in caplog.records] == ["kernels on cpu: torch"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_lightning import kernels as ops
-from moe_lightning.kernels.buffers import BufferPool, pool
+from moe_lightning.kernels.torch_kernels import BufferPool, pool
 
 MIB = 1 << 18  # floats
 

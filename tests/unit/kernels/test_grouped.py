@@ -6,7 +6,7 @@ import torch
 from moe_lightning import ExpertParallelStrategy
 from moe_lightning import kernels as ops
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels import backends, torch_grouped
+from moe_lightning.kernels import operations, torch_grouped
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies.placed_experts import StageMap
@@ -70,7 +70,7 @@ def test_more_rows_than_offsets_count_are_refused(monkeypatch):
 
 
 def test_only_the_matmuls_are_others():
-    own, usual = backends.implementation(DEVICE), backends._implementation("auto", DEVICE.type)
+    own, usual = operations.implementation(DEVICE), operations._implementation("auto", DEVICE.type)
     assert own.matmul is torch_grouped
     assert own.fused is None
     assert (own.rows, own.routing, own.activation) == (usual.rows, usual.routing, usual.activation)
