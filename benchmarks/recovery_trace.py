@@ -17,10 +17,9 @@ from typing import Any
 
 from benchmarks.recovery_runs import DiaryReader, run_elastic, run_plain
 from benchmarks.recovery_worker import Task
-from moe_lightning.callbacks.fault_injection import Absence, Change, slot_absences
+from moe_lightning.callbacks.fault_injection import Absence, trace_absences
 from moe_lightning.elastic.launcher import RanksFailed
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.failures import cap_nodes, read_trace
 from moe_lightning.text_table import table
 
 _EP_SIZE = 2
@@ -50,11 +49,9 @@ class Replay:
         """When each slot has no node.
 
         Raises:
-            ConfigurationError: no such trace, or nodes of it that do not fit.
+            ConfigurationError: no such trace.
         """
-        events = cap_nodes(read_trace(self.path, start_ms=round(1000 * self.start_s)), num_slots)
-        changes = [Change(time_s=event.time_ns / 1e9, failed=event.failed, joined=event.joined) for event in events]
-        return slot_absences(changes, num_slots, speed=self.speed)
+        return trace_absences(self.path, num_slots, start_s=self.start_s, speed=self.speed)
 
 
 def replay_all(task: Task, replay: Replay) -> dict[str, dict[str, float]]:

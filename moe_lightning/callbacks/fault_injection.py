@@ -1,13 +1,7 @@
-"""Fault injection for tests of recovery.
-
-Faults on purpose, as text and as plans: which rank suffers what, where in which step, and when nodes come and go.
+"""Fault injection, to see a run recover: faults as text, their effects, and the callback that applies them.
 
 parse_faults("kill", "rank=1,step=30")
 parse_faults("stop", "rank=0,step=40,seconds=5,place=backward; rank=2,step=60,seconds=5")
-
-What faults on purpose do to processes, snapshots and disks.
-
-Faults on purpose, to see a run recover: the callback over `callbacks.fault_injection` and `callbacks.fault_injection`.
 
 Every fault strikes once in a run: its mark in the run directory outlives the process that it kills, and the step that
 is repeated afterwards passes it by.
@@ -15,7 +9,6 @@ is repeated afterwards passes it by.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -24,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,11 +31,11 @@ from typing_extensions import override
 
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.arena import Arena, arena_path
-from moe_lightning.config import validated
+from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, build_config, validated
 from moe_lightning.elastic.membership import ElasticTask
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.simulate.failures import cap_nodes, read_trace
+from moe_lightning.simulate.failures import Event, cap_nodes, read_trace
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.worlds import ExpertParallelCallback
 
@@ -55,17 +48,20 @@ PLACES: tuple[Place, ...] = get_args(Place)
 _PASSED_AT_ANY_STEP = ("validation", "recovery")
 """Places that not every step has: the first one from the step on counts."""
 
-# What each kind takes beside rank and step: its default, or None where it must be given.
-_OPTIONS: dict[Kind, dict[str, Any]] = {
-    "kill": {"place": "forward"},
-    "stop": {"place": "forward", "seconds": 10.0},
-    "slow": {"factor": 2.0, "steps": 10},
-    "drop_node": {"place": "forward"},
-    "corrupt_arena": {"place": "forward"},
-    "fill_disk": {"folder": None, "megabytes": None, "seconds": 10.0},
+_OPTIONS: dict[Kind, tuple[str, ...]] = {
+    "kill": ("place",),
+    "stop": ("place", "seconds"),
+    "slow": ("factor", "steps"),
+    "drop_node": ("place",),
+    "corrupt_arena": ("place",),
+    "fill_disk": ("folder", "megabytes", "seconds"),
 }
+"""What each kind takes beside rank and step."""
+
+_EXAMPLES = {"fill_disk": ",folder=FOLDER,megabytes=100", "stop": ",seconds=10", "slow": ",factor=2"}
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """One fault.
@@ -86,33 +82,14 @@ class Fault:
     """
 
     kind: Kind
-    rank: int
-    step: int
+    rank: NonNegativeInt
+    step: NonNegativeInt
     place: Place = "forward"
-    seconds: float = 10.0
-    factor: float = 2.0
-    steps: int = 10
+    seconds: Seconds = 10.0
+    factor: Annotated[float, Interval(gt=1, le=1e6)] = 2.0
+    steps: PositiveInt = 10
     folder: str = ""
-    megabytes: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigurationError(f"a fault {self.kind!r} is not known: use one of {', '.join(KINDS)}")
-        if self.place not in PLACES:
-            raise ConfigurationError(f"{self.kind}: place={self.place} is not known: use one of {', '.join(PLACES)}")
-        if self.rank < 0 or self.step < 0:
-            raise ConfigurationError(f"{self.kind}: rank={self.rank} and step={self.step} must be at least 0")
-        if self.steps < 1:
-            raise ConfigurationError(f"{self.kind}: steps={self.steps} must be at least 1")
-        if not 0 < self.seconds < math.inf:
-            raise ConfigurationError(f"{self.kind}: seconds={self.seconds:g} must be above 0 and finite")
-        if not 1 < self.factor < math.inf:
-            raise ConfigurationError(f"{self.kind}: factor={self.factor:g} must be above 1 and finite")
-        if self.kind == "fill_disk" and not (self.folder and 0 < self.megabytes < math.inf):
-            raise ConfigurationError(
-                f"fill_disk: folder={self.folder} and megabytes={self.megabytes:g} must name a folder and a finite "
-                "number above 0"
-            )
+    megabytes: Annotated[float, Interval(gt=0, le=1e9)] = 100.0
 
     @property
     def name(self) -> str:
@@ -134,8 +111,8 @@ def parse_faults(kind: Kind, texts: str | Sequence[str] | None) -> tuple[Fault, 
     """Faults of one kind from "rank=1,step=30" and its like, several separated by semicolons or in a list.
 
     Raises:
-        ConfigurationError: a name that the kind does not take, one that is missing or comes twice, a value that is no
-            number or out of range, the same fault twice.
+        ConfigurationError: a name that the kind does not take, one that is missing or comes twice, a value of another
+            type or out of range, the same fault twice.
     """
     lines = [] if texts is None else [texts] if isinstance(texts, str) else list(texts)
     faults = [_parsed(kind, part.strip()) for line in lines for part in str(line).split(";") if part.strip()]
@@ -161,48 +138,34 @@ def distinct(faults: Iterable[Fault]) -> tuple[Fault, ...]:
 
 
 def _parsed(kind: Kind, text: str) -> Fault:
-    given: dict[str, str] = {}
-    for part in text.split(","):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not (equals and name and value):
-            raise ConfigurationError(f"{kind}={text!r} cannot be read at {part.strip()!r}: write {_example(kind)}")
-        if name in given:
-            raise ConfigurationError(f"{kind}={text!r} sets {name} twice: set it once")
-        given[name] = value
-    options = _OPTIONS[kind]
-    taken = ("rank", "step", *options)
-    for name in given:
-        if name not in taken:
-            raise ConfigurationError(f"{kind}={text!r}: {name} is not one of {', '.join(taken)}")
-    for name in taken:
-        if name not in given and options.get(name) is None:
-            raise ConfigurationError(f"{kind}={text!r} lacks {name}: write {_example(kind)}")
-    return Fault(kind=kind, **{**options, **_values(kind, given)})
+    pairs = [tuple(map(str.strip, part.partition("="))) for part in text.split(",")]
+    given = {name: value for name, _, value in pairs}
+    taken = ("rank", "step", *_OPTIONS[kind])
+    needed = ("rank", "step", *(("folder", "megabytes") if kind == "fill_disk" else ()))
+    problems = [
+        *(f"cannot be read at {''.join(pair)!r}" for pair in pairs if not all(pair)),
+        *(f"has {name}, which is not one of {', '.join(taken)}" for name in given if name not in taken),
+        *(f"lacks {name}" for name in needed if name not in given),
+        *(f"sets {name} twice" for name in given if [pair[0] for pair in pairs].count(name) > 1),
+    ]
+    if problems:
+        raise ConfigurationError(f"{kind}={text!r} {problems[0]}: write {_example(kind)}")
+    values = {name: value if name in ("place", "folder") else _number(value) for name, value in given.items()}
+    return build_config(Fault, {"kind": kind, **values}, key=kind)
 
 
-def _values(kind: Kind, given: Mapping[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, text in given.items():
-        whole = name in ("rank", "step", "steps")
+def _number(text: str) -> int | float | str:
+    """Return a text as a number if it is one."""
+    for convert in (int, float):
         try:
-            values[name] = text if name in ("place", "folder") else int(text) if whole else float(text)
+            return convert(text)
         except ValueError:
-            raise ConfigurationError(f"{kind}: {name}={text} is not {'an integer' if whole else 'a number'}") from None
-    return values
+            continue
+    return text
 
 
 def _example(kind: Kind) -> str:
-    extra = {"fill_disk": ",folder=FOLDER,megabytes=100", "stop": ",seconds=10", "slow": ",factor=2"}
-    return f"rank=1,step=30{extra.get(kind, '')}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """At one moment some nodes leave and then some come."""
-
-    time_s: float
-    failed: tuple[int, ...] = ()
-    joined: tuple[int, ...] = ()
+    return f"rank=1,step=30{_EXAMPLES.get(kind, '')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,44 +180,45 @@ class Absence:
         return self.from_s <= time_s < self.to_s
 
 
-def slot_absences(changes: Iterable[Change], num_slots: int, *, speed: float = 1.0) -> list[tuple[Absence, ...]]:
+def slot_absences(events: Iterable[Event], num_slots: int, *, speed: float = 1.0) -> list[tuple[Absence, ...]]:
     """Return the absences of each slot as nodes come and go; a new node takes the lowest free slot.
 
     Args:
-        changes: ascending in time, never more than `num_slots` nodes at once; the first one fills the slots at the
-            start.
+        events: of `cap_nodes`, for so many nodes; the first one fills the slots at the start.
         num_slots: workers of the run.
-        speed: seconds of the changes that pass in one second.
-
-    Raises:
-        ConfigurationError: more nodes than slots, a node that leaves without being there, or a speed of 0 or less.
+        speed: above 0; seconds of the events that pass in one second.
     """
-    if not 0 < speed < math.inf:
-        raise ConfigurationError(f"speed={speed:g} must be above 0 and finite")
     slot_of: dict[int, int] = {}
     empty_since = dict.fromkeys(range(num_slots), 0.0)
     absences: list[list[Absence]] = [[] for _ in range(num_slots)]
-    for change in changes:
-        time_s = change.time_s / speed
-        for node in change.failed:
-            if node not in slot_of:
-                raise ConfigurationError(f"node {node} leaves at {change.time_s:g} s without being there")
+    for event in events:
+        time_s = event.time_ns / 1e9 / speed
+        for node in event.failed:
             empty_since[slot_of.pop(node)] = time_s
-        for node in change.joined:
-            if not empty_since:
-                raise ConfigurationError(
-                    f"node {node} comes at {change.time_s:g} s, but none of {num_slots} slots is free"
-                )
-            slot = min(empty_since)
+        for node in event.joined:
+            slot = slot_of[node] = min(empty_since)
             since_s = empty_since.pop(slot)
-            if since_s < time_s:
+            if time_s > 0:  # at the same moment another node has left: its process ends all the same
                 absences[slot].append(Absence(from_s=since_s, to_s=time_s))
-            elif time_s > 0:  # another node at the same moment: its predecessor's process ends all the same
-                absences[slot].append(Absence(from_s=time_s, to_s=time_s))
-            slot_of[node] = slot
     for slot, since_s in empty_since.items():
         absences[slot].append(Absence(from_s=since_s))
     return [tuple(found) for found in absences]
+
+
+def trace_absences(path: Path, num_slots: int, *, start_s: float, speed: float) -> list[tuple[Absence, ...]]:
+    """Return the absences of each slot by a trace of nodes, of which as many as there are slots are followed.
+
+    Args:
+        path: of the trace.
+        num_slots: workers of the run.
+        start_s: where in the trace the run begins.
+        speed: above 0; seconds of the trace that pass in one second.
+
+    Raises:
+        ConfigurationError: no such trace.
+    """
+    events = cap_nodes(read_trace(path, start_ms=round(1000 * start_s)), num_slots)
+    return slot_absences(events, num_slots, speed=speed)
 
 
 def next_loss_s(absences: Sequence[Absence], time_s: float) -> float | None:
@@ -265,6 +229,24 @@ def next_loss_s(absences: Sequence[Absence], time_s: float) -> float | None:
 def returns_at_s(absences: Sequence[Absence], time_s: float) -> float:
     """From when on the slot has a node: `time_s` itself where it has one."""
     return next((absence.to_s for absence in absences if absence.covers(time_s)), time_s)
+
+
+def start_timer(began_s: float, absences: Sequence[Absence], lose: Callable[[], None]) -> threading.Timer | None:
+    """Call a function when the slot loses its node the next time; None if it never does.
+
+    Args:
+        began_s: start of the trace, seconds since the epoch.
+        absences: of the slot.
+        lose: takes the node away.
+    """
+    now_s = time.time()
+    loss_s = next_loss_s(absences, now_s - began_s)
+    if loss_s is None:
+        return None
+    timer = threading.Timer(max(0.0, began_s + loss_s - now_s), lose)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 _HELPER = Path(__file__).with_name("fault_helper.py")
@@ -374,28 +356,19 @@ class FaultInjection(ExpertParallelCallback):
         trace_speed: Annotated[float, Interval(gt=0, le=1e9)] = 60.0,
         trace_start_s: Annotated[float, Interval(ge=0, le=1e9)] = 0.0,
     ) -> None:
-        given: dict[Kind, _Texts] = {
-            "kill": kill,
-            "stop": stop,
-            "slow": slow,
-            "drop_node": drop_node,
-            "corrupt_arena": corrupt_arena,
-            "fill_disk": fill_disk,
-        }
-        self.faults = distinct(fault for kind, texts in given.items() for fault in parse_faults(kind, texts))
-        self._trace, self._speed = trace, trace_speed
+        texts = (kill, stop, slow, drop_node, corrupt_arena, fill_disk)
+        self.faults = distinct(
+            fault for kind, given in zip(KINDS, texts, strict=True) for fault in parse_faults(kind, given)
+        )
+        self._trace, self._speed, self._trace_start_s = trace, trace_speed, trace_start_s
         if trace is not None:
             read_trace(Path(trace))  # a mistake in it is told before anything starts
-            slot_absences([], 1, speed=trace_speed)
-        self._trace_start_s = trace_start_s
         self._marks = Path(dirpath)
         self._step = 0
         self._began = 0.0
         self._peers: tuple[int, ...] = ()
         self._hooks: list[RemovableHandle] = []
-        self._clock: _Clock | None = None
-
-    # ------------------------------------------------------------------ places
+        self._timer: threading.Timer | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -407,7 +380,7 @@ class FaultInjection(ExpertParallelCallback):
             self._wait_for_node(self._own_absences())
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy = _strategy(trainer)
         if any(fault.kind == "drop_node" for fault in self.faults):
             pids = all_gather_json(os.getpid(), strategy.world)
@@ -415,41 +388,38 @@ class FaultInjection(ExpertParallelCallback):
         if not self._hooks:
             updated = partial(self._updated, trainer)
             self._hooks = [optimizer.register_step_post_hook(updated) for optimizer in trainer.optimizers]
-        if self._trace is not None and self._clock is None:
+        if self._trace is not None and self._timer is None:
             if len(set(strategy.node_of)) < len(strategy.node_of):
                 raise ConfigurationError(
                     "a trace takes nodes away, and these ranks share theirs: use elastic.ranks_are_nodes=true"
                 )
-            self._clock = _Clock(self._origin(), self._own_absences(), partial(self._lose_node, trainer))
+            self._mark("trace")  # it begins with the first training of the run
+            self._timer = start_timer(self._began_s(), self._own_absences(), partial(self._lose_node, trainer))
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self._step, self._began = trainer.global_step, time.perf_counter()
         self._strike(trainer, "forward")
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
         self._strike(trainer, "backward")
 
     @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
         for fault in self.faults:
             if fault.rank == _strategy(trainer).world.rank and fault.slows(self._step):
                 time.sleep((fault.factor - 1) * (time.perf_counter() - self._began))
 
     @override
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         self._strike(trainer, "gradients")
 
     def _updated(self, trainer: pl.Trainer, optimizer: Optimizer, *_: Any) -> None:
         self._strike(trainer, "update")
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step > self._step:
             self._strike(trainer, "step_end")
 
@@ -459,25 +429,24 @@ class FaultInjection(ExpertParallelCallback):
             self._strike(trainer, "validation")
 
     @override
+    def on_world_changed(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._strike(trainer, "recovery")
+
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self._clock is not None:
-            self._clock.close()
-            self._clock = None
-
-    @override
-    def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._strike(trainer, "recovery")
-
-    # ------------------------------------------------------------------ faults
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+            self._timer = None
 
     def _strike(self, trainer: pl.Trainer, place: Place) -> None:
         strategy = _strategy(trainer)
         for fault in self.faults:
             is_due = fault.rank == strategy.world.rank and fault.is_due(step=self._step, place=place)
-            if is_due and self._mark(fault.name, step=self._step):
+            if is_due and self._mark(fault.name):
                 print(f"fault on purpose: {fault.name}", file=sys.stderr, flush=True)
                 self._apply(fault, trainer)
 
@@ -498,68 +467,32 @@ class FaultInjection(ExpertParallelCallback):
         drop_arenas(_arenas(trainer))
         kill([os.getpid()])
 
-    def _mark(self, name: str, **facts: float) -> bool:
+    def _mark(self, name: str) -> bool:
         """Note that something has happened; False where it had before."""
-        staged = self._marks / f".{name}.{os.getpid()}"
-        descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"time_s": time.time(), **facts}, file)
         try:
-            os.link(staged, self._marks / name)  # whole or not at all, and by one process only
+            (self._marks / name).touch(mode=0o600, exist_ok=False)
         except FileExistsError:
             return False
-        finally:
-            staged.unlink()
         return True
-
-    # ------------------------------------------------------------------ a trace
 
     def _own_absences(self) -> tuple[Absence, ...]:
         if (task := ElasticTask.from_environment()) is None:
             raise ConfigurationError("a trace needs workers that are started again: use elastic.enabled=true")
         assert self._trace is not None
-        events = read_trace(Path(self._trace), start_ms=round(1000 * self._trace_start_s))
-        changes = [
-            Change(time_s=event.time_ns / 1e9, failed=event.failed, joined=event.joined)
-            for event in cap_nodes(events, task.expected)
-        ]
-        return slot_absences(changes, task.expected, speed=self._speed)[task.slot]
+        slots = trace_absences(Path(self._trace), task.expected, start_s=self._trace_start_s, speed=self._speed)
+        return slots[task.slot]
 
-    def _origin(self) -> float:
-        """Start of the trace in seconds since the epoch: the first training of the run."""
-        self._mark("trace")
-        return float(json.loads((self._marks / "trace").read_text())["time_s"])
+    def _began_s(self) -> float:
+        """Start of the trace in seconds since the epoch."""
+        return (self._marks / "trace").stat().st_mtime
 
     def _wait_for_node(self, absences: Sequence[Absence]) -> None:
         """A process that was started in an empty slot waits until a node comes."""
         if not (self._marks / "trace").exists():
             return  # the run begins
-        elapsed_s = time.time() - self._origin()
+        elapsed_s = time.time() - self._began_s()
         returns_s = returns_at_s(absences, elapsed_s)
         time.sleep(min(max(0.0, returns_s - elapsed_s), _FOREVER_S))
-
-
-class _Clock:
-    """A thread that takes this process's node away when its time has come."""
-
-    def __init__(self, origin: float, absences: Sequence[Absence], lose: Callable[[], None]) -> None:
-        self._closed = threading.Event()
-        loss_s = next_loss_s(absences, time.time() - origin)
-        self._thread: threading.Thread | None = None
-        if loss_s is not None:
-            self._thread = threading.Thread(
-                target=self._run, args=(origin + loss_s, lose), daemon=True, name="fault-injection"
-            )
-            self._thread.start()
-
-    def _run(self, at: float, lose: Callable[[], None]) -> None:
-        if not self._closed.wait(max(0.0, at - time.time())):
-            lose()
-
-    def close(self) -> None:
-        self._closed.set()
-        if self._thread is not None:
-            self._thread.join()
 
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:

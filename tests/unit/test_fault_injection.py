@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
 from moe_lightning.callbacks import fault_injection
-from moe_lightning.callbacks.fault_injection import PLACES, Absence, FaultInjection, _Clock
+from moe_lightning.callbacks.fault_injection import PLACES, Absence, FaultInjection, start_timer
 from moe_lightning.checkpoint.arena import Arena, arena_path, digest_of
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.errors import ConfigurationError
@@ -165,11 +165,13 @@ def test_the_dead_are_passed_over_and_the_living_killed() -> None:
 def test_a_node_is_lost_at_its_time_or_not_at_all() -> None:
     lost: list[float] = []
     began = time.time()
-    clock = _Clock(began, [Absence(from_s=0.05, to_s=1.0)], lambda: lost.append(time.time() - began))
-    assert clock._thread is not None
-    clock._thread.join(timeout=30)
+    timer = start_timer(began, [Absence(from_s=0.05, to_s=1.0)], lambda: lost.append(time.time() - began))
+    assert timer is not None
+    timer.join(timeout=30)
     assert lost[0] >= 0.05
-    clock.close()
-    later = _Clock(time.time(), [Absence(from_s=3600.0)], lambda: lost.append(-1.0))
-    later.close()
+    later = start_timer(time.time(), [Absence(from_s=3600.0)], lambda: lost.append(-1.0))
+    assert later is not None
+    later.cancel()
+    later.join(timeout=30)
     assert len(lost) == 1
+    assert start_timer(time.time(), [Absence(from_s=0.0)], lambda: None) is None, "lost already"
