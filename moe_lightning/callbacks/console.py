@@ -95,11 +95,16 @@ class Console(ProgressBar):
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=trainer.global_step)
             if logs:
-                total = len(str(private_lightning.steps_of_training(trainer) or trainer.global_step))
-                room = self._bar.console.width - (2 * total + _BESIDE_STATUS)
-                self._bar.update(self._task, status=_fitting(_status(trainer), room))
+                self._show(trainer, _status(trainer))
         elif logs:
             print(f"{_position(trainer)}  {'  '.join(_status(trainer))}", flush=True)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self.tell(f"validates on {sum(trainer.num_val_batches):,} batches")
+        elif not trainer.sanity_checking:
+            self._show(trainer, ["validates", *_status(trainer)])
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -110,6 +115,14 @@ class Console(ProgressBar):
         if "val/accuracy" in trainer.callback_metrics:
             line += f", accuracy {float(trainer.callback_metrics['val/accuracy']):.1%}"
         self.tell(line)
+        self._show(trainer, _status(trainer))
+
+    def _show(self, trainer: pl.Trainer, parts: Sequence[str]) -> None:
+        """Replace what stands beside the bar."""
+        if self._bar is not None and self._task is not None:
+            total = len(str(private_lightning.steps_of_training(trainer) or trainer.global_step))
+            room = self._bar.console.width - (2 * total + _BESIDE_STATUS)
+            self._bar.update(self._task, status=_fitting(parts, room))
 
     def tell(self, line: str) -> None:
         """Print a line, above the bar where there is one."""
@@ -208,6 +221,6 @@ def _status(trainer: pl.Trainer) -> list[str]:
     if "moe/expert_imbalance_ratio" in metrics:
         imbalance = f"imbalance {float(metrics['moe/expert_imbalance_ratio']):.2f}"
         if "moe/rank_imbalance_ratio" in metrics:
-            imbalance += f" > {float(metrics['moe/rank_imbalance_ratio']):.2f}"
+            imbalance += f", ranks {float(metrics['moe/rank_imbalance_ratio']):.2f}"
         parts.append(imbalance)
     return parts

@@ -538,7 +538,7 @@ class _Workers:
     def _print_processes(self, slots: Iterable[int]) -> None:
         """Print the process ids of workers, for a user who looks at one or ends one."""
         named = ", ".join(f"worker {slot}: {self._running[slot].process.pid}" for slot in slots)
-        print(f"{self._launcher.program}: process ids: {named}", file=sys.stderr)
+        _print_line(f"{self._launcher.program}: process ids: {named}")
 
     def ask_to_leave(self, grace_s: float) -> None:
         """Pass a notice of preemption on, and wait until the workers have transferred their state and left."""
@@ -601,15 +601,14 @@ class _Workers:
         if self._restarts >= limit:
             raise RanksFailed(replace(failure, message=f"{failure.message}, after {limit} restarts (max_restarts)"))
         if failure.kind == "crash" and failure.details:
-            print(failure.details, file=sys.stderr)
+            _print_line(failure.details)
             if self._crash is failure:
                 self._crash = replace(failure, details="")  # it has been shown
         self._restarts += 1
         self._due[slot] = time.monotonic() + self._launcher.cool_down_s
-        print(
+        _print_line(
             f"{self._launcher.program}: {failure.message}; started again in {self._launcher.cool_down_s:g} s "
-            f"({self._restarts} of {self._launcher.max_restarts})",
-            file=sys.stderr,
+            f"({self._restarts} of {self._launcher.max_restarts})"
         )
 
     def _count_crash(self, failure: RankFailure) -> RankFailure:
@@ -659,6 +658,12 @@ class _Workers:
             return
         late = {slot for slot, worker in self._running.items() if worker.token not in self._world}
         end([self._running.pop(slot).process for slot in late], 0.0)
+
+
+def _print_line(text: str) -> None:
+    """Print to stderr, on a terminal in the place of the progress bar that rank 0 draws there."""
+    erase = "\r\x1b[2K" if sys.stderr.isatty() else ""
+    print(erase + text, file=sys.stderr)
 
 
 def _is_stopped(pid: int) -> bool:

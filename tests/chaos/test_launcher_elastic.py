@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -107,6 +108,16 @@ def test_messages_have_the_commands_name_and_the_process_ids(tmp_path: Path, cap
     assert re.fullmatch(r"elastic: process ids: worker 0: \d+, worker 1: \d+", lines[0])
     assert lines[1] == "elastic: worker 1 was killed by SIGKILL; started again in 0 s (1 of 1)"
     assert re.fullmatch(r"elastic: process ids: worker 1: \d+", lines[2])
+
+
+def test_messages_stand_in_the_place_of_a_progress_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stderr", Terminal("step 3"))
+    failure(tmp_path, "killed", max_restarts=1, program="elastic")
+    assert "\r\x1b[2Kelastic: worker 1 was killed by SIGKILL" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "6 experts in 2 of 2 layers, top-2" in lines[0]
     assert lines[1] == "ranks  1 rank on cpu, 32-true precision"
     assert lines[2].startswith("step 2/4  loss ")
-    assert "tokens/s  imbalance " in lines[2]
+    assert re.search(r"tokens/s  imbalance \d\.\d\d$", lines[2])
     assert lines[3].startswith("step 4/4  loss ")
     assert lines[4].startswith("step 4/4  validation loss ")
 
@@ -158,6 +158,22 @@ def test_the_count_of_steps_is_shown_at_any_width(monkeypatch: pytest.MonkeyPatc
     assert "loss " in shown[-1]
     assert len(shown[-1].rstrip()) <= columns
     assert ("imbalance" in shown[-1]) == (columns > 60)
+
+
+def test_a_validation_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    console, shown = Console("bar"), []
+
+    def note(*_: Any) -> None:
+        if console._bar is not None:
+            shown.append(console._bar.tasks[0].fields["status"].partition(" ")[0])
+
+    watch = pl.callbacks.LambdaCallback(on_validation_batch_start=note, on_train_batch_start=note)
+    trainer = _fit([console, watch], val_check_interval=2, check_val_every_n_epoch=None, max_steps=3)
+    assert shown == ["", "", "validates", "loss"]
+    capsys.readouterr()
+    trainer.validate(trainer.lightning_module, DataLoader(RandomTokens(24), batch_size=12), verbose=False)
+    assert capsys.readouterr().out.splitlines()[0] == "validates on 2 batches"
 
 
 def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

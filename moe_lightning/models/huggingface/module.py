@@ -174,7 +174,8 @@ class HuggingFaceConfig:
         longest = getattr(config, "max_position_embeddings", self.context_length)
         if self.context_length > longest:
             raise ConfigurationError(
-                f"context_length={self.context_length} exceeds the {longest} positions of {self.pretrained}: lower it"
+                f"model.context_length={self.context_length} exceeds the {longest} positions of {self.pretrained}: "
+                f"use model.context_length={longest} or less"
             )
         if self.upcycling is not None:
             return UpcycledArchitecture(config, self.upcycling)
