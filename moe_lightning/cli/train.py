@@ -216,8 +216,9 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
         )
     for kind, values, key in ((ElasticSettings, settings, "elastic.settings"), (ElasticLauncher, options, "elastic")):
         check_arguments({TARGET: f"{kind.__module__}.{kind.__qualname__}", **values}, key)
-    _check_address(options.get("rdzv_endpoint"))
     waits = ElasticSettings(**settings)
+    if waits.membership != "etcd":
+        _check_address(options.get("rdzv_endpoint"))
     recovers = bool(config["callbacks"].get("fault_recovery"))
     if not fits(enabled, bool | Literal["auto"]):
         raise ConfigurationError(f"elastic.enabled={shown(enabled)} must be true, false or auto")

@@ -204,6 +204,7 @@ class ClientConnection:
         self._socket: socket.socket | None = None
         self._channel: Channel | None = None
         self._is_connecting = False
+        self._target: Address | None = None  # where a file that names the host pointed last
         self._last_received = self._attempt_at = self._next_attempt = 0.0
         self._failures = 0
         self._selector = selectors.DefaultSelector()
@@ -253,6 +254,8 @@ class ClientConnection:
             now: the owner's time.
         """
         self.lost_at = now if self.lost_at is None else self.lost_at
+        if self._address.file is not None:
+            self._follow(now)
         if self._socket is None and now >= self._next_attempt:
             self._connect(now)
         elif self.is_connected and now - self._last_received > self._silence_s:
@@ -277,6 +280,16 @@ class ClientConnection:
         self._waker.close()
 
     # ------------------------------------------------------------------ the connection
+
+    def _follow(self, now: float) -> None:
+        """Reconnect at once if another process hosts the rendezvous now."""
+        try:
+            target = self._address.current()
+        except OSError:  # shown by the next attempt to connect
+            return
+        if target != self._target:
+            self._target, self._failures = target, 0
+            self._disconnect("another launcher hosts it now", now)
 
     def _connect(self, now: float) -> None:
         self._attempt_at = now
@@ -393,18 +406,26 @@ class LauncherClient:
         secret_file: of the run.
         settings: timeouts.
         expected: workers of all launchers of the run; 0 if that is not known.
+        token: name of this launcher; by default a new one.
 
     Attributes:
-        token: name of this launcher; the tokens of its workers begin with it.
+        token: as given; the tokens of its workers begin with it.
 
     Raises:
         ConfigurationError: it does not answer within `rendezvous_timeout_s`, turns this launcher away, or the secret
             cannot be read.
     """
 
-    def __init__(self, address: Address, secret_file: Path, settings: ElasticSettings, expected: int = 0) -> None:
+    def __init__(
+        self,
+        address: Address,
+        secret_file: Path,
+        settings: ElasticSettings,
+        expected: int = 0,
+        token: str | None = None,
+    ) -> None:
         self._address, self._settings, self._expected = address, settings, expected
-        self.token = new_token()
+        self.token = token or new_token()
         self._clock = ProcessClock()
         self._lock = threading.Lock()
         self._deaths: list[Message] = []
@@ -468,12 +489,15 @@ class LauncherClient:
             limit = self._settings.rendezvous_timeout_s
             if self._connection.is_refused:
                 raise ConfigurationError(
-                    f"the rendezvous host at {self._address} refuses this machine: {self._connection.error}"
+                    f"the rendezvous host at {self._address.shown} refuses this machine: {self._connection.error}"
                 )
             if self._clock.now > limit:
+                command = f"python -m moe_lightning.elastic.rendezvous_host --bind {self._address}"
+                cure = f"start `{command}` and give its address"
+                if self._address.file is not None:
+                    cure = "the launcher there leads this run, so see that other machines reach it"
                 raise ConfigurationError(
-                    f"nothing answers at {self._address} for {limit:g} s ({self._connection.error}): start "
-                    f"`python -m moe_lightning.elastic.rendezvous_host --bind {self._address}` and give its address"
+                    f"nothing answers at {self._address.shown} for {limit:g} s ({self._connection.error}): {cure}"
                 )
 
     def _introduce(self, send: Callable[[Message], None]) -> None:

@@ -34,6 +34,8 @@ from typing_extensions import override
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.elastic.connection import LauncherClient
+from moe_lightning.elastic.etcd import EtcdAccess
+from moe_lightning.elastic.etcd_rendezvous import EtcdRendezvous
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, worker_token
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.elastic.protocol import Address, ProcessClock, interface_towards, read_secret
@@ -355,9 +357,12 @@ class ElasticLauncher:
         program: name of the user's command, for messages.
         max_restarts: workers started again in the whole run; one death more ends it.
         cool_down_s: from a death to the start of the next process in its place.
-        rdzv_endpoint: "host:port" of `moe_lightning.elastic.rendezvous_host` for several machines; None hosts it here,
-            behind a private Unix socket.
-        secret_file: a copy of the file that the rendezvous host has made; with `rdzv_endpoint` only.
+        rdzv_endpoint: "host:port" of `moe_lightning.elastic.rendezvous_host` for several machines, or with
+            `settings.membership="etcd"` the addresses of etcd, see `EtcdAccess`; None hosts it here, behind a private
+            Unix socket.
+        rdzv_id: name of the run in etcd, the same on all machines and for no other run.
+        secret_file: a copy of the file that the rendezvous host has made; with `rdzv_endpoint` only. With etcd any
+            secret; without one etcd keeps it.
         num_nodes: machines that run this command; the first world waits for the workers of all.
         node: this machine's name as a failure domain; its host name, or "local" without `rdzv_endpoint`.
         ranks_are_nodes: make every worker a failure domain of its own, as if it were a node; "auto": on one machine,
@@ -373,6 +378,7 @@ class ElasticLauncher:
     max_restarts: NonNegativeInt = 20
     cool_down_s: Annotated[float, Interval(ge=0, le=1e9)] = 1.0
     rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
     secret_file: str | Path | None = None
     num_nodes: PositiveInt = 1
     node: str | None = None
@@ -391,7 +397,13 @@ class ElasticLauncher:
                 f"num_nodes={self.num_nodes} needs rdzv_endpoint=HOST:PORT, which all nodes reach: run "
                 "`python -m moe_lightning.elastic.rendezvous_host` on a safe host and give its host:port"
             )
-        if self.rdzv_endpoint is not None and self.secret_file is None:
+        if self.uses_etcd:
+            if self.rdzv_endpoint is None or not self.rdzv_id or not self.rdzv_id.isprintable():
+                raise ConfigurationError(
+                    f"membership=etcd needs rdzv_endpoint=http(s)://HOST:PORT and rdzv_id=NAME, not "
+                    f"{self.rdzv_endpoint} and {self.rdzv_id}: give etcd's addresses and a name of this run alone"
+                )
+        elif self.rdzv_endpoint is not None and self.secret_file is None:
             raise ConfigurationError(
                 f"rdzv_endpoint={self.rdzv_endpoint} needs secret_file=FILE: copy the file that the rendezvous host "
                 "has made to every machine"
@@ -403,9 +415,19 @@ class ElasticLauncher:
         Raises:
             ConfigurationError: one sentence about it.
         """
-        if self.rdzv_endpoint is not None and self.secret_file is not None:
+        if self.rdzv_endpoint is None:
+            return
+        if self.uses_etcd:
+            EtcdAccess.parse(self.rdzv_endpoint, os.environ).check(self.secret_file)
+        else:
             Address.parse(self.rdzv_endpoint)
+        if self.secret_file is not None:
             read_secret(Path(self.secret_file))
+
+    @property
+    def uses_etcd(self) -> bool:
+        """True if launchers elect the rendezvous host in etcd."""
+        return self.settings.membership == "etcd"
 
     @property
     def splits_node(self) -> bool:
@@ -441,13 +463,18 @@ class ElasticLauncher:
     def _open_rendezvous(self) -> Iterator[tuple[ElasticTask, LauncherClient]]:
         """Yield the task common to all workers, and this launcher's own client."""
         with ExitStack() as stack:
+            etcd: EtcdRendezvous | None = None
+            node = socket.gethostname()
             if self.rdzv_endpoint is None:
                 host = stack.enter_context(RendezvousServer())
                 address, secret_file, node = host.address, host.secret_file, "local"
+            elif self.uses_etcd:
+                etcd = EtcdRendezvous(self.rdzv_endpoint, self.rdzv_id or "", self.settings, self.secret_file)
+                stack.enter_context(etcd)
+                address, secret_file = etcd.address, etcd.secret_file
             else:
                 assert self.secret_file is not None
                 address, secret_file = Address.parse(self.rdzv_endpoint), Path(self.secret_file).absolute()
-                node = socket.gethostname()
             task = ElasticTask(
                 address=str(address),
                 secret_file=str(secret_file),
@@ -455,8 +482,12 @@ class ElasticLauncher:
                 expected=self.num_ranks * self.num_nodes,
                 settings=self.settings,
             )
-            client = LauncherClient(address, secret_file, self.settings, task.expected)
-            yield task, stack.enter_context(closing(client))
+            token = None if etcd is None else etcd.token
+            client = LauncherClient(address, secret_file, self.settings, task.expected, token)
+            stack.enter_context(closing(client))
+            if etcd is not None:
+                etcd.attend(lambda: client.is_connected)
+            yield task, client
 
 
 @dataclass(kw_only=True)
@@ -524,8 +555,9 @@ class _Workers:
             self._alone_since = now
         limit = self._launcher.settings.rendezvous_timeout_s
         if now - self._alone_since > limit:
+            host = Address.parse(self._task.address).shown
             raise ConfigurationError(
-                f"no worker is left on this machine, and the rendezvous host at {self._task.address} has not answered "
+                f"no worker is left on this machine, and the rendezvous host at {host} has not answered "
                 f"for {limit:g} s ({link.error}): see that it runs and can be reached, then give the same command "
                 "again, which resumes"
             )

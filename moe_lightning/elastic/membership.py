@@ -234,7 +234,10 @@ def _rendezvous_host(task: ElasticTask, multiple: int, /) -> Membership:
 
 
 MEMBERSHIPS: Registry[MembershipFactory] = Registry(
-    "membership", MembershipFactory, {"rendezvous_host": _rendezvous_host}, makes=Membership
+    "membership",
+    MembershipFactory,
+    {"rendezvous_host": _rendezvous_host, "etcd": _rendezvous_host},  # etcd elects the host: launchers talk to it alone
+    makes=Membership,
 )
 
 HEARTBEAT_S = 0.5
@@ -273,8 +276,8 @@ class ElasticSettings:
         notice_url: an http(s) address that answers 200 when this machine will be taken away; a session token is
             fetched where it asks for one (AWS, IMDSv2).
         notice_poll_s: how often file and address are looked at.
-        membership: how workers learn who trains: "rendezvous_host", or a name that somebody has registered in
-            `elastic.membership.MEMBERSHIPS`.
+        membership: how workers learn who trains: "rendezvous_host", "etcd" (a host that the launchers elect, see
+            `elastic.etcd_rendezvous`), or a name that somebody has registered in `elastic.membership.MEMBERSHIPS`.
 
     Raises:
         ConfigurationError: a value is out of range.

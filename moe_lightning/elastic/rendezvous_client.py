@@ -451,9 +451,10 @@ class RendezvousClient:
 
     def _check_host(self, started: float) -> None:
         """Raise if the host has not answered for too long."""
-        link, address, limit = self._connection, self.task.address, self.settings.rendezvous_timeout_s
+        link, limit = self._connection, self.settings.rendezvous_timeout_s
         if link.is_connected:
             return
+        address = Address.parse(self.task.address).shown
         if link.is_refused and not self._state.has_registered:
             raise ConfigurationError(f"the rendezvous host at {address} refuses this process: {link.error}")
         if self._clock.now - max(started, link.lost_at or 0.0) > limit:

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ from moe_lightning.elastic.protocol import (
     create_secret,
     encode,
 )
-from moe_lightning.elastic.rendezvous_state import RECONNECT_S, RendezvousState
+from moe_lightning.elastic.rendezvous_state import RECONNECT_S, CurrentWorld, RendezvousState
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import PrivateFolder
 from moe_lightning.parallel.abort import tune
@@ -196,10 +197,18 @@ class ServerThread:
         listener: bound and listening.
         secret: of the run.
         state: handles the messages and decides.
+        commit: makes a new world durable before its members learn of it; returns False if this server must form no
+            more worlds, and ends then.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, state: RendezvousState) -> None:
-        self._listener, self._secret, self._state = listener, secret, state
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        state: RendezvousState,
+        commit: Callable[[CurrentWorld], bool] | None = None,
+    ) -> None:
+        self._listener, self._secret, self._state, self._commit = listener, secret, state, commit
         self._store = WorldStore()
         self._clock = ProcessClock()
         self._connections: dict[int, _Connection] = {}
@@ -262,12 +271,17 @@ class ServerThread:
 
     def _decide(self, now: float) -> None:
         self._has_input = False
+        former = self._state.world
         try:
             self._state.tick(now)
         except Exception:  # a defect in one decision shall not silence the host
             logger.exception("the rendezvous host could not decide")
-        if self._state.world is not None:
-            self._store.begin(self._state.world.number)
+        world = self._state.world
+        if world is not None and world is not former and self._commit is not None and not self._commit(world):
+            self._state.outbox.clear()  # nobody learns of it
+            self._closed.set()
+        elif world is not None:
+            self._store.begin(world.number)
         self._decide_at = time.monotonic() + _DECISION_S * len(self._connections)
 
     def _deliver(self) -> None:
@@ -441,7 +455,7 @@ class RendezvousServer:
         self.secret_file = Path(secret_file) if secret_file is not None else self._private("secret")
         try:
             secret = create_secret(self.secret_file)
-            listener = _unix_listener(self._private("socket")) if bind is None else _listener(bind)
+            listener = _unix_listener(self._private("socket")) if bind is None else listen(bind)
         except ConfigurationError:
             self._remove_folder()
             raise
@@ -482,7 +496,7 @@ def _unix_listener(path: Path) -> socket.socket:
     return listener
 
 
-def _listener(bind: str) -> socket.socket:
+def listen(bind: str) -> socket.socket:
     """Return a TCP socket that listens at one address.
 
     Raises:

@@ -541,6 +541,23 @@ class RendezvousState:
             case _:
                 raise WireError(f"a malformed message of the kind {kind[:LONGEST_WORD]}")
 
+    def restore(self, record: Message, now: float) -> None:
+        """Restore the newest world from its record, before anybody has connected.
+
+        Args:
+            record: its number, its packed members and the timeouts of their run, as members report them.
+
+        Raises:
+            WireError: it is malformed.
+        """
+        self._restore_world(record, "", now)
+
+    def lose_launcher(self, launcher: str, how: str, now: float) -> None:
+        """Record the death of all workers of a launcher, whose kernel kills them with it."""
+        for token in {token_of(member_id) for member_id in self._members}:
+            if launcher_of(token) == launcher:
+                self._record_death(token, how, now)
+
     def disconnect(self, connection: int, now: float) -> None:
         """Record that a connection has ended."""
         token = self._launchers.pop(connection, None)

@@ -2,8 +2,10 @@
 
     python -m moe_lightning.elastic.run --ranks 4 SCRIPT ARGUMENTS...
     python -m moe_lightning.elastic.run --ranks 8 --num-nodes 4 --rdzv-endpoint HOST:PORT --secret-file FILE SCRIPT ...
+    python -m moe_lightning.elastic.run --ranks 8 --num-nodes 4 --set membership=etcd --rdzv-id NAME \
+        --rdzv-endpoint https://HOST:2379 SCRIPT ...
 
-The second on every node. The script is run as `python SCRIPT ARGUMENTS...` would run it, once in each worker.
+The second or third on every node. The script is run as `python SCRIPT ARGUMENTS...` would run it, once in each worker.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ class ElasticRunOptions:
 
     ranks: Annotated[int, Interval(ge=1, le=1024)] = option("workers of this machine", 2)
     num_nodes: PositiveInt = option("machines that run this command", 1)
-    rdzv_endpoint: str | None = option("of the rendezvous host, for several machines", None, metavar="HOST:PORT")
+    rdzv_endpoint: str | None = option(
+        "of the rendezvous host or etcd, for several machines", None, metavar="HOST:PORT"
+    )
+    rdzv_id: str | None = option("name of the run in etcd", None, metavar="NAME")
     secret_file: Path | None = option("a copy of the rendezvous host's", None, metavar="FILE")
     node: str | None = option("this machine's name as a failure domain", None)
     log_dir: OutputFolder = option("output of the other ranks", Path("logs"))
@@ -69,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             program=_PROGRAM,
             max_restarts=options.max_restarts,
             rdzv_endpoint=options.rdzv_endpoint,
+            rdzv_id=options.rdzv_id,
             secret_file=options.secret_file,
             num_nodes=options.num_nodes,
             node=options.node,

@@ -69,7 +69,7 @@ QUICK = ("doctor=true", "strategy.replicas=2")
 KNOWN = (
     "moe-train|moe-generate|moe-eval|moe-bench|moe-ckpt|moe-sim|moe-data|pip install|python -m moe_lightning"
     "|hf download|sphinx-build|python -m tests|echo|wandb|ruff|pytest|#SBATCH|#!|#|host=|secret=|until |srun|for |done"
-    "|wait|TORCH_DISABLE|torchrun|sbatch|pre-commit"
+    "|wait|TORCH_DISABLE|torchrun|sbatch|pre-commit|export ETCDCTL|ETCD=|NODES="
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="partial checkpoints need Linux's shared memory")

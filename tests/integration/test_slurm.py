@@ -42,7 +42,11 @@ exec "$@"
 
 @contextmanager
 def sbatch(
-    folder: Path, *arguments: str, trainer: str, python: str = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+    folder: Path,
+    *arguments: str,
+    trainer: str,
+    python: str = f'#!/bin/sh\nexec {sys.executable} "$@"\n',
+    etcd: str = "",
 ) -> Iterator[subprocess.Popen[str]]:
     """The documented script as a job of two nodes of this machine, at a free port; all of it ends with the block.
 
@@ -51,6 +55,7 @@ def sbatch(
         arguments: of the script.
         trainer: shell commands in place of moe-train.
         python: program in place of python.
+        etcd: addresses; none to start a rendezvous host.
     """
     binaries, home = folder / "bin", folder / "home"
     home.mkdir()
@@ -75,6 +80,7 @@ def sbatch(
         "PYTHONPATH": str(ROOT),
         "HOME": str(home),
         "FOLDER": str(folder),
+        "ETCD": etcd,
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NAME": script.name,
         "SLURM_JOB_NODELIST": "nodes",
@@ -142,6 +148,20 @@ def test_the_job_ends_with_its_last_step(tmp_path: Path, codes: tuple[int, int],
     options = (tmp_path / "srun.options").read_text()
     assert "--cpus-per-task=64" in options
     assert options.count("--overlap") == 3
+
+
+def test_launchers_of_a_job_meet_in_etcd(tmp_path: Path) -> None:
+    urls = "https://a:2379,https://b:2379"
+    with sbatch(tmp_path, trainer='printf "%s\\n" "$@" > "$FOLDER/$SLURMD_NODENAME.called"', etcd=urls) as job:
+        assert job.wait(PATIENCE_S) == 0
+    for node in NODES:
+        called = (tmp_path / f"{node}.called").read_text().splitlines()
+        assert called[1:4] == [
+            "elastic.settings.membership=etcd",
+            f"elastic.rdzv_endpoint='{urls}'",
+            "elastic.rdzv_id=slurm-17",
+        ]
+    assert not (tmp_path / f"step-{NODES[0]}-python").exists(), "no rendezvous host"
 
 
 @pytest.mark.slow

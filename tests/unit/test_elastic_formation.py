@@ -295,6 +295,22 @@ def test_after_a_restart_of_the_host_who_was_lost_meanwhile_is_not_waited_for_lo
     assert crowd.last(1, "formed") is not None
 
 
+def test_a_successor_restores_the_world_from_its_record_and_buries_the_launcher_that_led() -> None:
+    crowd = Crowd()
+    ids = [f"{name}.node-{name}.{launcher}-{name}" for name, launcher in (("a", "dead"), ("b", "alive"))]
+    crowd.formed[7] = tuple(ids)
+    crowd.roster.restore({"number": 7, "members": pack_ids(ids), "patience": TIMES}, 0.0)
+    crowd.roster.lose_launcher("dead", "ended with its launcher", 0.0)
+    crowd.join(1, "b", id=ids[1], joining=False, number=7, world={"number": 7, "patience": TIMES})
+    assert crowd.last(1, "introduce") is None, "it is known"
+    broken = crowd.last(1, "broken")
+    assert broken is not None
+    assert broken["reason"] == "rank 0 on node node-a ended with its launcher"
+    crowd.say(1, {"t": "join", "ready": True})
+    assert crowd.worlds[1][1] == (ids[1],)
+    assert crowd.worlds[1][0] > 7
+
+
 def test_who_was_formed_without_hearing_it_hears_it_on_the_next_connection() -> None:
     crowd = Crowd()
     crowd.join(1, "a", expected=2)

@@ -21,6 +21,7 @@ from hydra import compose
 
 from moe_lightning.cli.composition import check_config, config_folder
 from moe_lightning.cli.train import elastic_options, resolved
+from moe_lightning.elastic.etcd import EtcdAccess
 from moe_lightning.elastic.launcher import ElasticLauncher
 from moe_lightning.elastic.protocol import Address, read_secret
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
@@ -58,6 +59,14 @@ CONTAINER = things(
     workingDir=TEXT,
     command=several(TEXT),
     args=several(TEXT),
+    env=several(
+        things(
+            "name",
+            name={"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
+            value=TEXT,
+            valueFrom=things("secretKeyRef", secretKeyRef=things("name key", name=NAME, key=TEXT)),
+        )
+    ),
     ports=several(things("containerPort", name={**NAME, "maxLength": 15}, containerPort=PORT)),
     readinessProbe=things("tcpSocket", tcpSocket=things("port", port=PORT)),
     resources=things(limits={"type": "object", "additionalProperties": {"type": ["integer", "string"]}}),
@@ -142,7 +151,9 @@ def jobs() -> dict[str, Any]:
     return {job["name"]: job["template"]["spec"] for job in jobset["spec"]["replicatedJobs"]}
 
 
-@pytest.mark.parametrize(("name", "schema"), [("jobset.yaml", JOBSET), ("skypilot.yaml", SKYPILOT)])
+@pytest.mark.parametrize(
+    ("name", "schema"), [("jobset.yaml", JOBSET), ("jobset-etcd.yaml", JOBSET), ("skypilot.yaml", SKYPILOT)]
+)
 def test_files_have_the_form(name: str, schema: Schema) -> None:
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(read(name), schema)
@@ -171,6 +182,59 @@ def test_pods_meet_at_the_rendezvous_host(jobs: dict[str, Any]) -> None:
     assert f"ranks={node['resources']['limits']['nvidia.com/gpu']}" in node["args"]
     assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == ["node"]
     assert jobset["spec"]["replicatedJobs"][0]["name"] == "rendezvous", "started in order"
+
+
+def test_pods_meet_in_etcd(jobs: dict[str, Any], tmp_path: Path) -> None:
+    (job,) = read("jobset-etcd.yaml")["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    (node,), with_host = pod["containers"], jobs["node"]["template"]["spec"]
+    options = elastic(node["args"])
+    ElasticLauncher(num_ranks=8, log_dir=tmp_path, **options).check()
+    assert options["settings"].membership == "etcd"
+    assert options["num_nodes"] == job["template"]["spec"]["parallelism"] == job["template"]["spec"]["completions"]
+    variables = {each["name"]: each for each in node["env"]}
+    access = EtcdAccess.parse(options["rdzv_endpoint"], {name: name for name in variables})
+    assert (access.user, access.cacert) == tuple(sorted(variables, reverse=True)), "all are read"
+    mounts = {mount["mountPath"]: mount["name"] for mount in node["volumeMounts"]}
+    folder, _, _ = variables["ETCDCTL_CACERT"]["value"].rpartition("/")
+    (volume,) = (each for each in pod["volumes"] if each["name"] == mounts[folder])
+    secret = variables["ETCDCTL_USER"]["valueFrom"]["secretKeyRef"]
+    assert volume["secret"]["secretName"] == secret["name"]
+    text = (ROOT / "docs" / "jobset-etcd.yaml").read_text()
+    assert f"create secret generic {secret['name']} --from-literal={secret['key']}=" in text
+    for key in ("restartPolicy", "securityContext", "terminationGracePeriodSeconds"):
+        assert pod[key] == with_host[key]
+    assert set(node) - {"env"} == set(with_host["containers"][0])
+    assert f"ranks={node['resources']['limits']['nvidia.com/gpu']}" in node["args"]
+
+
+@pytest.mark.parametrize(("codes", "expected"), [("0 0", 0), ("0 255", 0), ("255 255", 1)])
+def test_machines_of_ssh_meet_in_etcd(codes: str, expected: int, tmp_path: Path) -> None:
+    """The script under a program in place of ssh that runs its command here, with one in place of moe-train."""
+    where, home = tmp_path / "a folder", tmp_path / "home"
+    where.mkdir()
+    home.mkdir()
+    programs = {
+        "ssh": 'while [[ "$1" == -* ]]; do [[ "$1" == -o ]] && shift; shift; done; export NODE="$1"; eval "$2"',
+        "moe-train": f'printf "%s\\n" "$PWD" "$@" > "{tmp_path}/$NODE"; codes=({codes}); exit ${{codes[$NODE]}}',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    (home / ".profile").write_text(f'PATH="{tmp_path}:$PATH"\n')
+    urls = "https://a:2379,https://b:2379"
+    done = subprocess.run(
+        ["bash", str(ROOT / "docs" / "ssh.sh"), "data.source=my corpus/", "run_name=mine"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(home), "NODES": "0 1", "ETCD": urls, "RANKS": "8"},
+        cwd=where,
+    )
+    assert done.returncode == expected
+    first, second = ((tmp_path / node).read_text().splitlines() for node in "01")
+    assert first == second
+    assert (first[0], first[-3:]) == (str(where), ["ranks=8", "data.source=my corpus/", "run_name=mine"])
+    options = elastic([each for each in first[1:] if not each.startswith("data.")])
+    assert (options["rdzv_endpoint"], options["num_nodes"]) == (urls, 2)
+    ElasticLauncher(num_ranks=8, log_dir=tmp_path, **options).check()
 
 
 def laid_by(user: int, monkeypatch: pytest.MonkeyPatch) -> None:

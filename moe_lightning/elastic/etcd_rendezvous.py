@@ -1,0 +1,464 @@
+"""Rendezvous host that etcd makes safe: the launchers of a run elect the one that hosts it, and any of them may die.
+
+Each launcher opens an `EtcdRendezvous`. One of them leads: it serves the rendezvous host, whose address is in etcd for
+as long as its lease lasts. When it dies the others elect another one, and members reconnect there. Members and
+launchers read the leader's address from a file of their own launcher, which watches etcd; they need neither etcd nor
+its credentials.
+
+etcd holds, under `/moe-lightning/RUN/`:
+
+    secret            of the run, unless it is in a file
+    launchers/TOKEN   one key for each launcher, with its lease
+    leader            address and launcher of the host, with its lease
+    world             number, predecessor and members of the newest world
+
+A world is announced only after a transaction has written it, on the conditions that the leader is still the same and
+that the world before is its predecessor. So a leader that was paused or cut off forms none beside its successor, and a
+successor that takes over in the middle knows which world was formed. No transaction is needed while nothing changes:
+training goes on without etcd.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from moe_lightning.elastic.etcd import (
+    EtcdAccess,
+    EtcdClient,
+    EtcdError,
+    EtcdRefused,
+    Json,
+    delete,
+    get,
+    is_empty,
+    put,
+    unchanged,
+)
+from moe_lightning.elastic.membership import LOOPBACK, ElasticSettings, new_token, pack_ids
+from moe_lightning.elastic.protocol import Address, Message, read_secret
+from moe_lightning.elastic.rendezvous_host import ServerThread, listen
+from moe_lightning.elastic.rendezvous_state import CurrentWorld, RendezvousState
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import PrivateFolder
+
+_LOOK_S = 0.05
+_RETRY_S = 0.1
+_PROBE_S = 0.3
+
+logger = logging.getLogger(__name__)
+
+
+def lease_s(silence_s: float) -> int:
+    """Return the duration of a launcher's lease: a leader that is silent is replaced well before members are evicted.
+
+    etcd has no leases below two seconds.
+    """
+    return max(2, int(silence_s / 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leader:
+    """Launcher that hosts the rendezvous.
+
+    Attributes:
+        address: of its host.
+        launcher: its token.
+        revision: of its election.
+    """
+
+    address: Address
+    launcher: str
+    revision: int
+
+
+class Election:
+    """Part of one launcher in the election of a run; all calls come from one thread.
+
+    Args:
+        etcd: the cluster.
+        prefix: of the run's keys, which ends in a slash.
+        token: of this launcher.
+        ttl_s: see `lease_s`.
+
+    Attributes:
+        leader: as last read; None if there is none.
+    """
+
+    def __init__(self, etcd: EtcdClient, prefix: str, token: str, ttl_s: int) -> None:
+        self._etcd, self._prefix, self._token, self._ttl_s = etcd, prefix, token, ttl_s
+        self._lease = 0
+        self._renew_at = 0.0
+        self.leader: Leader | None = None
+
+    def secret(self) -> bytes:
+        """Return the run's secret; the first launcher makes it."""
+        key = self._prefix + "secret"
+        outcome = self._etcd.transact([unchanged(key, 0)], [put(key, secrets.token_hex(32)), get(key)], [get(key)])
+        entry = outcome.found[0]
+        assert entry is not None
+        return entry.value.encode()
+
+    def keep(self, now: float, *, has_changed: bool) -> None:
+        """Renew the lease if it is time, and read the leader then, or if its key has changed."""
+        if now >= self._renew_at:
+            self._renew_at = now + self._ttl_s / 3
+            if not self._lease:
+                self._register()
+            elif not self._etcd.renew(self._lease):
+                self._lease = self._etcd.grant(self._ttl_s)
+                self._etcd.transact([], [self._registration()])
+        elif not has_changed:
+            return
+        entry = self._etcd.transact([], [get(self._prefix + "leader")]).found[0]
+        self.leader = None
+        if entry is not None:
+            value = json.loads(entry.value)
+            self.leader = Leader(
+                address=Address.parse(value["address"]), launcher=value["launcher"], revision=entry.revision
+            )
+
+    def _register(self) -> None:
+        """Take part; the first launcher forgets the world of a run whose launchers were all killed."""
+        lease = self._etcd.grant(self._ttl_s)
+        self._lease, others = lease, f"{self._prefix}launchers/"
+        anew = [delete(self._prefix + "world"), self._registration()]
+        self._etcd.transact([is_empty(others)], anew, [self._registration()])
+
+    def _registration(self) -> Json:
+        return put(f"{self._prefix}launchers/{self._token}", "", self._lease)
+
+    def campaign(self, address: Address) -> tuple[int, str | None] | None:
+        """Become the leader in place of the one that was last read.
+
+        Args:
+            address: of a host that listens already.
+
+        Returns:
+            Revision and text of the record of the newest world (0 and None without one); None if another one was
+            quicker.
+        """
+        key, former = self._prefix + "leader", self.leader
+        outcome = self._etcd.transact(
+            [unchanged(key, former.revision if former else 0)],
+            [
+                put(key, json.dumps({"address": str(address), "launcher": self._token}), self._lease),
+                get(self._prefix + "world"),
+            ],
+        )
+        if not outcome.succeeded:
+            return None
+        self.leader = Leader(address=address, launcher=self._token, revision=outcome.revision)
+        (record,) = outcome.found
+        return (0, None) if record is None else (record.revision, record.value)
+
+    def commit(self, world_revision: int, record: str) -> int | None:
+        """Write the record of the next world, if this launcher leads and the world has not changed since a revision.
+
+        Returns:
+            The new revision; None if another launcher leads.
+        """
+        leader, key = self.leader, self._prefix + "world"
+        assert leader is not None
+        outcome = self._etcd.transact(
+            [unchanged(self._prefix + "leader", leader.revision), unchanged(key, world_revision)],
+            [put(key, record)],
+            [get(key)],
+        )
+        if outcome.succeeded:
+            return outcome.revision
+        (found,) = outcome.found
+        if found is not None and found.value == record:  # by an earlier try, whose answer was lost
+            return found.revision
+        return None
+
+    def resign(self) -> None:
+        """Leave the run; the last launcher deletes its keys."""
+        if self._lease:
+            self._etcd.revoke(self._lease)
+        self._etcd.transact([is_empty(f"{self._prefix}launchers/")], [delete(self._prefix)])
+
+
+class _Term:
+    """Term of a launcher as the leader: its host.
+
+    Args:
+        election: won.
+        listener: at the address that was published.
+        secret: of the run.
+        record: revision and text of the record of the newest world.
+        dead: token of the launcher that led before and has died; None if that is not known.
+        patience: timeouts of the run.
+    """
+
+    def __init__(
+        self,
+        election: Election,
+        listener: socket.socket,
+        secret: bytes,
+        record: tuple[int, str | None],
+        dead: str | None,
+        patience: list[float],
+    ) -> None:
+        assert election.leader is not None
+        self.revision = election.leader.revision
+        self._election, self._patience = election, patience
+        self._world_revision, text = record
+        self._is_over = threading.Event()
+        self._predecessor = 0
+        state = RendezvousState()
+        if text is not None:
+            known: Message = json.loads(text)
+            self._predecessor = known["number"]
+            state.restore(known, 0.0)
+        if dead is not None:
+            state.lose_launcher(dead, "ended with its launcher", 0.0)
+        self._server = ServerThread(listener, secret, state, commit=self._commit)
+
+    def close(self) -> None:
+        """End the host and its connections."""
+        self._is_over.set()
+        self._server.close()
+
+    def _commit(self, world: CurrentWorld) -> bool:
+        """Write the record of a world, as soon as etcd answers; return False if this launcher does not lead."""
+        record = json.dumps(
+            {
+                "number": world.number,
+                "predecessor": self._predecessor,
+                "members": pack_ids(world.ids),
+                "patience": self._patience,
+            }
+        )
+        while not self._is_over.is_set():
+            try:
+                revision = self._election.commit(self._world_revision, record)
+            except EtcdError as error:
+                logger.info("world %d cannot be written: %s", world.number, error)
+                self._is_over.wait(_RETRY_S)
+                continue
+            if revision is None:
+                return False
+            self._world_revision, self._predecessor = revision, world.number
+            return True
+        return False
+
+
+class EtcdRendezvous:
+    """Rendezvous of one run for one launcher, open in a `with` block.
+
+    Args:
+        endpoints: of etcd, see `EtcdAccess`.
+        run_id: name of the run, the same for all its launchers and for no other run.
+        settings: timeouts.
+        secret_file: with the run's secret; None to have it in etcd.
+
+    Attributes:
+        token: of this launcher.
+        address: for members and launchers: of a file with the address of the leader.
+        secret_file: for them.
+
+    Raises:
+        ConfigurationError: an argument is malformed; on entering, etcd does not answer for `rendezvous_timeout_s`, or
+            refuses what is asked.
+    """
+
+    def __init__(
+        self, endpoints: str, run_id: str, settings: ElasticSettings, secret_file: str | Path | None = None
+    ) -> None:
+        access = EtcdAccess.parse(endpoints, os.environ)
+        access.check(secret_file)
+        self.token = new_token()
+        self._etcd, self._settings = EtcdClient(access), settings
+        self._election = Election(
+            self._etcd, f"/moe-lightning/{run_id}/", self.token, lease_s(settings.silence_timeout_s)
+        )
+        self._key = f"/moe-lightning/{run_id}/leader"
+        self._folder = PrivateFolder()
+        self.address = Address(file=str(self._folder.path / "leader"))
+        self.secret_file = self._folder.path / "secret" if secret_file is None else Path(secret_file).absolute()
+        self._term: _Term | None = None
+        self._reaches: Callable[[], bool] = lambda: False  # the host, by this launcher
+        self._reached: int | None = None  # revision of the leader whose host was reached
+        self._changed, self._closed = threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._folder.close()
+            raise
+        for name, body in (("elastic-election", self._run), ("elastic-watch", self._watch)):
+            self._threads.append(threading.Thread(target=body, name=name, daemon=True))
+            self._threads[-1].start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        self._changed.set()
+        for thread in self._threads:
+            while thread.is_alive():
+                self._etcd.end_watch()
+                thread.join(_RETRY_S)
+        self._folder.close()
+
+    def attend(self, reaches: Callable[[], bool]) -> None:
+        """Take over at once when the leader's process is gone, not when its lease ends.
+
+        Args:
+            reaches: returns True while this launcher is connected to the leader's host.
+        """
+        self._reaches = reaches
+
+    # ------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Take part in the election until a leader is known."""
+        limit_s = self._settings.rendezvous_timeout_s
+        deadline = time.monotonic() + limit_s
+        has_secret = is_checked = False
+        while True:
+            try:
+                if not is_checked:
+                    self._etcd.check_version()
+                    is_checked = True
+                if not has_secret:
+                    self._write_secret()
+                    has_secret = True
+                self._step(has_changed=True)
+                if self._election.leader is not None:
+                    return
+            except EtcdRefused as error:
+                raise ConfigurationError(str(error)) from None
+            except EtcdError as error:
+                if time.monotonic() > deadline:
+                    raise ConfigurationError(
+                        f"etcd has not answered for {limit_s:g} s ({error}): see that most of its members run and can "
+                        "be reached, or correct rdzv_endpoint"
+                    ) from None
+            time.sleep(_RETRY_S)
+
+    def _write_secret(self) -> None:
+        if self.secret_file.parent == self._folder.path:
+            _replace(self.secret_file, self._election.secret())
+        read_secret(self.secret_file)
+
+    def _run(self) -> None:
+        problem = ""
+        while not self._closed.is_set():
+            try:
+                has_changed = self._changed.is_set()
+                self._changed.clear()
+                self._step(has_changed=has_changed)
+                if problem:
+                    print("etcd answers again", file=sys.stderr)
+                problem = ""
+            except EtcdError as error:
+                self._changed.set()
+                if not problem:
+                    print(f"{error}: the run goes on, and cannot change its world before etcd answers", file=sys.stderr)
+                problem = str(error)
+                self._closed.wait(_RETRY_S)
+            except Exception:  # the launcher must go on with its workers
+                logger.exception("the election failed")
+            self._changed.wait(_LOOK_S)
+        if self._term is not None:
+            self._term.close()
+        with suppress(EtcdError):  # the lease ends by itself
+            self._election.resign()
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._etcd.watch(self._key, self._changed.set)
+            except EtcdError as error:
+                logger.debug("the watch of the leader ended: %s", error)
+                self._closed.wait(_RETRY_S)
+
+    def _step(self, *, has_changed: bool) -> None:
+        election = self._election
+        try:
+            election.keep(time.monotonic(), has_changed=has_changed)
+        finally:
+            leader = election.leader
+            if self._term is not None and (leader is None or leader.revision != self._term.revision):
+                self._term.close()
+                self._term = None
+        is_dead = leader is not None and self._is_dead(leader)
+        if leader is None or is_dead or (leader.launcher == self.token and self._term is None):
+            self._campaign(leader.launcher if leader is not None and is_dead else None)
+        if (election.leader is not None and election.leader != leader) or has_changed:
+            self._publish()
+
+    def _is_dead(self, leader: Leader) -> bool:
+        """Return True if this launcher was connected to the leader's host, and nothing listens there any more."""
+        if leader.launcher == self.token:
+            return False
+        if self._reaches():
+            self._reached = leader.revision
+        elif self._reached == leader.revision:
+            try:
+                family, target = leader.address.resolve()
+                with socket.socket(family, socket.SOCK_STREAM) as probe:
+                    probe.settimeout(_PROBE_S)
+                    probe.connect(target)
+            except ConnectionRefusedError:
+                return True
+            except OSError:  # it may be there, behind a network that fails: its lease decides
+                return False
+        return False
+
+    def _campaign(self, dead: str | None) -> None:
+        listener = listen(str(Address(host=self._host(), port=0)))
+        name = listener.getsockname()
+        try:
+            record = self._election.campaign(Address(host=name[0], port=name[1]))
+        except EtcdError:
+            listener.close()
+            raise
+        if record is None:
+            listener.close()
+            self._changed.set()
+            return
+        logger.info("this launcher leads")
+        secret = read_secret(self.secret_file)
+        self._term = _Term(self._election, listener, secret, record, dead, self._settings.patience)
+
+    def _host(self) -> str:
+        """Return the address of this machine on the way to etcd."""
+        with suppress(OSError):
+            family, target = self._etcd.endpoint.resolve()
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+        return LOOPBACK
+
+    def _publish(self) -> None:
+        """Write the leader's address for this machine's members; a new one follows within moments if there is none."""
+        if self._election.leader is not None and self.address.file is not None:
+            _replace(Path(self.address.file), str(self._election.leader.address).encode())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file that its owner alone reads, as a whole."""
+    staged = path.with_name(f".{path.name}")
+    staged.unlink(missing_ok=True)
+    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+    os.replace(staged, path)

@@ -1,0 +1,333 @@
+"""The elected rendezvous host against real etcd servers: transactions, elections, fencing, refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from moe_lightning.elastic.connection import LauncherClient
+from moe_lightning.elastic.etcd import EtcdAccess, EtcdClient, EtcdError, EtcdRefused, delete, get, put, unchanged
+from moe_lightning.elastic.etcd_rendezvous import Election, EtcdRendezvous
+from moe_lightning.elastic.launcher import ElasticLauncher
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
+from moe_lightning.elastic.protocol import Address, create_secret
+from moe_lightning.elastic.rendezvous_client import RendezvousClient
+from moe_lightning.elastic.rendezvous_host import ServerThread, listen
+from moe_lightning.elastic.rendezvous_state import CurrentWorld, RendezvousState
+from moe_lightning.errors import ConfigurationError
+from tests.etcd import EtcdCluster, free_ports, needs_etcd
+from tests.forks import PATIENCE_S
+
+pytestmark = needs_etcd
+QUICK = ElasticSettings(rendezvous_timeout_s=0.3)
+HOST = Address(host="127.0.0.1", port=1)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    with EtcdCluster(tmp_path_factory.mktemp("one")) as cluster:
+        cluster.wait()
+        yield cluster
+
+
+@pytest.fixture
+def etcd(one: EtcdCluster) -> Iterator[EtcdClient]:
+    client = one.client()
+    yield client
+    assert client.transact([], [get("/moe-lightning/run/leader")]).found == (None,), "the last one removes its keys"
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> float:
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < timeout_s
+        time.sleep(0.002)
+    return time.monotonic() - start
+
+
+def test_transactions_leases_and_watches(one: EtcdCluster) -> None:
+    client, changes = one.client(), threading.Semaphore(0)
+    watcher = threading.Thread(target=lambda: client.watch("/x/a", changes.release))
+    watcher.start()
+    assert changes.acquire(timeout=PATIENCE_S), "the watch has begun"
+    first = client.transact([unchanged("/x/a", 0)], [put("/x/a", "ä"), get("/x/a")], [get("/x/a")])
+    assert changes.acquire(timeout=PATIENCE_S)
+    (entry,) = first.found
+    assert entry is not None
+    assert (first.succeeded, entry.value, entry.revision) == (True, "ä", first.revision)
+    again = client.transact([unchanged("/x/a", 0)], [put("/x/a", "b")], [get("/x/a")])
+    assert (again.succeeded, again.found) == (False, (entry,))
+    lease = client.grant(60)
+    client.transact([], [put("/x/b", "leased", lease)])
+    assert client.renew(lease)
+    client.revoke(lease)
+    assert not client.renew(lease)
+    assert client.transact([], [get("/x/b"), get("/x/a")]).found == (None, entry)
+    client.transact([], [delete("/x/")])
+    assert client.transact([], [get("/x/a")]).found == (None,)
+    client.end_watch()
+    watcher.join(PATIENCE_S)
+    assert not watcher.is_alive()
+
+
+@pytest.mark.usefixtures("etcd")
+def test_one_launcher_leads_and_its_successor_follows_at_once(one: EtcdCluster) -> None:
+    with contextlib.ExitStack() as stack:
+        made = [EtcdRendezvous(one.endpoints, "run", ElasticSettings()) for _ in range(3)]
+        first, second, third = (stack.enter_context(each) for each in made)
+        assert len({each.secret_file.read_bytes() for each in made}) == 1
+        assert {each.address.shown for each in made} == {first.address.shown}
+        client = LauncherClient(third.address, third.secret_file, QUICK)
+        stack.callback(client.close)
+        host = first.address.shown
+        first.__exit__(None, None, None)
+        assert wait_for(lambda: second.address.shown == third.address.shown != host) < 1.0
+        wait_for(lambda: client.is_connected)
+
+
+@pytest.mark.usefixtures("etcd")
+def test_a_leader_that_was_replaced_cannot_form_a_world(one: EtcdCluster) -> None:
+    paused, other = (Election(one.client(), "/moe-lightning/run/", name, 60) for name in ("paused", "other"))
+    paused.keep(0.0, has_changed=True)
+    assert paused.campaign(HOST) == (0, None)
+    other.keep(0.0, has_changed=True)
+    assert other.leader is not None
+    assert other.leader.launcher == "paused"
+    revision = paused.commit(0, "world 1")
+    assert revision is not None
+    assert paused.commit(0, "world 1") == revision, "the answer to the first try may be lost"
+    assert paused.commit(0, "world 1 again") is None, "its predecessor is another one"
+    assert other.campaign(HOST) == (revision, "world 1")
+    assert paused.commit(revision, "world 2") is None
+    assert other.commit(revision, "world 3") is not None
+    assert paused.campaign(HOST) is None, "of what it read last"
+    for each in (paused, other):
+        each.resign()
+
+
+@pytest.mark.usefixtures("etcd")
+def test_a_launcher_whose_lease_ended_takes_part_again(one: EtcdCluster) -> None:
+    client = one.client()
+    with EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as alone:
+        before = alone.address.shown
+        client.revoke(alone._election._lease)
+        wait_for(lambda: alone.address.shown != before)
+        assert LauncherClient(alone.address, alone.secret_file, QUICK).close() is None
+
+
+@pytest.mark.usefixtures("etcd")
+def test_a_successor_restores_the_world_from_its_record(one: EtcdCluster) -> None:
+    """Whose leader died after the record was written and before anybody learnt of it."""
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(EtcdRendezvous(one.endpoints, "run", ElasticSettings()))
+        second = stack.enter_context(EtcdRendezvous(one.endpoints, "run", ElasticSettings()))
+        assert first._term is not None
+        members = [
+            RendezvousClient(
+                ElasticTask(address=str(second.address), secret_file=str(second.secret_file), node=name, expected=2)
+            )
+            for name in "ab"
+        ]
+        for each in members:
+            stack.callback(each.close)
+        first._term._server._deliver = lambda: None  # type: ignore[method-assign]
+        joined: list[int] = []
+        threads = [threading.Thread(target=lambda m=m: joined.append(m.join().number)) for m in members]
+        for thread in threads:
+            thread.start()
+        client = one.client()
+
+        def record() -> str | None:
+            (entry,) = client.transact([], [get("/moe-lightning/run/world")]).found
+            return None if entry is None else entry.value
+
+        try:
+            wait_for(lambda: record() is not None)
+        finally:
+            del first._term._server._deliver
+            first.__exit__(None, None, None)
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        number = json.loads(record() or "")["number"]
+        assert joined == [number, number], "no second world"
+
+
+def test_a_world_that_cannot_be_committed_is_not_announced(tmp_path: Path) -> None:
+    """Its host ends, and the member waits for another one."""
+    asked: list[tuple[str, ...]] = []
+
+    def refuse(world: CurrentWorld) -> bool:
+        asked.append(world.ids)
+        return False
+
+    secret = tmp_path / "secret"
+    listener = listen("127.0.0.1:0")
+    address = Address(host="127.0.0.1", port=listener.getsockname()[1])
+    server = ServerThread(listener, create_secret(secret), RendezvousState(), commit=refuse)
+    member = RendezvousClient(ElasticTask(address=str(address), secret_file=str(secret), node="a", settings=QUICK))
+    with pytest.raises(ConfigurationError, match="has not answered"):
+        member.join()
+    assert asked == [(member.member_id,)]
+    member.close()
+    server.close()
+
+
+def refused(options: dict[str, str], endpoints: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a run with these variables of etcdctl is refused."""
+    for name, value in options.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError) as raised, EtcdRendezvous(endpoints, "run", QUICK):
+        pass
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_an_etcd_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
+    assert f"etcd has not answered for 0.3 s ({url}: connection refused)" in refused({}, url, monkeypatch)
+
+
+def test_an_etcd_without_a_majority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EtcdCluster(tmp_path, members=3) as cluster:
+        cluster.wait()
+        for member in (0, 1):
+            cluster.signal(member, signal.SIGKILL)
+        assert "see that most of its members run" in refused({}, cluster.endpoints, monkeypatch)
+
+
+def test_an_etcd_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EtcdCluster(tmp_path, options=["--quota-backend-bytes", "65536"]) as cluster:
+        cluster.wait()
+        fill = [put(f"/filler/{index}", "x" * 10_000) for index in range(100)]
+        with contextlib.suppress(EtcdError):
+            cluster.client().transact([], fill)
+        sentence = refused({}, cluster.endpoints, monkeypatch)
+        assert "is full (etcdserver: mvcc: database space exceeded): compact and defragment it" in sentence
+
+
+def test_users_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EtcdCluster(tmp_path) as cluster:
+        cluster.wait()
+        client = cluster.client()
+        for path, request in [
+            ("auth/user/add", {"name": "root", "password": "secret"}),
+            ("auth/user/grant", {"user": "root", "role": "root"}),
+            ("auth/role/add", {"name": "reader"}),
+            ("auth/role/grant", {"name": "reader", "perm": {"permType": "READ", "key": "AA==", "range_end": "AA=="}}),
+            ("auth/user/add", {"name": "guest", "password": "guest"}),
+            ("auth/user/grant", {"user": "guest", "role": "reader"}),
+            ("auth/enable", {}),
+        ]:
+            with contextlib.suppress(EtcdRefused):  # the role root is there
+                client._call(path, request)
+        assert "refuses user ''" in refused({}, cluster.endpoints, monkeypatch)
+        assert "refuses user 'root'" in refused({"ETCDCTL_USER": "root:wrong"}, cluster.endpoints, monkeypatch)
+        assert "does not let user 'guest' write" in refused(
+            {"ETCDCTL_USER": "guest:guest"}, cluster.endpoints, monkeypatch
+        )
+        monkeypatch.setenv("ETCDCTL_USER", "root:secret")
+        with EtcdRendezvous(cluster.endpoints, "run", ElasticSettings()) as one:
+            one._etcd._token = "expired.1"
+            one._etcd.transact([], [get("/x")])
+
+
+class _OldEtcd(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        text = b'{"etcdserver":"3.3.27","etcdcluster":"3.3.0"}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_etcd_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTTPServer(("127.0.0.1", 0), _OldEtcd) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            url = f"http://127.0.0.1:{server.server_address[1]}"
+            assert f"etcd at {url} has version '3.3.27', and 3.4 is the oldest" in refused({}, url, monkeypatch)
+        finally:
+            server.shutdown()
+
+
+def certificate(folder: Path, name: str, authority: str | None = None) -> None:
+    """A key and a certificate for 127.0.0.1, of itself or of an authority."""
+    signs = ["-CA", f"{folder}/{authority}.crt", "-CAkey", f"{folder}/{authority}.key"] if authority else []
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+            *("-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.crt", "-days", "1", "-subj", f"/CN={name}"),
+            *("-addext", "subjectAltName=IP:127.0.0.1", *signs),
+        ],
+        check=True,
+        capture_output=True,
+    )
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates by openssl")
+def test_certificates_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("server", "client", "stranger"):
+        certificate(tmp_path, name)
+    tls = ("--cert-file", f"{tmp_path}/server.crt", "--key-file", f"{tmp_path}/server.key")
+    both = "".join((tmp_path / f"{name}.crt").read_text() for name in ("client", "server"))
+    (tmp_path / "both.crt").write_text(both)  # etcd's gateway is a client with the server's certificate
+    mutual = ("--trusted-ca-file", f"{tmp_path}/both.crt", "--client-cert-auth")
+    with EtcdCluster(tmp_path, options=[*tls, *mutual], scheme="https") as cluster:
+        trusted = {"ETCDCTL_CACERT": f"{tmp_path}/server.crt"}
+        ours = {"ETCDCTL_CERT": f"{tmp_path}/client.crt", "ETCDCTL_KEY": f"{tmp_path}/client.key"}
+        client = cluster.client(**trusted, **ours)
+
+        def answers() -> bool:
+            try:
+                client.check_version()
+            except EtcdRefused:
+                raise
+            except EtcdError:
+                return False
+            return True
+
+        wait_for(answers)
+        assert "is not trusted (self" in refused({}, cluster.endpoints, monkeypatch)
+        assert "ends the TLS connection" in refused(trusted, cluster.endpoints, monkeypatch)
+        for name, value in ours.items():
+            monkeypatch.setenv(name, value)
+        with EtcdRendezvous(cluster.endpoints, "run", ElasticSettings()) as one:
+            assert one.address.shown.startswith("127.0.0.1:")
+        monkeypatch.setenv("ETCDCTL_KEY", f"{tmp_path}/stranger.key")
+        with pytest.raises(ConfigurationError, match=r"ETCDCTL_KEY=.*stranger\.key cannot be loaded"):
+            EtcdRendezvous(cluster.endpoints, "run", QUICK)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({}, "needs rdzv_endpoint=http"),
+        ({"rdzv_endpoint": "http://127.0.0.1:1"}, "needs rdzv_endpoint=.* and rdzv_id=NAME"),
+        ({"rdzv_endpoint": "10.0.0.1:2379", "rdzv_id": "a"}, r"must be http://HOST:PORT or https://HOST:PORT"),
+        ({"rdzv_endpoint": "https://a:2379,https://b", "rdzv_id": "a"}, "'b' must be HOST:PORT"),
+        ({"rdzv_endpoint": "http://10.0.0.1:2379", "rdzv_id": "a"}, "not encrypted, so etcd cannot keep"),
+        ({"rdzv_endpoint": "http://127.0.0.1:1", "rdzv_id": "a", "secret_file": "none"}, "secret_file=none cannot"),
+    ],
+)
+def test_wrong_options(options: dict[str, str], sentence: str, tmp_path: Path) -> None:
+    settings = ElasticSettings(membership="etcd")
+    with pytest.raises(ConfigurationError, match=sentence):
+        ElasticLauncher(num_ranks=2, log_dir=tmp_path, settings=settings, **options).check()  # type: ignore[arg-type]
+
+
+def test_an_access_takes_the_variables_of_etcdctl() -> None:
+    access = EtcdAccess.parse("https://a:1, https://[::1]:2/", {"ETCDCTL_USER": "me:it", "ETCDCTL_CACERT": "ca.pem"})
+    assert access == EtcdAccess(endpoints=("https://a:1", "https://[::1]:2"), user="me:it", cacert="ca.pem")
