@@ -4,7 +4,7 @@ Snapshots of other nodes lie in ordinary arena files beside those of the ranks, 
     held00003-00001.SESSION.copy   at writer 3: the snapshots of writer 1 (its own where both are the same)
     parity00003.SESSION.parity     at writer 3: the parities of its sharding group, with all members' tables
 
-A rank reads what is on its own node itself. Everything else comes in one exchange on the background group, from the
+A rank reads what is on its own node itself. Everything else comes in a transfer (`state/transfer.py`) from the
 ranks that the plan names, after snapshots of which only parities exist have been computed (AEC; REFT 4.2, eq. 1-2):
 each survivor of a group receives the sub-shards that went into its parity and XORs them out of it, which leaves a
 sub-shard of the lost snapshot. Senders verify every piece; a damaged one raises on all ranks, so that they can plan
@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -49,8 +49,8 @@ from moe_lightning.errors import CheckpointError
 from moe_lightning.kernels import pack, xor_parity
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
 from moe_lightning.state.pieces import OBJECT, Location, Piece, by_key, expert_of, is_expert_key
+from moe_lightning.state.transfer import transfer
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,8 @@ class Snapshot:
 
     def packed(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """uint8 [packed_bytes_of(pieces)]: all payloads one behind the other, as `relocated` describes them."""
-        return packed(self.payloads(), out)
+        payloads = self.payloads()
+        return pack(payloads, out) if payloads else _bytes(0)
 
     def unit(self, expert: tuple[int, int] | None) -> list[tuple[Piece, torch.Tensor]]:
         """Pieces and bytes of an expert, or of everything else."""
@@ -223,11 +224,6 @@ class SnapshotSet:
         return None
 
 
-def packed(payloads: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """uint8 [packed_bytes_of(pieces)]: payloads one behind the other."""
-    return pack(payloads, out) if payloads else torch.empty(0, dtype=torch.uint8)
-
-
 def packed_bytes_of(pieces: Iterable[Piece]) -> int:
     """Bytes of payloads that lie one behind the other."""
     return sum(_padded_bytes(piece.nbytes) for piece in pieces)
@@ -269,39 +265,61 @@ def decode_snapshots(decodes: Sequence[Decode], library: SnapshotSet, world: Wor
     if problems:
         return problems
     sizes = [int(gathered[decode.assembler][0][str(index)]) for index, decode in enumerate(decodes)]
-    ways = [
-        (index, holder, member, PeerBuffer(source=source, target=target, nbytes=sizes[index]))
+    shares = [
+        _SubShard(index, holder, member, source, target)
         for index, decode in enumerate(decodes)
         for holder, target in decode.parities
         for member, source in decode.shards
         if member != holder
     ]
-    arrived = exchange_buffers(
-        [way[3] for way in ways], lambda at: parts.sub_shard(*ways[at][:3], nbytes=ways[at][3].nbytes), world
+    known = {share: _bytes(sizes[share.decode]) for share in shares if share.target == world.rank}
+    transfer(
+        shares,
+        lambda share: [parts.sub_shard(*share[:3], nbytes=sizes[share.decode])],
+        lambda share: [known[share]],
+        world,
+        of_all=True,
     )
-    known: dict[tuple[int, int], list[torch.Tensor]] = {}
-    for at, data in arrived.items():
-        known.setdefault(ways[at][:2], []).append(data)
     lost = [
-        (index, holder, PeerBuffer(source=reader, target=decode.assembler, nbytes=sizes[index]))
+        _SubShard(index, holder, decode.writer, reader, decode.assembler)
         for index, decode in enumerate(decodes)
         for holder, reader in decode.parities
     ]
-    solved = exchange_buffers(
-        [way[2] for way in lost],
-        lambda at: xor_parity([parts.parities[lost[at][:2]], *known.get(lost[at][:2], [])]),
-        world,
-    )
-    assembled: dict[int, torch.Tensor] = {}
-    for at, data in solved.items():
-        index, holder, _ = lost[at]
-        decode = decodes[index]
-        blob = assembled.setdefault(index, torch.empty(sizes[index] * (len(decode.members) - 1), dtype=torch.uint8))
-        start = sizes[index] * sub_shard(decode.members.index(holder), decode.members.index(decode.writer))
-        blob[start : start + sizes[index]] = data
+    assembled = {
+        index: _bytes(sizes[index] * (len(decode.members) - 1))
+        for index, decode in enumerate(decodes)
+        if decode.assembler == world.rank
+    }
+
+    def place(share: _SubShard) -> torch.Tensor:
+        members, nbytes = decodes[share.decode].members, sizes[share.decode]
+        start = nbytes * sub_shard(members.index(share.holder), members.index(share.member))
+        return assembled[share.decode][start : start + nbytes]
+
+    def solved(share: _SubShard) -> torch.Tensor:
+        others = (data for other, data in known.items() if other[:2] == share[:2])
+        return xor_parity([parts.parities[share[:2]], *others])
+
+    transfer(lost, lambda share: [solved(share)], lambda share: [place(share)], world, of_all=True)
     for index, blob in assembled.items():
         library.add(Origin.PARITY, Snapshot(table=parts.tables[index], memory=blob))
     return []
+
+
+class _SubShard(NamedTuple):
+    """A part of a member's snapshot that went into a holder's parity, on its way between ranks; of the lost one, once
+    it is computed.
+    """
+
+    decode: int
+    holder: int
+    member: int
+    source: int
+    target: int
+
+
+def _bytes(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class _Parts:
@@ -496,12 +514,19 @@ def fetch(
         for i, rows in entry["pieces"].items()
     }
     deliveries = list(_deliveries(plan, [{(la, e) for la, e in entry["experts"]} for entry in gathered]))
-    parcels = [
-        PeerBuffer(source=plan.reads[index].reader, target=target, nbytes=packed_bytes_of(listing[index]))
-        for index, target in deliveries
-    ]
-    arrived = exchange_buffers(parcels, lambda at: packed([data for _, data in units[deliveries[at][0]] or ()]), world)
-    units |= {deliveries[at][0]: _split(data, listing[deliveries[at][0]]) for at, data in arrived.items()}
+    arrived = {
+        way.read: [(piece, _bytes(piece.nbytes)) for piece in listing[way.read]]
+        for way in deliveries
+        if way.target == world.rank
+    }
+    transfer(
+        deliveries,
+        lambda way: [data for _, data in units[way.read] or ()],
+        lambda way: [data for _, data in arrived[way.read]],
+        world,
+        of_all=True,
+    )
+    units |= arrived
     fetched = [(piece, data) for unit in units.values() for piece, data in unit or ()]
     elsewhere = [(piece, None) for i in listing.keys() - units.keys() for piece in listing[i]]
     return MemoryCheckpoint(
@@ -521,22 +546,21 @@ def _raise_if_damaged(damaged: Collection[tuple[str, str, int, int]]) -> None:
         raise DamagedSnapshots(damaged)
 
 
-def _deliveries(plan: RecoveryPlan, needs: list[set[Any]]) -> Iterator[tuple[int, int]]:
-    """(index of the read, rank) for every unit that has to travel."""
+class _Delivery(NamedTuple):
+    """A unit that a rank reads for another one, by its index in the plan's reads."""
+
+    read: int
+    source: int
+    target: int
+
+
+def _deliveries(plan: RecoveryPlan, needs: list[set[Any]]) -> Iterator[_Delivery]:
+    """Yield every unit that has to travel."""
     for index, read in enumerate(plan.reads):
         for rank, experts in enumerate(needs):
             wanted = read.expert is None or read.expert in experts
             if wanted and rank != read.reader and plan.nodes[rank] != read.node:
-                yield index, rank
-
-
-def _split(data: torch.Tensor, pieces: list[Piece]) -> list[tuple[Piece, torch.Tensor]]:
-    """The pieces of a packed unit."""
-    found, start = [], 0
-    for piece in pieces:
-        found.append((piece, data[start : start + piece.nbytes]))
-        start += packed_bytes_of([piece])
-    return found
+                yield _Delivery(index, read.reader, rank)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,11 @@ from torch.optim import AdamW, Optimizer
 
 from moe_lightning.checkpoint.arena import digest_of
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels import pack, unpack
+from moe_lightning.kernels import pack
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.exchange import PeerBuffer, exchange_buffers
-from moe_lightning.state.pieces import DTYPES, Shapes, dtype_name
+from moe_lightning.state.pieces import Block
+from moe_lightning.state.transfer import reshard
 
 States = Mapping[str, Tensor]
 """Scope ("exp_avg", "step", ...) -> tensor of one parameter."""
@@ -33,18 +33,6 @@ def pack_states(states: States) -> Tensor:
     """uint8 bytes of all tensors on the host, in the order of their scopes."""
     tensors = [tensor.detach().to("cpu") for _, tensor in sorted(states.items())]
     return pack(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
-
-
-def shapes_of(states: States) -> Shapes:
-    """Return the dtypes and shapes that `unpack_states` needs."""
-    return {scope: (dtype_name(tensor), tuple(tensor.shape)) for scope, tensor in sorted(states.items())}
-
-
-def unpack_states(data: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-    """The tensors of packed states."""
-    states = {scope: torch.empty(tuple(shape), dtype=DTYPES[dtype]) for scope, (dtype, shape) in shapes.items()}
-    unpack(data, list(states.values()))
-    return states
 
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
@@ -147,20 +135,18 @@ def verify_replays(
     Returns:
         Rank -> the parameters that were corrected there, with everything that is of another version.
     """
-    packed = {name: pack_states(states) for name, states in owned.items()}
-    own = {name: [digest_of(data), data.numel(), shapes_of(owned[name])] for name, data in packed.items()}
+    own = {name: digest_of(pack_states(states)) for name, states in owned.items()}
     gathered = all_gather_json([own, replay.digests(), replay.version], world)
-    owners = {name: (rank, *entry) for rank, (entries, _, _) in enumerate(gathered) for name, entry in entries.items()}
+    digests = {name: digest for entries, _, _ in gathered for name, digest in entries.items()}
     wrong = {
-        rank: sorted(name for name, digest in digests.items() if kept != version or digest != owners[name][1])
-        for rank, (_, digests, kept) in enumerate(gathered)
+        rank: sorted(name for name, digest in kept.items() if at != version or digest != digests[name])
+        for rank, (_, kept, at) in enumerate(gathered)
     }
-    ways = [(name, rank) for rank, names in wrong.items() for name in names]
-    parcels = [PeerBuffer(source=owners[name][0], target=rank, nbytes=owners[name][2]) for name, rank in ways]
-    arrived = exchange_buffers(parcels, lambda at: packed[ways[at][0]], world)
-    for at, data in arrived.items():
-        name = ways[at][0]
-        replay.load(name, unpack_states(data, owners[name][3]))
+    if lacking := {name for names in wrong.values() for name in names}:
+        have = {(name, Block.of(owned[name]["weight"].shape)): owned[name] for name in lacking & owned.keys()}
+        want = [(name, Block.of(replay.states(name)["weight"].shape)) for name in wrong[world.rank]]
+        for (name, _), states in reshard(have, want, world).items():
+            replay.load(name, states)
     replay.version = version
     return {rank: names for rank, names in wrong.items() if names}
 

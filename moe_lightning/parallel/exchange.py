@@ -192,13 +192,6 @@ class PendingBuffers:
         return self._delivered
 
 
-def exchange_buffers(
-    buffers: Sequence[PeerBuffer], payload: Callable[[int], torch.Tensor], world: World
-) -> dict[int, torch.Tensor]:
-    """Exchange byte buffers and wait for them; collective."""
-    return PendingBuffers(buffers, payload, world).wait()
-
-
 def _joined(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
     """The bytes of all buffers one behind the other; buffers that lie so in memory are not copied."""
     if not buffers:
