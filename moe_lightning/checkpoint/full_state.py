@@ -26,11 +26,10 @@ from moe_lightning.parallel.collectives import broadcast_object
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Part, TensorCut
 from moe_lightning.state.averages import AVERAGE
-from moe_lightning.state.layout import plan_transfer
-from moe_lightning.state.pieces import Block, StatePiece, parse_dense_key
+from moe_lightning.state.pieces import StatePiece
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import cut_of, loading, local, part_of_whole, pieces_of, rows_like, rows_of
-from moe_lightning.state.transfer import gather, transfer
+from moe_lightning.state.transfer import gather
 
 _NO_CUTS: Mapping[str, TensorCut] = {}
 _NAMES = "parameter_names"
@@ -238,32 +237,3 @@ def broadcast_optimizers(state: State, receivers: Collection[int], world: World,
     objects, shapes = broadcast_object((state.objects(), state.moment_shapes()), source, world)
     if world.rank in receivers:
         state.adopt(objects, shapes)
-
-
-def send_dense(
-    state: State, sources: Sequence[int], receivers: Collection[int], world: World, *, but: Collection[str] = ()
-) -> None:
-    """Send the dense state that every rank has to those that lack it; collective.
-
-    Optimizer states that one rank keeps for all (ZeRO-1) stay where they are.
-
-    Args:
-        sources: ranks that have it; buffers, which ranks may change on their own, come from the first.
-        receivers: ranks whose own values nobody reads: they are overwritten as others arrive.
-        but: names of parameters that are cut over ranks, or will be.
-    """
-    everyone, kept = state.world_size, {name for name, p in state.dense.items() if p in state.state_ranks}
-    tensors = {
-        piece.key: piece.tensor
-        for piece in state.pieces(transient=True)
-        if not piece.is_expert_key and len(piece.holders) == everyone
-        if (name := parse_dense_key(piece.key)[0]) not in but
-        if not (piece.is_moment and name in kept)
-    }
-    have, want = {}, {}
-    for key, tensor in tensors.items():
-        block = Block.of(tensor.shape)
-        have[key] = [(block, sources[:1] if key.endswith("/buffer") else sources)]
-        want[key] = [(block, sorted(receivers))]
-    moves = plan_transfer(have, want, world.nodes).moves
-    transfer(moves, lambda move: [tensors[move.key]], lambda move: [tensors[move.key]], world)

@@ -23,7 +23,7 @@ from moe_lightning.kernels import pack
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.state.pieces import Block
-from moe_lightning.state.transfer import reshard
+from moe_lightning.state.transfer import reshard, without_memory
 
 States = Mapping[str, Tensor]
 """Scope ("exp_avg", "step", ...) -> tensor of one parameter."""
@@ -144,7 +144,8 @@ def verify_replays(
     }
     if lacking := {name for names in wrong.values() for name in names}:
         have = {(name, Block.of(owned[name]["weight"].shape)): owned[name] for name in lacking & owned.keys()}
-        want = [(name, Block.of(replay.states(name)["weight"].shape)) for name in wrong[world.rank]]
+        blocks = (Block.of(replay.states(name)["weight"].shape) for name in wrong[world.rank])
+        want = without_memory(zip(wrong[world.rank], blocks, strict=True))
         for (name, _), states in reshard(have, want, world).items():
             replay.load(name, states)
     replay.version = version

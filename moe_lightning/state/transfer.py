@@ -34,6 +34,11 @@ W = TypeVar("W", bound=Way)
 Unit = tuple[str, Block]
 """Key of tensors that are cut alike, such as a parameter and its moments, and a block of them."""
 
+Units = Mapping[Unit, Mapping[str, Tensor]]
+"""Tensors by unit and scope."""
+
+NO_UNITS: Units = {}
+
 
 @torch.no_grad()
 def transfer(
@@ -123,14 +128,13 @@ def gather(
     return {key: tensors[""] for (key, _), tensors in found.items()}
 
 
-def reshard(
-    have: Mapping[Unit, Mapping[str, Tensor]], want: Iterable[Unit], world: World, most_bytes: int = MOST_BYTES
-) -> dict[Unit, dict[str, Tensor]]:
-    """Return the tensors of the units that this rank wants, on the host: copies; collective.
+def reshard(have: Units, want: Units, world: World, most_bytes: int = MOST_BYTES) -> Units:
+    """Return the tensors of the units that this rank wants: copies; collective.
 
     Args:
         have: tensors of this rank by scope, of the shape of their block; those of another shape, such as counts, are
             the same in all blocks of their key.
+        want: memory for the tensors, see `transfer`; none: it is allocated on the host.
 
     Returns:
         Tensors by unit; without units that no rank has, or of which no rank has some part.
@@ -138,7 +142,7 @@ def reshard(
     Raises:
         ConfigurationError: on every rank, ranks have tensors of other scopes, dtypes or shapes under a key.
     """
-    return _move(have, _publish(have, want, world), world, most_bytes)[0]
+    return _move(have, _publish(have, want, world), world, most_bytes, want)[0]
 
 
 class _Published(NamedTuple):
@@ -154,7 +158,7 @@ class _Published(NamedTuple):
     kinds: Mapping[str, Mapping[str, tuple[str, Sequence[int] | None]]]
 
 
-def _publish(have: Mapping[Unit, Mapping[str, Tensor]], want: Iterable[Unit], world: World) -> _Published:
+def _publish(have: Units, want: Iterable[Unit], world: World) -> _Published:
     """Return what all ranks have and want; collective."""
     own = [[[*unit_row(unit), _kinds(unit[1], tensors)] for unit, tensors in have.items()], [*map(unit_row, want)]]
     held, wanted = defaultdict[str, dict[Block, list[int]]](dict), defaultdict[str, dict[Block, list[int]]](dict)
@@ -171,8 +175,8 @@ def _publish(have: Mapping[Unit, Mapping[str, Tensor]], want: Iterable[Unit], wo
 
 
 def _move(
-    have: Mapping[Unit, Mapping[str, Tensor]], published: _Published, world: World, most_bytes: int
-) -> tuple[dict[Unit, dict[str, Tensor]], list[tuple[str, Block, int]]]:
+    have: Units, published: _Published, world: World, most_bytes: int, memory: Units = NO_UNITS
+) -> tuple[Units, list[tuple[str, Block, int]]]:
     """Return what this rank wants and ranks have, and what is missing on any rank; collective if anything moves."""
     held, want = ({key: [*blocks.items()] for key, blocks in of.items()} for of in (published.have, published.want))
     plan, kinds = plan_transfer(held, want, world.nodes), published.kinds
@@ -183,7 +187,8 @@ def _move(
         if target in ranks and block.intersection(part) is not None
     }
     found = {
-        (key, block): {
+        (key, block): memory.get((key, block))
+        or {
             scope: (torch.empty if shape is None else torch.zeros)(
                 block.sizes if shape is None else tuple(shape), dtype=getattr(torch, dtype)
             )
@@ -207,6 +212,11 @@ def _move(
         of_all=True,
     )
     return found, plan.missing
+
+
+def without_memory(units: Iterable[Unit]) -> Units:
+    """Return units for which `reshard` allocates memory."""
+    return {unit: {} for unit in units}
 
 
 def unit_row(unit: Unit) -> list[Any]:

@@ -15,7 +15,7 @@ former world unchanged. Parts are transferred block by block, so no rank ever ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -58,7 +58,7 @@ from moe_lightning.state.tensors import (
     part_of_whole,
     whole_shape,
 )
-from moe_lightning.state.transfer import Unit, install, reshard
+from moe_lightning.state.transfer import Unit, Units, install, reshard, without_memory
 from moe_lightning.strategies.checks import identical_buffers
 from moe_lightning.strategies.fsdp import (
     is_sharded,
@@ -238,10 +238,6 @@ def cut_groups(dense: str, nodes: Sequence[object], wanted: int | None, tensors:
     return tuple(tuple(first * tensors + t for t in range(tensors) for first in group) for group in groups)
 
 
-Units = Mapping[Unit, Mapping[str, Tensor]]
-"""Blocks of dense tensors, with their values by scope."""
-
-
 def check_parts(axes: MeshShape, dense: str) -> None:
     """
     Raises:
@@ -251,6 +247,22 @@ def check_parts(axes: MeshShape, dense: str) -> None:
         raise ConfigurationError(
             f"mesh.tp={axes.tp} and dense={dense} do not go together: use dense=ddp, zero1, fsdp or hsdp"
         )
+
+
+def fits_every_rank(parameters: Iterable[nn.Parameter], most_bytes: int, world: World) -> bool:
+    """True if every rank may keep whole parameters after training, else rank 0 warns; collective.
+
+    Args:
+        most_bytes: that this rank may keep.
+    """
+    nbytes = sum(whole_shape(parameter).numel() * parameter.element_size() for parameter in parameters)
+    fits: bool = nbytes <= min(all_gather_json(most_bytes, world))
+    if not fits:
+        rank_zero_warn(
+            "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank has "
+            "its part only, so continue from a checkpoint"
+        )
+    return fits
 
 
 def has_index(parameter: nn.Parameter) -> bool:
@@ -440,14 +452,9 @@ class DenseParts:
         if not self.is_cut:
             return False
         self.reshard()  # a callback may have called the module
-        nbytes = sum(whole_shape(p).numel() * p.element_size() for p in self._state.training_state().dense.values())
-        if nbytes > min(all_gather_json(most_bytes, world)):
-            rank_zero_warn(
-                "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank "
-                "has its part only, so continue from a checkpoint"
-            )
+        if not fits_every_rank(self._state.training_state().dense.values(), most_bytes, world):
             return False
-        whole = reshard(self.held(), self.blocks(Part()), world)
+        whole = reshard(self.held(), without_memory(self.blocks(Part())), world)
         self.leave()
         self.install(whole, World.single(world.device))
         with self._all_stages():

@@ -53,7 +53,6 @@ from moe_lightning.strategies.recovery import (
     repaired,
     restore_missing,
     set_up_data,
-    share_state,
     transfer_progress,
 )
 from moe_lightning.strategies.train_state import TrainState
@@ -655,12 +654,10 @@ class ElasticWorlds:
         if world.rank in plan.apply_prepared:
             self._make_up()
         saved = fetch_missing(self._planner, plan, repair, world, is_trusted=self._strategy.reads_objects)
-        if plan.level == "live":
-            share_state(state, plan, world)
-        # Another fault in these exchanges leaves live rows as they were; what follows does not wait for peers, except
-        # where optimizer shards change hands.
+        # Values of ranks that are not live are overwritten; another fault leaves those of live ranks as they were. What
+        # follows does not wait for peers, except where optimizer shards change hands.
+        self._is_torn |= plan.level != "live" or not (self.is_newcomer or world.rank in plan.live_ranks)
         units = fetch_dense(state, plan, world) if plan.level == "live" else {}
-        self._is_torn |= plan.level != "live"
         state.transfer.enter_world(world, repair.placements, plan.held, plan.nodes)
         self._is_torn = True
         self._strategy.take_place(world)  # from here on the new world is the present one

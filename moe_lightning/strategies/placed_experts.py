@@ -502,6 +502,7 @@ class StageMap:
     def __init__(self, module: nn.Module, worlds: Worlds, num_stages: int = 1) -> None:
         self.num_stages = num_stages
         self._module, self._worlds = module, worlds
+        self._held: Sequence[int] = (0,)
 
     @property
     def world(self) -> World:
@@ -518,7 +519,19 @@ class StageMap:
     @property
     def held(self) -> Sequence[int]:
         """Stages whose dense values are on this rank."""
-        return (0,)
+        return self._held
+
+    def lose_values(self) -> None:
+        """The dense values on this rank are not those of the run."""
+        self._held = ()
+
+    def values_arrived(self) -> None:
+        """All stages on this rank have their dense values."""
+        self._held = (0,)
+
+    def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
+        """Return which of these ranks will hold each stage, once they are a world."""
+        return [ranks]
 
     @property
     def ranks(self) -> Sequence[Sequence[int]]:
@@ -565,14 +578,13 @@ class StageMap:
 
     # ------------------------------------------------------------------ dense values
 
-    @property
-    def names(self) -> Collection[str]:
-        """Names of the parameters and buffers that some ranks only have; empty without a pipeline."""
-        return ()
-
     def stage_of(self, name: str) -> int:
         """Return the stage that has a parameter."""
         return 0
+
+    def belongs(self, name: str, stage: int) -> bool:
+        """True if a stage has a parameter or buffer; buffers outside of blocks are in all."""
+        return True
 
     def holders(self, name: str) -> tuple[int, ...]:
         """Return the global ranks that hold a parameter or buffer."""

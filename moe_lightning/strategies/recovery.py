@@ -20,7 +20,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.balancing.repair import Repair, repair_stages
 from moe_lightning.checkpoint.files import PlainValues
-from moe_lightning.checkpoint.full_state import broadcast_optimizers, send_dense
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.memory import MemoryCheckpoint, RecoverySources, fetch, storage_inventory
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, StorageInventory, plan_recovery
@@ -32,7 +31,7 @@ from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World, agree
-from moe_lightning.strategies.dense_parameters import Units
+from moe_lightning.state.transfer import Units
 from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states
 from moe_lightning.strategies.train_state import TrainState
 
@@ -400,24 +399,11 @@ def fetch_missing(
     return fetch(plan, world, planner.sources.arenas, needed, storage=planner.storage, is_trusted=is_trusted)
 
 
-def share_state(state: TrainState, plan: RecoveryPlan, world: World) -> None:
-    """Send newcomers the state that every rank has, and optimizer states to ranks that apply a prepared update;
-    collective.
-    """
-    newcomers = newcomers_of(plan, world)
-    if not (newcomers or plan.apply_prepared):
-        return
-    source, own = plan.live_ranks[0], state.training_state()
-    broadcast_optimizers(own, {*newcomers, *plan.apply_prepared}, world, source)
-    if newcomers:
-        send_dense(own, plan.live_ranks, newcomers, world, but=state.shared_names())
-
-
 def fetch_dense(state: TrainState, plan: RecoveryPlan, world: World) -> Units:
-    """Transfer the dense parameters that this rank will hold in another world, if ranks share them; collective there.
-    Live state stays unchanged.
+    """Transfer the dense values that this rank will hold in another world and lacks; collective there if a rank may
+    lack any. Values of live ranks stay unchanged.
     """
-    units = state.transfer.fetch(world, is_live=world.rank in plan.live_ranks)
+    units = state.transfer.fetch(world, plan.live_ranks, plan.apply_prepared)
     if state.is_shared:
         agree(world)  # all have theirs and continue, or none does
     return units

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -24,7 +23,7 @@ from typing_extensions import override
 from moe_lightning.arrays import BoolArray, cut
 from moe_lightning.balancing.migration import plan_migration
 from moe_lightning.balancing.repair import repair_stages
-from moe_lightning.checkpoint.full_state import broadcast_optimizers, full_model_state
+from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.compat import private_torch
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
@@ -35,12 +34,12 @@ from moe_lightning.moe.losses import AbsentBlock
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
 from moe_lightning.parallel.context import World, agree, all_reduce_
 from moe_lightning.parallel.mesh import Part, stage_ranks
-from moe_lightning.state.pieces import Block, StatePiece
+from moe_lightning.state.pieces import Block
 from moe_lightning.state.tensors import cut_of, cuts_of, mark, whole_shape
-from moe_lightning.state.transfer import Unit, gather, install, reshard
-from moe_lightning.strategies.dense_parameters import Units
+from moe_lightning.state.transfer import Unit, reshard, without_memory
+from moe_lightning.strategies.dense_parameters import fits_every_rank
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
-from moe_lightning.strategies.train_state import StateTransfer, TrainState, held_among
+from moe_lightning.strategies.train_state import StateTransfer, TrainState, held_among, wanted_stages
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -481,17 +480,8 @@ class StageState(StageMap):
 
     # ------------------------------------------------------------------ stages and ranks
 
-    @property
     @override
-    def held(self) -> Sequence[int]:
-        return self._held
-
-    def lose_values(self) -> None:
-        """The dense values on this rank are not those of the run."""
-        self._held = ()
-
     def values_arrived(self) -> None:
-        """All stages of the cut have their dense values."""
         self._held = self.cut.stages
 
     @property
@@ -519,8 +509,8 @@ class StageState(StageMap):
         own = [ranks[stage] for _, stage in self._layers]
         self.placements = [placement.among(its) for placement, its in zip(placements, own, strict=True)]
 
+    @override
     def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
-        """Return which of these ranks will hold each stage, once they are a world."""
         axes = self._worlds.axes
         return [[ranks[at] for at in stage_ranks(stage, len(ranks), axes)] for stage in range(self.num_stages)]
 
@@ -563,17 +553,12 @@ class StageState(StageMap):
 
     # ------------------------------------------------------------------ dense values
 
-    @property
-    @override
-    def names(self) -> Collection[str]:
-        return self._stage_of
-
     @override
     def stage_of(self, name: str) -> int:
         return self._stage_of[name]
 
+    @override
     def belongs(self, name: str, stage: int) -> bool:
-        """True if a stage has a parameter or buffer; buffers outside of blocks are in all."""
         return name in self._shared or self._stage_of[name] == stage
 
     @override
@@ -688,24 +673,17 @@ class StageState(StageMap):
     def gather(self, most_bytes: int) -> None:
         with self.cut.whole():
             entries = list(self.cut.dense())
-        size = sum(whole_shape(p).numel() * p.element_size() for *_, p, _ in entries)
-        if size > min(all_gather_json(most_bytes, self.world)):
-            rank_zero_warn(
-                "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank "
-                "has those of its stages only, so continue from a checkpoint"
-            )
+        if not fits_every_rank((p for *_, p, _ in entries), most_bytes, self.world):
             return
-        rank = self.world.rank
-        pieces = [
-            StatePiece.of(str(number), parameter.detach())
-            for number, (*_, parameter, stage) in enumerate(entries)
-            if self._ranks[stage][0] == rank
-        ]
-        lacking = [[r for r in range(self.world.size) if r not in self._ranks[stage]] for *_, stage in entries]
-        found = gather(pieces, self.world, lambda number: lacking[int(number)])
-        for number, (part, name, *_) in enumerate(entries):
-            if str(number) in found:
-                self.cut.gathered_values[part, name] = found[str(number)]
+        have, want = dict[Unit, dict[str, Tensor]](), dict[Unit, tuple[nn.Module, str]]()
+        for number, (part, name, parameter, stage) in enumerate(entries):
+            unit = str(number), Block.of(whole_shape(parameter))
+            if self.world.rank in self._ranks[stage]:
+                have[unit] = {"": parameter.detach()}
+            else:
+                want[unit] = part, name
+        for unit, tensors in reshard(have, without_memory(want), self.world).items():
+            self.cut.gathered_values[want[unit]] = tensors[""]
 
     # ------------------------------------------------------------------ optimizers
 
@@ -753,69 +731,8 @@ class StageTransfer(StateTransfer):
         super().__init__(state)
         self._stages, self._worlds = stages, worlds
 
-    # ------------------------------------------------------------------ dense values
-
     @override
-    def fetch(self, world: World, *, is_live: bool) -> Units:
-        """Transfer the missing parts of the stages that this rank will hold, see `StateTransfer`."""
-        if is_live:
-            self._state.detach_states()
-        else:
-            self._stages.lose_values()
-        return self._fetch(self._stages.ranks_in(range(world.size)), world, world.row_cut.part)
-
-    def _fetch(self, ranks: list[Sequence[int]], world: World, part: Part) -> Units:
-        """
-        Args:
-            ranks: those that will hold each stage.
-            part: the part of its stages that this rank will hold, if ranks share copies.
-        """
-        stage_of, parts = self._stages.stage_of, self._state.parts
-        held, own = self._stages.held, self._wanted(ranks, world)
-        self._hold({*held, *own})
-        lacking = [stage for stage in own if stage not in held]
-        listed = all_gather_json([held, lacking], world)
-        first = {stage: rank for rank, (has, _) in reversed([*enumerate(listed)]) for stage in has}
-        for source in sorted({first[stage] for _, lacks in listed for stage in lacks if stage in first}):
-            targets = {rank for rank, (_, lacks) in enumerate(listed) if any(first.get(s) == source for s in lacks)}
-            broadcast_optimizers(self._state.training_state(), targets, world, source)
-        have = {
-            unit: tensors
-            for stage in held
-            for unit, tensors in self._units(stage).items()
-            if first[stage] == world.rank or "buffer" not in tensors  # which ranks may change on their own
-        }
-        have |= {unit: tensors for unit, tensors in parts.held().items() if stage_of(unit[0]) in held}
-        want = [unit for stage in lacking for unit in self._units(stage)]
-        return reshard(have, want + [unit for unit in parts.blocks(part) if stage_of(unit[0]) in own], world)
-
-    @override
-    @torch.no_grad()
-    def install(self, units: Units, world: World) -> None:
-        for stage in self._stages.cut.stages:
-            for unit, tensors in self._units(stage).items():
-                install((tensor, units[unit][scope]) for scope, tensor in tensors.items() if unit in units)
-        self._stages.values_arrived()
-        super().install(units, world)
-
-    def _wanted(self, ranks: Sequence[Sequence[int]], world: World) -> list[int]:
-        """Return the stages that this rank will hold."""
-        return [stage for stage, own in enumerate(ranks) if world.rank in own]
-
-    def _units(self, stage: int) -> dict[Unit, dict[str, Tensor]]:
-        """Return the tensors of a stage that are equal on all of its ranks: dense parameters, with their moments, and
-        buffers.
-        """
-        state, stages, parts = self._state.training_state(), self._stages, self._state.parts
-        cut, names = parts.ways(), [name for name in state.dense if stages.belongs(name, stage)]
-        found = {name: parts.scopes(state, name) for name in names if name not in cut}
-        buffers = self._state.module.named_buffers()
-        found |= {name: {"buffer": buffer} for name, buffer in buffers if stages.belongs(name, stage)}
-        blocks = {name: Block.of(next(iter(tensors.values())).shape) for name, tensors in found.items()}
-        return {(f"{stage}/{name}", blocks[name]): tensors for name, tensors in found.items()}
-
-    def _hold(self, wanted: set[int]) -> None:
-        """Hold these stages and their layers."""
+    def _hold(self, wanted: Collection[int]) -> None:
         stages, experts = self._stages, self._state.experts
         placements: dict[Any, Placement] = dict(zip(stages.layers, stages.placements, strict=True))
         placements |= dict(zip(experts.layers, experts.placements, strict=True))
@@ -849,7 +766,7 @@ class StageTransfer(StateTransfer):
         not yet.
         """
         stages, experts, optimizers = self._stages, self._state.experts, self._state.optimizers
-        own = self._wanted(ranks, world)
+        own = wanted_stages(ranks, world.rank)
         self._hold({*stages.held, *own})
         here = stages.numbers
         at = {number: index for index, number in enumerate(here)}  # sources are chosen with a view to all layers

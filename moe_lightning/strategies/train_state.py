@@ -7,6 +7,7 @@ peer's dense parameters (REFT's AOR).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from moe_lightning.arrays import BoolArray
 from moe_lightning.balancing.migration import held_states
 from moe_lightning.balancing.repair import repair_placements
+from moe_lightning.checkpoint.full_state import broadcast_optimizers
 from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, verify_replays
 from moe_lightning.checkpoint.training_state import TrainingState, WindowReplay, replay_of, restore_random_state
@@ -43,14 +45,13 @@ from moe_lightning.state.tensors import (
     local,
     swap_parameters,
 )
-from moe_lightning.state.transfer import Unit, reshard, unit_of, unit_row
+from moe_lightning.state.transfer import NO_UNITS, Unit, Units, reshard, unit_of, unit_row, without_memory
 from moe_lightning.strategies.averaging import Averaging
 from moe_lightning.strategies.checks import check_for_recovery, require_host_updates, require_updates_by_expert
 from moe_lightning.strategies.dense_parameters import (
     DENSE_SHARDINGS,
     DenseParts,
     DenseSharding,
-    Units,
 )
 from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
 from moe_lightning.strategies.worlds import Worlds
@@ -389,10 +390,6 @@ class TrainState:
         """True if ranks share copies of the dense parameters, given enough ranks."""
         return self.stages.num_stages > 1 or self.parts.is_wished
 
-    def shared_names(self) -> Collection[str]:
-        """Return the parameters that ranks share, given enough ranks."""
-        return self.stages.names or self.parts.ways()
-
     def shards(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of all dense state that some ranks only have, and of what this rank has of it: parts of
         stages, and optimizer states.
@@ -528,7 +525,7 @@ class TrainState:
             if numbers[owner] == world.rank:
                 places = self._places(dense[name], ranks.row_cut.part)
                 own[dense[name]] = [(f"{name}/moments", block) for _, block in places]
-        arrived = reshard(have, [unit for units in own.values() for unit in units], world)
+        arrived = reshard(have, without_memory(unit for units in own.values() for unit in units), world)
         for parameter, units in own.items():
             if all(arrived.get(unit) for unit in units):
                 states = _joined([arrived[unit] for unit in units], cut_of(parameter))
@@ -560,7 +557,7 @@ class TrainState:
         next_one = {name: staying[number % len(staying)] for number, (name, _) in enumerate(lost)}
         coming = {name: [unit_of(row) for row in rows] for name, rows in lost if next_one[name] == world.rank}
         have = {unit: tensors for name in own.keys() - kept for unit, tensors in own[name].items()}
-        arrived = reshard(have, {unit for units in coming.values() for unit in units}, world)
+        arrived = reshard(have, without_memory(unit for units in coming.values() for unit in units), world)
         self._detached |= {name: {unit: arrived[unit] for unit in units} for name, units in coming.items()}
         if self.stages.num_stages > 1:
             self._shards = None  # all states are detached: parameters may leave now
@@ -606,29 +603,85 @@ class StateTransfer:
     def __init__(self, state: TrainState) -> None:
         self._state = state
 
-    def fetch(self, world: World, *, is_live: bool) -> Units:
-        """Transfer the dense values that this rank will hold in a world, if ranks share them; collective there. Live
-        state stays unchanged.
+    def fetch(self, world: World, live: Collection[int], behind: Collection[int] = ()) -> Units:
+        """Transfer the dense values that this rank will hold in a world and lacks, with hyperparameters and scalars of
+        optimizers; collective there if a rank may lack any. Values of live ranks stay unchanged.
 
         Args:
-            is_live: True if the values of this rank are valid.
+            live: ranks whose values are valid. Those of others are overwritten.
+            behind: live ranks that lack hyperparameters only.
+
+        Returns:
+            Values for `install`.
         """
-        state = self._state
-        if is_live:
+        state, stages = self._state, self._state.stages
+        if world.rank in live:
             state.detach_states()
-        if not state.parts.is_wished:
-            return {}
-        have = {**state.parts.held(), **state.detached()} if is_live else {}
-        return reshard(have, state.parts.blocks(world.row_cut.part), world)
+        else:
+            stages.lose_values()
+        if not (state.is_shared or behind or len(live) < world.size):
+            return NO_UNITS
+        return self._fetch(stages.ranks_in(range(world.size)), world, world.row_cut.part, behind)
+
+    def _fetch(self, ranks: Sequence[Sequence[int]], world: World, part: Part, behind: Collection[int] = ()) -> Units:
+        """
+        Args:
+            ranks: those that will hold each stage.
+            part: the part of its stages that this rank will hold, if ranks share copies.
+        """
+        stages, parts = self._state.stages, self._state.parts
+        held, own = stages.held, wanted_stages(ranks, world.rank)
+        self._hold({*held, *own})
+        lacking = [stage for stage in own if stage not in held]
+        listed = all_gather_json([held, lacking], world)
+        # Hyperparameters change after an update, so they come from a rank that is not behind.
+        order = sorted(range(world.size), key=lambda rank: (rank not in behind, -rank))
+        first = {stage: rank for rank in order for stage in listed[rank][0]}
+        targets = defaultdict[int, set[int]](set)
+        for rank, (has, lacks) in enumerate(listed):
+            for stage in (*lacks, *(has if rank in behind else ())):
+                if stage in first:
+                    targets[first[stage]].add(rank)
+        for source in sorted(targets):
+            broadcast_optimizers(self._state.training_state(), targets[source], world, source)
+        have = {
+            unit: tensors
+            for stage in held
+            for unit, tensors in self._units(stage).items()
+            if first[stage] == world.rank or "buffer" not in tensors  # which ranks may change on their own
+        }
+        have |= {unit: tensors for unit, tensors in parts.held().items() if stages.stage_of(unit[0]) in held}
+        want = {unit: tensors for stage in lacking for unit, tensors in self._units(stage).items()}
+        blocks = (unit for unit in parts.blocks(part) if stages.stage_of(unit[0]) in own)
+        return reshard({**have, **self._state.detached()}, {**want, **without_memory(blocks)}, world)
+
+    def _units(self, stage: int) -> Units:
+        """Return the tensors of a stage that are equal on all of its ranks: dense parameters, with their moments, and
+        buffers.
+        """
+        state, stages, parts = self._state.training_state(), self._state.stages, self._state.parts
+        cut, found = parts.ways(), dict[str, dict[str, Tensor]]()
+        for name in state.dense:
+            if name not in cut and stages.belongs(name, stage):
+                found[name] = parts.scopes(state, name)
+        for name, buffer in self._state.module.named_buffers():
+            if stages.belongs(name, stage):
+                found[name] = {"buffer": buffer}
+        blocks = {name: Block.of(next(iter(tensors.values())).shape) for name, tensors in found.items()}
+        return {(f"{stage}/{name}", blocks[name]): tensors for name, tensors in found.items()}
+
+    def _hold(self, wanted: Collection[int]) -> None:
+        """Hold these stages and their layers: all, in worlds of this kind."""
 
     def install(self, units: Units, world: World) -> None:
-        """Set the dense values that this rank holds now, if ranks share them; others are restored next.
+        """Set the parts of parameters that this rank holds now, if ranks share them; others are restored next.
 
         Not collective.
 
         Args:
             world: the ranks that hold the same stages.
         """
+        self._state.stages.values_arrived()
         if self._state.parts.is_wished:
             self._state.parts.install(units, world)
 
@@ -658,6 +711,15 @@ class StateTransfer:
         )
         state.experts.hand_over(staying, repair.placements, state.optimizers, nodes)
         state.hand_over(staying, world)
+
+
+def wanted_stages(ranks: Sequence[Sequence[int]], rank: int) -> list[int]:
+    """Return the stages that a rank holds.
+
+    Args:
+        ranks: those that hold each stage.
+    """
+    return [stage for stage, own in enumerate(ranks) if rank in own]
 
 
 def held_among(placements: Sequence[Placement], num_ranks: int) -> BoolArray:

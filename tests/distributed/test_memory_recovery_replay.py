@@ -118,7 +118,7 @@ def lost_owner(rank: int, world_size: int) -> tuple[str, list[int]]:
     units = {name: (name, Block.of(p.shape)) for p, name in names.items()}
     have = {units[name]: local[name] for name, source in plan.shards if source == rank}
     mine = [name for name, owner in owners.items() if (owner + 1) % world_size == rank]
-    arrived = reshard(have, [units[name] for name in mine], world)
+    arrived = reshard(have, {units[name]: {} for name in mine}, world)
     received = {name: arrived[units[name]] for name in mine}
     for parameter, (name, _) in zip(whole.parameters(), module.named_parameters(), strict=True):
         for scope, tensor in reference.state[parameter].items() if name in received else ():

@@ -5,18 +5,22 @@ from __future__ import annotations
 import random
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
 
+from moe_lightning import ExpertParallelStrategy
 from moe_lightning.balancing.migration import Transfer
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PendingExchange
 from moe_lightning.state import transfer as module
 from moe_lightning.state.pieces import Block, StatePiece
-from moe_lightning.state.transfer import Unit, gather, reshard, transfer
+from moe_lightning.state.transfer import Unit, gather, reshard, transfer, without_memory
+from moe_lightning.strategies.train_state import TrainState
 from tests.distributed.harness import connect, run_ranks
+from tests.distributed.training import train
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
 
@@ -155,7 +159,9 @@ def resharded(rank: int, world_size: int, rounds: int) -> int:
     for _ in range(rounds):
         shapes = {str(n): tuple(rng.randint(1, 6) for _ in range(rng.randrange(1, 4))) for n in range(1, 4)}
         have, want = (random_units(rng, shapes, world_size) for _ in range(2))
-        arrived = reshard({unit: moments(*unit) for unit in have[rank]}, want[rank], world, most_bytes=64)
+        arrived = reshard(
+            {unit: moments(*unit) for unit in have[rank]}, without_memory(want[rank]), world, most_bytes=64
+        )
         filled: dict[str, Tensor] = {key: torch.zeros(shape, dtype=torch.bool) for key, shape in shapes.items()}
         for key, own in (unit for units in have for unit in units):
             filled[key][own.slices] = True
@@ -181,7 +187,7 @@ def one_meeting(rank: int, world_size: int) -> int:
     inner = module.all_gather_json
     module.all_gather_json = lambda *arguments: found.append(0) or inner(*arguments)  # type: ignore[assignment]
     module.PendingExchange = None  # type: ignore[assignment,misc]
-    assert torch.equal(reshard({unit: moments(*unit)}, [unit], world)[unit]["weight"], moments(*unit)["weight"])
+    assert torch.equal(reshard({unit: moments(*unit)}, {unit: {}}, world)[unit]["weight"], moments(*unit)["weight"])
     return len(found)
 
 
@@ -192,7 +198,7 @@ def test_ranks_meet_once_where_nothing_moves() -> None:
 def disagreement(rank: int, world_size: int) -> str:
     unit = ("w", Block.of((2,)))
     with pytest.raises(ConfigurationError) as refused:
-        reshard({unit: {"weight": torch.zeros(2, dtype=(torch.float32, torch.float64)[rank])}}, [], connect())
+        reshard({unit: {"weight": torch.zeros(2, dtype=(torch.float32, torch.float64)[rank])}}, {}, connect())
     return str(refused.value)
 
 
@@ -200,3 +206,53 @@ def test_ranks_with_other_moments_under_a_key_are_refused() -> None:
     first, second = run_ranks(2, disagreement)
     assert first == second
     assert first.startswith("rank 1 has other tensors of w than others: give all ranks the same")
+
+
+class Fetches(pl.Callback):
+    """Spoils what a rank has after the second step, and fetches it.
+
+    Attributes:
+        found: learning rate and dense values after each fetch, and the values before.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, dict[str, Tensor]]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ExpertParallelStrategy)
+        state, world = strategy.state, strategy.world
+        if trainer.global_step != 2:
+            return
+        (group,) = state.optimizers[0].param_groups[:1]
+        self._see(state, group)
+        group["lr"] = (0.5, 0.25)[world.rank]
+        state.transfer.fetch(world, range(world.size), behind=(0,))
+        self._see(state, group)
+        if world.rank == 1:
+            group["lr"] = 0.75
+            for piece in state.training_state().dense_pieces(transient=True):
+                piece.tensor.zero_()
+        state.transfer.install(state.transfer.fetch(world, [0]), world)
+        self._see(state, group)
+
+    def _see(self, state: TrainState, group: dict[str, Any]) -> None:
+        pieces = state.training_state().dense_pieces(transient=True)
+        self.found.append((group["lr"], {piece.key: piece.tensor.detach().clone() for piece in pieces}))
+
+
+def fetched(rank: int, world_size: int) -> list[tuple[float, dict[str, Tensor]]]:
+    seen = Fetches()
+    train(rank, world_size, steps=3, callbacks=[seen])
+    return seen.found
+
+
+def test_who_has_no_valid_values_gets_all_and_who_is_behind_hyperparameters() -> None:
+    first, second = run_ranks(2, fetched)
+    assert [lr for lr, _ in first[1:]] == [0.25, 0.25], "from the rank that is not behind"
+    assert [lr for lr, _ in second[1:]] == [0.25, 0.25]
+    expected = first[0][1]
+    assert any(key.endswith("/exp_avg") for key in expected)
+    for found in (values for one in (first, second) for _, values in one):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())

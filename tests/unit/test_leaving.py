@@ -31,3 +31,22 @@ def test_who_is_cut_off_by_one_that_met_all_others_has_met_them_too(
     engine.reason = "rank 1 on node b died"
     with pytest.raises(dist.DistNetworkError):
         elastic_worlds.hand_over(SimpleNamespace(), *rest)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("rank", "is_newcomer", "is_torn"), [(0, False, False), (1, False, True), (1, True, False)])
+def test_a_rank_whose_values_a_fault_left_half_overwritten_does_not_offer_them(
+    monkeypatch: pytest.MonkeyPatch, rank: int, is_newcomer: bool, is_torn: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise dist.DistNetworkError("rank 2 died")
+
+    monkeypatch.setattr(elastic_worlds, "fetch_missing", lambda *_, **__: None)
+    monkeypatch.setattr(elastic_worlds, "fetch_dense", fail)
+    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
+    worlds._state = SimpleNamespace(abort_window_replay=lambda: None)
+    worlds._strategy, worlds._planner = SimpleNamespace(reads_objects=False), None
+    worlds._is_torn, worlds.is_newcomer = False, is_newcomer
+    plan = SimpleNamespace(level="live", live_ranks=(0,), apply_prepared=())
+    with pytest.raises(dist.DistNetworkError):
+        worlds._move(plan, None, World.offline(rank, 3, torch.device("cpu")))
+    assert worlds._is_torn is is_torn
