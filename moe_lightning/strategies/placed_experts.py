@@ -62,13 +62,16 @@ def migrate_rows(
     optimizers: Sequence[Optimizer],
     transfers: Sequence[Transfer],
     world: World,
+    *,
+    of_all: bool = True,
 ) -> int:
-    """Execute the transfers and zero the rows that become vacant; collective.
+    """Execute the transfers and zero the rows that become vacant; collective if any rank transfers something.
 
     Args:
         before, after: the same parameters of each layer, in order, under other slots.
         optimizers: their states move with the experts.
         transfers: of the layers given, by all ranks.
+        of_all: False if other ranks give other layers: the ranks meet in any case.
 
     Returns:
         Bytes that this rank has sent.
@@ -82,7 +85,7 @@ def migrate_rows(
     ordered = sorted(transfers)
     live = {way: rows(after, way) for way in ordered if way.target == world.rank}
     arrived = {way: [torch.empty_like(row) for row in of_expert] for way, of_expert in live.items()}
-    sent_bytes = transfer(ordered, lambda way: rows(before, way), arrived.__getitem__, world)
+    sent_bytes = transfer(ordered, lambda way: rows(before, way), arrived.__getitem__, world, of_all=of_all)
     # A leaving expert may lie where an arriving one will.
     for layer, old, new in zip(tensors, before, after, strict=True):
         _clear(layer, old.slot_experts, new.slot_experts)
@@ -379,13 +382,14 @@ class PlacedExperts:
         transfers: Sequence[Transfer] | None = None,
     ) -> MigrationReport:
         """Transfer rows to the placements' ranks and give the layers their new dispatchers."""
+        of_all = transfers is None
         if transfers is None:
             transfers = plan_migration(held, placements, nodes).transfers
         stacks = self._stacks([dispatcher.slot_experts for dispatcher in dispatchers], placements)
         for parameter in self.stack_of:
             parameter.grad = None
         former = self._stacks(before, placements)
-        sent_bytes = migrate_rows(former, stacks, optimizers, transfers, self.world)
+        sent_bytes = migrate_rows(former, stacks, optimizers, transfers, self.world, of_all=of_all)
         here = [t for t in transfers if t.target == self.world.rank]
         for index, (layer, dispatcher) in enumerate(zip(self.layers, dispatchers, strict=True)):
             layer.move(dispatcher, arrived={t.expert for t in here if t.layer == index})

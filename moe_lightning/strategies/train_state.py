@@ -527,7 +527,7 @@ class TrainState:
                 own[dense[name]] = [(f"{name}/moments", block) for _, block in places]
         arrived = reshard(have, without_memory(unit for units in own.values() for unit in units), world)
         for parameter, units in own.items():
-            if all(arrived.get(unit) for unit in units):
+            if units and all(arrived.get(unit) for unit in units):
                 states = _joined([arrived[unit] for unit in units], cut_of(parameter))
                 homes[parameter].state[parameter] = table.placed(homes[parameter], parameter, states)
         self.replay = None  # of a rank of the former world

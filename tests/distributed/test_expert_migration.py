@@ -19,6 +19,7 @@ from moe_lightning.balancing.migration import held_states, plan_migration
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.context import World
 from moe_lightning.state import transfer as state_transfer
 from moe_lightning.strategies import placed_experts
 from moe_lightning.strategies.placed_experts import PlacedExperts, grow, migrate_rows, next_slots
@@ -125,6 +126,13 @@ def migrate_until_killed(rank: int, world_size: int, folder: str, killed: int, e
         migrate_rows(old, new, (), transfers, world)
     intact = all(torch.equal(parameter.data, values[name]) for name, parameter in stack.items())
     (Path(folder) / str(rank)).write_text(f"{intact} {exchange - left[0]}")
+
+
+def test_ranks_do_not_meet_where_no_expert_moves() -> None:
+    apart = World.offline(0, 2, torch.device("cpu"))
+    assert migrate_rows([], [], (), [], apart) == 0
+    with pytest.raises((AttributeError, RuntimeError, ValueError)):
+        migrate_rows([], [], (), [], apart, of_all=False)
 
 
 @pytest.mark.parametrize("killed", [0, 2])
