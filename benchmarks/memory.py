@@ -31,7 +31,7 @@ from moe_lightning.text_table import table
 _WORKER = "benchmarks.memory_worker:measure"
 _MOST_ERROR = 0.15
 _VOCABULARY = 4096
-_CALLBACKS = ("recompute_dense", "partial_experts_checkpoint")
+_CALLBACKS = ("recompute_dense", "partial_experts_checkpoint", "ema")
 """Those that memory depends on; progress bars and records are left out."""
 _STEPS = 3
 
@@ -42,6 +42,7 @@ BASE = [
     *("trainer.enable_checkpointing=false", "logger=none", "optimizer.warmup_steps=1", "trainer.log_every_n_steps=1"),
     "+trainer.enable_progress_bar=false",
 ]
+EMA = "+callbacks.ema={_target_: lightning.pytorch.callbacks.EMAWeightAveraging, decay: 0.99}"
 CASES: dict[str, list[str]] = {
     "one rank": [],
     "batch 24": ["data.global_batch_size=24"],
@@ -49,11 +50,13 @@ CASES: dict[str, list[str]] = {
     "accumulation": ["data.global_batch_size=16", "trainer.accumulate_grad_batches=4"],
     "GPT-2 style": ["model=gpt_s", "model.d_model=256", "model.num_layers=4", "model.num_heads=4"],
     "recompute": ["callbacks=recompute", "data.global_batch_size=16"],
+    "averages": [EMA],
     "bf16-mixed": ["trainer.precision=bf16-mixed"],
     "muon": ["optimizer=muon", "model.num_experts=16"],
     "two ranks": ["ranks=2", "data.global_batch_size=16"],
     "replicas": ["ranks=2", "strategy.replicas=2"],
     "zero1": ["ranks=2", "strategy.dense=zero1", "model.num_dense_layers=2", "model.d_hidden=4096"],
+    "averages, zero1": ["ranks=2", "strategy.dense=zero1", "model.num_dense_layers=2", "model.d_hidden=4096", EMA],
     "fsdp": ["ranks=2", "strategy.dense=fsdp", "model.num_dense_layers=2", "model.d_hidden=4096"],
     "tp=2": ["ranks=2", "strategy.mesh.tp=2", "data.global_batch_size=16"],
     "pp=2": ["ranks=2", "strategy.mesh.pp=2", "model.tie_embeddings=false", "model.num_layers=4"],

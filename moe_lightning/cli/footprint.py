@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ class TrainingShape:
         precision: of the Trainer, a key of PRECISIONS.
         optimizer: a key of MOMENTS.
         recomputes: dense parts keep their inputs only, as with callbacks=recompute.
+        averages: the average of each trained parameter is one more state of the optimizer.
         on_cpu: freed results of experts' kernels stay with the process.
         num_ranks: of the world.
     """
@@ -56,8 +57,16 @@ class TrainingShape:
     precision: str = "32-true"
     optimizer: str = "adamw"
     recomputes: bool = False
+    averages: bool = False
     on_cpu: bool = True
     num_ranks: int = 1
+
+
+class _States(NamedTuple):
+    """Numbers beside the weight that an optimizer has of an element of a matrix, and of other parameters."""
+
+    of_matrices: int
+    of_others: int
 
 
 def count_footprint(model: nn.Module, training: TrainingShape) -> Footprint:
@@ -69,6 +78,7 @@ def count_footprint(model: nn.Module, training: TrainingShape) -> Footprint:
     dtype, computed = PRECISIONS[training.precision]
     model, number = model.to(dtype), (computed or dtype).itemsize
     layers, moments = moe_layers(model), MOMENTS[training.optimizer]
+    states = _States(moments + training.averages, 2 + training.averages)
     experts, top_k = layers[0].experts, layers[0].router.config.top_k
     stacks = list(experts.parameters())
     inside = {p for layer in layers for p in layer.experts.parameters()}
@@ -82,8 +92,8 @@ def count_footprint(model: nn.Module, training: TrainingShape) -> Footprint:
     sent = float(_SENT_ROWS * top_k * number * down[1]) if training.num_ranks > 1 else 0.0
     logits = float(training.vocab_size * _LOSS_BYTES)
     return Footprint(
-        dense=_mean_bytes({p: p.numel() for p in dense}, moments, computed, linear),
-        expert=_mean_bytes({p: p.shape[1:].numel() for p in stacks}, moments, computed, stacks, _numbers(experts)),
+        dense=_mean_bytes({p: p.numel() for p in dense}, states, computed, linear),
+        expert=_mean_bytes({p: p.shape[1:].numel() for p in stacks}, states, computed, stacks, _numbers(experts)),
         block=kept.in_blocks / len(kept.blocks) / training.context_length + router,
         row=row,
         ends=kept.outside / training.context_length,
@@ -104,13 +114,12 @@ def _numbers(experts: Any) -> int:
 
 
 def _mean_bytes(
-    numels: Mapping[nn.Parameter, int], moments: int, computed: torch.dtype | None, products: Any, numbers: int = 0
+    numels: Mapping[nn.Parameter, int], states: _States, computed: torch.dtype | None, products: Any, numbers: int = 0
 ) -> StateBytes:
     """Return the bytes of a parameter, the mean of these.
 
     Args:
         numels: elements of each that count.
-        moments: that the optimizer keeps of an element of a matrix; of others it keeps two.
         computed: dtype of the products, where it is another.
         products: parameters that are cast to it.
         numbers: over which the mean is taken; 0: all elements.
@@ -120,7 +129,7 @@ def _mean_bytes(
         weight += numel * p.element_size()
         if p.requires_grad:
             gradient += numel * p.element_size()
-            optimizer += numel * p.element_size() * (moments if p.ndim > 1 else 2)
+            optimizer += numel * p.element_size() * (states.of_matrices if p.ndim > 1 else states.of_others)
         if computed is not None and p.is_floating_point() and any(p is other for other in products):
             cast += numel * computed.itemsize
     whole = numbers or sum(numels.values())

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 
 from moe_lightning.cli.capacity import MOMENTS, RANK_BYTES, free_bytes
-from moe_lightning.cli.composition import build_object
+from moe_lightning.cli.composition import build_object, located
 from moe_lightning.cli.footprint import PRECISIONS, TrainingShape, count_footprint
 from moe_lightning.config import TARGET
 from moe_lightning.errors import ConfigurationError
@@ -188,6 +189,7 @@ def planned_run(config: Mapping[str, Any], num_ranks: int, ranks_per_node: int) 
             precision=precision,
             optimizer=name,
             recomputes=bool(config["callbacks"].get("recompute_dense")),
+            averages=any(_averages_weights(one, key) for key, one in config["callbacks"].items() if one),
             on_cpu=on_cpu,
             num_ranks=num_ranks,
         ),
@@ -206,6 +208,11 @@ def planned_run(config: Mapping[str, Any], num_ranks: int, ranks_per_node: int) 
         ranks_per_node=ranks_per_node,
         has_snapshots=on_cpu and bool(config["callbacks"].get("partial_experts_checkpoint")),
     )
+
+
+def _averages_weights(callback: Mapping[str, Any], key: str) -> bool:
+    kind = located(callback.get(TARGET), f"callbacks.{key}")
+    return isinstance(kind, type) and issubclass(kind, WeightAveraging)
 
 
 def _gpt(model: Mapping[str, Any], data: Mapping[str, Any]) -> DescribedModel | None:

@@ -90,6 +90,19 @@ def test_bytes_of_a_parameter(precision: str, optimizer: str, weight: int, momen
     assert count_footprint(model, training).expert == StateBytes(weight, weight, moments, cast)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+def test_averages_are_one_more_state_of_each_trained_parameter(optimizer: str) -> None:
+    found = []
+    for averages in (False, True):
+        with torch.device("meta"), deferred_experts():
+            model = GPT(_gpt())
+        training = TrainingShape(context_length=64, vocab_size=64, optimizer=optimizer, averages=averages)
+        found.append(count_footprint(model, training))
+    for plain, averaged in ((found[0].dense, found[1].dense), (found[0].expert, found[1].expert)):
+        assert averaged.optimizer == pytest.approx(plain.optimizer + plain.weight)
+        assert (averaged.weight, averaged.gradient) == (plain.weight, plain.gradient)
+
+
 def test_memory_with_a_footprint_written_out() -> None:
     state = StateBytes(4, 4, 8)
     footprint = Footprint(
@@ -127,6 +140,15 @@ def _run(*overrides: str, ranks: int = 2) -> PlannedRun:
     run = planned_run(_config(*overrides, ranks=ranks), ranks, ranks)
     assert run is not None
     return run
+
+
+@pytest.mark.parametrize("name", ["WeightAveraging", "EMAWeightAveraging"])
+def test_a_run_with_averages_needs_their_memory(name: str) -> None:
+    callback = f"+callbacks.mean={{_target_: lightning.pytorch.callbacks.{name}}}"
+    plain, averaged = _run(), _run(callback)
+    assert not plain.training.averages
+    more = averaged.memory().optimizer - plain.memory().optimizer
+    assert more == pytest.approx(plain.memory().parameters)
 
 
 def test_settings_reach_the_planner() -> None:
