@@ -12,7 +12,7 @@ all in an epoch that is resumed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, ClassVar
 
 import torch
@@ -118,6 +118,20 @@ class StepLoader:
         if options.get("generator") is None:
             options["generator"] = self._own_generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.batch_sampler, **options)
+
+    def rows_by_source(self, here: StepSlice | None) -> dict[str, torch.Tensor]:
+        """Return which rows of a batch are of each source, bool [rows]; none for a data set without `source_rows`.
+
+        Args:
+            here: slice of the batch; None: of that yielded last. A row that stands in for a sample is of no source.
+        """
+        here = here or self.current
+        sources: Mapping[str, torch.Tensor] = getattr(self.dataset, "source_rows", {})
+        if here is None or not sources:
+            return {}
+        indices = self.step_sampler.indices_of(here)
+        padding = torch.zeros(here.rows - len(indices), dtype=torch.bool)
+        return {name: torch.cat([rows[indices], padding]) for name, rows in sources.items()}
 
     @classmethod
     def from_dataloader(

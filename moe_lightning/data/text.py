@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import glob
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,6 +126,25 @@ class JoinedSamples(ConcatDataset[Any]):
     def __init__(self, datasets: Sequence[Dataset[Any]]) -> None:
         super().__init__(datasets)
         self.data_key = fingerprint(tuple(getattr(dataset, "data_key", None) for dataset in datasets))
+
+
+class HeldOut(Subset[Any]):
+    """Held-out samples of several sources, one source after the other.
+
+    Args:
+        samples: of all sources.
+        indices: of those that are chosen, ascending.
+        sources: names and numbers of the samples.
+
+    Attributes:
+        source_rows: name to bool [chosen samples], of each source that has any.
+    """
+
+    def __init__(self, samples: Dataset[Any], indices: Sequence[int], sources: Sequence[tuple[str, int]]) -> None:
+        super().__init__(samples, indices)
+        numbers = np.repeat(np.arange(len(sources)), [count for _, count in sources])[list(indices)]
+        found = {name: torch.from_numpy(numbers == number) for number, (name, _) in enumerate(sources)}
+        self.source_rows = {name: rows for name, rows in found.items() if rows.any()}
 
 
 @validated
@@ -292,7 +314,12 @@ class TextData(StepDataModule):
         if self._packs:
             rank_zero_info(self._packs)
         most = min(len(val), self.val_samples or len(val))
-        self._val = Subset(val, (np.arange(most) * len(val) // most).tolist())
+        chosen = (np.arange(most) * len(val) // most).tolist()
+        names = source_names([source.path for source in self.sources])
+        if len(names) > 1:
+            self._val = HeldOut(val, chosen, list(zip(names, map(len, vals), strict=True)))
+        else:
+            self._val = Subset(val, chosen)
 
     def _windows(self, corpus: Corpus) -> tuple[Any, Any]:
         train, val = (TokenWindows(span, self.context_length, corpus.name) for span in (corpus.train, corpus.val))
@@ -342,6 +369,26 @@ def sources_of(source: str | Sequence[str | DataSource], text_field: str) -> tup
         without = next(one.path for one in sources if one.weight is None)
         raise ConfigurationError(f"source={without!r} has no weight, but {weighted[0].path!r} has: give all or none")
     return tuple(sources)
+
+
+def source_names(paths: Sequence[str]) -> list[str]:
+    """Return a name of each source for metrics: the last part of its path that is no pattern, numbered where several
+    sources have the same.
+
+    >>> source_names(["web/", "code/**/*.jsonl.zst", "old/web/part.txt", "new/web"])
+    ['web', 'code', 'part', 'web_2']
+    """
+    found = list[str]()
+    for path in paths:
+        parts = itertools.takewhile(lambda part: not glob.has_magic(part), Path(path).parts)
+        last = [part for part in parts if part.strip("./")][-1:]
+        name = base = re.sub(r"\W", "_", Path(last[0]).stem) if last else "source"
+        for number in itertools.count(2):
+            if name not in found:
+                break
+            name = f"{base}_{number}"
+        found.append(name)
+    return found
 
 
 def _weights_of(sources: Sequence[DataSource]) -> list[float] | None:

@@ -206,7 +206,7 @@ def log_joined(module: pl.LightningModule, calls: list[Any], count: int) -> None
         else:
             value = values[0]
         sizes = [entry[4]["batch_size"] for entry in entries if "batch_size" in entry[4]]
-        module.log(name, value, **options | {"batch_size": max(1, sum(sizes) if sizes else count)})
+        module.log(name, value, **options | {"batch_size": sum(sizes) if sizes else max(1, count)})
 
 
 def _plain(option: str, value: Any) -> Any:
