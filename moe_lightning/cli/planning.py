@@ -26,6 +26,7 @@ from moe_lightning.config import TARGET
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
 from moe_lightning.moe.experts import deferred_experts
+from moe_lightning.parallel.pipeline import STAGES_PER_RANK
 from moe_lightning.simulate.memory import RankMemory, footprint_of, rank_memory
 from moe_lightning.simulate.mesh import DENSE, MeshSpec
 from moe_lightning.simulate.scenario import format_bytes
@@ -198,7 +199,7 @@ def planned_run(config: Mapping[str, Any], num_ranks: int, ranks_per_node: int) 
             dense=dense,
             shard_size=strategy.get("shard_size"),
             micro_batches=micro_batches,
-            chunks=2 if strategy.get("schedule") == "interleaved" and pp > 1 else 1,
+            chunks=STAGES_PER_RANK[strategy.get("schedule", "1f1b")] if pp > 1 else 1,
             recompute=bool(model.get("gradient_checkpointing")),
         ),
         global_batch=config["data"].get("global_batch_size") or num_ranks,
