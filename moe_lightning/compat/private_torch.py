@@ -5,6 +5,7 @@ Each function says why it is needed. `tests/unit/test_compat.py` has a canary fo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -78,6 +79,21 @@ def bracket(group: ProcessGroup, device: torch.device) -> Generator[None, None, 
 def num_collectives(group: ProcessGroup) -> int:
     """Return the number of collectives that this rank has begun on a group. No public name gives it."""
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+def recorded_collectives(since_ns: int) -> list[dict[str, Any]]:
+    """Return the last collectives of this process from torch's flight recorders, in the order of their begin: NCCL has
+    one of its own. No public name gives them.
+
+    Args:
+        since_ns: nanoseconds since the epoch; earlier ones are left out.
+    """
+    found: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # the second one in builds with NCCL only
+        if (dump := getattr(torch._C._distributed_c10d, name, None)) is not None:
+            found += json.loads(dump(True, False)).get("entries", ())
+    key = "time_created_ns"
+    return sorted((entry for entry in found if entry[key] >= since_ns), key=lambda entry: entry[key])
 
 
 def replace_pickler(pickler: type, unpickler: type) -> None:

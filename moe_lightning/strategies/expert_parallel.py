@@ -60,6 +60,7 @@ from moe_lightning.strategies.checks import (
 from moe_lightning.strategies.dense_parameters import check_parts, cut_groups, dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.gradients import scale_gradients
+from moe_lightning.strategies.hangs import HangWatch
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
 from moe_lightning.strategies.precision import convert_by_rule
@@ -68,7 +69,7 @@ from moe_lightning.strategies.stages import StageState, StageTransfer
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import FIXED_GROUPS, StateTransfer, TrainState
-from moe_lightning.strategies.watch import FiniteWatch, StallWatch, StopOnNan, UpdateSkipped, dense_values
+from moe_lightning.strategies.watch import FiniteWatch, StopOnNan, UpdateSkipped, dense_values
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_way
 from moe_lightning.strategies.worlds import Worlds, call_hook
 
@@ -292,8 +293,9 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             is not finite: "end" the run, or "skip" the update, which then changes no weight, no optimizer state and no
             buffer. Both let the host wait for the loss of every micro-batch and the norm of the gradients. None:
             update, and warn once with rank, step and samples.
-        stall_warning_s: seconds without a step, after which every rank prints the rank that the others wait for, with
-            its stack; five times as long before the first batch and for a rank that compiles. None: never.
+        hang_report_s: seconds without a step, after which one report names the ranks that the others wait for, with
+            stacks and the last collectives of all; five times as long before the first batch and for a rank that
+            compiles. None: never.
         resume_overrides: go on in other training data than those of the checkpoint, which are refused else.
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
@@ -312,7 +314,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     strategy_name = "expert_parallel"
     of_process = WorldDDPStrategy.of_process | {
         "state", "steps", "weigh", "scale_sum", "checkpoints", "update_is_skipped", "reads_objects", "_gathered",
-        "_pipeline", "_data", "_is_placed", "_num_groups", "_before_hooks", "_finite", "_clipped", "_stalls",
+        "_pipeline", "_data", "_is_placed", "_num_groups", "_before_hooks", "_finite", "_clipped", "_hangs",
         "_scaler"}  # fmt: skip
 
     def __init__(
@@ -336,7 +338,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         timeout_s: Seconds = 600.0,
         check_replicas_every: NonNegativeInt = 25,
         stop_on_nan: StopOnNan | None = None,
-        stall_warning_s: Seconds | None = 60.0,
+        hang_report_s: Seconds | None = 60.0,
         resume_overrides: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -355,7 +357,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._shard_size = shard_size
         self._of_state: dict[str, Any] = {"dense": dense, "max_slots": slots, "on_host": offload_optimizer}
         self._check_replicas_every, self.stop_on_nan = check_replicas_every, stop_on_nan
-        self._stall_warning_s = stall_warning_s
+        self._hang_report_s = hang_report_s
         self.begin()
 
     @override
@@ -367,7 +369,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._finite = FiniteWatch(self.stop_on_nan)
         self.look_at_gradients = None if self.stop_on_nan is None else self._finite.look_at_own
         self._clipped: int | None = None  # the optimizer whose gradients have been looked at
-        self._stalls = StallWatch(self._stall_warning_s)
+        self._hangs = HangWatch(self._hang_report_s)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.may_change = self.checkpoints.may_change
@@ -396,7 +398,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     def leave(self) -> None:
         """Release everything that belongs to the groups of the present world; values stay."""
-        self._stalls.end()
+        self._hangs.end()
         self.state.averaging.withdraw()
         call_hook(self.state.module, "on_before_experts_move")
         self.model = self.state.module  # DDP's reducer holds a group
@@ -420,7 +422,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.steps.sequences.enter_world(world)
         self.configure_ddp()
         call_hook(self.state.module, "on_world_changed")
-        self._stalls.begin(world)
+        self._hangs.begin(world, trainer.default_root_dir)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -431,7 +433,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             self.state.parts.begin_layers(self.world.stage)
         self.steps.draw_noise()
         self._ignore_in_ddp()
-        self._stalls.begin(self.world)
+        self._hangs.begin(self.world, trainer.default_root_dir)
         super().setup(trainer)
         if self._pipeline is not None:
             self._pipeline.synchronize(self.experts.stack_of, str(trainer.precision))
@@ -535,7 +537,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @override
     def teardown(self) -> None:
-        self._stalls.end()
+        self._hangs.end()
         self.checkpoints.release()
         if self._gathered is not None:
             self._gathered.attach()
@@ -710,9 +712,10 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Move a batch to the device and cut it to this rank's part of each sequence."""
-        self._stalls.record_progress()
-        batch = self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
         trainer = private_lightning.trainer_of(self.lightning_module)
+        if trainer is not None:
+            self._hangs.enter("forward" if trainer.training else "evaluation", trainer.global_step, is_batch=True)
+        batch = self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
         if trainer is not None and trainer.training:
             begin_batch(trainer.train_dataloader)
         return batch
@@ -743,6 +746,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the gradients of the mean over the global batch, summed over replicas before any hook sees them."""
         module, precision = self.state.module, self.precision_plugin
+        self._hangs.enter("backward", self.state.trainer.global_step)
         if not self.steps.is_dummy_batch:
             self._finite.look(closure_loss, self._place())
         weighted = closure_loss if self._pipeline is not None else self.steps.weighted(closure_loss)
@@ -755,6 +759,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
                 precision.backward(loss, module, optimizer, *args, **kwargs)
         precision.post_backward(loss, module)
         self.post_backward(closure_loss)
+        self._hangs.enter("update", self.state.trainer.global_step)
         return closure_loss
 
     def _place(self) -> Callable[[], str]:
@@ -809,6 +814,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         state.broadcast_updates(optimizer)
         state.after_update(optimizer)
         elastic.commit()
+        self._hangs.enter("callbacks and data", state.trainer.global_step)
         return output
 
     def _clip(self, optimizer: Optimizer, most: float) -> None:

@@ -9,6 +9,7 @@ import ast
 import importlib
 import inspect
 import re
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -159,6 +160,7 @@ OTHERS = {
     "_base",
     "_buffers",
     "_device_types",
+    "_distributed_c10d",
     "_foreach_mul_",
     "_foreach_norm",
     "_get_backend",
@@ -341,6 +343,14 @@ def test_groups_keep_their_private_names(tmp_path: Path) -> None:
         assert cpu in group._device_types, gone("torch.distributed.ProcessGroup._device_types")
         assert group._get_sequence_number_for_group() >= 0
         assert dist.distributed_c10d._world.group_count >= 0, gone("torch.distributed.distributed_c10d._world")
+        since = time.time_ns()
+        dist.all_reduce(torch.zeros(2, 3))
+        (entry,) = private_torch.recorded_collectives(since)
+        assert entry["profiling_name"] == "gloo:all_reduce", gone("torch._C._distributed_c10d._dump_fr_trace_json")
+        assert entry["input_sizes"] == [[2, 3]]
+        assert entry["process_group"] == [group.group_name, group.group_desc]
+        assert entry["collective_seq_id"] == group._get_sequence_number_for_group()
+        assert entry["retired"]
     finally:
         dist.destroy_process_group()
 
@@ -458,7 +468,7 @@ OF_OTHER_LIBRARIES = {
     *((file, "_exit") for file in ("worker.py", "commands.py", "token_folder.py")),
     ("worker.py", "_shutdown"),
     ("worker.py", "_run_exitfuncs"),
-    *((file, "_current_frames") for file in ("worker.py", "watch.py")),
+    *((file, "_current_frames") for file in ("worker.py", "hangs.py")),
     ("arguments.py", "_SubParsersAction"),
     ("train.py", "_option_string_actions"),
     ("pipeline.py", "_fields"),
