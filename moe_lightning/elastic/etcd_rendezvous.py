@@ -48,7 +48,7 @@ from moe_lightning.elastic.etcd import (
     unchanged,
 )
 from moe_lightning.elastic.membership import LOOPBACK, ElasticSettings, new_token, pack_ids
-from moe_lightning.elastic.protocol import Address, Message, read_secret
+from moe_lightning.elastic.protocol import Address, read_secret
 from moe_lightning.elastic.rendezvous_host import ServerThread, listen
 from moe_lightning.elastic.rendezvous_state import CurrentWorld, RendezvousState
 from moe_lightning.errors import ConfigurationError
@@ -57,6 +57,7 @@ from moe_lightning.files import PrivateFolder
 _LOOK_S = 0.05
 _RETRY_S = 0.1
 _PROBE_S = 0.3
+_RETURN_S = 1.5  # from a leader's silence to its successor, members that reach that are back within so long
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Leader:
 
 
 class Election:
-    """Part of one launcher in the election of a run; all calls come from one thread.
+    """Part of one launcher in the election of a run; all calls but `commit` come from one thread.
 
     Args:
         etcd: the cluster.
@@ -164,16 +165,19 @@ class Election:
         (record,) = outcome.found
         return (0, None) if record is None else (record.revision, record.value)
 
-    def commit(self, world_revision: int, record: str) -> int | None:
-        """Write the record of the next world, if this launcher leads and the world has not changed since a revision.
+    def commit(self, term: int, world_revision: int, record: str) -> int | None:
+        """Write the record of the next world, if neither leader nor world has changed.
+
+        Args:
+            term: revision of the election that this launcher has won.
+            world_revision: of the record of the world before.
 
         Returns:
             The new revision; None if another launcher leads.
         """
-        leader, key = self.leader, self._prefix + "world"
-        assert leader is not None
+        key = self._prefix + "world"
         outcome = self._etcd.transact(
-            [unchanged(self._prefix + "leader", leader.revision), unchanged(key, world_revision)],
+            [unchanged(self._prefix + "leader", term), unchanged(key, world_revision)],
             [put(key, record)],
             [get(key)],
         )
@@ -198,9 +202,13 @@ class _Term:
         election: won.
         listener: at the address that was published.
         secret: of the run.
-        record: revision and text of the record of the newest world.
-        dead: token of the launcher that led before and has died; None if that is not known.
+        state: with the newest world.
+        world_revision: of its record.
         patience: timeouts of the run.
+
+    Attributes:
+        revision: of the election.
+        has_ended: the host has ended, since it could not commit a world.
     """
 
     def __init__(
@@ -208,23 +216,15 @@ class _Term:
         election: Election,
         listener: socket.socket,
         secret: bytes,
-        record: tuple[int, str | None],
-        dead: str | None,
+        state: RendezvousState,
+        world_revision: int,
         patience: list[float],
     ) -> None:
         assert election.leader is not None
-        self.revision = election.leader.revision
-        self._election, self._patience = election, patience
-        self._world_revision, text = record
+        self.revision, self.has_ended = election.leader.revision, False
+        self._election, self._patience, self._world_revision = election, patience, world_revision
         self._is_over = threading.Event()
-        self._predecessor = 0
-        state = RendezvousState()
-        if text is not None:
-            known: Message = json.loads(text)
-            self._predecessor = known["number"]
-            state.restore(known, 0.0)
-        if dead is not None:
-            state.lose_launcher(dead, "ended with its launcher", 0.0)
+        self._predecessor = 0 if state.world is None else state.world.number
         self._server = ServerThread(listener, secret, state, commit=self._commit)
 
     def close(self) -> None:
@@ -244,15 +244,16 @@ class _Term:
         )
         while not self._is_over.is_set():
             try:
-                revision = self._election.commit(self._world_revision, record)
+                revision = self._election.commit(self.revision, self._world_revision, record)
             except EtcdError as error:
                 logger.info("world %d cannot be written: %s", world.number, error)
                 self._is_over.wait(_RETRY_S)
                 continue
             if revision is None:
-                return False
+                break
             self._world_revision, self._predecessor = revision, world.number
             return True
+        self.has_ended = True
         return False
 
 
@@ -299,7 +300,7 @@ class EtcdRendezvous:
         try:
             self._start()
         except BaseException:
-            self._folder.close()
+            self._close()
             raise
         for name, body in (("elastic-election", self._run), ("elastic-watch", self._watch)):
             self._threads.append(threading.Thread(target=body, name=name, daemon=True))
@@ -315,7 +316,7 @@ class EtcdRendezvous:
             while thread.is_alive():
                 self._etcd.end_watch()
                 thread.join(_RETRY_S)
-        self._folder.close()
+        self._close()
 
     def attend(self, reaches: Callable[[], bool]) -> None:
         """Take over at once when the leader's process is gone, not when its lease ends.
@@ -377,10 +378,14 @@ class EtcdRendezvous:
             except Exception:  # the launcher must go on with its workers
                 logger.exception("the election failed")
             self._changed.wait(_LOOK_S)
+
+    def _close(self) -> None:
+        """Leave the election; a lease that cannot be revoked ends by itself."""
         if self._term is not None:
             self._term.close()
-        with suppress(EtcdError):  # the lease ends by itself
+        with suppress(EtcdError):
             self._election.resign()
+        self._folder.close()
 
     def _watch(self) -> None:
         while not self._closed.is_set():
@@ -396,8 +401,9 @@ class EtcdRendezvous:
             election.keep(time.monotonic(), has_changed=has_changed)
         finally:
             leader = election.leader
-            if self._term is not None and (leader is None or leader.revision != self._term.revision):
-                self._term.close()
+            term = self._term
+            if term is not None and (leader is None or leader.revision != term.revision or term.has_ended):
+                term.close()
                 self._term = None
         is_dead = leader is not None and self._is_dead(leader)
         if leader is None or is_dead or (leader.launcher == self.token and self._term is None):
@@ -436,8 +442,15 @@ class EtcdRendezvous:
             self._changed.set()
             return
         logger.info("this launcher leads")
+        revision, text = record
+        state = RendezvousState()
+        if text is not None:
+            silent_s = 0.0 if dead is not None else max(0.0, self._settings.silence_timeout_s - _RETURN_S)
+            state.restore(json.loads(text), -silent_s)
+        if dead is not None:
+            state.lose_launcher(dead, "ended with its launcher", 0.0)
         secret = read_secret(self.secret_file)
-        self._term = _Term(self._election, listener, secret, record, dead, self._settings.patience)
+        self._term = _Term(self._election, listener, secret, state, revision, self._settings.patience)
 
     def _host(self) -> str:
         """Return the address of this machine on the way to etcd."""

@@ -62,7 +62,7 @@ class Member:
         grace_s: time that it then has to reconnect while others wait.
         joining_since: time of its join; None while it does not wait for a world.
         has_set_up: it has been in a world, or trains in the next one at once.
-        progress: the last count of its steps.
+        progress: the last count of its steps; -1 if a restarted host does not know it yet.
         rejected_by: number of the world that rejected it, since it does not reach all its members.
         multiple: the worlds of its run train in multiples of so many members.
         is_spare: it was notified that it waits until there are enough for a multiple.
@@ -213,7 +213,8 @@ def _why_overdue(member: Member, world: CurrentWorld | None, now: float, *, othe
     broken_at = world.broken_at if world is not None else None
     if member.lost_at is not None:
         is_awaited = others_wait and (world is None or broken_at is not None)
-        since, limit = max(member.lost_at, broken_at or 0.0), max(member.grace_s, timeouts.silence_s)
+        since = member.lost_at if broken_at is None else max(member.lost_at, broken_at)
+        limit = max(member.grace_s, timeouts.silence_s)
         if is_awaited:
             limit = max(member.grace_s, timeouts.heartbeat_s)
         elif world is not None and broken_at is None:
@@ -698,7 +699,12 @@ class RendezvousState:
         for member_id in ids:
             if member_id not in self._members and member_id not in self._evicted:
                 self._members[member_id] = Member(
-                    id=member_id, timeouts=parse_timeouts(timeouts), last_seen=now, lost_at=now, grace_s=grace_s
+                    id=member_id,
+                    timeouts=parse_timeouts(timeouts),
+                    last_seen=now,
+                    lost_at=now,
+                    grace_s=grace_s,
+                    progress=-1,
                 )
         for connection, owner in list(self._connections.items()):
             if owner in self._members and owner != reporter:  # it has missed that this world formed
@@ -762,7 +768,7 @@ class RendezvousState:
                 self._break(f"{self._describe(member_id)} {how}", 3, now)
 
     def _record_progress(self, member: Member, progress: int, now: float) -> None:
-        if progress != member.progress and self.world is not None and self.world.holds(member.id):
+        if progress != member.progress >= 0 and self.world is not None and self.world.holds(member.id):
             self.world.progress_at = now
         member.progress = progress
 

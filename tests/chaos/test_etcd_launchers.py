@@ -108,8 +108,6 @@ def test_the_leader_is_killed(runs: Callable[..., Run]) -> None:
     run.start(leader, 2)
     run.wait_for_world(2)
     run.end_well()
-    client = run.cluster.client()
-    assert client.transact([], [get("/moe-lightning/run/world")]).found == (None,)
 
 
 def test_etcd_is_away_while_nothing_fails(runs: Callable[..., Run]) -> None:
@@ -176,10 +174,10 @@ def test_any_process_may_die(seed: int, runs: Callable[..., Run]) -> None:
                 run.cluster.signal(member, signal.SIGCONT)
                 continue
             case "paused leader":
-                leader = run.launchers[run.leader].process
-                leader.send_signal(signal.SIGSTOP)
+                leader = run.launchers[run.leader].process.pid
+                os.kill(leader, signal.SIGSTOP)
                 time.sleep(rng.uniform(0.5, 4.0))  # around the lease
-                leader.send_signal(signal.SIGCONT)
+                os.kill(leader, signal.SIGCONT)
                 os.kill(rng.choice(run.worlds()[run.seen - 3 :])["pid"], signal.SIGKILL)
         run.wait_for_world(3)
     run.end_well()

@@ -103,13 +103,21 @@ def test_a_leader_that_was_replaced_cannot_form_a_world(one: EtcdCluster) -> Non
     other.keep(0.0, has_changed=True)
     assert other.leader is not None
     assert other.leader.launcher == "paused"
-    revision = paused.commit(0, "world 1")
+    assert paused.leader is not None
+    first = paused.leader.revision
+    revision = paused.commit(first, 0, "world 1")
     assert revision is not None
-    assert paused.commit(0, "world 1") == revision, "the answer to the first try may be lost"
-    assert paused.commit(0, "world 1 again") is None, "its predecessor is another one"
+    assert paused.commit(first, 0, "world 1") == revision, "the answer to the first try may be lost"
+    assert paused.commit(first, 0, "world 1 again") is None, "its predecessor is another one"
     assert other.campaign(HOST) == (revision, "world 1")
-    assert paused.commit(revision, "world 2") is None
-    assert other.commit(revision, "world 3") is not None
+    assert paused.commit(first, revision, "world 2") is None
+    former = paused.leader
+    paused.keep(0.0, has_changed=True)
+    assert paused.leader == other.leader
+    assert paused.commit(first, revision, "world 2") is None, "nor once it knows its successor"
+    paused.leader = former
+    assert other.leader is not None
+    assert other.commit(other.leader.revision, revision, "world 3") is not None
     assert paused.campaign(HOST) is None, "of what it read last"
     for each in (paused, other):
         each.resign()
@@ -123,6 +131,21 @@ def test_a_launcher_whose_lease_ended_takes_part_again(one: EtcdCluster) -> None
         client.revoke(alone._election._lease)
         wait_for(lambda: alone.address.shown != before)
         assert LauncherClient(alone.address, alone.secret_file, QUICK).close() is None
+
+
+@pytest.mark.usefixtures("etcd")
+def test_a_leader_that_cannot_commit_leads_again_with_the_record_that_is_there(one: EtcdCluster) -> None:
+    client = one.client()
+    with EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as alone:
+        task = ElasticTask(address=str(alone.address), secret_file=str(alone.secret_file), node="a")
+        record = {"number": 7, "members": [f"{1:020}.b.gone"], "patience": task.settings.patience}
+        client.transact([], [put("/moe-lightning/run/world", json.dumps(record))])
+        member = RendezvousClient(task)
+        assert member.join(is_ready=True).number > 7
+        (entry,) = client.transact([], [get("/moe-lightning/run/world")]).found
+        assert entry is not None
+        assert json.loads(entry.value)["members"] == [member.member_id]
+        member.close()
 
 
 @pytest.mark.usefixtures("etcd")

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from moe_lightning.checkpoint.directory import checkpoints
+from moe_lightning.elastic.protocol import Address, create_secret
 from tests.network.hosts import Hosts, Process, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,7 @@ class Training:
         stranger: a host that has no part in it.
         pace_s: that each step takes at least.
         settings: of the elastic run that differ from their defaults.
+        uses_etcd: the rendezvous host's machine runs etcd instead, and launchers elect the host.
 
     Attributes:
         launchers: the newest of each member.
@@ -86,6 +88,7 @@ class Training:
     stranger: str
     pace_s: float = 0.05
     settings: Mapping[str, object] = field(default_factory=dict)
+    uses_etcd: bool = False
     launchers: dict[str, Process] = field(default_factory=dict)
     service: Process | None = None
     launches: int = 0
@@ -94,7 +97,8 @@ class Training:
     @property
     def rdzv_endpoint(self) -> str:
         """Where members meet."""
-        return f"{self.hosts.address(self.rendezvous)}:{PORT}"
+        scheme = "http://" if self.uses_etcd else ""
+        return f"{scheme}{self.hosts.address(self.rendezvous)}:{PORT}"
 
     @property
     def secret_file(self) -> Path:
@@ -116,6 +120,10 @@ class Training:
         output = self.folder / f"rendezvous-{time.monotonic_ns()}"
         command = [sys.executable, "-m", "moe_lightning.elastic.rendezvous_host", "--bind", self.rdzv_endpoint]
         command += ["--secret-file", str(self.secret_file)]
+        if self.uses_etcd:
+            create_secret(self.secret_file)
+            command = ["etcd", "--data-dir", str(self.folder / "etcd"), "--listen-client-urls", self.rdzv_endpoint]
+            command += ["--advertise-client-urls", self.rdzv_endpoint]
         service = self.start_on(self.rendezvous, command, output)
         wait_for(lambda: service.text() or service.poll() is not None, _START_S)
         assert service.poll() is None, service.text()
@@ -134,6 +142,8 @@ class Training:
         command += ["--num-nodes", str(len(self.members))]
         command += ["--rdzv-endpoint", self.rdzv_endpoint, "--secret-file", str(secret_file), "--node", name]
         command += ["--log-dir", str(self.folder / f"logs-{name}-{self.launches}")]
+        if self.uses_etcd:
+            command += ["--set", "membership=etcd", "--rdzv-id", "run"]
         for setting, value in self.settings.items():
             command += ["--set", f"{setting}={value}"]
         return [*command, str(SCRIPT), str(self.folder)]
@@ -141,6 +151,19 @@ class Training:
     def start_on(self, name: str, command: Sequence[str], output: Path) -> Process:
         """Run something on a host."""
         return self.hosts[name].start(command, output=output, folder=self.folder, environment=environment())
+
+    def leader(self) -> str:
+        """The host whose launcher hosts the rendezvous."""
+        command = [
+            "etcdctl",
+            "--endpoints",
+            self.rdzv_endpoint,
+            "get",
+            "--print-value-only",
+            "/moe-lightning/run/leader",
+        ]
+        address = Address.parse(json.loads(self._said(self.rendezvous, command))["address"])
+        return next(name for name in self.members if self.hosts.address(name) == address.host)
 
     def kill(self, name: str) -> None:
         """Kill the worker of a host."""

@@ -311,6 +311,18 @@ def test_a_successor_restores_the_world_from_its_record_and_buries_the_launcher_
     assert crowd.worlds[1][0] > 7
 
 
+def test_first_counts_of_steps_after_a_restart_are_no_steps() -> None:
+    """So who does not come back is lost in time."""
+    crowd = Crowd()
+    crowd.formed[7] = ids = tuple(f"{name}.node-{name}.token-{name}" for name in "ab")
+    crowd.roster.restore({"number": 7, "members": pack_ids(ids), "patience": TIMES}, -3.5)
+    crowd.join(1, "a", joining=False, number=7, world={"number": 7, "patience": TIMES})
+    for seconds, is_broken in ((0.7, False), (0.7, False), (0.2, True)):
+        crowd.tick(seconds)
+        crowd.say(1, {"t": "beat", "progress": 40})
+        assert (crowd.last(1, "broken") is not None) == is_broken, crowd.now
+
+
 def test_who_was_formed_without_hearing_it_hears_it_on_the_next_connection() -> None:
     crowd = Crowd()
     crowd.join(1, "a", expected=2)

@@ -1,0 +1,74 @@
+"""The rendezvous host is elected in etcd, and its machine may be lost like any other."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.etcd import needs_etcd
+from tests.network.conftest import PACE_S, RENDEZVOUS, STRANGER
+from tests.network.hosts import Hosts, wait_for
+from tests.network.trainings import BACK_S, CALM, END_S, GOES_ON_S, Training
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    needs_etcd,
+    pytest.mark.skipif(shutil.which("etcdctl") is None, reason="reads the leader by etcdctl (Debian: etcd-client)"),
+]
+
+Measured = Callable[[str, str], None]
+
+
+@pytest.fixture
+def elected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    """A training on the hosts a, b and c that meet in etcd."""
+    with Hosts("a", "b", "c", RENDEZVOUS, STRANGER, CALM) as hosts:
+        folder = tmp_path_factory.mktemp("training")
+        training = Training(hosts, folder, "abc", RENDEZVOUS, STRANGER, PACE_S, uses_etcd=True)
+        training.begin()
+        yield training
+
+
+@pytest.mark.parametrize("how", ["killed", "power off", "cut off"])
+def test_the_leaders_machine_is_lost(elected: Training, measured: Measured, how: str) -> None:
+    lost = elected.leader()
+    rest = [name for name in elected.members if name != lost]
+    began = time.monotonic()
+    match how:
+        case "killed":
+            elected.hosts[lost].signal(-1, signal.SIGKILL)
+        case "power off":
+            elected.hosts.power_off(lost)
+        case "cut off":
+            elected.hosts.cut(lost)
+    wait_for(lambda: elected.leader() != lost, 60, elected.words)
+    led = time.monotonic() - began
+    elected.go_on(rest, timeout_s=60, size=2)
+    pause = elected.pause(rest, began)
+    measured(f"the others go on in {GOES_ON_S:g} s", f"{pause:.1f} s, another one leads after {led:.1f} s")
+    assert pause <= GOES_ON_S
+    assert elected.leader() in rest
+    if how == "cut off":  # it waits for etcd before it forms a world of its own
+        elected.assert_ends(lost, timeout_s=END_S + 10)
+        assert {size for _, size in elected.worlds(lost)} == {3}
+    elected.restore()
+    elected.assert_losses()
+
+
+def test_the_leader_is_stopped_and_comes_back(elected: Training, measured: Measured) -> None:
+    """For longer than its lease: it leads no more, and no rank is evicted who makes no step."""
+    lost = elected.leader()
+    began = time.monotonic()
+    elected.hosts.freeze(lost)
+    time.sleep(3.5)
+    elected.hosts.thaw(lost)
+    elected.go_on(elected.members, timeout_s=BACK_S, size=3)
+    pause = elected.pause(elected.members, began)
+    measured("goes on when woken", f"{pause:.1f} s without a step, led by {elected.leader()} after {lost}")
+    assert pause <= 3.5 + GOES_ON_S
+    elected.assert_losses()
