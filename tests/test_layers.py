@@ -289,7 +289,7 @@ def test_no_object_travels_as_a_pickle() -> None:
     """Nor by Lightning, which sends objects by the strategy's broadcast alone: ours has its own."""
     for path, _ in source_files():
         assert not calls_of(OBJECT_COLLECTIVES, path), f"{path}: objects travel by parallel.collectives"
-    assert ExpertParallelStrategy.broadcast.__module__ == "moe_lightning.strategies.world_ddp"
+    assert ExpertParallelStrategy.broadcast.__module__ == "moe_lightning.strategies.expert_parallel"
     for package in (lightning.pytorch, lightning.fabric):
         folder = Path(package.__path__[0])
         for path in sorted(folder.rglob("*.py")):

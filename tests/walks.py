@@ -43,9 +43,12 @@ NOT_ON_THE_WAY = {
     "moe_lightning/registry.py": "finds a part by its name",
     "moe_lightning/strategies/checks.py": "checks a Trainer, its module and its optimizers before training",
     "moe_lightning/strategies/hangs.py": "reports hangs, from a thread beside training",
-    "moe_lightning/strategies/process_stacks.py": "stacks for these reports",
+    "moe_lightning/strategies/launchers.py": "starts the other ranks before training",
+    "moe_lightning/strategies/process_stacks.py": "stacks for reports of hangs",
 }
-"""Files that serve configuration, validation, errors and their reports alone, with the reason; no walk counts them."""
+"""Files that serve configuration, validation, errors, their reports or the start of processes alone, with the reason;
+no walk counts them.
+"""
 
 _CO_OPTIMIZED = 1  # functions; bodies of modules and classes run at import
 _STEPS, _KILLED_AT = 6, 3

@@ -334,7 +334,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self.lost.counts.add(pl_module)
         is_update = not private_lightning.is_accumulating(trainer)
         if is_update:
-            self.lost.counts.end_step(is_skipped=self._strategy is not None and self._strategy.update_is_skipped)
+            self.lost.counts.end_step(is_skipped=self._strategy is not None and self._strategy.update.is_skipped)
         if self._windows is not None:
             (self._windows.updated if is_update else self._windows.end_batch)()
         if trainer.global_step == self._saved_at or not is_update or self._keeps_nothing(trainer):

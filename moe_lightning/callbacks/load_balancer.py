@@ -347,7 +347,7 @@ class LoadBalancer(Callback):
         numbers = stages.numbers
         self._layers = OwnLayers(numbers=tuple(numbers), total=len(stages.layers))
         costs = self._costs(strategy) if known is None else [known[number] for number in numbers]
-        timeout_s = strategy.collectives_timeout.total_seconds()
+        timeout_s = strategy.options.timeout.total_seconds()
         self._take_planner(BalancePlanner(policy, cluster, strategy.experts.placements, costs, timeout_s))
         assert self.planner is not None
         if self._restored is not None:

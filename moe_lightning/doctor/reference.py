@@ -203,7 +203,7 @@ def _strategy(trainer: pl.Trainer) -> tuple[Strategy, int]:
     if isinstance(theirs, ExpertParallelStrategy):
         samplers = [loader.step_sampler for loader in private_torch.tree_leaves(trainer.train_dataloader)]
         pieces = max(sampler.pieces for sampler in samplers)
-        alone = ExpertParallelStrategy(seed=theirs.steps.stream.seed, stop_on_nan=theirs.stop_on_nan)
+        alone = ExpertParallelStrategy(seed=theirs.steps.stream.seed, stop_on_nan=theirs.options.stop_on_nan)
         return alone, trainer.accumulate_grad_batches * pieces
     return SingleDeviceStrategy(theirs.root_device), trainer.accumulate_grad_batches * trainer.world_size
 

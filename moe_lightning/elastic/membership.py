@@ -22,6 +22,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.registry import Registry
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 
@@ -397,3 +398,24 @@ def membership_from_environment(multiple: int = 1) -> Membership | None:
     """
     task = ElasticTask.from_environment()
     return None if task is None else MEMBERSHIPS.make(task.settings.membership, task, multiple)
+
+
+def devices_of_machine(devices: list[torch.device] | None) -> list[torch.device] | None:
+    """Return the devices of this machine's ranks, of those that the Trainer found: an elastic launcher sets their
+    number.
+
+    Raises:
+        ConfigurationError: fewer GPUs than ranks.
+    """
+    task = ElasticTask.from_environment()
+    if task is None or not devices:
+        return devices
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", len(devices)))
+    if devices[0].type == "cpu":
+        return [devices[0]] * ranks
+    if len(devices) < ranks:
+        raise ConfigurationError(
+            f"the launcher started {ranks} ranks on this machine, but the Trainer has {len(devices)} devices: "
+            f"use devices={ranks} where there are so many, or start fewer ranks"
+        )
+    return devices[:ranks]

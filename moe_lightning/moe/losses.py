@@ -171,8 +171,8 @@ def global_mean(module: nn.Module, loss: Tensor, weight: Tensor | float) -> Tens
         loss: this rank's mean, a scalar; not looked at where the weight is 0, but its gradient must be finite.
         weight: what it is a mean over: the number of targets, say. Zero is allowed.
     """
-    strategy = _strategy_of(module)
-    return loss if strategy is None else strategy.weigh(loss, weight)
+    steps = _steps_of(module)
+    return loss if steps is None else steps.weigh(loss, weight)
 
 
 def global_sum(module: nn.Module, loss: Tensor) -> Tensor:
@@ -185,18 +185,18 @@ def global_sum(module: nn.Module, loss: Tensor) -> Tensor:
         module: the LightningModule whose step this is.
         loss: a scalar.
     """
-    strategy = _strategy_of(module)
-    return loss if strategy is None else strategy.scale_sum(loss)
+    steps = _steps_of(module)
+    return loss if steps is None else steps.scale_sum(loss)
 
 
-def _strategy_of(module: nn.Module) -> Any | None:
-    """The strategy that runs a module, where it weighs losses by samples."""
+def _steps_of(module: nn.Module) -> Any | None:
+    """The `steps` of the strategy that runs a module, where it weighs losses by samples."""
     try:
         trainer = getattr(module, "trainer", None)
     except RuntimeError:  # Lightning's way of saying that no Trainer runs the module
         return None
-    strategy = getattr(trainer, "strategy", None)
-    return strategy if hasattr(strategy, "weigh") else None
+    steps = getattr(getattr(trainer, "strategy", None), "steps", None)
+    return steps if hasattr(steps, "weigh") else None
 
 
 def num_targets(targets: Tensor) -> Tensor:

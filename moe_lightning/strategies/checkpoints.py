@@ -8,12 +8,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from moe_lightning.checkpoint.directory import has_manifest
-from moe_lightning.checkpoint.files import PlainValues, advice_for, check_file, read_checkpoint
+from moe_lightning.checkpoint.files import PlainValues, advice_for, check_file, read_checkpoint, write_file
 from moe_lightning.checkpoint.full_state import (
     full_optimizer_state,
     load_local_optimizer_state,
@@ -31,6 +34,7 @@ from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import cuts_of
 from moe_lightning.strategies.averaging import CURRENT
+from moe_lightning.strategies.checks import require_same_parameters
 from moe_lightning.strategies.step_data import LOADERS_KEY, is_in_step, loader_states, states_of_stateful
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
@@ -49,10 +53,15 @@ class Checkpoints:
     Args:
         worlds: the present world, whose ranks hold the state.
         state: the state of this rank.
+
+    Attributes:
+        reads_objects: the user lets restores unpickle objects.
     """
 
     def __init__(self, worlds: Worlds, state: TrainState) -> None:
         self._worlds, self._state = worlds, state
+        self.reads_objects = False
+        self._before_hooks: Sequence[nn.Parameter] = ()
         self._leases = ExitStack()
         self._restored: Checkpoint | None = None  # the directory that Lightning restores now
         self._without_state = False
@@ -205,37 +214,57 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ restoring
 
-    def begin_restoring(self) -> None:
-        """Forget the directory that was restored before: another checkpoint is restored next."""
-        self._restored = None
+    def begin_restoring(self, *, is_trusted: bool) -> None:
+        """Forget the directory that was restored before: another checkpoint is restored next.
 
-    def open(self, path: Place, world: World, *, is_trusted: bool = False) -> dict[str, Any]:
+        Args:
+            is_trusted: see `read_checkpoint`.
+        """
+        self._restored, self.reads_objects = None, is_trusted
+
+    def begin_hooks(self, module: nn.Module | None) -> None:
+        """Note the parameters of a module whose hook `on_load_checkpoint` runs next."""
+        self._before_hooks = [] if module is None else list(module.parameters())
+
+    def open(self, path: Place, world: World) -> dict[str, Any]:
         """Return the checkpoint that Lightning restores from a file, a checkpoint directory, or a directory of these;
         collective.
 
         Args:
             world: the ranks that are connected by now.
-            is_trusted: see `read_checkpoint`.
 
         Raises:
             CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
         """
         if isinstance(path, Path) and not decided(path.is_dir, world):
-            return self._read_file(path, world, is_trusted=is_trusted)
+            return self._read_file(path, world)
         restored = self._newest_for_all(path, world)
-        restored.is_trusted = is_trusted
+        restored.is_trusted = self.reads_objects
         self._restored = restored
         checkpoint: dict[str, Any] = restored.read_object("trainer")
         return checkpoint
 
-    def _read_file(self, path: Path, world: World, *, is_trusted: bool) -> dict[str, Any]:
+    def _read_file(self, path: Path, world: World) -> dict[str, Any]:
         problem, kind = None, CheckpointError
         try:
             check_file(path)
         except CheckpointError as error:
             problem, kind = str(error), type(error)
         self._raise_together(path, problem, world, kind)
-        return read_checkpoint(path, is_trusted=is_trusted)
+        return read_checkpoint(path, is_trusted=self.reads_objects)
+
+    def end_hooks(self, module: pl.LightningModule, *, is_set_up: bool) -> None:
+        """Forget what `begin_hooks` has noted.
+
+        Args:
+            is_set_up: optimizers of the parameters that the hook may have replaced exist.
+
+        Raises:
+            ConfigurationError: the hook has replaced some of them.
+        """
+        before, self._before_hooks = self._before_hooks, ()
+        if is_set_up:
+            require_same_parameters(module, before)
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load the module's state."""
@@ -432,3 +461,41 @@ def _newest_usable(path: Place, report: Callable[[str], None]) -> Checkpoint:
             "or start over"
         )
     return found.checkpoint
+
+
+class DurableCheckpointIO(TorchCheckpointIO):
+    """Checkpoint files that are on disk and sealed when a save returns, so that Lightning deletes older ones only then;
+    remote places (`s3://...`) are written as in stock Lightning.
+
+    Raises:
+        CheckpointError: the storage failed.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        try:
+            write_file(checkpoint, Path(path))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be written ({error.strerror or error}): files that were there are as they were; make "
+                "room or choose another place, and go on from the newest"
+            ) from error
+
+
+def with_durable_io(io: CheckpointIO) -> CheckpointIO:
+    """Replace stock Lightning's plugin, or the one that a plugin wraps, by `DurableCheckpointIO`."""
+    if type(io) is TorchCheckpointIO:
+        return DurableCheckpointIO()
+    if type(getattr(io, "checkpoint_io", None)) is TorchCheckpointIO:  # as AsyncCheckpointIO has one
+        io.checkpoint_io = DurableCheckpointIO()  # type: ignore[attr-defined]
+    return io
+
+
+def reads_its_own_way(io: CheckpointIO) -> bool:
+    """True if the user's plugin may write files in a format of its own, such as encrypted ones."""
+    while isinstance(inner := getattr(io, "checkpoint_io", None), CheckpointIO):
+        io = inner
+    return type(io).load_checkpoint is not TorchCheckpointIO.load_checkpoint

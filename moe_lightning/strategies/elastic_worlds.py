@@ -41,6 +41,8 @@ from moe_lightning.moe.warm_up import warm_up
 from moe_lightning.parallel.abort import build_world, destroy_groups, store_barrier
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, agree, any_says
+from moe_lightning.strategies.checkpoints import Checkpoints
+from moe_lightning.strategies.options import RunOptions
 from moe_lightning.strategies.recovery import (
     FitProgress,
     RecoveryPlanner,
@@ -204,8 +206,8 @@ class ChangingStrategy(Protocol):
 
     worlds: Worlds
     state: TrainState
-    collectives_timeout: timedelta
-    reads_objects: bool
+    options: RunOptions
+    checkpoints: Checkpoints
 
     @property
     def root_device(self) -> torch.device: ...
@@ -291,7 +293,7 @@ class ElasticWorlds:
             rank=members.rank,
             size=members.size,
             backend=self._strategy.process_group_backend,
-            timeout=self._strategy.collectives_timeout,
+            timeout=self._strategy.options.timeout,
             build_timeout_s=self.engine.settings.build_timeout_s,
             device=self._strategy.root_device,
             layout=self._worlds.layout(members.nodes),
@@ -516,7 +518,7 @@ class ElasticWorlds:
 
     def _follows_a_lost_world(self) -> bool:
         """True if this first world of its ranks follows one without survivors: saved state is then restored."""
-        timeout, can_restore = self._strategy.collectives_timeout, self._policy.sources is not None
+        timeout, can_restore = self._strategy.options.timeout, self._policy.sources is not None
         return starts_anew(self.engine, self._worlds.present, timeout, can_restore)
 
     def _recover(self, fault: BaseException | None) -> None:
@@ -536,7 +538,7 @@ class ElasticWorlds:
             try:
                 if isinstance(fault, WorldChanged):
                     who = self.engine, self.engine.notice or self._departure, self._require_members().nodes
-                    promise = self._policy.min_replicas, self._strategy.collectives_timeout
+                    promise = self._policy.min_replicas, self._strategy.options.timeout
                     leaving = self._worlds.spares, reason
                     self._is_spare = hand_over(self._state, self._worlds.present, *who, *promise, *leaving)
                     if self._is_spare:  # what it holds others hold, too
@@ -653,7 +655,7 @@ class ElasticWorlds:
         state.abort_window_replay()
         if world.rank in plan.apply_prepared:
             self._make_up()
-        saved = fetch_missing(self._planner, plan, repair, world, is_trusted=self._strategy.reads_objects)
+        saved = fetch_missing(self._planner, plan, repair, world, is_trusted=self._strategy.checkpoints.reads_objects)
         # Values of ranks that are not live are overwritten; another fault leaves those of live ranks as they were. What
         # follows does not wait for peers, except where optimizer shards change hands.
         self._is_torn |= plan.level != "live" or not (self.is_newcomer or world.rank in plan.live_ranks)

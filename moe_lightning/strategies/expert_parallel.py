@@ -1,264 +1,100 @@
 """Expert parallelism for Lightning: data-parallel dense parameters, experts in the slots of a placement.
 
-`PlacementOptions` are the user's choice of placements. `GatheredExperts` copies every expert to every rank's host at
-the end of training, if memory allows: a script may then use the module without the other ranks, as Lightning advises
-with `Trainer(devices=1).test(module)` on rank 0.
+Ranks of one machine rendezvous in a private folder that no other user can reach; nothing received is unpickled.
 """
 
 from __future__ import annotations
 
-import json
+import inspect
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any
+from multiprocessing import get_all_start_methods
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.files import SUFFIX, weights_alone
 from moe_lightning.checkpoint.storage import place_of
-from moe_lightning.compat import private_lightning, private_torch
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
 from moe_lightning.data.loader import follow_schedule
-from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS, PlanPlace, QuotaPolicy
-from moe_lightning.dispatch.placement import Placement, parse_placements, uniform_placement
+from moe_lightning.dispatch.dispatcher import PlanPlace, QuotaPolicy
+from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import ShadowPlan
-from moe_lightning.elastic.membership import Membership
+from moe_lightning.elastic.faults import explain
+from moe_lightning.elastic.membership import ElasticTask, devices_of_machine, membership_from_environment
+from moe_lightning.elastic.worker import leave_process_groups_at_exit
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import MOST_BYTES, check_regular, read_text
-from moe_lightning.kernels import BackendName, set_backend
+from moe_lightning.kernels import BackendName
 from moe_lightning.moe.experts import deferred_experts
-from moe_lightning.moe.layer import moe_layers, whole_state_dict
+from moe_lightning.moe.layer import whole_state_dict
 from moe_lightning.moe.randomness import attach_stream
-from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.parallel.context import World
+from moe_lightning.parallel.collectives import broadcast_object, carry_objects_without_pickle, check_versions
+from moe_lightning.parallel.context import World, all_reduce_, join_local_world
 from moe_lightning.parallel.mesh import chosen_axes
 from moe_lightning.parallel.pipeline import ScheduleName
-from moe_lightning.state.tensors import local, rows_of
-from moe_lightning.state.transfer import gather
-from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
+from moe_lightning.strategies.checkpoints import (
+    Checkpoints,
+    decided,
+    reads_its_own_way,
+    take_positions,
+    with_durable_io,
+)
 from moe_lightning.strategies.checks import (
     check_for_pipeline,
     check_module,
     chosen_micro_batches,
     cut_parameters,
     identical_buffers,
-    require_same_parameters,
-    require_separate_updates,
 )
 from moe_lightning.strategies.dense_parameters import check_parts, cut_groups, dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
-from moe_lightning.strategies.gradients import scale_gradients
+from moe_lightning.strategies.failures import Failure, explained
+from moe_lightning.strategies.gathered_experts import GatheredExperts, gather_limit
+from moe_lightning.strategies.gradients import DenseGradientSum
 from moe_lightning.strategies.hangs import HangWatch
+from moe_lightning.strategies.launchers import (
+    PrivateLauncher,
+    WorkerLauncher,
+    build_launcher,
+    meeting_of,
+)
+from moe_lightning.strategies.options import PlacementOptions, RunOptions
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
 from moe_lightning.strategies.precision import convert_by_rule
-from moe_lightning.strategies.scaling import AgreedScaler, own_scale, share_scale
 from moe_lightning.strategies.stages import StageState, StageTransfer
-from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
+from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation
+from moe_lightning.strategies.step_update import StepUpdate
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import FIXED_GROUPS, StateTransfer, TrainState
-from moe_lightning.strategies.watch import FiniteWatch, StopOnNan, UpdateSkipped, dense_values
-from moe_lightning.strategies.world_ddp import WorldDDPStrategy, reads_its_own_way
-from moe_lightning.strategies.worlds import Worlds, call_hook
+from moe_lightning.strategies.watch import StopOnNan, UpdateSkipped
+from moe_lightning.strategies.worlds import FixedWorld, Worlds, call_hook
+from moe_lightning.user_errors import suggestion
 
-_MOST_BYTES = 1 << 30
-_MOST_SHARE = 1 / 8
-"""Share of the free memory, over all ranks of a machine."""
-
-
-class GatheredExperts:
-    """Stacks of all experts of a model, gathered at the end of training.
-
-    Args:
-        experts: under their placements.
-        stages: of the model, whose layers are all gathered.
-    """
-
-    def __init__(self, experts: PlacedExperts, stages: StageMap) -> None:
-        self._experts, self._stages = experts, stages
-        self._layers, self._world = stages.layers, stages.world
-        self._stacks: list[dict[str, Tensor]] | None = None
-
-    def gather(self, most_bytes: int) -> None:
-        """Gather all experts, unless they take more than the least limit of the ranks; collective. In a pipeline dense
-        parameters are gathered too.
-        """
-        self._stages.gather(most_bytes)
-        stacks, world = self._stages.stacks(self._experts), self._world
-        entries = [(stack.num_experts, p) for stack in stacks for p in stack.parameters.values()]
-        needed = sum(count * p.shape[1:].numel() * p.element_size() for count, p in entries)
-        if needed > min(all_gather_json(most_bytes, world)):
-            return
-        pieces = [
-            piece
-            for layer, stack in enumerate(stacks)
-            for name, parameter in stack.parameters.items()
-            for piece in rows_of(f"{layer}/{name}", parameter.detach(), stack)
-        ]
-        found = gather(pieces, world, lambda _: range(world.size))
-        self._stacks = [
-            {name: found[f"{layer}/{name}"] for name in stack.parameters} for layer, stack in enumerate(stacks)
-        ]
-
-    def attach(self) -> None:
-        """Let the layers compute without the other ranks, if they can, at the end of the Trainer."""
-        if self._world.size == 1:
-            return
-        layers = self._layers
-        stacks: Sequence[dict[str, Tensor] | None] = self._stacks or [None] * len(layers)
-        for layer, whole in zip(layers, stacks, strict=True):
-            layer.end_world(self._world.size, whole)
-
-    def detach(self, *, weights_change: bool) -> None:
-        """Let the layers compute with the other ranks again; drop the copies if weights change."""
-        for layer in self._layers:
-            layer.resume_world()
-        if weights_change:
-            self._stacks = None
-
-
-def gather_limit(num_processes: int) -> int:
-    """Return the bytes that a rank may use for gathered experts, on a machine with so many ranks."""
-    try:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (ValueError, OSError):  # not known here
-        return 0
-    return min(_MOST_BYTES, int(free * _MOST_SHARE) // max(1, num_processes))
-
-
-class PlacementOptions:
-    """Options of placement and dispatch: see ExpertParallelStrategy.
-
-    Attributes:
-        promised_replicas: nodes that hold each expert if slots allow; recovery relies on it.
-
-    Raises:
-        ConfigurationError: two placements, or an unknown dispatch.
-    """
-
-    def __init__(
-        self,
-        *,
-        ep_size: int | None,
-        replicas: int | None,
-        placement: str | os.PathLike[str] | Sequence[Any] | None,
-        quota: QuotaPolicy,
-        dispatch: str,
-        plan: PlanPlace,
-        slots: int | None,
-        kernels: BackendName | None,
-    ) -> None:
-        if placement is not None and replicas is not None:
-            raise ConfigurationError(
-                f"replicas={replicas} belongs to the uniform placement: give either replicas or placement, not both"
-            )
-        self._ep_size, self._replicas, self._placement, self._slots = ep_size, replicas, placement, slots
-        DISPATCH_BACKENDS.find(dispatch)
-        self._quota: QuotaPolicy = quota
-        self._dispatch, self._plan_on, self._kernels = dispatch, plan, kernels
-        self.promised_replicas = 1
-
-    def require_replicas(self, nodes: int, world_size: int) -> int:
-        """Promise that so many nodes hold each expert, in later placements too. The uniform placement holds each that
-        often, if there are as many ranks. Must be called before the strategy is set up.
-
-        Returns:
-            Replicas of each expert under the chosen placement.
-
-        Raises:
-            ConfigurationError: dispatch groups, which a changing number of ranks cannot keep.
-        """
-        if self._ep_size is not None:
-            raise ConfigurationError(
-                f"ep_size={self._ep_size} cuts the ranks into groups, which do not survive a lost rank: drop ep_size"
-            )
-        self.promised_replicas = nodes
-        if self._replicas is None and self._placement is None:
-            self._replicas = min(nodes, world_size)
-        return self._replicas or 1
-
-    def place(self, module: nn.Module, world: World, stages: StageMap) -> PlacedExperts:
-        """Put a module's experts into slots; collective.
-
-        Args:
-            world: the ranks, of each stage of a pipeline.
-            stages: of the module.
-        """
-        if self._kernels is not None:
-            set_backend(self._kernels)
-        with stages.whole_module():
-            placements = resolve_placements(
-                module, world.size, ep_size=self._ep_size, replicas=self._replicas, placement=self._placement
-            )
-        return PlacedExperts(
-            module,
-            stages.set_placements(placements),
-            world,
-            ep_size=self._ep_size,
-            quota=self._quota,
-            dispatch=self._dispatch,
-            plan_on=self._plan_on,
-            slots=self._slots,
-        )
-
-
-def resolve_placements(
-    module: nn.Module,
-    num_ranks: int,
-    *,
-    ep_size: int | None = None,
-    replicas: int | None = None,
-    placement: str | os.PathLike[str] | Sequence[Any] | None = None,
-) -> list[Placement]:
-    """Return the placement of each MoE layer: uniform with so many replicas, or from a table or file.
-
-    Raises:
-        ConfigurationError: a file or table that is missing, malformed or made for other sizes.
-    """
-    layers = moe_layers(module)
-    if placement is None:
-        replicas = max(1, num_ranks // (ep_size or num_ranks)) if replicas is None else replicas
-        return [uniform_placement(layer.num_experts, num_ranks, replicas) for layer in layers]
-    if len({layer.num_experts for layer in layers}) > 1:
-        raise ConfigurationError(
-            "a placement table needs the same number of experts in every MoE layer: use replicas instead"
-        )
-    table, origin = _read_table(placement)
-    experts = layers[0].num_experts if layers else 0
-    return parse_placements(table, num_layers=len(layers), num_experts=experts, num_ranks=num_ranks, origin=origin)
-
-
-def _read_table(source: str | os.PathLike[str] | Sequence[Any]) -> tuple[object, str]:
-    if not isinstance(source, str | os.PathLike):
-        return list(source), "placement"
-    path = Path(source)
-    if not path.is_file():
-        raise ConfigurationError(
-            f"the placement file {path} does not exist: give a .json or .npy table [layers, experts, ranks]"
-        )
-    try:
-        if path.suffix == ".npy":
-            check_regular(path, most_bytes=MOST_BYTES)
-            return np.array(np.load(path, mmap_mode="r", allow_pickle=False)), str(path)
-        return json.loads(read_text(path)), str(path)
-    except (ValueError, OSError, EOFError, RecursionError) as error:
-        raise ConfigurationError(f"the placement file {path} is not a .json or .npy table: {error}") from error
+T = TypeVar("T")
 
 
 @validated
-class ExpertParallelStrategy(WorldDDPStrategy):
+class ExpertParallelStrategy(DDPStrategy):
     """DDP for dense parameters; every MoELayer of the module dispatches its tokens to experts in the slots of a
     placement.
 
@@ -300,22 +136,18 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
     Attributes:
-        worlds, elastic, collectives_timeout, may_change: see WorldDDPStrategy.
-        state, steps: this rank's state of the run; batches, losses and gradients.
-        update_is_skipped: the last update was left out, because a loss or gradient was not finite.
-        reads_objects: the user lets restores unpickle objects.
-        weigh, scale_sum: see `moe_lightning.moe.losses.global_mean` and `global_sum`.
-        checkpoints, placing: saving and restoring; the options of placement.
+        options, placing: of the run; of placements.
+        worlds: the present world.
+        elastic: changes of the world; `FixedWorld` where no elastic launcher started this process.
+        state, steps, update: this rank's state of the run; batches and losses; the update of a step.
+        checkpoints: saving and restoring.
 
     Raises:
-        ConfigurationError: sizes that do not fit world or model, fp16, torch.compile.
+        ConfigurationError: an unknown option or start_method, sizes that do not fit world or model, torch.compile, or,
+            when it is set up, a communication hook.
     """
 
     strategy_name = "expert_parallel"
-    of_process = WorldDDPStrategy.of_process | {
-        "state", "steps", "weigh", "scale_sum", "checkpoints", "update_is_skipped", "reads_objects", "_gathered",
-        "_pipeline", "_data", "_is_placed", "_num_groups", "_before_hooks", "_finite", "_clipped", "_hangs",
-        "_scaler"}  # fmt: skip
 
     def __init__(
         self,
@@ -342,59 +174,198 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         resume_overrides: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(timeout_s=timeout_s, **kwargs)
+        stock, wrapper = _parameters_of(DDPStrategy), _parameters_of(DistributedDataParallel)[1:]
+        methods, start_method = ["popen", *get_all_start_methods()], kwargs.get("start_method", "popen")
+        if start_method not in methods:
+            raise ConfigurationError(f"start_method={start_method!r} is not known here: use {', '.join(methods)}")
+        for name in kwargs:
+            if name not in stock and name not in wrapper:
+                hint = suggestion(name, [*_parameters_of(type(self)), *stock, *wrapper]) or ": drop it"
+                raise ConfigurationError(f"{type(self).__name__} has no option {name!r}{hint}")
+        super().__init__(timeout=timedelta(seconds=timeout_s), **kwargs)
         self.resume_overrides = resume_overrides
         self.placing = PlacementOptions(
             ep_size=ep_size, replicas=replicas, placement=placement, quota=quota, dispatch=dispatch, plan=plan,
             slots=slots, kernels=kernels)  # fmt: skip
-        self._seed = seed
-        self._axes = chosen_axes(mesh)
-        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self._axes.pp)
-        self._schedule: ScheduleName = schedule
-        dense = dense_sharding_name(dense, shard_size)
-        check_parts(self._axes, dense)
-        self._shards_of = partial(cut_groups, dense, wanted=shard_size, tensors=self._axes.tp)
-        self._shard_size = shard_size
-        self._of_state: dict[str, Any] = {"dense": dense, "max_slots": slots, "on_host": offload_optimizer}
-        self._check_replicas_every, self.stop_on_nan = check_replicas_every, stop_on_nan
-        self._hang_report_s = hang_report_s
-        self.begin()
+        axes, dense = chosen_axes(mesh), dense_sharding_name(dense, shard_size)
+        check_parts(axes, dense)
+        self.options = RunOptions(
+            timeout=timedelta(seconds=timeout_s),
+            start_method=start_method,
+            ddp={name: value for name, value in kwargs.items() if name not in stock},
+            has_comm_hook=kwargs.get("ddp_comm_hook") is not None,
+            axes=axes,
+            shards_of=partial(cut_groups, dense, wanted=shard_size, tensors=axes.tp),
+            shard_size=shard_size,
+            dense=dense,
+            slots=slots,
+            offload_optimizer=offload_optimizer,
+            schedule=schedule,
+            micro_batches=chosen_micro_batches(micro_batches, schedule, axes.pp),
+            seed=seed,
+            check_replicas_every=check_replicas_every,
+            stop_on_nan=stop_on_nan,
+            hang_report_s=hang_report_s,
+        )
+        before = {*vars(self)}
+        self._begin()
+        self._of_process = {*vars(self)} - before
 
-    @override
-    def begin(self) -> None:
-        super().begin()
-        self.worlds = Worlds(self._axes, self._shards_of, self._shard_size)
-        self.state = TrainState(self.worlds, **self._of_state)
-        self.steps = Steps(self.worlds, self.state, check_replicas_every=self._check_replicas_every)
-        self._finite = FiniteWatch(self.stop_on_nan)
-        self.look_at_gradients = None if self.stop_on_nan is None else self._finite.look_at_own
-        self._clipped: int | None = None  # the optimizer whose gradients have been looked at
-        self._hangs = HangWatch(self._hang_report_s)
-        self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
+    def _begin(self) -> None:
+        """Create the attributes of this process and its run."""
+        options = self.options
+        self.worlds = Worlds(options.axes, options.shards_of, options.shard_size)
+        self.elastic: ElasticWorlds | FixedWorld = FixedWorld()
+        self.state = TrainState(
+            self.worlds, dense=options.dense, max_slots=options.slots, on_host=options.offload_optimizer
+        )
+        self.steps = Steps(self.worlds, self.state, check_replicas_every=options.check_replicas_every)
+        self.update = StepUpdate(self.worlds, self.state, self.steps.gradients, options.stop_on_nan)
+        look = None if options.stop_on_nan is None else self.update.finite.look_at_own
+        self._dense_sum = DenseGradientSum(options.ddp, look)
+        self._hangs = HangWatch(options.hang_report_s)
         self.checkpoints = Checkpoints(self.worlds, self.state)
-        self.may_change = self.checkpoints.may_change
-        self.update_is_skipped = self.reads_objects = False
+        self._failure: Failure | None = None
+        self._own_launcher: PrivateLauncher | WorkerLauncher | None = None
         self._gathered: GatheredExperts | None = None
         self._pipeline: Pipeline | None = None
         self._data: StepData | None = None
         self._is_placed = False
-        self._num_groups = 0
-        self._before_hooks: Sequence[nn.Parameter] = ()
-        self._scaler: AgreedScaler | None = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of the constructor and the Trainer, without those that each process creates."""
+        return {name: value for name, value in super().__getstate__().items() if name not in self._of_process}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin()
 
     # ------------------------------------------------------------------ world
 
+    @property
+    def world(self) -> World:
+        """The ranks that train together; available once the strategy is set up."""
+        return self.worlds.present
+
+    @property
+    def node_of(self) -> tuple[int, ...]:
+        """The number of each rank's node."""
+        return self.world.nodes
+
+    @property
     @override
-    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
-        """As in DDP, but a mean inside a step is that over the micro-batch's samples; integers have exact means."""
-        is_mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg", "reduceop.avg")
-        if is_mean and isinstance(tensor, Tensor):
-            tensor, reduce_op = self.steps.share_of_mean(tensor, over_all_ranks=group is None)
-        return tensor if self.world_size == 1 else super().reduce(tensor, group, reduce_op)
+    def process_group_backend(self) -> str:
+        """Name of the process groups' backend."""
+        return super().process_group_backend or dist.get_default_backend_for_device(self.root_device)
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this machine's ranks; an elastic launcher says how many there are."""
+        return devices_of_machine(self._devices)
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._devices = devices
+
+    @property
+    @override
+    def launcher(self) -> PrivateLauncher | WorkerLauncher | None:
+        """None for one process, which starts no other: Lightning then runs it in notebooks and at the prompt."""
+        if self._own_launcher is None:
+            self._own_launcher = build_launcher(self)
+        return self._own_launcher
+
+    def explained(self, error: Exception) -> Exception:
+        """Return the exception to raise instead of one that leaves the Trainer."""
+        error = explained(error)
+        if isinstance(self.elastic, ElasticWorlds):
+            return explain(error, self.elastic.engine)
+        return error if self._failure is None else self._failure.explained(error)
+
+    def failed(self, error: BaseException) -> None:
+        """Publish an exception that leaves the Trainer here to the other ranks."""
+        if not (self.worlds.is_joined and self.world.is_connected and dist.is_initialized()):
+            return
+        self._failure = Failure(error, self.world, 0 if self._failure is None else self._failure.number + 1)
+        trainer = private_lightning.trainer_of(self.lightning_module)
+        if trainer is not None:
+            self._failure.stop_savers(trainer)
+
+    @property
+    def is_left_alone(self) -> bool:
+        """True after an exception that not all ranks raised: nothing collective can follow."""
+        return self._failure is not None and not self._failure.is_common
+
+    def meet(self) -> None:
+        """Join the other ranks unless that has happened; Lightning itself joins only after it has looked for
+        checkpoints. Collective.
+        """
+        if not self.worlds.is_joined:
+            self.setup_environment()
 
     @override
-    def elastic_worlds(self, engine: Membership) -> ElasticWorlds:
-        return ElasticWorlds(self, engine)
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        trainer, is_elastic = private_lightning.trainer_of(self.lightning_module), self.worlds.is_elastic
+        if trainer is not None:  # a strategy may be set up without a Trainer
+            private_lightning.keep_samplers(trainer)
+            self.state.averaging.begin_fit(trainer, self.worlds.axes, self._averaged_state, is_elastic=is_elastic)
+
+    @override
+    def setup_distributed(self) -> None:
+        reset_seed()
+        if not self.worlds.is_elastic:  # nor in an earlier run of this process
+            engine = membership_from_environment(self.worlds.axes.num_ranks)
+            if engine is not None:
+                carry_objects_without_pickle()
+                self.elastic = elastic = ElasticWorlds(self, engine)
+                self.take_place(elastic.enter(self.num_processes))
+        if not self.worlds.is_elastic:
+            self._join()
+        self._build_groups()
+
+    def _join(self) -> None:
+        """Join the ranks of a world that does not change."""
+        self.set_world_ranks()
+        if self.world_size == 1:
+            return  # no peers: no sockets, no process group
+        carry_objects_without_pickle()
+        if not join_local_world(
+            rank=self.global_rank,
+            size=self.world_size,
+            backend=self.process_group_backend,
+            device=self.root_device,
+            timeout=self.options.timeout,
+            meeting=meeting_of(self.cluster_environment) if self.num_nodes == 1 else None,
+        ):
+            super().setup_distributed()
+
+    def _build_groups(self) -> None:
+        """Build the groups of a world that does not change, unless this rank is in one; collective."""
+        if self.worlds.is_joined:
+            return
+        world = World.single(self.root_device)
+        layout = self.worlds.layout([rank // self.num_processes for rank in range(self.world_size)])
+        if self.world_size > 1:
+            world = World.connect(self.root_device, self.options.timeout, layout)
+        self.worlds.take_place(world)
+        check_versions(world)
+        leave_process_groups_at_exit()
+
+    @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        task = ElasticTask.from_environment()
+        if task is not None and task.starts > 1:
+            rank_zero_only.rank = max(1, self.global_rank)  # type: ignore[attr-defined]  # others train already
+
+    def take_place(self, world: World) -> None:
+        """Set this process's rank and the number of ranks from a world, for Lightning too."""
+        assert self.cluster_environment is not None
+        self.worlds.take_place(world, self.cluster_environment)
 
     def leave(self) -> None:
         """Release everything that belongs to the groups of the present world; values stay."""
@@ -404,12 +375,10 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.model = self.state.module  # DDP's reducer holds a group
         self.state.parts.leave()
         self.steps.leave_world()
-        self._finite.forget_step()
         self.state.forget_step()
         if self._pipeline is not None:
             self._pipeline.forget_step()
-        if self._scaler is not None:
-            self._scaler.forget_step()
+        self.update.forget_step()
 
     def enter(self, world: World) -> None:
         """Resume in another world, whose state this rank has by now; collective."""
@@ -424,6 +393,79 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         call_hook(self.state.module, "on_world_changed")
         self._hangs.begin(world, trainer.default_root_dir)
 
+    @property
+    def reachable(self) -> World:
+        """The ranks that are connected, whether or not the strategy is set up. A process that waits to join a running
+        world is alone: it will receive the others' values.
+        """
+        if self.world_size == 1:  # one that trained among others before may go on alone, and torch still knows them
+            return World.single(self.root_device)
+        if self.is_left_alone:
+            return World.single(self.root_device)
+        world = World.before_setup(self.root_device)
+        return replace(world, is_cut=self.world.is_cut) if self.worlds.is_joined else world
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Return the source rank's object on every rank; Lightning and its callbacks send paths, flags and results by
+        it.
+
+        Raises:
+            ConfigurationError: the object is no plain value or tensor: nothing received is unpickled.
+            ForeignMessageError: the message was not sent by a rank of this run.
+        """
+        value: TBroadcast = broadcast_object(obj, src, self.reachable)
+        return value
+
+    def decide(self, look: Callable[[], T]) -> T:
+        """Return rank 0's result on every rank, after joining the other ranks if necessary. Collective.
+
+        Args:
+            look: called on rank 0; returns plain values.
+
+        Raises:
+            ConfigurationError, CheckpointError: on every rank, the error of rank 0.
+        """
+        self.meet()
+        return decided(look, self.reachable)
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+        """As in DDP, but a mean inside a step is that over the micro-batch's samples, and integers have exact means.
+        Without a group over the ranks of a pipeline stage, because other stages log the same values.
+        """
+        is_mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg", "reduceop.avg")
+        if is_mean and isinstance(tensor, Tensor):
+            tensor, reduce_op = self.steps.share_of_mean(tensor, over_all_ranks=group is None)
+        if self.world_size == 1:
+            return tensor
+        stage = self.world.stage if self.worlds.is_joined else None
+        if group is None and stage is not None and stage is not self.world:
+            if stage.size == 1:
+                return tensor
+            group = stage.dense
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """As in DDP: over all ranks."""
+        agreed = torch.tensor(int(decision), device=self.root_device)
+        world = self.reachable
+        all_reduce_(agreed, world)
+        count = int(world.read(agreed))
+        return count == world.size if all else count > 0
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self.world_size > 1 and not self.is_left_alone:
+            super().barrier(*args, **kwargs)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, group, sync_grads) if self.world_size > 1 else tensor
+
+    # ------------------------------------------------------------------ setup
+
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
@@ -434,21 +476,21 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.steps.draw_noise()
         self._ignore_in_ddp()
         self._hangs.begin(self.world, trainer.default_root_dir)
-        super().setup(trainer)
+        if self.options.has_comm_hook:
+            raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
+        if trainer.state.fn == TrainerFn.FITTING or (self.world.is_connected and self.world.shape.pp == 1):
+            super().setup(trainer)
+        else:  # DDP's own would look for a process group, and for one module on all ranks
+            assert self.accelerator is not None
+            self.accelerator.setup(trainer)
+            self.precision_plugin.convert_module(module)
+            self.model_to_device()
+            self.setup_precision_plugin()
         if self._pipeline is not None:
             self._pipeline.synchronize(self.experts.stack_of, str(trainer.precision))
-        self._scaler = share_scale(self.precision_plugin, self.worlds, self.state.parameters_of)
-        private_lightning.clip_with(self.precision_plugin, self._clip, self.steps.gradients.clip_by_value)
-        private_torch.clip_norms_by(self.steps.gradients.norms_for_clipping, scale_gradients)
+        self.update.begin(self.precision_plugin)
         if self.elastic.is_newcomer:
             trainer.num_sanity_val_steps = 0  # there are no peers to validate with yet
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        trainer, is_elastic = private_lightning.trainer_of(self.lightning_module), self.worlds.is_elastic
-        if trainer is not None:
-            self.state.averaging.begin_fit(trainer, self.worlds.axes, self._averaged_state, is_elastic=is_elastic)
 
     def _averaged_state(self) -> dict[str, Any]:
         of_rank = self.state.module.state_dict
@@ -475,32 +517,29 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.steps.stream.begin_run(self._run_seed())
         attach_stream(module, self.steps.stream)
         self.steps.sequences.attach(module, self.world, self.worlds.axes.cp)
+        keeps_weights = trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is None
         if not self.state.has_placed(module):
+            keeps_weights = False
             if self.worlds.axes.pp > 1:
                 check_for_pipeline(module)
-                self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds, self._scaled)
+                self._pipeline = Pipeline(module, self.options.schedule, self.steps, self.worlds, self.update.scaled)
             stages, transfer = StageMap(module, self.worlds), StateTransfer(self.state)
             if self._pipeline is not None:
                 stages = of_pipeline = StageState(self._pipeline.cut, self.worlds)
                 transfer = StageTransfer(self.state, of_pipeline, self.worlds)
             self.state.set_module(module, self.placing.place(module, self.world.stage, stages), stages, transfer)
-            self._gathered = GatheredExperts(self.experts, stages)
+        self._gathered = self._gathered if keeps_weights else None
         self.state.stages.apply(self.root_device)
-        assert self._gathered is not None
-        self._gathered.detach(weights_change=trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path is not None)
+        for layer in self.state.stages.layers:
+            layer.resume_world()
         self._is_placed = True
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         with self.state.stages.whole_module():
             super().setup_optimizers(trainer)
-        self._require_separate_updates()
+        self.update.check_optimizers(self.optimizers)
         self.state.set_optimizers(self.optimizers)
-
-    def _require_separate_updates(self) -> None:
-        self._num_groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
-        if self.worlds.may_have_peers:
-            require_separate_updates(self.optimizers, self.experts.stack_of)
 
     @override
     def configure_ddp(self) -> None:
@@ -510,11 +549,13 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if "shard" in self.world.groups:
             self.state.parts.begin(self.world.stage)
         elif self._pipeline is None:
-            super().configure_ddp()
+            assert self.model is not None
+            self.model = self._dense_sum.wrapped(self.model, self.world, self.determine_ddp_device_ids())
 
     def _ignore_in_ddp(self) -> None:
         module = self.state.module
-        self.ignore_in_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
+        names = [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)]
+        self._dense_sum.ignore(module, names)
 
     @override
     def on_train_start(self) -> None:
@@ -528,27 +569,27 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.state.averaging.finish()
-        self._finite.finish()
+        self.update.finite.finish()
         # In an elastic run a rank that is lost now must not end the others.
-        if self._gathered is not None and not self.worlds.is_elastic and self.world.size > 1:
+        if not self.worlds.is_elastic and self.world.size > 1:
             room, ranks = gather_limit(self.num_processes), self.world.stage
             self.state.gather(ranks, room)
+            self._gathered = GatheredExperts(self.experts, self.state.stages)
             self._gathered.gather(room)  # in a pipeline dense parameters, too
 
     @override
     def teardown(self) -> None:
         self._hangs.end()
         self.checkpoints.release()
-        if self._gathered is not None:
+        module = self.lightning_module
+        if module is not None and self.state.holds(module):
+            self._gathered = self._gathered or GatheredExperts(self.experts, self.state.stages)
             self._gathered.attach()
             self.state.parts.abort_step(self.world)
-        private_lightning.use_own_methods(self.precision_plugin)
-        own_scale(self.precision_plugin)
-        self._scaler = None
-        private_torch.clip_norms_as_usual()
+        self.update.end(self.precision_plugin)
         if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
             private_lightning.end_epochs_as_usual(trainer)
-        if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
+        if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # else placing the experts failed, and the user shall see that error
         if self._pipeline is not None:  # also where placing the experts failed
             self.state.replace_parameters(self._pipeline.cut.restore_values())
@@ -597,6 +638,16 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
         return mixed.get(str(self.precision_plugin.precision)) or self.experts.layers[0].experts.dtype
 
+    # ------------------------------------------------------------------ data
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments for a sampler of Lightning's: this rank and the number of ranks in the present world."""
+        if not self.worlds.is_joined:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": self.world.shape.dp, "rank": self.world.data_rank}
+
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Cut a loader over the ranks: its batch_size is the global batch.
@@ -615,15 +666,30 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def step_data(self) -> StepData:
         """Loaders of this rank and their positions."""
         if self._data is None:
-            place = {"rank": self.world.data_rank, "world_size": self.world.shape.dp, "pieces": self._micro_batches}
+            place = {
+                "rank": self.world.data_rank,
+                "world_size": self.world.shape.dp,
+                "pieces": self.options.micro_batches,
+            }
             shares = self.worlds.axes.num_ranks > 1 or self.worlds.is_elastic
             self._data = StepData(**place, seed=self._run_seed(), must_cut=shares)
         return self._data
 
     def _run_seed(self) -> int:
-        return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        seed = self.options.seed
+        return seed if seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
     # ------------------------------------------------------------------ checkpoints
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """Plugin that writes files: durable and sealed, unless the user gave another one."""
+        return with_durable_io(super().checkpoint_io)
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        DDPStrategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
     @property
     @override
@@ -650,12 +716,19 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.is_left_alone:
-            self.warn_of_no_checkpoint()
+        if self._failure is not None and self.is_left_alone:
+            self._failure.warn_of_no_checkpoint()
             return
         if self.lightning_module is not None and self.state.holds(self.lightning_module):
             self.checkpoints.add_positions(checkpoint)
-        super().save_checkpoint(self.checkpoints.plain(checkpoint), filepath, storage_options)
+        checkpoint = self.checkpoints.plain(checkpoint)
+        if self.checkpoints.may_change(filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.checkpoints.may_change(filepath):
+            super().remove_checkpoint(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -670,8 +743,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             CheckpointError: it is missing, damaged, holds objects that are not read, or weights alone where a training
                 is to resume.
         """
-        is_trusted = self.reads_objects = weights_only is False
-        self.checkpoints.begin_restoring()
+        module, is_trusted = self.lightning_module, weights_only is False
+        self.checkpoints.begin_restoring(is_trusted=is_trusted)
         if "://" in str(checkpoint_path) and str(checkpoint_path).endswith(SUFFIX):  # a file of stock Lightning's
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=not is_trusted)
         elif reads_its_own_way(self.checkpoint_io):
@@ -679,10 +752,9 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         else:
             self.meet()
             place = place_of(str(checkpoint_path))
-            checkpoint = self.checkpoints.open(place, self.reachable, is_trusted=is_trusted)
-        module = self.lightning_module
+            checkpoint = self.checkpoints.open(place, self.reachable)
+        self.checkpoints.begin_hooks(module)
         positions, trainer = take_positions(checkpoint), private_lightning.trainer_of(module)
-        self._before_hooks = [] if module is None else list(module.parameters())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             if not {"optimizer_states", "lr_schedulers"} <= checkpoint.keys():
                 raise weights_alone(checkpoint_path)
@@ -694,9 +766,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
-        if self.restore_checkpoint_after_setup:
-            require_same_parameters(module, self._before_hooks)
-        self._before_hooks = ()
+        self.checkpoints.end_hooks(module, is_set_up=self.restore_checkpoint_after_setup)
         self.place_module(module.trainer)
         if isinstance(self.precision_plugin, HalfPrecision | DoublePrecision):
             self.precision_plugin.convert_module(module)  # frozen weights are compared in this dtype
@@ -723,10 +793,11 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         require_accumulation(self.state.trainer)
-        if sum(len(optimizer.param_groups) for optimizer in self.optimizers) != self._num_groups:
-            self._require_separate_updates()
-        self.sum_unfrozen()
-        self._finite.begin_batch(self.state.module)
+        self.update.check_optimizers(self.optimizers)
+        if self._dense_sum.lacks_unfrozen:
+            self.model = self.lightning_module
+            self.configure_ddp()
+        self.update.finite.begin_batch(self.state.module)
         with self.steps.training(args):
             if self._pipeline is not None:
                 return self._pipeline.train(self.precision_plugin.train_step_context, args)
@@ -748,7 +819,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         module, precision = self.state.module, self.precision_plugin
         self._hangs.enter("backward", self.state.trainer.global_step)
         if not self.steps.is_dummy_batch:
-            self._finite.look(closure_loss, self._place())
+            self.update.check_loss(closure_loss, self.steps.batch)
         weighted = closure_loss if self._pipeline is not None else self.steps.weighted(closure_loss)
         with self.steps.summing():
             self.pre_backward(closure_loss)
@@ -761,12 +832,6 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.post_backward(closure_loss)
         self._hangs.enter("update", self.state.trainer.global_step)
         return closure_loss
-
-    def _place(self) -> Callable[[], str]:
-        """Return a function that describes the origin of the running micro-batch: rank, step and samples."""
-        trainer, rank, batch = self.state.trainer, self.world.rank, self.steps.batch
-        step = trainer.global_step
-        return lambda: f"on rank {rank} in the step after step {step}{samples_of(batch, trainer.train_dataloader)}"
 
     @contextmanager
     @override
@@ -782,72 +847,17 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         agrees that it is prepared, and none changes a value before all are. A skipped update leaves the optimizer's
         step before it changes anything.
         """
-        elastic, state, output = self.elastic, self.state, None
+        state, elastic, output = self.state, self.elastic, None
         self.checkpoints.begin_update()
-
-        def prepare() -> None:
-            overflows = self._scaler is not None and self._scaler.overflows(optimizer)
-            if not overflows:
-                self._look_at_update(optimizer)
-            is_bad = self._finite.is_skipped(state.module, self.world)
-            self.update_is_skipped = is_bad or overflows
-            if is_bad or (overflows and self.worlds.is_elastic):
-                state.forget_update()  # a recovery would apply it
-            elif overflows:
-                state.forget_counts()
-            else:
-                self.steps.gradients.require_same_gradients(optimizer)
-            elastic.prepare(optimizer)  # where ranks may be lost, a barrier: the last collective before the update
-            if self.update_is_skipped:
-                if self._scaler is not None:
-                    self._scaler.update()
-                raise UpdateSkipped
-            state.replay_update(optimizer)
-            elastic.begin_update()
-            expose_blocks()
-
-        # Closure, hooks, clipping, `prepare`, update.
-        updating = state.updating(optimizer)
-        preparing = private_lightning.before_update(self.precision_plugin, prepare)
-        with suppress(UpdateSkipped), updating as expose_blocks, preparing:
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with suppress(UpdateSkipped), state.updating(optimizer) as begin:
+            prepare = partial(self.update.prepare, optimizer, elastic, begin)
+            with private_lightning.before_update(self.precision_plugin, prepare):
+                output = super().optimizer_step(optimizer, closure, model, **kwargs)
         state.broadcast_updates(optimizer)
         state.after_update(optimizer)
         elastic.commit()
         self._hangs.enter("callbacks and data", state.trainer.global_step)
         return output
-
-    def _clip(self, optimizer: Optimizer, most: float) -> None:
-        """Clip by the norm of the whole model, and check that it is finite before gradients are scaled by it."""
-        self._clipped = self.state.number_of(optimizer)
-        self.steps.gradients.clip(optimizer, most, partial(self._look_at_norm, optimizer, is_used=True))
-
-    def _look_at_update(self, optimizer: Optimizer) -> None:
-        """Check the gradients of an update, unless clipping has."""
-        clipped, self._clipped = self._clipped, None
-        if clipped == self.state.number_of(optimizer):
-            return
-        found = [p.grad for p in self.state.parameters_of(optimizer) if p.grad is not None]
-        gradients = [values for gradient in found if (values := dense_values(local(gradient))).numel()]
-        if gradients:
-            self._look_at_norm(optimizer, private_torch.stock_norm(gradients), is_used=False)
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        """Return a loss multiplied by the scale of float16, where there is one."""
-        return loss if self._scaler is None else self._scaler.scale(loss)
-
-    def _look_at_norm(self, optimizer: Optimizer, norm: Tensor, *, is_used: bool) -> None:
-        if self._scaler is not None and self._scaler.has_overflowed(optimizer):
-            return  # the scale was too large: no update follows
-
-        def named() -> dict[str, nn.Parameter]:
-            updated = set(self.state.parameters_of(optimizer))
-            return {name: p for name, p in self.state.module.named_parameters() if p in updated}
-
-        step, world = self.state.trainer.global_step, self.world
-        ranks = "" if world.size == 1 else f"summed over {world.size} ranks, "
-        where = f"{ranks}in the step after step {step}"
-        self._finite.look_at_update(norm, named, where, world, is_used=is_used)
 
     # ------------------------------------------------------------------ batches outside of training
 
@@ -894,6 +904,11 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
 
 ExpertParallelStrategy.register_strategies(StrategyRegistry)
+
+
+def _parameters_of(cls: type) -> list[str]:
+    """Return the names of a constructor's parameters."""
+    return list(inspect.signature(cls).parameters)
 
 
 def own_strategy(trainer: pl.Trainer, name: str, cure: str = "drop the callback") -> ExpertParallelStrategy:

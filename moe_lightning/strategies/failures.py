@@ -9,14 +9,22 @@ follow only where all ranks have failed with equal numbers. The first decision t
 from __future__ import annotations
 
 import json
+import logging
 import time
 from contextlib import suppress
 from functools import cached_property
 
+import lightning.pytorch as pl
+
 from moe_lightning.compat import private_torch
 from moe_lightning.elastic.faults import is_network_fault
+from moe_lightning.elastic.worker import PeerFailed
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World, common_store
+from moe_lightning.strategies.gradients import explained_norm
 from moe_lightning.user_errors import one_line
+
+logger = logging.getLogger(__name__)
 
 _PATIENCE_S, _LOOK_S = 5.0, 0.05
 _TOGETHER, _APART = "together", "apart"
@@ -31,11 +39,12 @@ class Failure:
         number: of exceptions before it, which all ranks had in common.
 
     Attributes:
+        number: as given.
         is_network_fault: the exception is a consequence of another rank's end.
     """
 
     def __init__(self, error: BaseException, world: World, number: int) -> None:
-        self.is_network_fault = is_network_fault(error)
+        self.number, self.is_network_fault = number, is_network_fault(error)
         self._rank, self._store = world.rank, common_store()
         self._name = f"failed in world {world.generation}, {number}"
         self._keys = [f"{self._name}/{rank}" for rank in range(world.size)]
@@ -62,10 +71,43 @@ class Failure:
         except RuntimeError:  # as above
             return False
 
-    def cause(self) -> str | None:
+    def stop_savers(self, trainer: pl.Trainer) -> None:
+        """Let callbacks save no checkpoint on this exception, unless all ranks can."""
+        for saver in trainer.checkpoint_callbacks:
+            if getattr(saver, "save_on_exception", False) and not self.is_common:
+                saver.save_on_exception = False  # type: ignore[attr-defined]  # it would report a file that is not there
+                self.warn_of_no_checkpoint()
+
+    def warn_of_no_checkpoint(self) -> None:
+        """Warn that the exception leaves no checkpoint, on the rank that raised it."""
+        if not self.is_network_fault:
+            logger.warning("no checkpoint is saved now: not every rank has failed here, and it takes all of them")
+
+    def explained(self, error: Exception) -> Exception:
+        """Return the exception that another rank has raised, in the place of its consequence here."""
+        cause = self._cause() if self.is_network_fault else None
+        return error if cause is None else PeerFailed(f"{cause}; see its traceback")
+
+    def _cause(self) -> str | None:
         """Return the exception of another rank, in words; None if none has published one."""
         with suppress(RuntimeError):
             for rank, key in enumerate(self._keys):
                 if self._store is not None and rank != self._rank and self._store.check([key]):
                     return f"rank {rank} failed: {json.loads(self._store.get(key))[0]}"
         return None
+
+
+def explained(error: Exception) -> Exception:
+    """Return the exception to raise instead of an error of torch or Lightning, with its cure."""
+    error = explained_norm(error)
+    if "Expected to have finished reduction in the prior iteration" in str(error):
+        return ConfigurationError(
+            "the module has parameters that the loss of a training_step does not depend on: if that is meant, use "
+            "ExpertParallelStrategy(find_unused_parameters=True)"
+        )
+    if "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            "dense=fsdp and hsdp gather the weights of an element of a ModuleList while it is called: call it, not "
+            "its parts, and use its weights nowhere else, or use dense=zero1"
+        )
+    return error

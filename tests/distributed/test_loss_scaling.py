@@ -84,7 +84,7 @@ class Watch(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         self.scales.append(float(trainer.precision_plugin.scaler.get_scale()))  # type: ignore[attr-defined]
-        self.skipped.append(trainer.strategy.update_is_skipped)  # type: ignore[attr-defined]
+        self.skipped.append(trainer.strategy.update.is_skipped)  # type: ignore[attr-defined]
         after = module.state_dict()
         self.unchanged.append(all(torch.equal(after[name], tensor) for name, tensor in self._before.items()))
 

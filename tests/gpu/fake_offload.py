@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import kernels as ops
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.state import tensors
-from moe_lightning.strategies import world_ddp
+from moe_lightning.strategies import gradients
 from tests.distributed.training import RandomTokens, Recorder, make_trainer
 from tests.gpu.fake_comms import meet_on_the_device, set_up_comms
 from tests.gpu.fake_device import NAME, FakeDevice, set_up
@@ -60,7 +60,7 @@ def run(rank: int, ranks: int, dense: str, folder: str) -> dict[str, Any]:
     meet_on_the_device(rank, ranks)
     for room in launching_modules():
         room.launch = fake.launch  # type: ignore[assignment]
-    world_ddp.DistributedDataParallel = SummedGradients  # type: ignore[assignment, misc]
+    gradients.DistributedDataParallel = SummedGradients  # type: ignore[assignment, misc]
     lock = tensors.page_locked
 
     def counted(shape: Any, dtype: torch.dtype) -> Tensor:

@@ -16,8 +16,8 @@ from typing_extensions import override
 from moe_lightning import kernels as ops
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.moe.layer import MoELayer
+from moe_lightning.strategies import gradients
 from moe_lightning.strategies import steps as step_weights
-from moe_lightning.strategies import world_ddp
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
 from tests.gpu.fake_comms import meet_on_the_device, set_up_comms
 from tests.gpu.fake_device import NAME, FakeDevice, set_up
@@ -145,7 +145,7 @@ def run(rank: int, ranks: int, plan: str, folder: str) -> dict[str, Any]:
     for room in launching_modules():
         room.launch = fake.launch  # type: ignore[assignment]
     step_weights._WATCHED_STEPS = 1  # later steps do not look at targets, which waits
-    world_ddp.DistributedDataParallel = SummedGradients  # type: ignore[assignment, misc]
+    gradients.DistributedDataParallel = SummedGradients  # type: ignore[assignment, misc]
     with fake, ops.backend("triton"):
         counts = StepCounts(fake)
         found["losses"] = fit(rank, ranks, plan, FakeAccelerator(), counts)

@@ -21,8 +21,8 @@ from moe_lightning.checkpoint.files import check_file, read_file, write_file
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import open_regular
+from moe_lightning.strategies.checkpoints import DurableCheckpointIO
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.world_ddp import DurableCheckpointIO
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 

@@ -74,7 +74,7 @@ def test_documents_that_share_a_sequence_attend_to_themselves() -> None:
 
 
 def _sizes_on_ranks(rank: int, world_size: int) -> dict[str, Any]:
-    from moe_lightning.strategies.expert_parallel import resolve_placements
+    from moe_lightning.strategies.options import resolve_placements
     from moe_lightning.strategies.placed_experts import PlacedExperts
 
     pl.seed_everything(1, verbose=False)

@@ -1,0 +1,148 @@
+"""Update of an optimizer step: checks of losses and gradients, scaling for float16, clipping, and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.plugins import Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_lightning.compat import private_lightning, private_torch
+from moe_lightning.state.tensors import local
+from moe_lightning.strategies.checks import require_separate_updates
+from moe_lightning.strategies.gradients import Gradients, scale_gradients
+from moe_lightning.strategies.scaling import AgreedScaler, own_scale, share_scale
+from moe_lightning.strategies.step_data import samples_of
+from moe_lightning.strategies.train_state import TrainState
+from moe_lightning.strategies.watch import FiniteWatch, StopOnNan, UpdateSkipped, dense_values
+from moe_lightning.strategies.worlds import FixedWorld, Worlds
+
+if TYPE_CHECKING:
+    from moe_lightning.data.sampler import StepSlice
+    from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+
+
+class StepUpdate:
+    """Update of the present step, and of those that follow.
+
+    Args:
+        worlds: the present world.
+        state: parameters, gradients and optimizers of this rank.
+        gradients: their clipping and comparison between ranks.
+        stop_on_nan: see ExpertParallelStrategy.
+
+    Attributes:
+        finite: check of losses and gradients.
+        is_skipped: the last update was left out, because a loss or gradient was not finite.
+    """
+
+    def __init__(self, worlds: Worlds, state: TrainState, gradients: Gradients, stop_on_nan: StopOnNan | None) -> None:
+        self._worlds, self._state, self._gradients = worlds, state, gradients
+        self.finite = FiniteWatch(stop_on_nan)
+        self.is_skipped = False
+        self._scaler: AgreedScaler | None = None
+        self._num_groups = -1
+        self._clipped: int | None = None  # the optimizer whose gradients clipping has checked
+
+    def begin(self, precision: Precision) -> None:
+        """Scale losses and clip gradients for all ranks, until `end`."""
+        self._scaler = share_scale(precision, self._worlds, self._state.parameters_of)
+        private_lightning.clip_with(precision, self._clip, self._gradients.clip_by_value)
+        private_torch.clip_norms_by(self._gradients.norms_for_clipping, scale_gradients)
+
+    def end(self, precision: Precision) -> None:
+        """Give the precision plugin, and torch's clipping, their own methods back."""
+        private_lightning.use_own_methods(precision)
+        own_scale(precision)
+        private_torch.clip_norms_as_usual()
+        self._scaler = None
+
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check that every row of a stack is updated by itself, each time that parameter groups are added.
+
+        Raises:
+            ConfigurationError: an optimizer under which replicas of an expert would diverge.
+        """
+        num_groups = sum(len(optimizer.param_groups) for optimizer in optimizers)
+        if num_groups != self._num_groups and self._worlds.may_have_peers:
+            require_separate_updates(optimizers, self._state.experts.stack_of)
+        self._num_groups = num_groups
+
+    def forget_step(self) -> None:
+        """Forget the running step, which will be repeated."""
+        self.finite.forget_step()
+        if self._scaler is not None:
+            self._scaler.forget_step()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss multiplied by the scale of float16, where there is one."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def check_loss(self, loss: Tensor, batch: StepSlice | None) -> None:
+        """Check that the loss of a micro-batch is finite."""
+        trainer, rank = self._state.trainer, self._worlds.present.rank
+        step = trainer.global_step
+        self.finite.look(
+            loss, lambda: f"on rank {rank} in the step after step {step}{samples_of(batch, trainer.train_dataloader)}"
+        )
+
+    def prepare(self, optimizer: Optimizer, elastic: ElasticWorlds | FixedWorld, begin: Callable[[], None]) -> None:
+        """Agree with all ranks on the update that follows; no rank changes a value before all are prepared. Collective.
+
+        Args:
+            begin: called last, before values change.
+
+        Raises:
+            UpdateSkipped: the update is left out, on every rank.
+        """
+        state, scaler = self._state, self._scaler
+        overflows = scaler is not None and scaler.overflows(optimizer)
+        if not overflows:
+            self._check_update(optimizer)
+        is_bad = self.finite.is_skipped(state.module, self._worlds.present)
+        self.is_skipped = is_bad or overflows
+        if is_bad or (overflows and self._worlds.is_elastic):
+            state.forget_update()  # a recovery would apply it
+        elif overflows:
+            state.forget_counts()
+        else:
+            self._gradients.require_same_gradients(optimizer)
+        elastic.prepare(optimizer)  # where ranks may be lost, a barrier: the last collective before the update
+        if self.is_skipped:
+            if scaler is not None:
+                scaler.update()
+            raise UpdateSkipped
+        state.replay_update(optimizer)
+        elastic.begin_update()
+        begin()
+
+    def _clip(self, optimizer: Optimizer, most: float) -> None:
+        """Clip by the norm of the whole model, and check that it is finite before gradients are scaled by it."""
+        self._clipped = self._state.number_of(optimizer)
+        self._gradients.clip(optimizer, most, partial(self._check_norm, optimizer, is_used=True))
+
+    def _check_update(self, optimizer: Optimizer) -> None:
+        """Check the gradients of an update, unless clipping has."""
+        clipped, self._clipped = self._clipped, None
+        if clipped == self._state.number_of(optimizer):
+            return
+        found = [p.grad for p in self._state.parameters_of(optimizer) if p.grad is not None]
+        gradients = [values for gradient in found if (values := dense_values(local(gradient))).numel()]
+        if gradients:
+            self._check_norm(optimizer, private_torch.stock_norm(gradients), is_used=False)
+
+    def _check_norm(self, optimizer: Optimizer, norm: Tensor, *, is_used: bool) -> None:
+        if self._scaler is not None and self._scaler.has_overflowed(optimizer):
+            return  # the scale was too large: no update follows
+
+        def named() -> dict[str, nn.Parameter]:
+            updated = set(self._state.parameters_of(optimizer))
+            return {name: p for name, p in self._state.module.named_parameters() if p in updated}
+
+        step, world = self._state.trainer.global_step, self._worlds.present
+        ranks = "" if world.size == 1 else f"summed over {world.size} ranks, "
+        where = f"{ranks}in the step after step {step}"
+        self.finite.look_at_update(norm, named, where, world, is_used=is_used)
