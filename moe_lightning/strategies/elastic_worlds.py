@@ -222,6 +222,121 @@ class ChangingStrategy(Protocol):
     def enter(self, world: World) -> None: ...
 
 
+class UnfinishedBatch:
+    """End of the batch of a committed step that a fault has kept from running: hooks of callbacks, and the log.
+
+    Args:
+        state: of this rank.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._left: tuple[int, private_lightning.BatchEnd] | None = None  # by the step that it belongs to
+        self._ended: tuple[int, private_lightning.BatchEnd] | None = None  # here, perhaps not yet on rank 0
+        self._has_lost_rank_zero = False
+
+    def record_end(self, step: int, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note that the batch of a committed step ends here; rank 0, which logs it, may be lost before."""
+        num_parts = private_lightning.BatchEnd.num_parts(self._state.trainer)
+        self._ended = step, private_lightning.BatchEnd((outputs, batch, batch_idx), done=num_parts)
+
+    def record_meeting(self) -> None:
+        """Note that all ranks have ended the last batch: they have met in a collective since."""
+        self._ended = None
+
+    def record_lost(self, ranks: Sequence[int]) -> None:
+        """Note the ranks that a recovery has lost."""
+        self._has_lost_rank_zero |= 0 in ranks
+
+    def keep(self, fault: BaseException, *, is_prepared: bool) -> None:
+        """Keep what a fault has left to do of the last step, if that is committed. Where nothing is left here, rank 0
+        may not have logged it.
+
+        Args:
+            is_prepared: the step is made on other ranks, and this rank makes it as well.
+        """
+        trainer = self._state.trainer
+        left = private_lightning.BatchEnd.left_by(fault, trainer, is_prepared=is_prepared)
+        if left is not None:
+            self._left = trainer.global_step + is_prepared, left
+        elif self._ended is not None:
+            self._left = self._ended
+        self._ended = None
+
+    def finish(self, step: int, world: World, *, made_steps: bool, with_newcomers: bool) -> bool:
+        """Run what is left, each hook once, and return True if it was run whole; collective.
+
+        A hook that failed is run again, unless it has ended on another rank: then its exchange took place. Where rank 0
+        is lost and nobody has met it since, its successor logs the step.
+
+        Args:
+            step: that the run goes on from; -1: a saved one, whose batch has ended.
+            made_steps: this process has committed steps.
+            with_newcomers: ranks have joined that have not made the step.
+        """
+        trainer, (of_step, left) = self._state.trainer, self._left or (-1, None)
+        left = left if of_step == step else None
+        num_parts = private_lightning.BatchEnd.num_parts(trainer)
+        done, has_met = num_parts if left is None else left.done, left is None and made_steps
+        reports = all_gather_json([done, has_met], world)
+        everyones = [done for done, _ in reports]
+        succeeds = self._has_lost_rank_zero and world.rank == 0 and not any(met for _, met in reports)
+        runs_whole = left is not None
+        if min(everyones) < num_parts and with_newcomers:
+            runs_whole = False
+            rank_zero_warn(
+                f"on_train_batch_end of step {trainer.global_step} does not run in every callback: a fault came before "
+                "it, and a process that has not made the step has joined"
+            )
+            if succeeds and left is not None:
+                left.run_log(trainer)  # its row needs no exchange
+        elif left is not None:
+            left.skip_failed(ended=max(everyones))
+            if succeeds:
+                left.repeat_for_rank_zero(trainer)
+            left.run(trainer)
+        self._left, self._has_lost_rank_zero = None, False  # kept where another fault comes before
+        return runs_whole
+
+
+class RepeatedFaults:
+    """Count of the recoveries in a row from one fault."""
+
+    def __init__(self) -> None:
+        self._last, self._count, self._details = "", 0, ""
+
+    def add(self, fault: BaseException | None, step: int, reason: str | None) -> None:
+        """Count a fault in the step after this one. An error that no connection has caused is shown: a recovery would
+        hide it.
+
+        Args:
+            reason: for which the world is broken.
+        """
+        if fault is None or isinstance(fault, WorldChanged):
+            self._last, self._count = "", 0
+            return
+        signature = f"{step}; {signature_of(fault)}"
+        is_known = signature == self._last
+        self._last, self._count = signature, self._count + 1 if is_known else 1
+        if not is_known and not is_network_fault(fault):
+            logger.warning("taken for a consequence of a broken world (%s)", reason, exc_info=fault)
+        self._details = "".join(traceback.format_exception(fault)) if self._count >= _MOST_REPEATS else ""
+
+    def check(self, lost_ranks: Sequence[int], step: int, reason: str) -> None:
+        """
+        Raises:
+            PeerFailed: the step after this one failed too often in the same way, and no rank was lost.
+        """
+        if lost_ranks:
+            self._count = 0
+        elif self._count >= _MOST_REPEATS:
+            raise PeerFailed(
+                f"the step after step {step} failed {_MOST_REPEATS} times in the same way, and no rank was "
+                f"lost: {reason}",
+                details=self._details,
+            )
+
+
 class ElasticWorlds:
     """Worlds of this rank: joining them, and the transfer of its state between them.
 
@@ -251,13 +366,11 @@ class ElasticWorlds:
         self.report: RecoveryReport | None = None
         self._pending: Optimizer | None = None
         self._progress: FitProgress | None = None
-        self._batch_end: tuple[int, private_lightning.BatchEnd] | None = None  # by the step that it belongs to
-        self._ended: tuple[int, private_lightning.BatchEnd] | None = None  # here, perhaps not yet on rank 0
-        self._has_lost_rank_zero = False
+        self._batch = UnfinishedBatch(self._state)
+        self._faults = RepeatedFaults()
         self._is_torn = self._is_spare = False
         self._cause: str | None = None
         self._made_steps = False
-        self._last_fault, self._repeats = "", 0
         gc.collect()
         gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
 
@@ -381,13 +494,12 @@ class ElasticWorlds:
         self.version = trainer.global_step
 
     def batch_ended(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The batch of a committed step ends here; rank 0, which logs it, may be lost before."""
-        num_parts = private_lightning.BatchEnd.num_parts(self._state.trainer)
-        self._ended = self.version, private_lightning.BatchEnd((outputs, batch, batch_idx), done=num_parts)
+        """The batch of a committed step ends here."""
+        self._batch.record_end(self.version, outputs, batch, batch_idx)
 
     def met_after_batch(self) -> None:
         """All ranks have ended the last batch: they have met in a collective since."""
-        self._ended = None
+        self._batch.record_meeting()
 
     def validated(self) -> None:
         """The validation after the last step ended."""
@@ -451,55 +563,20 @@ class ElasticWorlds:
                     error.add_note(self._place())
                     raise
                 fault = error
-                self._remember_batch_end(error)
+                self._batch.keep(error, is_prepared=self._pending is not None)
                 if is_first:  # nobody knows yet whether there is anything to go on from: the next world will
                     is_first, self.is_newcomer = False, self.version == 0
 
-    def _remember_batch_end(self, fault: BaseException) -> None:
-        """Keep what a fault has left to do of the last step, if that is committed. Where nothing is left here, rank 0
-        may not have logged it.
-        """
-        trainer, is_prepared = self._state.trainer, self._pending is not None
-        left = private_lightning.BatchEnd.left_by(fault, trainer, is_prepared=is_prepared)
-        if left is not None:
-            self._batch_end = trainer.global_step + is_prepared, left
-        elif self._ended is not None:
-            self._batch_end = self._ended
-        self._ended = None
-
     def _end_batch(self) -> None:
-        """Run the hooks of the committed step that a fault kept from running, each once; collective.
-
-        A hook that failed is run again, unless it has ended on another rank: then its exchange took place. Where rank 0
-        is lost and nobody has met it since, its successor logs the step.
-        """
-        trainer, step, left = self._state.trainer, -1, None
-        if self._batch_end is not None and not self.has_rolled_back:
-            step, left = self._batch_end
-        left = left if step == self.version else None
-        num_parts = private_lightning.BatchEnd.num_parts(trainer)
-        done, has_met = num_parts if left is None else left.done, left is None and self._made_steps
-        reports = all_gather_json([done, has_met], self._worlds.present)
-        everyones = [done for done, _ in reports]
-        succeeds = self._has_lost_rank_zero and self._worlds.present.rank == 0 and not any(met for _, met in reports)
-        if min(everyones) < num_parts and self._has_newcomers:
-            rank_zero_warn(
-                f"on_train_batch_end of step {self.version} does not run in every callback: a fault came before it, "
-                "and a process that has not made the step has joined"
+        """Run the hooks of the committed step that the fault kept from running; collective."""
+        kept, step = self._progress, -1 if self.has_rolled_back else self.version
+        ran = self._batch.finish(
+            step, self._worlds.present, made_steps=self._made_steps, with_newcomers=self._has_newcomers
+        )
+        if ran and kept is not None and self._progress is not None:  # what others have still to do follows here, too
+            self._progress = replace(
+                self._progress, validation_is_due=kept.validation_is_due, epoch_is_over=kept.epoch_is_over
             )
-            if succeeds and left is not None:
-                left.run_log(trainer)  # its row needs no exchange
-        elif left is not None:
-            left.skip_failed(ended=max(everyones))
-            kept = self._progress
-            if succeeds:
-                left.repeat_for_rank_zero(trainer)
-            left.run(trainer)
-            if kept is not None and self._progress is not None:  # what others have still to do follows here, too
-                self._progress = replace(
-                    self._progress, validation_is_due=kept.validation_is_due, epoch_is_over=kept.epoch_is_over
-                )
-        self._batch_end, self._has_lost_rank_zero = None, False
 
     def _place(self) -> str:
         """Return the place of an error in words: launchers count the errors of one place."""
@@ -524,7 +601,8 @@ class ElasticWorlds:
     def _recover(self, fault: BaseException | None) -> None:
         began_at, began = time.time(), time.perf_counter()
         self._cause = None
-        reason, details = self._reason(fault), self._look_into(fault)
+        reason = self._reason(fault)
+        self._faults.add(fault, self.version, self.engine.reason)
         release_frames(fault)
         before, version = (0 if self.is_newcomer else self._worlds.present.size), self.version
         former = self._require_members().ids if before else ()
@@ -566,33 +644,9 @@ class ElasticWorlds:
             began_at=began_at,
             seconds=seconds,
         )
-        self._has_lost_rank_zero |= 0 in self.report.lost_ranks
+        self._batch.record_lost(self.report.lost_ranks)
         call_hook(self._state.module, "on_recovered", self.report)
-        if self.report.lost_ranks:
-            self._repeats = 0
-        elif self._repeats >= _MOST_REPEATS:
-            raise PeerFailed(
-                f"the step after step {version} failed {_MOST_REPEATS} times in the same way, and no rank was "
-                f"lost: {reason}",
-                details=details,
-            )
-
-    def _look_into(self, fault: BaseException | None) -> str:
-        """Count how often a fault has come in a row. An error that no connection has caused is shown: a recovery would
-        hide it.
-
-        Returns:
-            The traceback of one that came too often.
-        """
-        if fault is None or isinstance(fault, WorldChanged):
-            self._last_fault, self._repeats = "", 0
-            return ""
-        signature = f"{self.version}; {signature_of(fault)}"
-        is_known = signature == self._last_fault
-        self._last_fault, self._repeats = signature, self._repeats + 1 if is_known else 1
-        if not is_known and not is_network_fault(fault):
-            logger.warning("taken for a consequence of a broken world (%s)", self.engine.reason, exc_info=fault)
-        return "".join(traceback.format_exception(fault)) if self._repeats >= _MOST_REPEATS else ""
+        self._faults.check(self.report.lost_ranks, version, reason)
 
     def _reason(self, fault: BaseException | None) -> str:
         return "this process joins a running world" if self.is_newcomer else reason_of(fault, self.engine.reason)
