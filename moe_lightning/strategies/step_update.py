@@ -14,7 +14,7 @@ from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.checks import require_separate_updates
 from moe_lightning.strategies.gradients import Gradients, scale_gradients
-from moe_lightning.strategies.scaling import AgreedScaler, own_scale, share_scale
+from moe_lightning.strategies.precision import AgreedScaler, own_scale, share_scale
 from moe_lightning.strategies.step_data import samples_of
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.watch import FiniteWatch, StopOnNan, UpdateSkipped, dense_values
