@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -318,20 +317,20 @@ class Losses:
     validation: dict[int, float]
 
 
-def reference(steps: int, **options: Any) -> Losses:
-    """The losses of one process that nobody disturbs."""
-    return _reference(steps, json.dumps(options, sort_keys=True))
+def reference(steps: int, *, ranks: int = 1, **options: Any) -> Losses:
+    """The losses of a run that nobody disturbs, of one process by default."""
+    key = repr((steps, ranks, sorted(options.items())))
+    if key not in _REFERENCES:
+        with tempfile.TemporaryDirectory() as name:
+            run_ranks(ranks, _train_alone, name, steps, options)
+            _REFERENCES[key] = Losses(
+                training={step: loss for step, loss, _, _ in _lines(Path(name) / "diary-0.jsonl")},
+                validation=dict(_lines(Path(name) / "validations-0.jsonl")),
+            )
+    return _REFERENCES[key]
 
 
-@cache
-def _reference(steps: int, options: str) -> Losses:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        run_ranks(1, _train_alone, name, steps, json.loads(options))
-        return Losses(
-            training={step: loss for step, loss, _, _ in _lines(folder / "diary-0.jsonl")},
-            validation=dict(_lines(folder / "validations-0.jsonl")),
-        )
+_REFERENCES: dict[str, Losses] = {}
 
 
 def _train_alone(rank: int, world_size: int, folder: str, steps: int, options: dict[str, Any]) -> None:
