@@ -229,25 +229,6 @@ class DrawNoise(pl.Callback):
                 parameter.grad.mul_(1 + 0.1 * torch.rand(()))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"every_n_steps": 0}, "every_n_steps=0"),
-        ({"k_snapshot": 0}, "k_snapshot=0"),
-        ({"k_snapshot": 2, "k_persist": 3}, "k_persist=3"),
-        ({"order": "random"}, "order='random'"),
-        ({"scopes": "half"}, "scopes='half'"),
-        ({"keep_last": 0}, "keep_last=0"),
-        ({"windows": "night"}, "windows='night'"),
-        ({"timeout_s": 0}, "timeout_s=0"),
-        ({"failures_per_hour": -1}, "failures_per_hour=-1"),
-    ],
-)
-def test_wrong_settings_are_one_sentence(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        PartialExpertsCheckpoint(str(tmp_path), **options)
-
-
 def test_another_strategy_is_refused(tmp_path: Path) -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[saver(tmp_path)], max_steps=1)
     with pytest.raises(ConfigurationError, match="expert_parallel"):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from moe_lightning.callbacks.routing import RoutingRecorder
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import ForcedRouting, Popularity
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import train
@@ -56,8 +55,3 @@ def test_a_resumed_run_continues_the_file(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match=r"recorded with \(2, 2, 6\) \(layers, ranks, experts\), but this run has"):
         record(path, 3, steps=6, ckpt_path=checkpoint)
     assert list(tmp_path.glob(".*")) == []
-
-
-def test_a_wrong_interval() -> None:
-    with pytest.raises(ConfigurationError, match="every_n_steps=0"):
-        RoutingRecorder("x.npz", every_n_steps=0)

@@ -13,33 +13,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, MoELayer
+from moe_lightning import ConfigurationError, GPTModule, MoELayer
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"timeout_s": 0}, "timeout_s=0 of ExpertParallelStrategy must be a number above 0"),
-        ({"timeout_s": float("inf")}, "timeout_s=inf"),
-        ({"timeout_s": "long"}, "timeout_s='long'"),
-        ({"replicas": 0}, "replicas=0 of ExpertParallelStrategy must be an integer of at least 1 or null"),
-        ({"replicas": 1.5}, "replicas=1.5"),
-        ({"seed": -1}, "seed=-1 of ExpertParallelStrategy must be an integer of at least 0 or null"),
-        ({"quota": "fair"}, "quota='fair' of ExpertParallelStrategy must be 'balanced' or 'equal'"),
-        ({"ep_size": 0}, "ep_size=0 of ExpertParallelStrategy must be an integer of at least 1 or null"),
-        ({"ep_size": "all"}, "ep_size='all'"),
-        ({"replicas": 2, "placement": [[1]]}, "replicas=2 .* give either replicas or placement"),
-        ({"replica": 2}, r"ExpertParallelStrategy has no option 'replica' \(did you mean 'replicas'\?\)"),
-        ({"copies": 2}, "ExpertParallelStrategy has no option 'copies': drop it"),
-        ({"module": None}, "has no option 'module'"),
-        ({"start_method": "thread"}, "start_method='thread' is not known here: use popen, .*fork"),
-    ],
-)
-def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        ExpertParallelStrategy(**options)
 
 
 class Stream(IterableDataset[Any]):

@@ -37,23 +37,6 @@ def test_four_bits_are_the_nearest_of_sixteen_and_a_product_is_that_of_the_numbe
     torch.testing.assert_close(*(torch.autograd.grad(out, x_MD, grad)[0] for out in (out_MF, expected_MF)))
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"rank": 0}, "rank=0 of AdapterConfig must be an integer of at least 1"),
-        ({"alpha": 0}, "alpha=0 of AdapterConfig must be"),
-        ({"targets": ["mlp"]}, r"targets=\['mlp'\] of AdapterConfig must be"),
-        ({"targets": []}, "leaves nothing to train"),
-        ({"kind": "dora"}, "kind='dora' of AdapterConfig must be"),
-        ({"kind": "qlora", "targets": ["attention"]}, "lacks experts"),
-        ({"targets": ["dense"]}, "targets names dense, and the model has no layers of this kind"),
-    ],
-)
-def test_mistakes(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigurationError, match=sentence):
-        add_adapters(GPT(GPTConfig(**TINY)), options)
-
-
 def test_more_mistakes() -> None:
     with pytest.raises(ConfigurationError, match="targets names experts"):
         add_adapters(nn.Linear(4, 4), {})

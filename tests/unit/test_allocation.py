@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.balancing.cluster import AllocationPolicy, affordable_replicas, allocate_replicas
-from moe_lightning.errors import ConfigurationError
 
 POLICIES: tuple[AllocationPolicy, ...] = ("eq1", "waterfill")
 
@@ -95,20 +94,3 @@ def test_five_nodes_of_six_slots_lose_the_guarantee_only_for_sixteen_experts(
 
 def test_one_node_promises_one_replica() -> None:
     assert affordable_replicas(2, slots=8, num_nodes=1, min_replicas=2) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"slots": 2}, "2 slots cannot hold 3 experts"),
-        ({"min_replicas": 0}, "min_replicas=0"),
-        ({"policy": "fair"}, "'fair' is unknown"),
-        ({"max_replicas": 1}, "max_replicas=1 is below the 2"),
-        ({"max_replicas": 3, "policy": "eq1"}, "no meaning in eq. 1"),
-        ({"load": np.array([1, -1, 2])}, "non-negative"),
-    ],
-)
-def test_wrong_input_is_one_sentence(arguments: dict[str, object], message: str) -> None:
-    valid: dict[str, object] = {"load": np.array([1, 2, 3]), "slots": 8, "num_nodes": 4}
-    with pytest.raises(ConfigurationError, match=message):
-        allocate_replicas(**(valid | arguments))  # type: ignore[arg-type]

@@ -278,27 +278,6 @@ def test_validation_images_are_spread(tmp_path: Path) -> None:
     assert ImageData().summary() == "coloured shapes: 4,096 training and 1,024 validation images, 12 classes"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"image_size": 0}, "image_size=0 of ImageData must be an integer of at least 1"),
-        ({"global_batch_size": 0}, "global_batch_size=0"),
-        ({"num_workers": -1}, "num_workers=-1"),
-        ({"val_samples": 0}, "val_samples=0"),
-        ({"num_shapes": 3}, "num_shapes=3 of ImageData must be an integer of at least 4"),
-        ({"seed": -1}, "seed=-1"),
-        ({"val_fraction": 1.0}, "val_fraction=1.0 of ImageData must be a number above 0 and below 1"),
-        ({"crop_scale": (0.0, 1.0)}, r"crop_scale=\[0.0, 1.0\] is not a range"),
-        ({"crop_scale": (0.9, 0.1)}, "crop_scale"),
-        ({"crop_scale": (0.5,)}, "crop_scale"),
-        ({"center_crop": 1.5}, "center_crop=1.5 of ImageData must be a number above 0 and at most 1"),
-    ],
-)
-def test_wrong_values(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        ImageData(**options)
-
-
 def test_pillow_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

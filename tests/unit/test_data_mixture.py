@@ -162,25 +162,6 @@ def test_another_mixture_than_that_of_a_position_is_refused(
     assert other.step_sampler.consumed == 8
 
 
-@pytest.mark.parametrize(
-    ("source", "sentence"),
-    [
-        ([], "source=[] is empty"),
-        (["a.txt", {"path": "b.txt", "weight": 1}], "source='a.txt' has no weight, but 'b.txt' has"),
-        ([{"path": "a.txt", "weight": 0}], "source[0].weight=0 must be a number above 0"),
-        ([{"path": "a.txt", "wieght": 1}], "source[0] has no 'wieght': did you mean 'weight'?"),
-        ([{"weight": 1}], "source[0] lacks path"),
-        ([3], "source=[3] of TextData must be text or a list"),
-        (["", "a.txt"], "source=['', 'a.txt'] of TextData must be text or a list"),
-    ],
-)
-def test_mistakes_in_mixtures_are_one_sentence(source: Any, sentence: str) -> None:
-    with pytest.raises(ConfigurationError) as raised:
-        TextData(source=source)
-    assert sentence in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
 def test_a_source_that_gets_no_sample_is_refused(sources: list[dict[str, Any]], tmp_path: Path) -> None:
     sources[0]["weight"] = 1e9
     with pytest.raises(ConfigurationError, match=r"weight=1 of the 1e\+09 of all sources gives one of them no sample"):

@@ -214,25 +214,6 @@ def test_binding_that_cannot_work_changes_nothing() -> None:
     assert sampler.slice_at(sampler.consumed).count == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"num_samples": 0}, "num_samples=0"),
-        ({"global_batch_size": 0}, "global_batch_size=0"),
-        ({"global_batch_size": 8.0}, "global_batch_size=8.0"),
-        ({"num_micros": 0}, "num_micros=0"),
-        ({"world_size": 0}, "world_size=0"),
-        ({"rank": 1}, "rank=1 is outside 0..0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"num_samples": 7}, "7 samples, fewer than one step of 8"),
-        ({"world_size": 5, "num_micros": 2}, "set it to at least 10"),
-    ],
-)
-def test_wrong_values_are_one_sentence(change: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigurationError, match=sentence):
-        StepSampler(**({"num_samples": 100, "global_batch_size": 8} | change))
-
-
 @pytest.mark.parametrize("state", [{}, {"consumed": -1}, {"consumed": 1.5}, {"consumed": True}, {"consumed": 3}])
 def test_wrong_positions_are_one_sentence(state: dict[str, Any]) -> None:
     sampler = StepSampler(num_samples=100, global_batch_size=8)

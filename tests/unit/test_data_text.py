@@ -593,22 +593,6 @@ def test_windows_travel_without_their_tokens(book: Path, cache: Path) -> None:
     assert torch.equal(next(iter(loader))[0][1], windows[1][0])
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"context_length": 0}, "context_length=0"),
-        ({"global_batch_size": 0}, "global_batch_size=0"),
-        ({"global_batch_size": "8"}, "global_batch_size='8'"),
-        ({"num_workers": -1}, "num_workers=-1"),
-        ({"val_samples": 0}, "val_samples=0"),
-        ({"seed": -1}, "seed=-1"),
-    ],
-)
-def test_wrong_sizes_are_one_sentence(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigurationError, match=sentence):
-        TextData(**options)
-
-
 def test_text_shorter_than_a_window_is_one_sentence(book: Path, cache: Path) -> None:
     data = TextData(source=str(book), cache_dir=cache, context_length=5000)
     with pytest.raises(

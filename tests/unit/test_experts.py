@@ -187,23 +187,6 @@ def test_double_precision() -> None:
     assert experts.w_up.grad is not None
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_experts": 0}, "num_experts=0 of Experts must be an integer of at least 1"),
-        ({"d_model": 0}, "d_model=0"),
-        ({"d_expert": -3}, "d_expert=-3"),
-        (
-            {"activation": "relu"},
-            "activation='relu' of Experts must be 'gelu' or 'swiglu' or 'gelu_tanh' or 'swiglu_clamped'",
-        ),
-    ],
-)
-def test_wrong_experts(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        make(**options)
-
-
 class NeedsDevices(TorchFunctionMode):
     """Refuses draws that would be made on the default device with a generator of the CPU."""
 

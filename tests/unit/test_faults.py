@@ -60,32 +60,6 @@ def test_any_text_is_read_or_refused(kind: Kind, text: str) -> None:
     assert refusal is None or refusal.startswith(kind)
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "message"),
-    [
-        ("kill", "rank=1", "kill='rank=1' lacks step: write rank=1,step=30"),
-        ("kill", "1@30", "kill='1@30' cannot be read at '1@30': write rank=1,step=30"),
-        ("kill", "rank=1,step=3,rank=2", "sets rank twice"),
-        ("kill", "rank=1,step=3,seconds=2", "has seconds, which is not one of rank, step, place: write rank=1,step=30"),
-        ("kill", "rank=one,step=3", "kill.rank='one' must be an integer of at least 0"),
-        ("kill", "rank=-1,step=3", "kill.rank=-1 must be an integer of at least 0"),
-        ("kill", "rank=1,step=3,place=lunch", "kill.place='lunch' must be 'forward' or 'backward'"),
-        ("kill", " ; ", "kill=' ; ' names no fault"),
-        ("kill", "rank=1,step=3;rank=1,step=3", "kill strikes rank 1 twice at step 3, forward"),
-        ("stop", "rank=1,step=3,seconds=0", "stop.seconds=0 must be a number above 0"),
-        ("stop", "rank=1,step=3,seconds=nan", "stop.seconds=nan must be a number above 0"),
-        ("stop", "rank=1,step=3,seconds=long", "stop.seconds='long' must be a number above 0"),
-        ("slow", "rank=1,step=3,factor=0.5", "slow.factor=0.5 must be a number above 1"),
-        ("slow", "rank=1,step=3,steps=0", "slow.steps=0 must be an integer of at least 1"),
-        ("fill_disk", "rank=1,step=3,folder=/tmp", "lacks megabytes: write rank=1,step=30,folder=FOLDER,megabytes=100"),
-        ("fill_disk", "rank=1,step=3,folder=/tmp,megabytes=-1", "fill_disk.megabytes=-1 must be a number above 0"),
-    ],
-)
-def test_wrong_faults(kind: Kind, text: str, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        parse_faults(kind, text)
-
-
 def test_kinds_are_known() -> None:
     with pytest.raises(ConfigurationError, match="kind='melt' of Fault must be 'kill' or 'stop'"):
         Fault(kind="melt", rank=0, step=0)  # type: ignore[arg-type]

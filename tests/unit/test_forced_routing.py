@@ -139,16 +139,3 @@ def test_wrong_traces_are_one_sentence(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigurationError, match="records 4 experts, fewer than the model's 5"):
         Popularity(ForcedRouting(kind="trace", path=full), 5, 0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "normal"}, "kind='normal' of ForcedRouting must be 'uniform' or 'zipf' or 'drift' or 'trace'"),
-        ({"kind": "zipf", "exponent": -1.0}, "exponent=-1.0 of ForcedRouting must be a number of at least 0"),
-        ({"kind": "trace"}, "kind='trace' needs path="),
-    ],
-)
-def test_wrong_forced_routing(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        ForcedRouting(**options)

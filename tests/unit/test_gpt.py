@@ -191,32 +191,6 @@ def test_a_sequence_that_is_too_long() -> None:
         make()(torch.zeros(1, 13, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_layers": 0}, "num_layers=0 of GPTConfig must be an integer of at least 1"),
-        ({"d_model": 30}, "d_model=30 is not a multiple of num_heads=4"),
-        ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
-        ({"num_kv_heads": 0}, "num_kv_heads=0 of GPTConfig must be an integer of at least 1 or null"),
-        ({"position": "rope", "d_model": 36}, "even head size, not d_model/num_heads=9"),
-        ({"position": "alibi"}, "position='alibi' of GPTConfig must be 'learned' or 'rope'"),
-        ({"norm": "batch"}, "norm='batch'"),
-        ({"activation": "relu"}, "activation='relu'"),
-        ({"dropout": 1.0}, "dropout=1.0 of GPTConfig must be a number of at least 0 and below 1"),
-        ({"num_experts": 1}, "top_k=2 is more than the 1 experts"),
-        ({"num_experts": -1}, "num_experts=-1 of GPTConfig must be an integer of at least 0"),
-        ({"moe_every": 0}, "moe_every=0"),
-        ({"moe_every": 3}, "moe_every=3 and num_dense_layers=0 leave no MoE layer among 2"),
-        ({"num_dense_layers": 2}, "leave no MoE layer among 2"),
-        ({"d_hidden": 2.5}, "d_hidden=2.5"),
-        ({"vocab_size": True}, "vocab_size=true"),
-    ],
-)
-def test_wrong_models(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        make(**options)
-
-
 def test_feed_forward_formula() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 6)

@@ -239,22 +239,3 @@ def test_prediction_is_the_likeliest_token() -> None:
     module, ids = GPTModule({**TINY, "router": {"top_k": 2}}).eval(), torch.randint(0, 40, (2, 8))  # not drawn anew
     module.configure_model()
     assert torch.equal(module.predict_step((ids, ids), 0), module(ids).argmax(dim=-1))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": 0.0}, "lr=0.0 of OptimizerConfig must be a number above 0"),
-        ({"betas": (0.9,)}, r"betas=\(0.9,\) of OptimizerConfig must be a list of 2"),
-        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\)"),
-        ({"eps": 0.0}, "eps=0.0 of OptimizerConfig must be a number above 0"),
-        ({"weight_decay": -0.1}, "weight_decay=-0.1 of OptimizerConfig must be a number of at least 0"),
-        ({"warmup_steps": -1}, "warmup_steps=-1 of OptimizerConfig must be an integer of at least 0"),
-        ({"decay": "exp"}, "decay='exp' of OptimizerConfig must be 'cosine' or 'linear' or 'constant'"),
-        ({"name": "muon", "fused": True}, "fused=true is for name='adamw', not 'muon': drop one of them"),
-        ({"min_lr_ratio": 1.5}, "min_lr_ratio=1.5 of OptimizerConfig must be a number of at least 0 and at most 1"),
-    ],
-)
-def test_wrong_optimizers(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        GPTModule(TINY, options)

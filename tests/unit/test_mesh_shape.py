@@ -55,21 +55,6 @@ def test_an_axis_of_no_ranks_is_refused() -> None:
         MeshShape(tp=0)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "said"),
-    [
-        ({"dp": 2}, r"mesh\.dp=2 cannot be chosen: it follows from the number of ranks: drop it"),
-        ({"ep": 2}, r"mesh\.ep=2 cannot be chosen: use pp, cp or tp"),
-        ({"cp": "2"}, r"mesh\.cp='2' is not an integer of at least 1: set it to one"),
-        ({"tp": 0}, r"mesh\.tp=0 is not an integer of at least 1"),
-        ({"pp": True}, r"mesh\.pp=True is not an integer"),
-    ],
-)
-def test_a_mesh_that_nobody_can_choose_is_refused(mesh: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        chosen_axes(mesh)
-
-
 def test_axes_that_are_not_chosen_have_one_rank() -> None:
     assert chosen_axes(None) == chosen_axes({}) == chosen_axes({"pp": 1, "cp": 1, "tp": 1}) == MeshShape()
 

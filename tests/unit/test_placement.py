@@ -117,28 +117,6 @@ def test_one_table_serves_every_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ([[1, 0], [0]], r"plan\.json is not a rectangular table"),
-        ([[1.0, 0.0]], r"plan\.json must hold integers"),
-        ([["a", "b"]], r"plan\.json must hold integers"),
-        ([[True, False]], r"plan\.json must hold integers"),
-        ({"layers": 1}, r"plan\.json must hold integers"),
-        (None, r"plan\.json must hold integers"),
-        (3, r"plan\.json has shape"),
-        ([1, 1], r"plan\.json has shape"),
-        ([[1, 1]], r"plan\.json has shape \[2, 1, 2\], but this run needs \[2, 3, 2\]"),
-        ([[[1, 1]] * 3] * 3, r"plan\.json has shape \[3, 3, 2\], but this run needs \[2, 3, 2\]"),
-        ([[1, 1], [1, 0], [0, 0]], "no rank holds expert 2 .* at least one"),
-        ([[1, 1], [1, 0], [-1, 2]], "cannot hold -1 replicas: use 0 or more"),
-    ],
-)
-def test_wrong_tables(table: object, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        parse_placements(table, num_layers=2, num_experts=3, num_ranks=2, origin="plan.json")
-
-
-@pytest.mark.parametrize(
     ("replicas", "message"),
     [
         (np.ones(3, dtype=int), r"table \[experts, ranks\].*shape \(3,\)"),
@@ -149,17 +127,3 @@ def test_wrong_tables(table: object, message: str) -> None:
 def test_wrong_placements(replicas: np.ndarray, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Placement(replicas=replicas)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((0, 2), "0 experts on 2 ranks"),
-        ((2, 0), "2 experts on 0 ranks"),
-        ((4, 2, 3), "replicas=3 .* between 1 and 2"),
-        ((4, 2, 0), "replicas=0"),
-    ],
-)
-def test_wrong_sizes(sizes: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        uniform_placement(*sizes)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.randomness import SampleStream, attach_stream
 from moe_lightning.moe.router import Router, RouterConfig, Routing, drop_overflow
 
@@ -211,32 +210,6 @@ def test_capacity_counts_before_dropping() -> None:
     kept_E = torch.bincount(routing.expert_ids_TK[routing.expert_ids_TK >= 0], minlength=6)
     assert torch.equal(kept_E, dropless.tokens_per_expert_E.clamp_max(limit))
     assert (routing.expert_ids_TK == -1).any()
-
-
-@pytest.mark.parametrize(
-    ("options", "num_experts", "message"),
-    [
-        ({"top_k": 0}, 4, "top_k=0 of RouterConfig must be an integer of at least 1"),
-        ({"top_k": 5}, 4, "top_k=5 is more than the 4 experts"),
-        ({"num_groups": 3}, 4, "num_groups=3 does not divide num_experts=4"),
-        ({"num_groups": 2, "top_groups": 3}, 4, "top_groups=3 must be between 1 and num_groups=2"),
-        ({"num_groups": 2, "top_groups": 1, "top_k": 3}, 4, "top_k=3 is more than the 2 experts"),
-        ({"weigh_inputs": True}, 4, "weigh_inputs=true needs top_k=1, not 2"),
-        ({"score": "relu"}, 4, "score='relu' of RouterConfig must be 'softmax' or 'sigmoid'"),
-        ({"drop_policy": "random"}, 4, "drop_policy='random'"),
-        ({"aux_loss_scope": "node"}, 4, "aux_loss_scope='node'"),
-        ({"softmax_after_top_k": True, "score": "sigmoid"}, 4, "needs score='softmax'"),
-        ({"aux_loss_coef": -1.0}, 4, "aux_loss_coef=-1.0 of RouterConfig must be a number of at least 0"),
-        ({"z_loss_coef": -1.0}, 4, "z_loss_coef=-1.0"),
-        ({"bias_update_rate": -1.0}, 4, "bias_update_rate=-1.0"),
-        ({"jitter": 1.0}, 4, "jitter=1.0 of RouterConfig must be a number of at least 0 and below 1"),
-        ({"capacity_factor": 0.0}, 4, "capacity_factor=0.0 of RouterConfig must be a number above 0 and"),
-        ({"scale": 0.0}, 4, "scale=0.0 of RouterConfig must be a number above 0"),
-    ],
-)
-def test_wrong_routers(options: dict[str, Any], num_experts: int, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        make_router(num_experts, **options)
 
 
 def test_weights_multiply_what_experts_read() -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import NS, Event, Failures, cap_nodes, check_events, read_trace
 
 DATA = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
@@ -91,21 +90,3 @@ def test_recorded_spot_instances() -> None:
     live = np.cumsum([len(event.joined) - len(event.failed) for event in events])
     assert (live[0], live.max(), len(events)) == (18, 32, 163)
     assert max(len(event.failed) for event in events) == 6  # 19 percent of 32 (Lazarus 6.4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"kind": "often"}, "kind='often' of Failures must be 'none' or"),
-        ({"node_mtbf_hours": 0.0}, "node_mtbf_hours=0.0 of Failures must be a number above 0"),
-        ({"shape": float("inf")}, "shape=inf of Failures must be a number of at least 0.1"),
-        ({"simultaneous": 0}, "simultaneous=0 of Failures must be an integer of at least 1"),
-        ({"repair_s": 0.0}, "repair_s=0.0 of Failures must be a number above 0 and at most 1000000000 or null"),
-        ({"kind": "trace"}, "give a path with kind=trace, and only with it"),
-        ({"path": "x.csv"}, "give a path with kind=trace, and only with it"),
-    ],
-)
-def test_mistakes_are_one_sentence(changes: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        Failures(**changes)  # type: ignore[arg-type]
-    assert sentence in str(error.value)

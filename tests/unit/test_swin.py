@@ -234,28 +234,6 @@ def test_accuracy() -> None:
 # ---------------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_classes": 1}, "num_classes=1 of SwinConfig must be an integer of at least 2"),
-        ({"image_size": 0}, "image_size=0 of SwinConfig must be an integer of at least 1"),
-        ({"drop_path_rate": 1.0}, "drop_path_rate=1.0 of SwinConfig must be a number of at least 0 and below 1"),
-        ({"image_size": 15}, "image_size=15 is not a multiple of patch_size=2"),
-        ({"image_size": 2}, "image_size=2 leaves the last of 2 stages no token: use at least 4 pixels"),
-        ({"num_heads": (2,)}, r"depths=\[2, 2\] and num_heads=\[2\] need one number for each stage"),
-        ({"num_heads": (2, 3)}, r"num_heads=\[2, 3\] cannot share the width 16 of stage 2"),
-        ({"num_experts": 0}, "num_experts=0 of SwinConfig must be an integer of at least 1"),
-        ({"num_dense_layers": -1}, "num_dense_layers=-1 of SwinConfig must be an integer of at least 0"),
-        ({"router": {"top_k": 5}}, "top_k=5 is more than the 4 experts"),
-        ({"embed_dim": "wide"}, "embed_dim='wide' of SwinConfig must be an integer of at least 1 or null"),
-        ({"pretrained": "nowhere"}, "patch_size=2 comes from the checkpoint: leave it null with pretrained"),
-    ],
-)
-def test_wrong_configurations(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        SwinModule({**TINY, **options})
-
-
 def test_too_many_dense_layers() -> None:
     module = SwinModule({**TINY, "num_dense_layers": 4})
     with pytest.raises(ConfigurationError, match="moe_every=2 and num_dense_layers=4 leave no MoE layer among 4"):
