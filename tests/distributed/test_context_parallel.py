@@ -1,11 +1,10 @@
-"""Sequences cut over ranks (mesh.cp): losses, norms and logged values are those of one rank, and so are checkpoints."""
+"""Sequences cut over ranks (mesh.cp): users' modules see parts and answer wholes, and slices follow speeds."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,64 +20,17 @@ from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.randomness import StreamDropout
 from tests.distributed.harness import run_ranks
-from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import TOLERANCE, assert_same_training
-from tests.distributed.test_cut_parameters import load, save
+from tests.distributed.test_meshes import CASES, CP2, LLAMA, reference, run
 from tests.distributed.test_uneven_ranks import Slices
-from tests.distributed.training import BRIEF, BRIEF_ACCUMULATION, OwnModule, RandomTokens, Recorder, make_trainer, train
+from tests.distributed.training import BRIEF, OwnModule, RandomTokens, Recorder, make_trainer, train
 from tests.parameters import slow
-
-LLAMA = {
-    "norm": "rmsnorm", "position": "rope", "qk_norm": True, "activation": "swiglu", "bias": False,
-    "num_heads": 4, "num_kv_heads": 2, "tie_embeddings": True, "num_shared_experts": 1,
-}  # fmt: skip
-NOISY = {"dropout": 0.1, "router": {"noisy_top_k": True, "jitter": 0.1, "z_loss_coef": 0.01, "bias_update_rate": 0.01}}
-VALIDATED: dict[str, Any] = {"validate": True, "trainer": {"val_check_interval": 4}}
-CASES: dict[str, dict[str, Any]] = {
-    "gpt2": {"model": {"num_heads": 4}, **VALIDATED},
-    "gpt2 uneven": {"model": {"num_heads": 4, **NOISY}, "batch_size": 13},
-    "gpt2 accumulated": {
-        "model": {"num_heads": 4, "dropout": 0.1}, **BRIEF_ACCUMULATION,
-    },
-    "llama": {"model": {**LLAMA, **NOISY}, **VALIDATED},
-    "llama uneven": {"model": LLAMA, "batch_size": 13},
-    "bf16": {"model": LLAMA, "trainer": {"precision": "bf16-mixed"}},
-    "llama accumulated": {
-        "model": {**LLAMA, **NOISY}, **BRIEF_ACCUMULATION,
-    },
-}  # fmt: skip
-
-
-def run(world_size: int, *, cp: int = 1, **options: Any) -> list[dict[str, Any]]:
-    strategy = {"mesh": {"cp": cp}, **options.pop("strategy", {})}
-    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, strategy=strategy, **BRIEF | options))
-    return results
-
-
-@cache
-def reference(key: str) -> dict[str, Any]:
-    return run(1, **CASES[key])[0]
-
-
-@pytest.mark.parametrize(
-    ("key", "ranks", "cp", "strategy"),
-    [
-        slow("gpt2", 2, 2, {}),
-        slow("gpt2 uneven", 4, 2, {"replicas": 2}),
-        ("gpt2 accumulated", 4, 4, {"dense": "fsdp"}),
-        slow("llama", 4, 2, {"dense": "fsdp"}),
-        ("llama", 4, 4, {"dense": "hsdp", "replicas": 2}),  # two heads of keys for four ranks
-        slow("llama uneven", 4, 2, {"dense": "zero1"}),
-        slow("llama accumulated", 2, 2, {"dense": "hsdp"}),
-    ],
-)
-def test_the_loss_is_that_of_one_rank(key: str, ranks: int, cp: int, strategy: dict[str, Any]) -> None:
-    assert_same_training(reference(key), run(ranks, cp=cp, strategy=strategy, **CASES[key]))
 
 
 def test_bf16_stays_close() -> None:
-    for result in run(4, cp=2, **CASES["bf16"]):
-        assert result["losses"] == pytest.approx(reference("bf16")["losses"], abs=0.02)
+    case: dict[str, Any] = {"model": LLAMA, "trainer": {"precision": "bf16-mixed"}}
+    for result in run(4, strategy=CP2, **case):
+        assert result["losses"] == pytest.approx(run(1, **case)[0]["losses"], abs=0.02)
 
 
 def uneven(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
@@ -89,8 +41,8 @@ def uneven(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
 
 
 def test_a_slice_is_as_fast_as_the_slowest_of_its_ranks() -> None:
-    results = run_ranks(4, partial(uneven, strategy={"mesh": {"cp": 2}, "slots": 3}, **BRIEF, **CASES["llama"]))
-    assert_same_training(reference("llama"), results)
+    results = run_ranks(4, partial(uneven, strategy={"mesh": {"cp": 2}, "slots": 3}, **BRIEF, **CASES["gpt2"]))
+    assert_same_training(reference("gpt2"), results)
     assert [set(result["samples"]) for result in results] == [{3}, {3}, {9}, {9}]
 
 
@@ -188,31 +140,6 @@ def test_a_users_module_sees_parts_and_answers_wholes(ranks: int, cp: int, heads
             found = [result["predictions"][number][name] for result in results]
             assert [len(part) for rank, part in enumerate(found) if rank % cp] == [0] * (ranks - ranks // cp)
             assert torch.equal(torch.cat(found[::cp]), tensor)
-
-
-# ---------------------------------------------------------------------- checkpoints
-
-MESHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "dp2": (2, {"dense": "zero1"}),
-    "cp2": (2, {"mesh": {"cp": 2}, "dense": "fsdp"}),
-    "dp2cp2": (4, {"mesh": {"cp": 2}, "dense": "hsdp", "replicas": 2}),
-}
-
-
-@pytest.mark.parametrize(
-    ("writer", "readers"),
-    [
-        slow("dp2cp2", ["one", "dp2", "cp2"]),
-        slow("dp2", ["dp2cp2"]),
-        slow("cp2", ["one", "dp2", "dp2cp2"]),
-        slow("one", ["cp2", "dp2cp2"]),
-    ],
-)
-def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
-    written = write(MESHES, writer, save, tmp_path)
-    assert sum(name.endswith("/exp_avg") for name in written) > 10
-    assert_read_to_the_bit(MESHES, readers, load, tmp_path, written)
 
 
 # ---------------------------------------------------------------------- refusals

@@ -17,17 +17,28 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
+from moe_lightning import (
+    ContextParallel,
+    GPTModule,
+    MoELayer,
+    OptimizerConfig,
+    RoutingReplay,
+    auxiliary_loss,
+)
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.dense_blocks import CompileDense, RecomputeDense
+from moe_lightning.callbacks.routing import RoutingRecorder
 from moe_lightning.data.loader import StepLoader
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.moe.randomness import StreamDropout
+from moe_lightning.moe.replayed_routing import TokenRange, read_samples, write_tokens
 from moe_lightning.parallel import exchange
 from tests.distributed.harness import run_ranks
-from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
+from tests.distributed.test_meshes import FOUR, MESHES, PP, save
 from tests.distributed.training import TINY, RandomTokens, make_trainer, replicas_of
 from tests.distributed.training import train as train_tiny
 from tests.parameters import slow
@@ -100,58 +111,81 @@ def train(
 
 
 LLAMA = {**KNOWN["llama"]["model"], "tie_embeddings": False}
+NOISY = KNOWN["noisy"]["model"]
+GROUPED = {**LLAMA, "num_heads": 4, "num_kv_heads": 2, "qk_norm": True}
 CASES: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "llama": {"model": {**LLAMA, "dropout": 0.1}},
-    "noisy": {"model": KNOWN["noisy"]["model"]},
-    "uneven": {
-        "samples": 96,
-        "batch_size": 26,
-    },  # micro-batches of 7, 7, 6 and 6 samples, and few in the last step of an epoch
+    "gpt2": {"model": {**NOISY, "num_heads": 4}},
+    "llama": {"model": {**GROUPED, **NOISY}},
+    # Micro-batches of 7, 7, 6 and 6 samples, and few in the last step of an epoch.
+    "uneven": {"model": GROUPED, "samples": 96, "batch_size": 26},
+    "short": {"model": {**GROUPED, **NOISY, "qk_norm": False}, "samples": 96, "batch_size": 26, "steps": 5},
     # The last step of an epoch has one sample.
     "few": {"samples": 58, "batch_size": 19, "every": 1.0, "model": {"moe_every": 2}},
     "by value": {"trainer": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}},
     "three": {"model": {"num_layers": 3}},
+    "accumulated": {"model": NOISY, "samples": 96, "batch_size": 24},  # an epoch has four
 }
 
 
 @cache
-def reference(key: str, micros: int) -> dict[str, Any]:
-    result: dict[str, Any] = run_ranks(1, partial(train, **{"accumulate": micros} | CASES[key]))[0]
+def reference(key: str) -> dict[str, Any]:
+    result: dict[str, Any] = run_ranks(1, partial(train, accumulate=MICROS, **CASES[key]))[0]
     return result
 
 
-def in_stages(ranks: int, pp: int, *, schedule: str = "1f1b", micros: int = MICROS, **case: Any) -> list[Any]:
-    strategy = {"mesh": {"pp": pp}, "schedule": schedule, "micro_batches": micros, **case.pop("strategy", {})}
-    return run_ranks(ranks, partial(train, strategy=strategy, **case))
+def in_stages(ranks: int, key: str = "", **options: Any) -> list[Any]:
+    """Two stages, unless the strategy says otherwise."""
+    strategy = options.pop("strategy", {})
+    accumulate = 2 if key == "accumulated" else 1
+    mesh = {"pp": 2, **strategy.get("mesh", {})}
+    strategy = {"micro_batches": MICROS // accumulate, **strategy, "mesh": mesh}
+    case = CASES[key] if key else {}
+    return run_ranks(ranks, partial(train, strategy=strategy, accumulate=accumulate, **case, **options))
+
+
+CP: dict[str, Any] = {"mesh": {"cp": 2}}
+TP: dict[str, Any] = {"mesh": {"tp": 2}}
+CP_TP: dict[str, Any] = {"mesh": {"cp": 2, "tp": 2}}
+PP4: dict[str, Any] = {"mesh": {"pp": 4}}
+ZERO1: dict[str, Any] = {"dense": "zero1"}
+FSDP: dict[str, Any] = {"dense": "fsdp"}
+HSDP: dict[str, Any] = {"dense": "hsdp", "shard_size": 2}
+INTERLEAVED: dict[str, Any] = {"schedule": "interleaved"}
 
 
 @pytest.mark.parametrize(
-    ("key", "ranks", "pp", "options"),
+    ("key", "ranks", "strategy"),
     [
-        slow("gpt2", 2, 2, {}),
-        slow("gpt2", 4, 4, {}),
-        slow("llama", 4, 2, {"strategy": {"replicas": 2}}),
-        slow("noisy", 4, 2, {}),
-        ("uneven", 4, 2, {}),
-        slow("few", 4, 2, {}),
-        ("three", 2, 2, {}),
-        slow("by value", 2, 2, {}),
-        slow("gpt2", 2, 2, {"schedule": "interleaved"}),
-        slow("noisy", 4, 2, {"schedule": "interleaved"}),
-        slow("uneven", 4, 2, {"schedule": "interleaved"}),
-        slow("uneven", 8, 2, {}),
-        slow("noisy", 8, 4, {}),
+        ("uneven", 4, {}), ("three", 2, {}), ("short", 4, TP), ("short", 4, {**FSDP, **INTERLEAVED}),
+        ("accumulated", 4, {}),
+        slow("gpt2", 2, {}), slow("gpt2", 4, PP4), slow("llama", 4, {"replicas": 2}), slow("gpt2", 4, {}),
+        slow("few", 4, {}), slow("by value", 2, {}), slow("uneven", 8, {}), slow("gpt2", 8, PP4),
+        *[slow(key, ranks, INTERLEAVED) for key, ranks in (("gpt2", 2), ("gpt2", 4), ("uneven", 4))],
+        slow("short", 4, CP), slow("short", 4, ZERO1),
+        *[
+            slow(key, ranks, {**axis, **schedule})
+            for axis in (CP, TP, ZERO1, FSDP, {**CP, **ZERO1}, {**CP, **FSDP})
+            for schedule in ({}, INTERLEAVED)
+            for key, ranks in (("gpt2", 4), ("llama", 4), ("uneven", 4), ("few", 8), ("accumulated", 4))
+        ],
+        *[slow(key, 8, HSDP) for key in ("uneven", "few")],
+        *[
+            slow(key, 8, {**axes, **schedule})
+            for axes in (CP_TP, {**TP, **ZERO1}, {**TP, **FSDP}, {**TP, **HSDP}, {**CP_TP, **FSDP})
+            for schedule in ({}, INTERLEAVED)
+            for key in ("short", "gpt2")
+        ],
     ],
-)
-def test_the_loss_is_that_of_one_rank(key: str, ranks: int, pp: int, options: dict[str, Any]) -> None:
-    assert_same_training(reference(key, MICROS), in_stages(ranks, pp, **CASES[key], **options))
-
-
-def test_accumulated_batches_are_computed_in_micro_batches_too() -> None:
-    expected = run_ranks(1, partial(train, samples=96, batch_size=24, accumulate=6))[0]
-    found = in_stages(4, 2, micros=2, samples=96, batch_size=24, accumulate=3)  # an epoch has four
-    assert_same_training(expected | {"validations": []}, [result | {"validations": []} for result in found])
+)  # fmt: skip
+def test_the_loss_is_that_of_one_rank(key: str, ranks: int, strategy: dict[str, Any]) -> None:
+    expected, found = reference(key), in_stages(ranks, key, strategy=strategy)
+    if key == "accumulated":  # which validates after as many batches, not steps
+        expected, found = expected | {"validations": []}, [result | {"validations": []} for result in found]
+    assert_same_training(expected, found)
+    np.testing.assert_allclose(found[0]["gradient_norms"], expected["gradient_norms"], rtol=TOLERANCE)
+    for result in found:
+        assert result["logged"] == found[0]["logged"]
+        assert result["logged"].keys() == expected["logged"].keys()
 
 
 def exchanges(rank: int, world_size: int, schedule: str) -> int:
@@ -200,6 +234,57 @@ def test_callbacks_decide_alike_on_every_rank(tmp_path: Any) -> None:
         assert found["path"].rpartition("/")[2] == alone["path"].rpartition("/")[2]
         assert found["logged"].keys() == alone["logged"].keys()
         assert found["logged"] == ranks[0]["logged"]
+
+
+DENSE_BLOCKS: dict[str, Any] = {"model": {"moe_every": 2, "dropout": 0.1}, "steps": 3}
+
+
+def observed(rank: int, world_size: int, folder: Path, compiled: bool = False, **options: Any) -> dict[str, Any]:
+    """A training whose dense parts are computed again, or compiled, and whose routing is recorded in two ways."""
+    taken = CompileDense(backend="aot_eager") if compiled else RecomputeDense()
+    recorder = RoutingRecorder(str(folder / "counts.npz"), every_n_steps=2)
+    watching = [taken, recorder]
+    if options.get("strategy", {}).get("schedule") != "interleaved":  # in which one rank has no MoE layer
+        watching.append(RoutingReplay(str(folder / "tokens")))
+    found = train(rank, world_size, callbacks=tuple(watching), **DENSE_BLOCKS, **options)
+    return found | {"parts": getattr(taken, "compiled", None)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "compiled", "strategy"),
+    [
+        (2, False, {}),
+        pytest.param(4, False, {**FSDP, **INTERLEAVED}, marks=pytest.mark.slow),
+        pytest.param(4, True, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_callbacks_take_the_blocks_of_a_stage(
+    ranks: int, compiled: bool, strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    one, several = tmp_path / "one", tmp_path / "several"
+    (alone,) = run_ranks(1, partial(observed, folder=one, accumulate=MICROS))
+    strategy = {"mesh": {"pp": 2}, "micro_batches": MICROS, **strategy}
+    found = run_ranks(ranks, partial(observed, folder=several, compiled=compiled, strategy=strategy))
+    assert_same_training(alone, found)
+    expected, recorded = (read_routing_trace(folder / "counts.npz")[0] for folder in (one, several))
+    assert recorded.shape == (2, 2, ranks // 2, 6)  # samples, layers, ranks, experts
+    np.testing.assert_array_equal(recorded.sum(2), expected.sum(2))
+    for step in range(3) if (several / "tokens").exists() else ():
+        at = TokenRange(step=step, first_sample=0)
+        ours, theirs = (read_samples(folder / "tokens", at, 12) for folder in (several, one))
+        assert torch.equal(ours, theirs)
+    assert not compiled or all(len(result["parts"]) == 3 for result in found)
+
+
+@pytest.mark.slow
+def test_stages_replay_what_other_ranks_routed(tmp_path: Path) -> None:
+    run_ranks(1, partial(observed, folder=tmp_path, accumulate=MICROS))
+    for step in range(3):  # otherwise than anybody would route
+        at = TokenRange(step=step, first_sample=0)
+        write_tokens(tmp_path / "other", at, (read_samples(tmp_path / "tokens", at, 12) + 1) % 6)
+    forced = partial(train, callbacks=(RoutingReplay(str(tmp_path / "other"), "replay"),), **DENSE_BLOCKS)
+    (alone,) = run_ranks(1, partial(forced, accumulate=MICROS))
+    assert_same_training(alone, run_ranks(4, partial(forced, strategy={"mesh": {"pp": 2}, "micro_batches": MICROS})))
 
 
 # ---------------------------------------------------------------------- users' modules
@@ -252,7 +337,7 @@ class Own(pl.LightningModule):
 
 def test_a_users_module_trains_alike() -> None:
     (alone,) = run_ranks(1, partial(train, own_module=Own, accumulate=MICROS))
-    ranks = in_stages(4, 2, own_module=Own)
+    ranks = in_stages(4, own_module=Own)
     assert_same_training(alone, ranks)
     for found in ranks:
         assert found["logged"].keys() == alone["logged"].keys()
@@ -282,43 +367,47 @@ def test_evaluation_and_prediction_run_through_the_stages() -> None:
         np.testing.assert_array_equal(found, ranks[0][2])
 
 
+class Attention(nn.Module):
+    """A block of a user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.context = nn.Linear(32, 96), ContextParallel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (6, -1)).transpose(1, 2).chunk(3, dim=1)
+        return x + self.context.attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Attending(Own):
+    """One whose metrics and predictions are of parts of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.append(Attention())
+
+
+def use(rank: int, world_size: int, strategy: dict[str, Any], accumulate: int = 1) -> dict[str, Any]:
+    """Train, validate and predict."""
+    trainer = make_trainer(rank, world_size, strategy, max_steps=3, accumulate_grad_batches=accumulate)
+    module, held_out = Attending(), DataLoader(RandomTokens(30), batch_size=9)
+    trainer.fit(module, DataLoader(RandomTokens(), batch_size=12 // accumulate))
+    (scores,) = trainer.validate(module, held_out, verbose=False)
+    predictions = trainer.predict(module, held_out)
+    assert predictions is not None
+    return {"scores": scores, "next": torch.cat([batch["next"] for batch in predictions])}  # type: ignore[call-overload]
+
+
+@pytest.mark.slow
+def test_a_users_module_sees_parts_and_answers_wholes() -> None:
+    (alone,) = run_ranks(1, partial(use, strategy={}, accumulate=3))
+    ranks = run_ranks(4, partial(use, strategy={**CP, "mesh": {"pp": 2, "cp": 2}, "micro_batches": 3}))
+    for rank, found in enumerate(ranks):
+        assert found["scores"] == pytest.approx(alone["scores"], abs=TOLERANCE)
+        assert torch.equal(found["next"], alone["next"][: 0 if rank % 2 else None])
+
+
 # ---------------------------------------------------------------------- checkpoints
-
-FOUR = {"num_layers": 4, "tie_embeddings": False}
-MESHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "ddp": (2, {"replicas": 2}),
-    "fsdp": (2, {"dense": "fsdp"}),
-    "stages": (2, {"mesh": {"pp": 2}, "micro_batches": 2}),
-    "four": (4, {"mesh": {"pp": 2}, "schedule": "interleaved", "replicas": 2}),
-}
-
-
-def save(rank: int, world_size: int, strategy: dict[str, Any], folder: str) -> None:
-    saver = PartialExpertsCheckpoint(f"{folder}/steps", every_n_steps=3)
-    train_tiny(rank, world_size, model=FOUR, strategy=strategy, steps=3, callbacks=[saver],
-               trainer={"enable_checkpointing": True}, save_to=f"{folder}/one.ckpt")  # fmt: skip
-
-
-def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, target: str) -> None:
-    """Resume at the last step, so that nothing is trained, and save."""
-    train_tiny(rank, world_size, model=FOUR, strategy=strategy, steps=3, ckpt_path=source, save_to=target)
-
-
-@pytest.mark.parametrize(
-    ("writer", "readers"),
-    [
-        slow("stages", ["one", "four", "fsdp"]),
-        slow("ddp", ["stages"]),
-        slow("four", ["one", "ddp", "stages"]),
-        slow("one", ["stages", "four"]),
-        slow("fsdp", ["stages", "four"]),
-    ],
-)
-def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
-    written = write(MESHES, writer, save, tmp_path)
-    assert sum(name.endswith("/exp_avg") for name in written) == len(torch.load(tmp_path / "one.ckpt")["state_dict"])
-    assert_read_to_the_bit(MESHES, readers, load, tmp_path, written)
 
 
 def alone(rank: int, world_size: int, path: str) -> list[str]:
@@ -330,8 +419,8 @@ def alone(rank: int, world_size: int, path: str) -> list[str]:
 
 
 def test_one_file_is_stock_lightnings(tmp_path: Path) -> None:
-    ranks, strategy = MESHES["four"]
-    run_ranks(ranks, partial(save, strategy=strategy, folder=str(tmp_path)))
+    ranks, strategy = MESHES["pp twice"]
+    run_ranks(ranks, partial(save, strategy=strategy, model=FOUR, folder=str(tmp_path)))
     (names,) = run_ranks(1, partial(alone, path=str(tmp_path / "one.ckpt")))
     assert names == list(torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"])
 
@@ -409,7 +498,7 @@ class NoBlocks(Own):
 def lossless(rank: int, world_size: int) -> str:
     saver = PartialExpertsCheckpoint("steps", lossless=True, k_snapshot=1)
     with pytest.raises(ConfigurationError) as caught:
-        train_tiny(rank, world_size, model=FOUR, strategy=MESHES["stages"][1], steps=1, callbacks=[saver],
+        train_tiny(rank, world_size, model=FOUR, strategy=PP, steps=1, callbacks=[saver],
                    trainer={"enable_checkpointing": True})  # fmt: skip
     return str(caught.value)
 
@@ -439,17 +528,3 @@ def refusal(rank: int, world_size: int, module: Any) -> str:
 def test_what_cannot_be_cut_is_refused(module: Any, words: str) -> None:
     found = run_ranks(2, partial(refusal, module=module))
     assert any(words in text for text in found), found
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mesh": {"pp": 2}, "schedule": "zero_bubble"}, "must be '1f1b' or 'interleaved'"),
-        ({"mesh": {"pp": 4}, "micro_batches": 3}, "use at least 4"),
-        ({"mesh": {"pp": 4}, "micro_batches": 6, "schedule": "interleaved"}, "use 4 or 8"),
-        ({"micro_batches": 3}, "mesh.pp is 1"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_a_sentence(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        ExpertParallelStrategy(**options)

@@ -1,10 +1,9 @@
-"""Layers computed in parts by several ranks (mesh.tp): the same loss, the same checkpoints, a share of the bytes."""
+"""Layers computed in parts by several ranks (mesh.tp): exchanges, plans of users, and what a user sees of it."""
 
 from __future__ import annotations
 
 import copy
-import os
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,78 +17,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
-from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.mesh import MeshShape
-from moe_lightning.parallel.tensor import Columns, Gathered, Parted, PartedForward, Plan, Rows, TensorRanks
-from moe_lightning.state.tensors import cut_of
-from moe_lightning.strategies import expert_parallel
+from moe_lightning.parallel.tensor import Columns, Gathered, Parted, Plan, Rows, TensorRanks
 from moe_lightning.strategies.dense_parameters import check_parts
 from tests.distributed.harness import run_ranks
-from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
-from tests.distributed.same_training import CASES as KNOWN
-from tests.distributed.same_training import TOLERANCE, assert_same_training
-from tests.distributed.test_cut_parameters import Weigher
-from tests.distributed.training import BRIEF, BRIEF_ACCUMULATION, TINY, RandomTokens, make_trainer, train
+from tests.distributed.same_training import TOLERANCE
+from tests.distributed.test_meshes import LLAMA, TP2, run, save
+from tests.distributed.training import TINY, RandomTokens, make_trainer, train
 from tests.parameters import slow
-
-TP2 = {"mesh": {"tp": 2}}
-TIED: dict[str, Any] = {
-    "norm": "rmsnorm", "position": "rope", "activation": "swiglu", "bias": False, "num_heads": 4, "num_kv_heads": 2,
-    "qk_norm": True, "num_layers": 3, "moe_every": 2, "num_shared_experts": 1, "tie_embeddings": True,
-}  # fmt: skip
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {"validate": True, "trainer": {"val_check_interval": 4}},
-    "uneven": {"batch_size": 13},
-    "accumulate": BRIEF_ACCUMULATION,
-    "noisy": KNOWN["noisy"],
-    "few samples": {"batch_size": 4, "dataset_size": 25, "model": {"dropout": 0.1}},
-    "untied": {
-        "model": {"moe_every": 2, "tie_embeddings": False},
-        "trainer": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},
-    },
-    "tied": {"model": TIED, "validate": True, "trainer": {"val_check_interval": 4}},
-    "tied noisy": {"model": TIED | KNOWN["noisy"]["model"], "batch_size": 13},
-}  # fmt: skip
-
-
-def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, **BRIEF | options))
-    return results
-
-
-@cache
-def reference(key: str) -> dict[str, Any]:
-    return run(1, **CASES[key])[0]
-
-
-@pytest.mark.parametrize(
-    ("key", "ranks", "strategy"),
-    [
-        slow("plain", 2, TP2),
-        slow("plain", 4, {**TP2, "replicas": 2}),
-        slow("uneven", 4, {**TP2, "ep_size": 2}),
-        slow("accumulate", 4, TP2),
-        slow("noisy", 2, TP2),
-        slow("untied", 4, TP2),
-        slow("tied", 2, TP2),
-        ("tied noisy", 4, TP2),
-        ("few samples", 4, TP2),
-        slow("noisy", 4, TP2),
-        slow("accumulate", 2, TP2),
-        slow("tied", 4, TP2),
-        slow("tied noisy", 8, TP2),
-    ],
-)
-def test_the_loss_is_that_of_one_rank(key: str, ranks: int, strategy: dict[str, Any]) -> None:
-    assert_same_training(reference(key), run(ranks, strategy=strategy, **CASES[key]))
-
-
-def test_four_ranks_share_four_heads() -> None:
-    options: dict[str, Any] = {"model": {"num_heads": 4, "moe_every": 2}}
-    assert_same_training(run(1, **options)[0], run(4, strategy={"mesh": {"tp": 4}}, **options))
-
 
 # ---------------------------------------------------------------------- exchanges
 
@@ -225,37 +162,6 @@ def test_a_loss_of_ones_own_gets_whole_logits() -> None:
         np.testing.assert_allclose(hits, alone[1], rtol=0, atol=TOLERANCE)
 
 
-def fit_twice(rank: int, world_size: int, *, room: int) -> tuple[list[bool], int, float, float]:
-    """A module that two Trainers train one after the other, and what is left on it.
-
-    Args:
-        room: bytes that a rank may keep of the whole model.
-    """
-    expert_parallel.gather_limit = lambda _: room
-    module = GPTModule(TINY, OptimizerConfig(lr=3e-3))
-    loader = DataLoader(RandomTokens(), batch_size=12)
-    kinds, losses = [], []
-    for _ in range(2):
-        trainer = make_trainer(rank, world_size, TP2, max_steps=3)
-        trainer.fit(module, loader, loader)
-        kinds.append(any(cut_of(p) for p in module.parameters()))
-        losses.append(float(trainer.validate(module, loader, verbose=False)[0]["val/loss"]))
-    changed = sum(isinstance(m.__dict__.get("forward"), PartedForward) for m in module.modules())
-    return kinds, changed, losses[0], losses[1]
-
-
-def test_a_module_is_whole_after_training_and_trains_again() -> None:
-    whole = run_ranks(2, partial(fit_twice, room=1 << 30))
-    cut = run_ranks(2, partial(fit_twice, room=0))
-    for kinds, changed, first, second in whole:
-        assert (kinds, changed) == ([False, False], 0)
-        assert second < first
-    for kinds, changed, *losses in cut:
-        assert kinds == [True, True]
-        assert changed > 0
-        assert losses == pytest.approx(whole[0][2:], abs=TOLERANCE)
-
-
 def evaluate(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[float, list[tuple[int, ...]]]:
     """Without a fit nothing is cut."""
     trainer, module = make_trainer(rank, world_size, strategy), GPTModule(TINY, OptimizerConfig())
@@ -281,77 +187,14 @@ def test_each_token_is_counted_once() -> None:
     assert run_ranks(4, partial(watched, strategy=TP2)) == [3 * 12 * 16] * 4
 
 
-# ---------------------------------------------------------------------- bytes
-
-
-def weigh(rank: int, world_size: int, strategy: dict[str, Any]) -> dict[str, int]:
-    weigher = Weigher()
-    model = {"d_model": 64, "num_layers": 4, "moe_every": 4, "num_experts": 2, "d_hidden": 256, "vocab_size": 256}
-    train(rank, world_size, strategy=strategy, steps=3, model=model, callbacks=[weigher])
-    return weigher.bytes
-
-
-def test_a_rank_holds_its_share_of_the_bytes() -> None:
-    (whole,) = run_ranks(1, partial(weigh, strategy={}))
-    for found in run_ranks(2, partial(weigh, strategy=TP2)):
-        for kind, nbytes in found.items():
-            assert nbytes == pytest.approx(whole[kind] / 2, rel=0.05), kind
-
-
 # ---------------------------------------------------------------------- checkpoints
-
-MESHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "ddp": (3, {"replicas": 2}),
-    "fsdp": (2, {"dense": "fsdp"}),
-    "tp2": (2, TP2),
-    "dp2 tp2": (4, TP2),
-}
-
-
-def save(rank: int, world_size: int, strategy: dict[str, Any], folder: str) -> None:
-    saver = PartialExpertsCheckpoint(os.path.join(folder, "steps"), every_n_steps=3)
-    train(rank, world_size, strategy=strategy, model=TIED, callbacks=[saver], **BRIEF | {"steps": 3},
-          trainer={"enable_checkpointing": True}, save_to=os.path.join(folder, "one.ckpt"))  # fmt: skip
-
-
-class SaverInside(pl.Callback):
-    """A file of Lightning's, written while layers are cut."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, target: str) -> None:
-    """Resume at the last step but one step later, and save before it."""
-    saver, options = SaverInside(target), BRIEF | {"steps": 4}
-    train(rank, world_size, strategy=strategy, model=TIED, ckpt_path=source, callbacks=[saver], **options)
-
-
-@pytest.mark.parametrize(
-    ("writer", "readers"),
-    [
-        slow("dp2 tp2", ["one", "fsdp", "tp2"]),
-        slow("ddp", ["tp2"]),
-        slow("tp2", ["one", "ddp", "dp2 tp2"]),
-        slow("fsdp", ["tp2", "dp2 tp2"]),
-        slow("one", ["dp2 tp2"]),
-    ],
-)
-def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
-    written = write(MESHES, writer, save, tmp_path)
-    assert sum(name.endswith("/exp_avg") for name in written) > 10
-    assert_read_to_the_bit(MESHES, readers, load, tmp_path, written)
 
 
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    run_ranks(4, partial(save, strategy=TP2, folder=str(tmp_path)))
-    calm = run(1, model=TIED)[0]
+    run_ranks(4, partial(save, strategy=TP2, model=LLAMA, folder=str(tmp_path)))
+    calm = run(1, model=LLAMA)[0]
     for source in ("one.ckpt", "steps"):
-        for result in run(2, model=TIED, strategy=TP2, ckpt_path=str(tmp_path / source)):
+        for result in run(2, model=LLAMA, strategy=TP2, ckpt_path=str(tmp_path / source)):
             np.testing.assert_allclose(result["losses"], calm["losses"][3:], rtol=0, atol=TOLERANCE)
 
 
