@@ -432,7 +432,7 @@ def _run_hydra(arguments: Sequence[str]) -> list[Path]:
     def job(composed: DictConfig) -> float | None:
         runtime = HydraConfig.get().runtime
         try:
-            directories.append(Path(runtime.cwd, composed.run_dir))
+            directories.append(Path(runtime.cwd, str(composed.run_dir)))
             with chdir(runtime.cwd):  # under hydra.job.chdir=true relative paths are those of the command all the same
                 return run_job(composed)
         except Exception as error:

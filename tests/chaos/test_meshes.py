@@ -115,7 +115,7 @@ DEALT: dict[str, Any] = {
 }  # fmt: skip
 ALONE: dict[str, Any] = {
     "ranks": 2, "kills": [kill(1, 4)], "holds": [STORED, Hold(step=7, ranks=2)], "options": SNAPSHOTS, "returns": 7,
-    "sizes": {4: 2, 6: 1}, "among": (1, 2), "loses_steps": True, "compares": False,
+    "sizes": {3: 2, 6: 1}, "among": (1, 2), "loses_steps": True, "compares": False,
 }  # fmt: skip
 ONLY_COPY: dict[str, Any] = {**ALONE, "holds": [STORED], "returns": 0, "sizes": {}, "among": (2,)}
 ALL_AXES: dict[str, Any] = {
@@ -198,7 +198,8 @@ FAULTS: dict[str, Fault] = {
     # Averages of weights.
     **{
         f"averages {dense} {returns}": Fault(
-            ranks=3, strategy={"dense": dense} if dense else {}, kills=[kill(1, 2), kill(2, 4)][: 2 if two else 1],
+            ranks=3, strategy={"dense": dense} if dense else {},
+            kills=[kill(1, 2, "committed"), kill(2, 4)][: 2 if two else 1],
             holds=[Hold(step=6, ranks=3)] if returns is not None else [], returns=returns, compares=dense != "zero1",
             options={**SNAPSHOTS, "recovery": {"protection": "arc"}} if dense else {}, loses_steps=bool(dense),
             training={

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -16,39 +15,6 @@ LAYER = ["layer", "--rounds", "1", "--tokens", "16", "--d-model", "8", "--d-expe
 def test_a_layer_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(LAYER) == 0
     assert "zipf 1.2" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([*LAYER, "--tokens", "0"], "argument --tokens: 0 must be an integer of at least 1 and at most 1000000"),
-        ([*LAYER, "--threads", "abc"], "argument --threads: 'abc' must be an integer of at least 1"),
-        ([*LAYER, "--trace", "no.npz"], "argument --trace: 'no.npz' is not a file: give the path of one"),
-        (
-            ["balance", "--json", "no/where.json"],
-            "argument --json: 'no/where.json' is in a folder that does not exist: create 'no'",
-        ),
-        (["pictures", ".", "--out", "x"], "argument source: '.' is not a file"),
-        (["checkpoint", "--gigabytes", "nan"], "argument --gigabytes: nan must be a number above 0"),
-        (["planner", "--layers", "9" * 5000], "argument --layers: '999"),
-        (["nothing"], "'nothing' is not a command"),
-    ],
-)
-def test_mistakes_are_one_sentence_before_anything_is_measured(
-    arguments: list[str],
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
-    told = capsys.readouterr()
-    assert sentence in told.err
-    assert "--help" in told.err
-    assert (told.out, told.err.count("\n")) == ("", 1)
 
 
 @pytest.mark.parametrize("name", ["layer", "balance-trace", "nothing"])

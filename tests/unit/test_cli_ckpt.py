@@ -215,24 +215,6 @@ def test_every_damage_to_a_files_tensors_is_found(tmp_path: Path, capsys: pytest
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            ["export", ".", "no_such_folder/out.safetensors"],
-            "is in a folder that does not exist: create 'no_such_folder' first",
-        ),
-        (["export", ".", "/proc/out.safetensors"], "'/proc/out.safetensors' cannot be written"),
-        (["prune", ".", "--keep", "1.5"], "--keep: '1.5' must be an integer"),
-    ],
-)
-def test_what_cannot_be_done_is_said_before_anything_is_read(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    assert sentence in capsys.readouterr().err
-
-
 def test_the_tokenizer_of_the_run_is_exported_beside_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,25 +107,6 @@ def test_every_recipe_of_a_gpt_takes_a_depth() -> None:
     assert dial_line(composed("recipes=partial_checkpoints")) == ""
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("depth=0",), "depth=0 must be an integer of at least 1 and at most 64"),
-        (("depth=65",), "depth=65 must be"),
-        (("depth=deep",), "depth='deep' must be"),
-        (("depth=2", "recipes=swinv2_moe"), "sets the sizes of a GPT, not those of a SwinConfig: leave depth out"),
-        (("depth=2", "model.d_model=x"), "model.d_model='x' must be an integer of at least 1"),
-        (("depth=2", "model.num_kv_heads=0"), "model.num_kv_heads=0 must be"),
-        (("depth=2", "model.router=3"), "model.router=3 must be a mapping"),
-        (("depth=2", "data.global_batch_size=0"), "data.global_batch_size=0 must be"),
-    ],
-)
-def test_wrong_values_are_one_sentence(overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(message)) as error:
-        resolved(composed(*overrides))
-    assert "\n" not in str(error.value)
-
-
 def test_a_recipe_chooses_the_rules_itself(tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     search = f"hydra.searchpath=[file://{tmp_path}]"
