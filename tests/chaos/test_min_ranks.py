@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_lightning.checkpoint.loader import find_newest
-from tests.chaos.elastic_runs import SETTINGS, ElasticRun, Kill, assert_same_losses, elastic_run, reference
+from tests.chaos.elastic_runs import SETTINGS, ElasticRun, Kill, assert_same_losses, elastic_run, finish, reference
 from tests.chaos.elastic_worker import checkpoints_of
 from tests.forks import PATIENCE_S
 
@@ -58,3 +59,22 @@ def test_a_first_world_that_is_too_small_waits_too(tmp_path: Path) -> None:
         run.start(1)
         run.supervise()
         assert run.world_sizes() == dict.fromkeys(range(1, 5), 2)
+
+
+# ----------------------------------------------------------------------
+# Ranks that come back when the others have finished the run: there is nothing left to wait for.
+
+
+SOON_S = 30.0
+
+
+def test_a_rank_that_wakes_after_the_others_have_finished_ends(tmp_path: Path) -> None:
+    """Stopped in the middle of a step, expelled, and continued when nobody is left."""
+    stops = [Kill(worker=1, step=2, place="forward", signal=signal.SIGSTOP)]
+    with elastic_run(tmp_path, workers=3, steps=6, kills=stops) as run:
+        finish(run, [0, 2])
+        began = time.monotonic()
+        run.signal(1, signal.SIGCONT)
+        finish(run, [1], SOON_S)
+        assert time.monotonic() - began < SOON_S
+        assert max(run.losses()) == 6

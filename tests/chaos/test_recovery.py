@@ -6,13 +6,16 @@ import json
 import os
 import signal
 import time
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from benchmarks.recovery_probability import recovery_probabilities
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -237,3 +240,76 @@ def test_while_experts_move_and_visit(tmp_path: Path) -> None:
         assert_planners_agree(tmp_path)
         assert_same_losses(run, reference(16))
         assert run.assert_replicas_equal() > 0
+
+
+# ----------------------------------------------------------------------
+# A process that outlives many worlds holds no more open than after the first of them.
+
+
+def run_recoveries(folder: Path, deaths: int) -> None:
+    """Each death is followed by a return: one recovery or two."""
+    steps = 4 + 2 * deaths
+    kills = [Kill(worker=1 + index % 2, step=2 + 2 * index, place="backward") for index in range(deaths)]
+    options: dict[str, Any] = {"kills": kills, "holds": [Hold(step=1, ranks=3)], "saving": {"every_n_steps": 1}}
+    with elastic_run(folder, workers=3, steps=steps, **options) as run:
+        run.supervise(restart=range(3), timeout_s=60.0 + 20.0 * deaths)
+        assert run.kills_done() == deaths
+        assert_same_losses(run, reference(steps))
+        survivor = run.recoveries(0)
+        assert len({line["pid"] for line in survivor}) == 1
+        assert len(survivor) >= deaths  # a quick return makes the next world together with the survivors
+        full = [line["open"] for line in survivor if line["report"]["ranks_after"] == 3]
+        second, last = full[1], full[-1]
+        grown = {kind: (second.get(kind, 0), count) for kind, count in last.items() if count > second.get(kind, 0)}
+        assert not grown, grown
+
+
+@pytest.mark.slow
+def test_nothing_leaks_over_8_recoveries(tmp_path: Path) -> None:
+    run_recoveries(tmp_path, 4)  # asserts what stays
+
+
+@pytest.mark.slow
+def test_nothing_leaks_over_50_recoveries(tmp_path: Path) -> None:
+    run_recoveries(tmp_path, 25)  # asserts what stays
+
+
+# ----------------------------------------------------------------------
+# The share of failed sets that a small world really survives without storage is what the placement code computes.
+
+
+NODES = 4
+PAIRS = ((0, 1), (2, 3), (0, 2), (0, 1), (2, 3), (0, 2))
+"""The nodes of each expert."""
+
+
+def survives(folder: Path, lost: tuple[int, ...]) -> bool:
+    """Whether a run goes on when these nodes are killed at once."""
+    folder.mkdir()
+    table = [[int(node in pair) for node in range(NODES)] for pair in PAIRS]
+    kills = [Kill(worker=worker, step=2, place="forward") for worker in lost]
+    with elastic_run(folder, workers=NODES, steps=4, kills=kills, strategy={"placement": table}) as run:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(codes := run.reap(range(NODES))) < NODES:
+            assert time.monotonic() < deadline, (lost, codes)
+            time.sleep(0.02)
+        assert all(codes[worker] < 0 for worker in lost)
+        codes_left = {codes[worker] for worker in range(NODES) if worker not in lost}
+        assert len(codes_left) == 1, "survivors decide alike"
+        if codes_left == {0}:
+            return True
+        assert "no rank, snapshot or checkpoint holds every expert" in run.words()
+        return False
+
+
+def check(folder: Path, failures: int) -> None:
+    sets = list(combinations(range(NODES), failures))
+    outcomes = [survives(folder / "-".join(map(str, lost)), lost) for lost in sets]
+    table = np.array([[int(node in pair) for node in range(NODES)] for pair in PAIRS], dtype=np.int64)
+    assert np.mean(outcomes) == pytest.approx(float(recovery_probabilities([table])[failures]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_computed_recovery_probability_is_the_share_of_real_recoveries(tmp_path: Path, failures: int) -> None:
+    check(tmp_path, failures)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
+from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import Moving
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import RandomTokens, Recorder, make_trainer, replicas_of
@@ -23,6 +26,9 @@ from tests.parameters import slow
 
 TOLERANCE = 1e-5
 NAMES = ("mixtral_tied", "olmoe", "qwen3", "deepseek", "gpt_oss", "ernie", "llama4")
+IN_LAYERS = ("mixtral_tied", "olmoe", "qwen3", "deepseek", "gpt_oss")
+DENSE = ("llama", "mistral", "qwen3_dense")
+TP2 = {"mesh": {"tp": 2}}
 IN_PARTS = ("mixtral_tied", "olmoe", "qwen3", "deepseek", "ernie", "granite", "qwen2", "glm4", "deepseek_v2")
 UPCYCLED = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "llama": {}}
 STEPS = 4
@@ -84,6 +90,10 @@ def train(
     return results
 
 
+def run_name(world_size: int, strategy: dict[str, Any], *, moves: bool = False) -> str:
+    return f"{world_size}{'m' * moves}{''.join(strategy.get('mesh', ()))}"
+
+
 def _train_one(
     rank: int,
     world_size: int,
@@ -93,7 +103,7 @@ def _train_one(
     module_class: Any,
     mover: list[Moving],
 ) -> dict[str, Any]:
-    folder = root / name / f"{world_size}{'m' * len(mover)}"
+    folder = root / name / run_name(world_size, strategy, moves=bool(mover))
     folder.mkdir(parents=True, exist_ok=True)
     probe = Probe(name, folder)
     router = {"bias_update_rate": 0.01} if name == "deepseek" else {"aux_loss_coef": 0.05}
@@ -141,7 +151,7 @@ def upcycle(rank: int, world_size: int, root: Path, strategy: dict[str, Any]) ->
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("huggingface")
-    for name in {*NAMES, *IN_PARTS, *UPCYCLED}:
+    for name in {*NAMES, *IN_PARTS, *UPCYCLED, *DENSE}:
         make_checkpoint(name, folder / name / "theirs")
     return folder
 
@@ -195,11 +205,23 @@ def test_one_rank(root: Path, reference: dict[str, Any]) -> None:
         check(name, root, reference, [reference], "1")
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [slow(2, {}), (4, {"replicas": 2, "dense": "zero1", "slots": 4})])
-def test_ranks(world_size: int, strategy: dict[str, Any], root: Path, reference: dict[str, Any]) -> None:
-    ranks = run_ranks(world_size, train, root, NAMES, strategy)
-    for name in NAMES:
-        check(name, root, reference, ranks, f"{world_size}")
+@pytest.mark.parametrize(
+    ("world_size", "names", "strategy"),
+    [
+        slow(2, NAMES, {}),
+        (4, NAMES, {"replicas": 2, "dense": "zero1", "slots": 4}),
+        slow(2, IN_LAYERS, TP2),
+        (4, IN_LAYERS, TP2),
+    ],
+)
+def test_ranks(
+    world_size: int, names: tuple[str, ...], strategy: dict[str, Any], root: Path, reference: dict[str, Any]
+) -> None:
+    ranks = run_ranks(world_size, train, root, names, strategy)
+    for name in names:
+        check(name, root, reference, ranks, run_name(world_size, strategy))
+        if "mesh" in strategy:
+            continue
         if "slots" not in strategy:
             assert all(len(slots) == 3 for slots in ranks[0][name]["slots"].values())
         check_shards(name, [{name: _without_vacant(result[name])} for result in ranks])
@@ -263,8 +285,6 @@ REFUSED_IN_PARTS = {
 
 
 def refusal(rank: int, world_size: int, root: Path) -> list[str]:
-    from moe_lightning.errors import ConfigurationError
-
     sentences = []
     for name in REFUSED_IN_PARTS:
         with pytest.raises(ConfigurationError) as caught:
@@ -280,3 +300,59 @@ def test_what_does_not_ask_for_other_parts_is_refused_on_parts(root: Path) -> No
     for sentences in run_ranks(2, refusal, root):
         for kind, sentence in zip(REFUSED_IN_PARTS.values(), sentences, strict=True):
             assert f"({kind}) of HuggingFaceModule" in sentence
+
+
+# ---------------------------------------------------------------------- layers in parts over ranks
+
+
+class Padded(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Sequences of unlike lengths."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        ids, targets = RandomTokens()[index]
+        is_token = torch.arange(16) < 6 + index % 9
+        return ids.masked_fill(~is_token, 0), targets.masked_fill(~is_token, -100), is_token
+
+
+def upcycle_in_layers(rank: int, world_size: int, root: Path, strategy: dict[str, Any]) -> dict[str, Any]:
+    """Losses of upcycled models, and of one that learns from padded sequences."""
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    results = {}
+    for name in DENSE:
+        torch.manual_seed(11)
+        config = {"pretrained": str(root / name / "theirs"), "context_length": 16}
+        sparse = {"num_experts": 4, "moe_every": 2}
+        module = HuggingFaceModule({**config, "upcycling": sparse}, OPTIMIZER)
+        results[name] = _fit(rank, world_size, strategy, module, Probe(name, None))["losses"]
+    recorder = Recorder()
+    trainer = make_trainer(rank, world_size, strategy, max_steps=4, gradient_clip_val=1.0, callbacks=[recorder])
+    config = {"pretrained": str(root / "mixtral_tied" / "theirs"), "context_length": 16, "gradient_checkpointing": True}
+    trainer.fit(HuggingFaceModule(config, OPTIMIZER), DataLoader(Padded(), batch_size=12))
+    return {**results, "padded": recorder.losses}
+
+
+def test_upcycled_and_padded(root: Path) -> None:
+    (alone,) = run_ranks(1, upcycle_in_layers, root, {})
+    for result in run_ranks(4, upcycle_in_layers, root, TP2):
+        for name, losses in alone.items():
+            np.testing.assert_allclose(result[name], losses, rtol=0, atol=TOLERANCE, err_msg=name)
+
+
+def refusal_in_layers(rank: int, world_size: int, root: Path) -> str:
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    config = {"pretrained": str(root / "gpt2" / "theirs"), "context_length": 16, "upcycling": {"num_experts": 4}}
+    trainer = make_trainer(rank, world_size, TP2, max_steps=1)
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(HuggingFaceModule(config, OPTIMIZER), DataLoader(RandomTokens(), batch_size=12))
+    return str(caught.value)
+
+
+def test_unknown_layers_are_refused(root: Path) -> None:
+    assert all(
+        "does not know the layers of a gpt2" in found for found in run_ranks(2, partial(refusal_in_layers, root=root))
+    )

@@ -25,7 +25,7 @@ from moe_lightning.parallel.collectives import (
     carry_objects_without_pickle,
     check_versions,
 )
-from moe_lightning.parallel.context import World
+from moe_lightning.parallel.context import World, all_reduce_, broadcast_
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 from tests.unit.test_codec import Weapon
@@ -187,3 +187,28 @@ def test_one_rank_sends_nothing_and_takes_everything() -> None:
     pl.Trainer(strategy=strategy, devices=1, accelerator="cpu", logger=False, enable_checkpointing=False)
     value = object()
     assert strategy.broadcast(value) is value
+
+
+# ----------------------------------------------------------------------
+# JSON of all ranks, broadcasts and sums.
+
+
+def gather_words(rank: int, world_size: int) -> list[object]:
+    return list(all_gather_json({"rank": rank, "words": ["ä" * 100 * rank]}, connect()))
+
+
+def test_json_of_different_lengths() -> None:
+    expected = [{"rank": r, "words": ["ä" * 100 * r]} for r in range(3)]
+    assert run_ranks(3, gather_words) == [expected] * 3
+
+
+def share_json(rank: int, world_size: int) -> tuple[float, float]:
+    world, value, total = connect(), torch.tensor(float(rank)), torch.tensor(float(rank))
+    broadcast_(value, 1, world)
+    all_reduce_(total, world)
+    world.close()
+    return float(value), float(total)
+
+
+def test_broadcast_sum_and_close() -> None:
+    assert run_ranks(3, share_json) == [(1.0, 3.0)] * 3

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from moe_lightning import PartialExpertsCheckpoint
-from tests.distributed.training import OwnModule, RandomTokens, make_trainer, train
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
+from tests.parameters import slow
 
 STEPS_OF_EPOCH = 8
 LIMITS = {"max_steps": ({"max_steps": 17}, {"max_steps": 20}), "max_epochs": ({"max_epochs": 2}, {"max_epochs": 3})}
@@ -123,3 +127,229 @@ def test_a_file_is_loaded_after_a_directory(tmp_path: Path) -> None:
         resumed.validate(module, loader, ckpt_path=str(file), verbose=False)
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(parameter, trained[name], rtol=0, atol=0, msg=name, check_device=False)
+
+
+# ----------------------------------------------------------------------
+# Going on from what was saved after an exception: nothing of a step that did not end counts, nothing of it is lost.
+
+
+EPOCHS, BATCHES = 2, 8
+HOOKS = (
+    "on_before_batch_transfer", "on_train_batch_start", "training_step", "on_before_backward",
+    "on_before_optimizer_step", "on_train_batch_end",
+)  # fmt: skip
+AFTER_THE_UPDATE = ("lr_scheduler_step", "after lr_scheduler_step", "on_train_batch_end")
+SAVERS = ("OnExceptionCheckpoint", "save_on_exception", "save_checkpoint")
+
+
+class Broken(Exception):
+    """The user's own."""
+
+
+class Breaking(OwnModule):
+    """Raises in one of its hooks, once, in a batch counted over epochs."""
+
+    def __init__(self, hook: str | None, batch: int) -> None:
+        super().__init__()
+        self.hook, self.batch, self.is_validated = hook, batch, False
+
+    def break_in(self, hook: str) -> None:
+        loop = self.trainer.fit_loop.epoch_loop
+        counted = loop.total_batch_idx + (hook == "on_before_batch_transfer")  # it is not counted yet
+        if hook == self.hook and self.trainer.training and counted == self.batch:
+            raise Broken(hook)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.break_in("on_before_batch_transfer")
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.break_in("on_train_batch_start")
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.break_in("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self.embed(batch[0]).sum(), sync_dist=True)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.break_in("on_before_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.break_in("on_before_optimizer_step")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.break_in("on_train_batch_end")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma) for gamma in (0.9, 0.8)]
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"} for scheduler in schedulers]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if scheduler.gamma == 0.8:  # the other one has stepped
+            self.break_in("lr_scheduler_step")
+        super().lr_scheduler_step(scheduler, metric)
+        if scheduler.gamma == 0.8:
+            self.break_in("after lr_scheduler_step")
+
+
+class Steps(Recorder):
+    """The losses of every micro-batch, by the number of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_step: dict[int, list[float]] = {}
+        self.epochs: list[tuple[int, int]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        step = trainer.global_step - (not trainer.fit_loop._should_accumulate())
+        self.by_step.setdefault(step, []).append(float(trainer.callback_metrics["train/loss"]))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.epochs.append((trainer.current_epoch, trainer.global_step))
+
+
+def fit_broken(
+    rank: int,
+    world_size: int,
+    folder: str,
+    *,
+    micros: int = 1,
+    hook: str | None = None,
+    batch: int = 0,
+    saver: str = "OnExceptionCheckpoint",
+    ckpt_path: str | None = None,
+    val_check: int | None = None,
+    callback: pl.Callback | None = None,
+) -> dict[str, Any]:
+    steps = Steps()
+    savers: dict[str, list[pl.Callback]] = {
+        "OnExceptionCheckpoint": [OnExceptionCheckpoint(folder, "saved")],
+        "save_on_exception": [ModelCheckpoint(folder, "saved", every_n_epochs=1000, save_on_exception=True)],
+        "save_checkpoint": [],
+    }
+    validation: dict[str, Any] = {} if val_check is None else {"val_check_interval": val_check}
+    trainer = make_trainer(
+        rank,
+        world_size,
+        callbacks=[steps, *(savers[saver] if hook else []), *([callback] if callback else [])],
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=micros,
+        enable_checkpointing=True,
+        logger=CSVLogger(folder, name="csv", flush_logs_every_n_steps=1),
+        **validation,
+    )
+    module = Breaking(hook, batch)
+    data = DataLoader(RandomTokens(6 * BATCHES), batch_size=6, shuffle=True)
+    held_out = None if val_check is None else DataLoader(RandomTokens(12), batch_size=6)
+    try:
+        trainer.fit(module, data, held_out, ckpt_path=ckpt_path)
+    except Broken:
+        if saver == "save_checkpoint":
+            trainer.save_checkpoint(f"{folder}/saved.ckpt")
+    state = trainer.strategy.lightning_module_state_dict() if hook is None else {}
+    rows = []
+    table = Path(trainer.logger.log_dir) / "metrics.csv"  # type: ignore[union-attr, arg-type]
+    if hook is None and rank == 0 and table.exists():
+        rows = table.read_text().splitlines()[1:]
+    return {
+        "steps": steps.by_step,
+        "epochs": steps.epochs,
+        "validations": steps.validations,
+        "rows": rows,
+        "state": {name: tensor.numpy() for name, tensor in state.items()},
+    }
+
+
+def fit_all(
+    rank: int, world_size: int, folder: str, broken: list[dict[str, Any]], options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The undisturbed run, and for every way to break it what resumes from there."""
+    results = [fit_broken(rank, world_size, f"{folder}/whole", **options)]
+    for index, case in enumerate(broken):
+        own = f"{folder}/{index}"
+        fit_broken(rank, world_size, own, **options, **case)
+        saved = next(Path(own).glob("*.ckpt"))
+        results.append(fit_broken(rank, world_size, own, **options, ckpt_path=str(saved)))
+    return results
+
+
+def assert_all_go_on(tmp_path: Path, world_size: int, broken: list[dict[str, Any]], **options: Any) -> None:
+    whole, *resumed = run_ranks(world_size, fit_all, str(tmp_path), broken, options)[0]
+    for case, found in zip(broken, resumed, strict=True):
+        done = (case["batch"] + (case["hook"] in AFTER_THE_UPDATE)) // options.get("micros", 1)
+        expected = {step: losses for step, losses in whole["steps"].items() if step >= done}
+        assert found["steps"] == expected, case
+        assert found["epochs"] == whole["epochs"][len(whole["epochs"]) - len(found["epochs"]) :]
+        assert found["rows"] == whole["rows"][len(whole["rows"]) - len(found["rows"]) :], case
+        assert len(found["rows"]) >= len(expected)
+        for name, values in whole["state"].items():
+            np.testing.assert_array_equal(found["state"][name], values, err_msg=f"{name}, {case}")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micros", "saver", "batches"),
+    [
+        slow(1, 1, "OnExceptionCheckpoint", (0, 3, 8, 11)),
+        (1, 2, "save_checkpoint", (5, 8)),
+        slow(1, 2, "save_on_exception", (4, 9, 15)),
+        slow(2, 1, "save_checkpoint", (3, 8)),
+        slow(2, 2, "OnExceptionCheckpoint", (4, 5)),
+    ],
+)
+def test_the_batches_of_the_step_come_again(
+    world_size: int, micros: int, saver: str, batches: tuple[int, ...], tmp_path: Path
+) -> None:
+    broken = [{"hook": hook, "batch": batch, "saver": saver} for hook in HOOKS for batch in batches]
+    ends = ("on_before_optimizer_step", "on_train_batch_end")
+    broken = [case for case in broken if case["hook"] not in ends or (case["batch"] + 1) % micros == 0]  # type: ignore[operator]
+    assert_all_go_on(tmp_path, world_size, broken, micros=micros)
+
+
+@pytest.mark.parametrize("world_size", [1, slow(2)])
+def test_schedulers_follow_the_last_update(world_size: int, tmp_path: Path) -> None:
+    """An error between the update and a scheduler does not leave the rate one step behind, nor one ahead."""
+    savers = ("OnExceptionCheckpoint", "save_on_exception", "save_checkpoint")
+    hooks = ("lr_scheduler_step", "after lr_scheduler_step")
+    broken = [
+        {"hook": hook, "batch": 3 + 4 * index, "saver": saver} for index, saver in enumerate(savers) for hook in hooks
+    ]
+    assert_all_go_on(tmp_path, world_size, broken)
+
+
+def test_two_ranks_go_on(tmp_path: Path) -> None:
+    broken = [{"hook": hook, "batch": 5, "saver": "save_on_exception"} for hook in HOOKS[1:5:3]]
+    assert_all_go_on(tmp_path, 2, broken, micros=2)
+
+
+@pytest.mark.parametrize(("micros", "val_check"), [(2, 3), slow(1, 4)])
+def test_what_was_validated_in_mid_step_loses_nothing(micros: int, val_check: int, tmp_path: Path) -> None:
+    """Validations come in the middle of steps and of epochs; one of a repeated micro-batch comes again."""
+    broken = [
+        {"hook": "on_before_optimizer_step", "batch": batch, "saver": "save_on_exception"}
+        for batch in (2 * val_check + 1, 9)
+    ]
+    assert_all_go_on(tmp_path, 1, broken, micros=micros, val_check=val_check)
+
+
+def fit_and_save_in_validation(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Checkpoints of a validation after an odd number of the micro-batches of steps of two."""
+    saver = ModelCheckpoint(
+        folder, "{step}-{val/loss}", monitor="val/loss", save_top_k=-1, auto_insert_metric_name=False
+    )
+    options: dict[str, Any] = {"micros": 2, "val_check": 3}
+    whole = fit_broken(rank, world_size, f"{folder}/whole", callback=saver, **options)
+    saved = sorted(Path(folder).rglob("*.ckpt"))
+    return [whole, [fit_broken(rank, world_size, f"{folder}/again", ckpt_path=str(path), **options) for path in saved]]
+
+
+def test_a_checkpoint_of_a_validation_in_mid_step(tmp_path: Path) -> None:
+    ((whole, resumed),) = run_ranks(1, fit_and_save_in_validation, str(tmp_path))
+    assert len(resumed) == 2 * (BATCHES // 3)
+    for found in resumed:
+        first = min(found["steps"])
+        assert found["steps"] == {step: losses for step, losses in whole["steps"].items() if step >= first}
+        for name, values in whole["state"].items():
+            np.testing.assert_array_equal(found["state"][name], values, err_msg=name)

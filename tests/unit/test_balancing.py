@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_lightning.balancing.cluster import Cluster, balance_ratio, imbalance
 from moe_lightning.balancing.cost_model import BlockCosts
+from moe_lightning.balancing.forecast import LoadForecast, ReplanRule
 from moe_lightning.balancing.migration import held_states, plan_migration
 from moe_lightning.balancing.rules import (
     PLACEMENT_RULES,
@@ -18,6 +23,7 @@ from moe_lightning.balancing.rules import (
     plan_shadows,
     replan_placement,
 )
+from moe_lightning.callbacks.load_balancer import OwnLayers, together
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
 
@@ -123,3 +129,104 @@ def test_wrong_input_is_one_sentence() -> None:
         plan_shadows(tokens, placements, [COSTS] * 3, "all")
     with pytest.raises(ConfigurationError, match="2 costs do not match"):
         plan_shadows(tokens, placements, [COSTS] * 2)
+
+
+# ----------------------------------------------------------------------
+# Forecasts of loads and the rule that decides when to plan again.
+
+
+def test_without_decay_the_last_step_is_the_forecast() -> None:
+    forecast = LoadForecast()
+    assert forecast.predict() is None
+    for counts in ([1, 2**31 - 1], [7, 0]):
+        forecast.observe(np.array(counts))
+        assert forecast.predict().tolist() == counts  # type: ignore[union-attr]
+
+
+@settings(deadline=None, max_examples=80)
+@given(steps=st.lists(st.integers(0, 10**6), min_size=1, max_size=30), decay=st.floats(0, 0.99))
+def test_the_average_follows_the_real_one(steps: list[int], decay: float) -> None:
+    forecast, exact = LoadForecast(decay), float(steps[0])
+    for count, step in enumerate(steps):
+        forecast.observe(np.array([step]))
+        exact = decay * exact + (1 - decay) * step if count else exact
+    predicted = int(forecast.predict()[0])  # type: ignore[index]
+    assert abs(predicted - exact) <= 1.5 + len(steps) * 10**6 / 2**16
+    assert min(steps) - 1 <= predicted <= max(steps) + 1
+
+
+def test_another_shape_starts_afresh() -> None:
+    forecast = LoadForecast(0.5)
+    forecast.observe(np.array([4, 4]))
+    forecast.observe(np.array([9]))
+    assert forecast.predict().tolist() == [9]  # type: ignore[union-attr]
+    forecast.observe(np.array([3]))
+    assert forecast.predict().tolist() == [6]  # type: ignore[union-attr]
+    assert LoadForecast().predict() is None
+
+
+def searches(rule: ReplanRule, steps: int, replaced_until: int) -> list[int]:
+    """Steps that searched, when fresh plans win until a step."""
+    searched = []
+    for step in range(steps):
+        if rule.due():
+            searched.append(step)
+            rule.judge(current_s=2.0 if step < replaced_until else 1.0, fresh_s=1.0)
+    return searched
+
+
+def test_searches_are_dense_while_plans_age_and_rare_once_they_last() -> None:
+    assert searches(ReplanRule(max_interval=8), 40, replaced_until=4) == [0, 1, 2, 3, 4, 6, 10, 18, 26, 34]
+
+
+def test_a_plan_within_tolerance_is_kept_and_drift_resets_the_interval() -> None:
+    rule = ReplanRule(tolerance=0.1, max_interval=16)
+    assert not rule.judge(current_s=1.09, fresh_s=1.0)
+    assert not rule.judge(current_s=1.0, fresh_s=1.0)
+    assert [rule.due() for _ in range(4)] == [False, False, False, True]
+    assert rule.judge(current_s=1.2, fresh_s=1.0)
+    assert rule.due()
+
+
+# ----------------------------------------------------------------------
+# Measured costs survive the way to another rank, and to a world of another size.
+
+
+def test_costs_travel_as_json() -> None:
+    costs = BlockCosts(
+        row_bytes=1.0, weight_bytes=2.0, gradient_bytes=3.0, bytes_per_s=np.array([1e9, 3e9]), rows_per_s=5.0
+    )
+    data = json.loads(json.dumps(costs.to_json()))
+    same = BlockCosts.from_json(data, 2)
+    assert np.array_equal(same.bytes_per_s, costs.bytes_per_s)
+    assert same.to_json() == costs.to_json()
+    assert BlockCosts.from_json(data, 3).bytes_per_s == 2e9
+
+
+# ----------------------------------------------------------------------
+# What balancers of several stages know together of all layers.
+
+
+FIRST, SECOND = OwnLayers(numbers=(0, 2), total=4), OwnLayers(numbers=(1, 3), total=4)
+
+
+def of(*loads: int) -> dict[str, object]:
+    return {"loads": [[load] for load in loads], "averages": [None] * len(loads), "interval": 8}
+
+
+def test_of_each_layer_those_who_plan_for_it_are_believed() -> None:
+    first, second = FIRST.whole(of(10, 12), of(1, 2, 3, 4)), SECOND.whole(of(11, 13), None)
+    assert first == of(10, 2, 12, 4)
+    assert second == of(0, 11, 0, 13)
+    newcomer: tuple[tuple[int, ...], None] = ((), None)
+    known = together([newcomer, (FIRST.numbers, first), (SECOND.numbers, second)], 4)
+    assert known == of(10, 11, 12, 13)
+    assert known is not None
+    assert SECOND.part(known) == of(11, 13)
+    assert together([newcomer, ((), first)], 4) == first
+    assert together([newcomer], 4) is None
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="of 2 MoE layers, but the model has 4"):
+        FIRST.part(of(1, 2))

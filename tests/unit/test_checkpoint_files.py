@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
+import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,8 +19,11 @@ from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
 from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
-from moe_lightning.checkpoint import files
+from moe_lightning.checkpoint import commit, files, session
+from moe_lightning.checkpoint.agent_handle import AgentStatus
 from moe_lightning.checkpoint.files import check_file, read_file, write_file
+from moe_lightning.checkpoint.session import CheckpointSession
+from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import open_regular
@@ -266,3 +272,54 @@ def test_weights_alone_are_nothing_to_resume_from(name: str, tmp_path: Path) -> 
         trainer = make_trainer(0, 1)
         trainer.test(module, DataLoader(RandomTokens(8), batch_size=4), ckpt_path=path, verbose=False)
         assert torch.equal(module.out.weight, torch.load(path)["state_dict"]["out.weight"])
+
+
+# ----------------------------------------------------------------------
+# Commits that other agents have made.
+
+
+def test_a_part_written_anew_after_the_commit_hides_it_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that gave up and began again comes with its part when the others have committed."""
+    staging = storage_of(tmp_path).staging(tmp_path, "session", 8, 0)
+    storage_of(tmp_path).make(staging)
+    (Path(str(staging)) / commit.part_name(0)).write_text("{}")
+    known = [(tmp_path / "step-00000008", SimpleNamespace(session="session", step=8))]
+    monkeypatch.setattr(commit, "headings", lambda root: known)
+    assert commit.try_commit(tmp_path, "session", 8, 2, has_written=True) == known[0][0]
+    assert commit.try_commit(tmp_path, "former", 8, 2, has_written=True) is None
+
+
+# ----------------------------------------------------------------------
+# The end of a checkpoint session whose newest snapshot is not committed.
+
+
+def closing(path: Path, **changes: Any) -> Any:
+    snapshotter = SimpleNamespace(give_up=lambda: None, newest_step=20, close=lambda: None)
+    status = changes.pop("status", AgentStatus())
+    return SimpleNamespace(
+        _snapshotter=snapshotter, _protector=None, _has_committed=lambda step: False, _root=path, world_number=1,
+        _agent=SimpleNamespace(runs=changes.pop("runs", True)), status=lambda: status,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "timeout_s", "said"),
+    [
+        ({"runs": False}, 600.0, r"is not written after 0\.\d s \(its process has ended\): there is no whole one"),
+        ({}, 0.2, r"is not written after 0\.[2-9] s \(it did not answer\): there is no whole one"),
+        (
+            {"runs": False, "status": AgentStatus(committed_step=10, error="disk full")},
+            600.0,
+            r"is not written after 0\.\d s \(disk full\): the last whole one is step 10",
+        ),
+    ],
+)
+def test_the_time_that_was_waited_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], timeout_s: float, said: str
+) -> None:
+    monkeypatch.setattr(session, "check_world", lambda *_: None)
+    began = time.monotonic()
+    with pytest.raises(CheckpointError) as raised:
+        CheckpointSession.close(closing(tmp_path, **changes), timeout_s=timeout_s)
+    assert time.monotonic() - began < 5
+    assert re.search("the checkpoint of step 20 " + said, str(raised.value)), raised.value

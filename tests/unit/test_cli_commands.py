@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from moe_lightning import __version__
-from moe_lightning.cli import ckpt, train
+from moe_lightning.cli import ckpt, train, training
 from moe_lightning.cli.commands import moe_bench, moe_ckpt, moe_data, moe_eval, moe_generate, moe_sim, moe_train
-from moe_lightning.cli.train import with_ranks
+from moe_lightning.cli.composition import with_quotes
+from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.cli.train import objective_of, with_ranks
+from moe_lightning.elastic.launcher import RanksFailed
+from moe_lightning.elastic.worker import RankFailure
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import in_columns
 from tests.programs import run_program, users_environment
 
@@ -125,3 +134,94 @@ def test_a_run_directory_stands_for_its_checkpoints(tmp_path: Path, capsys: pyte
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert ckpt.main(["inspect", str(tmp_path / "run")]) == 2
     assert f"{tmp_path}/run/checkpoints holds no checkpoint" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------
+# Warnings of ours are sentences; those of others keep their place in the code.
+
+
+def test_our_warnings_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    with warnings.catch_warnings():
+        training.quiet_libraries()
+        ours = warnings.formatwarning("K is raised", UserWarning, str(training.PACKAGE / "callbacks" / "x.py"), 3)
+        theirs = warnings.formatwarning("old", UserWarning, "/usr/lib/x.py", 3)
+    assert ours == "moe-train: K is raised\n"
+    assert theirs == "/usr/lib/x.py:3: old\n"
+
+
+# ----------------------------------------------------------------------
+# Values that read name=value reach Hydra as text; everything else reaches it as it was typed.
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("chaos.kill=rank=1,step=30", "rank=1,step=30"),
+        ("chaos.kill=rank=1,step=30; rank=0,step=60,place=backward", "rank=1,step=30; rank=0,step=60,place=backward"),
+        ("+a.b=x=1", "x=1"),
+        ('chaos.kill="rank=1,step=30"', "rank=1,step=30"),
+        ("data.source=~/books", "~/books"),
+        ("data.source=~", "~"),
+    ],
+)
+def test_named_values_are_text(typed: str, value: str) -> None:
+    assert OverridesParser.create().parse_override(with_quotes(typed)).value() == value
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["seed=1", "seed=1,2", "a={b:1}", "a='x=1'", "a=[b,c]", "a=choice(b,c)", "~a", "recipes=chaos", "a.b=c/d=e", "a="],
+)
+def test_other_values_stay(typed: str) -> None:
+    assert with_quotes(typed) == typed
+
+
+# ----------------------------------------------------------------------
+# What a search gets of a run: a finite metric, or one sentence; failures travel between processes.
+
+
+METRICS = {"val/loss": 1.5, "train/loss": float("nan"), "train/lr": 1e-3}
+
+
+def metrics_in(folder: Path) -> Path:
+    directory = RunDirectory(folder)
+    directory.create()
+    directory.write_metrics(METRICS)
+    return directory.metrics
+
+
+def test_the_last_value_of_a_metric(tmp_path: Path) -> None:
+    assert objective_of(metrics_in(tmp_path), "val/loss") == 1.5
+    assert [path.name for path in (tmp_path / "ranks").iterdir()] == ["metrics.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "val/los",
+            "not a metric that the run logged (did you mean 'val/loss'?): it logged train/loss, train/lr, val/loss",
+        ),
+        ("reward", "not a metric that the run logged: it logged train/loss, train/lr, val/loss"),
+        ("train/loss", "objective=train/loss came out as nan, which nothing can be compared with"),
+    ],
+)
+def test_what_cannot_be_an_objective_is_one_sentence(tmp_path: Path, name: str, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        objective_of(metrics_in(tmp_path), name)
+
+
+@pytest.mark.parametrize("text", [None, "", "{"])
+def test_a_run_without_metrics_is_one_sentence(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "metrics.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=r"has left no metrics in .*: give the same command"):
+        objective_of(tmp_path / "metrics.json", "val/loss")
+
+
+def test_a_failure_of_ranks_can_be_sent_to_another_process() -> None:
+    failure = RankFailure(rank=1, kind="mistake", message="lr=0 is wrong", details="", time_s=0.0)
+    received = pickle.loads(pickle.dumps(RanksFailed(failure)))  # noqa: S301
+    assert received.failure == failure
+    assert str(received) == "lr=0 is wrong"

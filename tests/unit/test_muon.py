@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from moe_lightning import GPT, GPTConfig
+from moe_lightning.checkpoint.optimizer_shards import AdamWReplay
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.optimizers import Muon, muon_groups, orthogonalised, parameter_groups
+from moe_lightning.parallel.context import World
+from moe_lightning.state import tensors
+from moe_lightning.state.tensors import Updates
+from moe_lightning.strategies.gradients import global_gradient_norm, scale_gradients
 
 
 def gradients(shape: tuple[int, ...], steps: int = 4) -> list[torch.Tensor]:
@@ -84,3 +92,132 @@ def test_every_parameter_has_its_algorithm(tied: bool) -> None:
     assert tied or kinds["head.weight"] == ("none", 0.1)
     decays = {names[p]: group["weight_decay"] for group in parameter_groups(model, 0.1) for p in group["params"]}
     assert decays == {name: decay for name, (_, decay) in kinds.items()}
+
+
+# ----------------------------------------------------------------------
+# The norm of the whole model's gradients, in every precision of training.
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_norm_and_scaling_in_every_precision(dtype: torch.dtype) -> None:
+    parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)), nn.Parameter(torch.zeros(2, 2, dtype=dtype))]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    norm = global_gradient_norm(parameters, {}, World.single())
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(28**0.5)
+    scale_gradients(parameters, norm, 1.0)
+    assert parameters[0].grad is not None
+    assert parameters[0].grad.float().tolist() == pytest.approx([2 / 28**0.5] * 3, rel=1e-2)
+
+
+# ----------------------------------------------------------------------
+# What of updates on the host needs no ranks.
+
+
+def test_sparse_gradients_of_embeddings_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "lies_on_a_device", lambda parameter: True)
+    monkeypatch.setattr(tensors, "page_locked", lambda shape, dtype: torch.empty(*shape, dtype=dtype))
+    found = []
+    for on_host in (False, True):
+        torch.manual_seed(0)
+        table, updates = nn.Embedding(8, 4, sparse=True), Updates(on_host=on_host)
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        for step, is_sparse in enumerate((True, True, False, True)):
+            optimizer.zero_grad()
+            table.sparse = is_sparse
+            table(torch.tensor([step, 3, 3])).square().sum().backward()
+            with updates.around(optimizer, ()) as see:
+                see()
+                optimizer.step()
+        found.append(table.weight.detach().clone())
+    assert torch.equal(*found)
+
+
+# ----------------------------------------------------------------------
+# Replayed AdamW steps are the owner's, bit by bit; sums of squares or plain SGD would not be.
+
+
+SHAPES = {"a": (7, 3), "b": (5,), "c": ()}
+
+
+def parameters(seed: int, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for n, shape in SHAPES.items()}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    steps=st.integers(1, 12),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    foreach=st.sampled_from([None, True, False]),
+    amsgrad=st.booleans(),
+    decay=st.sampled_from([0.0, 0.1]),
+    since=st.integers(0, 5),
+)
+def test_weights_and_moments_are_bit_equal(
+    seed: int, steps: int, dtype: torch.dtype, foreach: bool | None, amsgrad: bool, decay: float, since: int
+) -> None:
+    """Two groups, a learning rate that changes, missing gradients; the replay may begin in the middle."""
+    live = parameters(seed, dtype)
+    groups = [{"params": [live["a"]], "weight_decay": decay}, {"params": [live["b"], live["c"]], "lr": 1e-2}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, amsgrad=amsgrad, foreach=foreach, weight_decay=0.01)
+    replay: AdamWReplay | None = None
+    generator = torch.Generator().manual_seed(seed ^ 1)
+    for step in range(steps):
+        if step == min(since, steps - 1):
+            replay = AdamWReplay(optimizer, [{"a": live["a"]}, {"b": live["b"], "c": live["c"]}], version=step)
+            for name, parameter in live.items():
+                replay.load(name, {"weight": parameter.detach(), **optimizer.state[parameter]})
+        for name, parameter in live.items():
+            skipped = (step + len(name) + ord(name)) % 5 == 0
+            parameter.grad = None if skipped else torch.randn(parameter.shape, generator=generator).to(dtype)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        gradients = {name: p.grad for name, p in live.items() if p.grad is not None}
+        if replay is not None:
+            replay.replay(gradients, optimizer)
+        optimizer.step()
+    assert replay is not None
+    assert replay.version == steps
+    for name, parameter in live.items():
+        states = replay.states(name)
+        assert torch.equal(states.pop("weight"), parameter)
+        assert states.keys() == optimizer.state[parameter].keys()
+        for scope, tensor in states.items():
+            assert torch.equal(tensor, optimizer.state[parameter][scope]), (name, scope)
+
+
+def test_checksums_see_a_single_bit() -> None:
+    live = parameters(0, torch.float32)
+    optimizer = torch.optim.AdamW(live.values())
+    first, second = (AdamWReplay(optimizer, [live]) for _ in range(2))
+    gradients = {name: torch.ones_like(p) for name, p in live.items()}
+    first.replay(gradients, optimizer)
+    gradients["b"].view(-1)[0] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    second.replay(gradients, optimizer)
+    differ = {name for name, digest in first.digests().items() if digest != second.digests()[name]}
+    assert differ == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: torch.optim.SGD(p), "only torch.optim.AdamW can be replayed, not SGD"),
+        (lambda p: torch.optim.Adam(p), "not Adam:"),
+        (lambda p: torch.optim.AdamW(p, fused=True), "fused AdamW rounds differently"),
+        (lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3)), "learning rate in a tensor"),
+    ],
+)
+def test_what_would_not_be_exact_is_refused(make: object, message: str) -> None:
+    live = parameters(0, torch.float32)
+    optimizer = make(list(live.values()))  # type: ignore[operator]
+    with pytest.raises(ConfigurationError, match=message):
+        AdamWReplay(optimizer, [live])
+
+
+def test_groups_must_fit() -> None:
+    live = parameters(0, torch.float32)
+    with pytest.raises(ConfigurationError, match=r"2 groups .* with 1"):
+        AdamWReplay(torch.optim.AdamW(live.values()), [live, {}])

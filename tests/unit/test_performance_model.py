@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published_rates import PUBLISHED
+from benchmarks.roofline import SHAPES
+from benchmarks.roofline_layer import (
+    DESIGNS,
+    backward_kernels,
+    forward_kernels,
+    share_of_peak,
+    total_seconds,
+)
+from benchmarks.roofline_model import DEVICES, LAUNCH_S, Matmul, Tile, matmul_cost, shared_bytes, tile_for
+from benchmarks.roofline_router import router_backward
 from moe_lightning.balancing.cost_model import (
     ONE_COPY,
     BlockCosts,
+    BlockTimes,
+    Kind,
+    Stage,
+    backward_schedule,
     fit_line,
+    forward_schedule,
     mean_relative_error,
     predict_block,
+    predict_timeline,
+    split_transfer,
     total_copies,
     total_volumes,
 )
+from moe_lightning.cli.bench import main
 from moe_lightning.errors import ConfigurationError
 from tests.unit.planning_references import copy_volumes, row_volumes
 
@@ -180,3 +201,195 @@ def test_wrong_measurements_are_one_sentence() -> None:
     ):
         with pytest.raises(ConfigurationError, match="do not determine a line"):
             fit_line(amounts, seconds)
+
+
+# ----------------------------------------------------------------------
+# The block-wise schedule: order, completeness, the split of transfers, and agreement with the closed form of the
+# model.
+
+
+FORWARD_TRANS = {Kind.TRANS_WHOLE, Kind.TRANS_UNDER_EXPERTS, Kind.TRANS_UNDER_DENSE}
+BACKWARD_AGG = {Kind.AGG_WHOLE, Kind.AGG_UNDER_EXPERTS, Kind.AGG_UNDER_DENSE}
+
+
+def flat(stages: tuple[Stage, ...]) -> list[tuple[Kind, int]]:
+    operations = [operation for stage in stages for operation in (stage.foreground, stage.background) if operation]
+    return [(operation.kind, operation.block) for operation in operations]
+
+
+def test_the_forward_pass_of_two_blocks() -> None:
+    assert flat(forward_schedule(2)) == [
+        (Kind.TRANS_WHOLE, 0),
+        (Kind.EXCHANGE, 0),
+        (Kind.PLAN, 0),
+        (Kind.EXPERTS_FORWARD, 0),
+        (Kind.TRANS_UNDER_EXPERTS, 1),
+        (Kind.EXCHANGE, 0),
+        (Kind.DENSE_FORWARD, 0),
+        (Kind.TRANS_UNDER_DENSE, 1),
+        (Kind.EXCHANGE, 1),
+        (Kind.PLAN, 1),
+        (Kind.EXPERTS_FORWARD, 1),
+        (Kind.EXCHANGE, 1),
+        (Kind.DENSE_FORWARD, 1),
+    ]
+
+
+def test_the_backward_pass_of_two_blocks() -> None:
+    assert flat(backward_schedule(2)) == [
+        (Kind.DENSE_BACKWARD, 1),
+        (Kind.EXCHANGE, 1),
+        (Kind.EXPERTS_BACKWARD, 1),
+        (Kind.EXCHANGE, 1),
+        (Kind.DENSE_BACKWARD, 0),
+        (Kind.AGG_UNDER_DENSE, 1),
+        (Kind.EXCHANGE, 0),
+        (Kind.EXPERTS_BACKWARD, 0),
+        (Kind.AGG_UNDER_EXPERTS, 1),
+        (Kind.EXCHANGE, 0),
+        (Kind.AGG_WHOLE, 0),
+    ]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 5])
+def test_weights_arrive_before_and_gradients_leave_after_their_experts(num_blocks: int) -> None:
+    forward, backward = flat(forward_schedule(num_blocks)), flat(backward_schedule(num_blocks))
+    for block in range(num_blocks):
+        trans = [i for i, (kind, owner) in enumerate(forward) if kind in FORWARD_TRANS and owner == block]
+        agg = [i for i, (kind, owner) in enumerate(backward) if kind in BACKWARD_AGG and owner == block]
+        assert len(trans) == len(agg) == (1 if block == 0 else 2)
+        assert max(trans) < forward.index((Kind.EXPERTS_FORWARD, block))
+        assert min(agg) > backward.index((Kind.EXPERTS_BACKWARD, block))
+    assert forward.count((Kind.EXCHANGE, 0)) == backward.count((Kind.EXCHANGE, 0)) == 2
+
+
+@settings(deadline=None, max_examples=100)
+@given(payload=st.integers(0, 10**9), transfer_s=st.floats(0, 10), dense_s=st.floats(0, 10))
+def test_the_split_loses_no_byte_and_fills_dense_layers_first(payload: int, transfer_s: float, dense_s: float) -> None:
+    under_experts, under_dense = split_transfer(payload, transfer_s, dense_s)
+    assert under_experts + under_dense == payload
+    assert min(under_experts, under_dense) >= 0
+    if transfer_s > dense_s:
+        assert under_dense == pytest.approx(payload * dense_s / transfer_s, abs=1)
+    else:
+        assert under_experts == 0
+
+
+def block(copies: float, **changes: float) -> tuple[BlockTimes, BlockCosts]:
+    settings_ = {"dense_forward_s": 1.0, "dense_backward_s": 2.0, "gradient_bytes": 5.0} | changes
+    costs = BlockCosts(row_bytes=1, weight_bytes=5, bytes_per_s=1, rows_per_s=4, **settings_)  # type: ignore[arg-type]
+    volumes = np.array([[4, 4], [1, 0], [0, 1], [1, 1]])
+    return predict_block(volumes, np.full((1, 2, 2), copies), costs), costs
+
+
+@settings(deadline=None, max_examples=60)
+@given(copies=st.integers(0, 30).map(lambda tenths: tenths / 10), num_blocks=st.integers(1, 4))
+def test_the_time_line_agrees_with_the_closed_form(copies: float, num_blocks: int) -> None:
+    times, costs = block(copies)
+    line = predict_timeline([times] * num_blocks, [costs] * num_blocks)
+    hidden_blocks = num_blocks - 1
+    first = float(times.trans_s + times.agg_s)
+    exposed = first + hidden_blocks * float(times.exposed_trans_s + times.exposed_agg_s)
+    assert line.exposed_s == pytest.approx(exposed)
+    assert line.transfer_s == pytest.approx(num_blocks * first)
+    idle = num_blocks * float(4 * times.exchange_s + times.forward_s + times.backward_s + 1.0 + 2.0)
+    assert line.total_s == pytest.approx(idle + exposed)
+    assert line.transfer_s == pytest.approx(num_blocks * first)
+    assert all(span.end_s > span.start_s for span in line.spans)
+    assert max(span.end_s for span in line.spans) == pytest.approx(line.total_s)
+
+
+def test_many_blocks_hide_small_copies_and_long_plans_show() -> None:
+    times, costs = block(0.2)
+    line = predict_timeline([times] * 12, [costs] * 12)
+    assert line.exposed_s < 0.1 * line.transfer_s
+    quick, slow = (predict_timeline([times] * 3, [costs] * 3, plan_s=plan_s) for plan_s in (0.5, 1.5))
+    assert slow.total_s == pytest.approx(quick.total_s + 3 * 0.5)
+    assert {span.operation.kind for span in quick.spans} >= {Kind.PLAN, Kind.EXCHANGE, Kind.TRANS_WHOLE, Kind.AGG_WHOLE}
+
+
+# ----------------------------------------------------------------------
+# The model of kernels on GPUs: near published figures, and moved in the right direction by what it is told.
+
+
+H100 = DEVICES["h100"]
+SQUARE = Matmul(rows=8192, width=8192, inner=4096, tile=Tile(m=128, n=256, k=64))
+
+
+def test_published_figures_are_near() -> None:
+    errors = sorted(abs(figure.modelled_tflops / figure.tflops - 1) for figure in PUBLISHED)
+    assert sum(not figure.is_fitted for figure in PUBLISHED) >= 5
+    assert errors[len(errors) // 2] < 0.06
+    assert sum(error < 0.11 for error in errors) >= 7
+    assert errors[-1] < 0.40
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_no_matmul_is_faster_than_the_device(device) -> None:
+    tile = tile_for(device, 8192)
+    cost = matmul_cost(replace(SQUARE, tile=tile, is_persistent=True), device)
+    assert 0.3 * device.flops < SQUARE.flops / cost.seconds < device.sustained * device.flops
+
+
+def test_what_helps_helps() -> None:
+    plain = matmul_cost(SQUARE, H100).seconds
+    persistent = matmul_cost(replace(SQUARE, is_persistent=True), H100).seconds
+    ahead = matmul_cost(replace(SQUARE, is_persistent=True, stores_ahead=True), H100).seconds
+    hidden = matmul_cost(replace(SQUARE, is_persistent=True, hides_epilogue=True), H100).seconds
+    assert hidden < ahead < persistent < plain
+
+
+def test_what_an_epilogue_does_costs() -> None:
+    plain = matmul_cost(replace(SQUARE, inner=512), H100).seconds
+    reading = matmul_cost(replace(SQUARE, inner=512, input_factor=1.0), H100).seconds
+    prefetched = matmul_cost(replace(SQUARE, inner=512, input_factor=1.0, reads_ahead=True), H100).seconds
+    computing = matmul_cost(replace(SQUARE, inner=512, steps=34), H100).seconds
+    assert plain < prefetched < reading
+    assert plain < computing
+
+
+def test_what_gathers_begins_later() -> None:
+    persistent = matmul_cost(replace(SQUARE, is_persistent=True), H100).seconds
+    assert matmul_cost(replace(SQUARE, is_persistent=True, gathers=True), H100).seconds > persistent
+
+
+def test_bounds_are_named() -> None:
+    shallow = replace(SQUARE, inner=64, is_persistent=True)
+    assert matmul_cost(shallow, H100).bound == "memory"
+    assert matmul_cost(replace(SQUARE, inner=256), DEVICES["h200"]).bound == "prologue and epilogue"
+    assert matmul_cost(replace(SQUARE, tile=Tile(m=64, n=64, k=64)), H100).bound == "second-level cache"
+    assert matmul_cost(replace(SQUARE, shares_loads=True), H100).bound == "tensor cores"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_layer_gains_from_fusion(shape) -> None:
+    for kernels, factor in ((forward_kernels, 1), (backward_kernels, 2)):
+        separate, rows, fused = (kernels(shape, DESIGNS[kind], H100) for kind in ("separate", "rows", "fused"))
+        assert total_seconds(fused) < total_seconds(rows)
+        # Where the tensor cores bound it, the narrower tile of the fused gradient takes back what fusing saves.
+        assert total_seconds(rows) < 1.02 * total_seconds(separate)
+        assert sum(kernel.flops for kernel in fused) == pytest.approx(factor * shape.forward_flops)
+        assert 0 < share_of_peak(separate, H100) < share_of_peak(fused, H100) < H100.sustained
+
+
+def test_a_program_that_computes_all_columns_of_its_rows_is_rounded_up_whole() -> None:
+    device = replace(H100, memory=4 * H100.memory)  # so that it bounds neither
+
+    def seconds(tokens: int) -> float:
+        kernels = router_backward(replace(SHAPES[0], tokens=tokens), device, is_fused=True)
+        return next(kernel.cost.seconds for kernel in kernels if kernel.name == "gradient of router's input") - LAUNCH_S
+
+    full = 128 * H100.multiprocessors
+    assert seconds(full + 1) == pytest.approx(2 * seconds(full), rel=0.02)
+
+
+def test_shared_memory_of_a_tile() -> None:
+    assert shared_bytes(Tile(m=128, n=256, k=64), stages=4) == 192 << 10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_command_prints_every_part(device, capsys) -> None:
+    assert main(["roofline", "--device", device, "--casts-weights"]) == 0
+    told = capsys.readouterr().out
+    for part in ("modelled: nothing here has run", "assumptions", "cast of weights", "FORWARD", "BACKWARD", "error %"):
+        assert part in told

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from moe_lightning.arrays import boundary, cut
 from moe_lightning.data.sampler import StandIn, StepSampler
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies.pipeline import batch_pieces, joined
+from moe_lightning.strategies.steps import StepWeights
 
 
 @pytest.mark.parametrize(("batch", "ranks", "micros"), [(12, 2, 3), (13, 3, 4), (26, 4, 4), (19, 2, 4)])
@@ -89,3 +96,49 @@ def test_outcomes_are_put_together() -> None:
     assert found["rows"].shape == (3, 2)
     assert float(joined(outcomes, [3, 1], [1.0, 2.0])["loss"]) == 3.0
     assert joined([None, None], [1, 1], [1.0, 1.0]) is None
+
+
+# ----------------------------------------------------------------------
+# Parts of nearly equal size: complete and even.
+
+
+@settings(deadline=None, max_examples=100)
+@given(total=st.integers(0, 1000), parts=st.integers(1, 50))
+def test_parts_are_even_and_complete(total: int, parts: int) -> None:
+    bounds = cut(total, parts)
+    sizes = [last - first for first, last in pairwise(bounds)]
+    assert len(sizes) == parts
+    assert sum(sizes) == total
+    assert bounds[0] == 0
+    assert bounds == tuple(boundary(total, parts, index) for index in range(parts + 1))
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+# ----------------------------------------------------------------------
+# What a rank says of the weight of its loss.
+
+
+def test_a_rank_whose_weights_another_stage_gives_is_not_warned_of_ignored_targets() -> None:
+    weights = StepWeights()
+    weights.append([3.0, 2.0], torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a warning is the failure
+        weights.warn_of_ignored_targets((torch.tensor([[1, -100], [1, 1]]),))
+
+
+@pytest.mark.parametrize("num_micros", [1, 2, 3])
+def test_a_step_without_any_target_trains_nothing_however_it_is_cut(num_micros: int) -> None:
+    weights, device = StepWeights(), torch.device("cpu")
+    sampler = StepSampler(num_samples=12, global_batch_size=6, num_micros=num_micros)
+    module = torch.nn.Linear(1, 1, bias=False)
+    auxiliary, position = module.weight.sum(), 0
+    for _ in range(num_micros):
+        here = sampler.slice_at(position)
+        weights.begin(here)
+        loss = weights.weigh(torch.zeros(()), 0, here, World.single(device)) + auxiliary
+        (loss * weights.share(here)).backward()
+        position += here.micro_total
+    weights.finish(module)
+    assert module.weight.grad is not None
+    assert float(module.weight.grad) == 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import matplotlib as mpl
@@ -11,8 +12,14 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from moe_lightning.balancing.cost_model import BlockCosts, Timeline, predict_timeline
+from moe_lightning.balancing.shadow_search import predict_plan, top_shadows
+from moe_lightning.cli import pictures, plot
+from moe_lightning.cli.bench import main
+from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.plots import bar_chart, grid, heat_map, line_chart, phase_lines, svg
+from moe_lightning.moe.forced_routing import read_loads
+from moe_lightning.plots import bar_chart, grid, heat_map, line_chart, phase_lines, svg, time_line
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -119,3 +126,185 @@ def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match=r'pip install "moe-lightning\[plots\]"$'):
         line_chart({"a": [(0.0, 1.0)]}, "t", "x", "y")
+
+
+# ----------------------------------------------------------------------
+# Moe-bench plot: what a run logged is what its pictures show.
+
+
+ALL = {
+    "checkpoint_mb",
+    "checkpoint_ms",
+    "expert_load_layer00",
+    "expert_load_layer01",
+    "imbalance",
+    "k",
+    "plt",
+    "recovery",
+}
+
+
+def write_metrics(directory: Path, version: int, rows: list[dict[str, float]]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [",".join(names), *(",".join(str(row.get(name, "")) for name in names) for row in rows)]
+    folder = directory / "csv" / f"version_{version}"
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+
+
+def recovery(step: int, total_ms: float) -> dict[str, float]:
+    phases = {"leaving": 20, "rendezvous": 200, "groups": 10, "plan": 1, "movement": 40, "settling": 90}
+    logged = {f"recovery/{phase}_ms": value for phase, value in phases.items()}
+    return {"step": step, **logged, "recovery/total_ms": total_ms, "recovery/ranks": 3}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A made-up run of two starts: the second repeats step 20."""
+    layers = {"moe/layer00/rank_imbalance_ratio": 1.0, "moe/layer01/rank_imbalance_ratio": 2.0}
+    saved = {"checkpoint/plt": 0.01, "checkpoint/k_snapshot": 4, "checkpoint/k_persist": 1}
+    written = {"checkpoint/snapshot_bytes": 5e6, "checkpoint/persist_bytes": 2e6, "checkpoint/snapshot_ms": 7}
+    write_metrics(
+        tmp_path,
+        2,
+        [{"step": 10, **layers}, {"step": 20, **layers, **saved, **written}, {"step": 20, "checkpoint/stall_ms": 0.25}],
+    )
+    repeated = {"step": 20, **layers, "moe/layer00/rank_imbalance_ratio": 4.0, "checkpoint/stall_ms": 0.75}
+    write_metrics(tmp_path, 10, [repeated, recovery(25, 400.0), recovery(31, 361.0), {"step": 30, "val/loss": 2.0}])
+    (tmp_path / "expert_load.csv").write_text(
+        "step,layer,expert_0,expert_1\n10,0,0.5,0.5\n10,1,0.9,0.1\n20,0,0.4,0.6\n20,1,1.0,0.0\n"
+    )
+    return tmp_path
+
+
+def words_in(picture: Figure) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(svg(picture)).iter(f"{SVG}text")]
+
+
+def test_every_picture_is_drawn_and_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(run)]) == 0
+    files = {path.stem: path.read_text() for path in (run / "pictures").iterdir()}
+    assert set(files) == ALL
+    assert all(ElementTree.fromstring(text).tag == f"{SVG}svg" for text in files.values())
+    assert {Path(line).stem for line in capsys.readouterr().out.splitlines()} == ALL
+
+
+def test_the_later_start_counts_where_steps_were_repeated(run: Path) -> None:
+    metrics = plot.read_metrics([run / "csv" / f"version_{version}" / "metrics.csv" for version in (2, 10)])
+    assert metrics["moe/layer00/rank_imbalance_ratio"] == {11: 1.0, 21: 4.0}
+    assert metrics["checkpoint/stall_ms"] == {20: 0.75}
+    assert metrics["val/loss"] == {31: 2.0}
+    assert "step" not in metrics
+
+
+def test_all_pictures_count_the_steps_that_were_made(tmp_path: Path) -> None:
+    """Lightning writes the metrics of the tenth step into row 9; checkpoints and loads of experts say 10."""
+    row = {"moe/layer00/rank_imbalance_ratio": 1.0, "moe/layer00/expert_imbalance_ratio": 2.0}
+    write_metrics(tmp_path, 0, [{"step": 9, **row}, {"step": 10, "checkpoint/plt": 0.5}])
+    metrics = plot.read_metrics([tmp_path / "csv" / "version_0" / "metrics.csv"])
+    assert set(metrics["moe/layer00/rank_imbalance_ratio"]) == set(metrics["checkpoint/plt"]) == {10}
+
+
+def test_the_starts_are_taken_in_the_order_of_their_numbers(run: Path) -> None:
+    (bars,) = dict(plot.draw(run))["checkpoint_ms"].axes
+    assert bars.patches[0].get_height() == 0.75, "version 10 comes after version 2"
+
+
+def test_bars_of_a_recovery_are_its_phases(run: Path) -> None:
+    picture = dict(plot.draw(run))["recovery"]
+    bars = [bar for bar in picture.axes[0].patches if bar.get_width() > 0]
+    first = [bar.get_width() for bar in bars if bar.get_y() < 0]
+    assert first == pytest.approx([0.02, 0.2, 0.01, 0.001, 0.04, 0.09, 0.039]), "the last: what no phase accounts for"
+    assert len(bars) == 7 + 6
+    assert {"step 25, 3 ranks", "step 31, 3 ranks", "400 ms", "361 ms", "other"} <= {
+        w.strip() for w in words_in(picture)
+    }
+
+
+def test_only_what_was_logged_is_drawn(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 0, [{"step": 5, "checkpoint/plt": 0.0}, {"step": 9, "checkpoint/plt": float("nan")}])
+    assert [name for name, _ in plot.draw(tmp_path)] == ["plt"]
+
+
+def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "give a run directory" in capsys.readouterr().err
+    write_metrics(tmp_path, 0, [{"step": 5, "val/loss": 2.0}])
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "logged nothing to draw" in capsys.readouterr().err
+    (tmp_path / "csv" / "version_0" / "metrics.csv").write_text("step,val/loss\n1,much\n")
+    with pytest.raises(ConfigurationError, match=r"metrics\.csv is not a table of metrics"):
+        list(plot.draw(tmp_path))
+
+
+# ----------------------------------------------------------------------
+# Pictures hold what they are made from and are well-formed.
+
+
+def test_a_heat_map_has_a_cell_for_every_expert_and_sample() -> None:
+    shares = np.array([[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]])
+    axes, scale = heat_map(shares, [1, 11], "a < b").axes
+    (image,) = axes.images
+    np.testing.assert_allclose(np.asarray(image.get_array()), 100 * shares.T)
+    assert image.get_clim() == (0, 70), "no load is the lightest"
+    assert [mark.get_text() for mark in axes.get_xticklabels()] == ["1", "11"]
+    assert scale.get_ylabel() == "% of the layer's assignments"
+
+
+def test_a_time_line_has_a_bar_for_every_span_in_its_place() -> None:
+    tokens = np.array([[30, 40], [10, 0]])
+    placement = uniform_placement(2, 2)
+    costs = BlockCosts(row_bytes=4, weight_bytes=100, gradient_bytes=100, bytes_per_s=1e3, rows_per_s=1e3)
+    times = predict_plan(tokens, placement, top_shadows(tokens, placement, 1), costs)
+    line = predict_timeline([times] * 2, [costs] * 2)
+    picture = time_line(line, "step 3")
+    bars = [path.get_extents() for lane in picture.axes[0].collections for path in lane.get_paths()]
+    drawn = sorted((bar.x0, bar.x1) for bar in bars)
+    assert np.allclose(drawn, sorted((1e3 * span.start_s, 1e3 * span.end_s) for span in line.spans))
+    assert "step 3" in svg(picture)
+
+
+def test_nothing_to_draw() -> None:
+    with pytest.raises(ConfigurationError, match="needs samples and a step for each"):
+        heat_map(np.zeros((0, 3)), [], "x")
+    with pytest.raises(ConfigurationError, match="without spans"):
+        time_line(Timeline(spans=(), total_s=0.0, transfer_s=0.0, exposed_s=0.0), "x")
+
+
+def test_pictures_of_a_run_and_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "expert_load.csv"
+    table.write_text("step,layer,expert_0,expert_1\n10,0,0.5,0.5\n10,1,0.9,0.1\n20,0,0.4,0.6\n20,1,1.0,0.0\n")
+    steps, shares = read_loads(table)
+    assert steps == [10, 20]
+    assert shares.tolist() == [[[0.5, 0.5], [0.4, 0.6]], [[0.9, 0.1], [1.0, 0.0]]]
+    trace = tmp_path / "trace.npz"
+    np.savez(trace, counts=np.array([[[[1, 3], [2, 2]]]]), iteration=np.array([1]))
+    steps, shares = read_loads(trace)
+    assert (steps, shares.tolist()) == ([1], [[[0.375, 0.625]]])
+    assert pictures.run(pictures.Options(source=table, out=tmp_path / "out")) == 0
+    assert "load of the experts of MoE layer 1" in (tmp_path / "out" / "layer01.svg").read_text()
+    assert capsys.readouterr().out.count(".svg") == 2
+
+
+@pytest.mark.parametrize("begun", ["2,0,0.5,0.5\n", "2,0,0.5,0.5\n2,1,0.", "2,0,0.5,0.5\n2,1"])
+def test_a_step_that_is_not_whole_yet_is_left_out(tmp_path: Path, begun: str) -> None:
+    path = tmp_path / "expert_load.csv"
+    path.write_text("step,layer,expert_0,expert_1\n1,0,0.5,0.5\n1,1,0.25,0.75\n" + begun)
+    steps, shares = read_loads(path)
+    assert (steps, shares.tolist()) == ([1], [[[0.5, 0.5]], [[0.25, 0.75]]])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "step,layer,share\n", "1,0,0.5\n1,2,0.5\n", "1,0,0.5\n1,1,0.5,0.5\n", "1,0,nan,0.5\n", "1,0,-1,2\n"],
+)
+def test_files_that_hold_something_else(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "expert_load.csv"
+    path.write_text(text and "step,layer,expert_0,expert_1\n" + text)
+    with pytest.raises(ConfigurationError, match="has no lines of step, layer, shares"):
+        read_loads(path)
+    path.write_text("1,0,0.5,0.5\n")  # without a head
+    with pytest.raises(ConfigurationError, match="has no lines of step, layer, shares"):
+        read_loads(path)
+    with pytest.raises(ConfigurationError, match="is not a file"):
+        read_loads(tmp_path / "absent.csv")

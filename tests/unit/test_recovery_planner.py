@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planner import recovery_rows
 from benchmarks.recovery_probability import recovery_probabilities
 from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.migration import plan_migration
 from moe_lightning.balancing.replica_placement import mro_plus
+from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.protection import ProtectionLayout, aec_layout, arc_layout, no_protection
 from moe_lightning.checkpoint.recovery_plan import (
     HeldExpert,
@@ -30,6 +33,10 @@ from moe_lightning.checkpoint.recovery_plan import (
     without_snapshots,
 )
 from moe_lightning.dispatch.placement import Placement
+from moe_lightning.elastic.worker import PeerFailed
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.context import World
+from moe_lightning.strategies.recovery import RecoveryPlanner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,3 +424,65 @@ def test_the_sentence_for_the_console() -> None:
     assert plan.describe() == "15 experts from replicas, 2 from arenas, 0 stale"
     assert plan.describe([(0, 14), (0, 16)]) == "1 experts from replicas, 1 from arenas, 0 stale"
     assert plan_for(survivor(0)).describe() == "no source is left"
+
+
+# ----------------------------------------------------------------------
+# What a recovery does when nobody holds a part of the dense parameters any more.
+
+
+NAMES = ("dense rows 0 of 2", "dense rows 1 of 2")
+
+
+def planned(version: int, *, has_trained: bool, sources: RecoverySources | None = None) -> str:
+    """The level of the plan of a rank that is left with the first of two parts."""
+    planner = RecoveryPlanner(sources)
+    survivor = RankInventory(
+        rank=0, node="0", live_version=version, sharded_dense=NAMES, owned_dense=NAMES[:1], experts=((0, 0),)
+    )
+    plan, _ = planner.plan(
+        [survivor], World.single(), num_layers=1, num_experts=1, last_step=version, has_trained=has_trained
+    )
+    return plan.level
+
+
+def test_where_nobody_has_trained_all_ranks_start_anew() -> None:
+    with pytest.raises(PeerFailed, match=r"no rank that has trained is left, .* start over") as caught:
+        planned(0, has_trained=False)
+    assert caught.value.kind == "death"
+
+
+def test_later_the_sentence_names_the_cures() -> None:
+    with pytest.raises(ConfigurationError, match=r"last committed step was 5: .*dense=hsdp.*PartialExpertsCheckpoint"):
+        planned(5, has_trained=True)
+
+
+def test_who_saves_already_is_told_another_cure(tmp_path: Path) -> None:
+    """A rank was lost with its memory before anything was written."""
+    sources = RecoverySources(root=tmp_path, name="run", node="0", fallback=tmp_path, report=print)
+    with pytest.raises(ConfigurationError, match=r"step was 5: .*dense=hsdp.*protection=arc$"):
+        planned(5, has_trained=True, sources=sources)
+
+
+# ----------------------------------------------------------------------
+# The rows of the planner's benchmark that belong to recoveries.
+
+
+def test_every_plan_of_a_recovery_has_a_row() -> None:
+    rows = list(recovery_rows(32, 16, 3))
+    assert [row.name.split(",")[0] for row in rows] == [
+        "repair",
+        "repair",
+        "plan_recovery",
+        "plan_recovery",
+        "sampled_recovery",
+        "sampled_recovery",
+    ]
+    assert all((row.ranks, row.experts, row.layers) == (32, 16, 3) for row in rows)
+    assert all(row.seconds > 0 and row.peak_mib > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_recoveries_of_4096_ranks_are_planned_in_seconds() -> None:
+    """One second each on a free core; the bound leaves room for a machine that is shared."""
+    for row in recovery_rows(4096, 512, 1):
+        assert row.processor_s < 3, row

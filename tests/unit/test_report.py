@@ -22,7 +22,7 @@ from moe_lightning.cli.bench import main
 from moe_lightning.cli.report import read_placements
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
-from tests.unit.test_plot import recovery, write_metrics
+from tests.unit.test_plots import recovery, write_metrics
 
 EVIL = "<script>console.error('run')</script>\"'&\x00"
 SECTIONS = ["training", "loads", "imbalance", "placements", "recoveries", "checkpoints", "configuration"]

@@ -5,12 +5,17 @@ The trace is third-party data outside the repository: set MOE_LIGHTNING_TRACES t
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks import balance_trace
 from benchmarks.balance_trace import RoutingTrace, load_trace
@@ -22,9 +27,12 @@ from moe_lightning.balancing.migration import MappingMethod, align_placements, h
 from moe_lightning.balancing.replica_placement import NODE_RULES, mro_plus
 from moe_lightning.balancing.rules import SHADOW_POLICIES, PlacementPolicy, plan_placement, replan_placement
 from moe_lightning.balancing.shadow_search import fastermoe_shadows, no_shadows, predict_plan, search_shadows
+from moe_lightning.callbacks.routing_health import WINDOW, RoutingHealth
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, shadow_quota
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.moe.forced_routing import ForcedRouting, Popularity, read_routing_trace
+from moe_lightning.simulate.workload import make_routing
 from tests.options import options_of
 
 FOLDER = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
@@ -231,3 +239,170 @@ def test_traces_that_cannot_be_judged_say_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no sample from --first=600 on"):
         balance_trace.judge(small, "packed", slots_per_rank=4)
     assert balance_trace.judge(small, "packed", slots_per_rank=4, first=0, step=1).imbalance == 1.0
+
+
+# ----------------------------------------------------------------------
+# Routing traces from disk: whole ones, damaged ones, and files that hold something else.
+
+
+COUNTS = np.arange(2 * 3 * 2 * 4).reshape(2, 3, 2, 4)
+READERS: list[Callable[[Path], object]] = [
+    read_routing_trace,
+    load_trace,
+    lambda path: make_routing("trace", num_experts=4, num_layers=3, path=str(path)),
+    lambda path: Popularity(ForcedRouting(kind="trace", path=str(path)), 4, 0),
+]
+
+
+def _saved(path: Path, **arrays: Any) -> Path:
+    np.savez_compressed(path, **({"counts": COUNTS, "iteration": [1, 5]} | arrays))
+    return path
+
+
+def test_a_whole_trace(tmp_path: Path) -> None:
+    counts, iterations = read_routing_trace(_saved(tmp_path / "trace.npz", counts=COUNTS.astype(np.float32)))
+    assert np.array_equal(counts, COUNTS)
+    assert counts.dtype == iterations.dtype == np.int64
+    assert iterations.tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"counts": COUNTS[0]},
+        {"counts": COUNTS[:0], "iteration": []},
+        {"counts": COUNTS - 5},
+        {"counts": COUNTS * np.nan},
+        {"counts": COUNTS.astype(str)},
+        {"counts": COUNTS.astype(float) * 1e30},
+        {"iteration": [1, 1]},
+        {"iteration": [1, np.inf]},
+        {"iteration": [[1], [2]]},
+        {"iteration": ["a", "b"]},
+        {"counts": np.array({"pickled": 1}, dtype=object)},
+    ],
+    ids=str,
+)
+def test_arrays_of_something_else(tmp_path: Path, read: Callable[[Path], object], arrays: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"trace\.npz") as caught:
+        read(_saved(tmp_path / "trace.npz", **arrays))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("damage", ["cut", "flipped", "text", "empty", "npy", "folder", "missing"])
+def test_damaged_files(tmp_path: Path, read: Callable[[Path], object], damage: str) -> None:
+    path = _saved(tmp_path / "trace.npz")
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 4] ^= 0xFF
+    contents = {"cut": whole[: len(whole) // 2], "flipped": whole, "text": b"step,layer\n", "empty": b""}
+    path.unlink()
+    if damage in contents:
+        path.write_bytes(contents[damage])
+    elif damage == "npy":
+        np.save(tmp_path / "array.npy", COUNTS)
+        (tmp_path / "array.npy").rename(path)
+    elif damage == "folder":
+        path.mkdir()
+    with pytest.raises(ConfigurationError, match=r"trace\.npz") as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+
+
+# ----------------------------------------------------------------------
+# Health of routing against counts by hand: dead experts, entropy, drift, and when warnings come.
+
+
+EVEN = np.full(8, 1 / 8)
+NEARLY_EVEN = np.array([0.2, 0.15, 0.15, 0.1, 0.1, 0.1, 0.1, 0.1])
+ONE = np.eye(8)[3]
+
+
+def test_numbers_of_even_and_collapsed_layers() -> None:
+    numbers = RoutingHealth().observe({0: EVEN, 1: ONE, 2: np.array([0.5, 0.5, 0, 0, 0, 0, 0, 0])})
+    assert [numbers[f"moe/layer0{layer}/dead_experts_count"] for layer in range(3)] == [0, 7, 6]
+    entropies = [numbers[f"moe/layer0{layer}/load_entropy_ratio"] for layer in range(3)]
+    assert entropies == pytest.approx([1, 0, math.log(2) / math.log(8)])
+    assert (numbers["moe/dead_experts_count"], numbers["moe/load_entropy_ratio"]) == (13, pytest.approx(0))
+    found = [numbers[f"moe/expert_imbalance_{name}_ratio"] for name in ("p50", "p95", "max")]
+    assert found == pytest.approx([4, 7.6, 8])
+
+
+def test_drift_is_the_share_that_other_experts_got() -> None:
+    health = RoutingHealth()
+    assert health.observe({0: EVEN})["moe/load_drift_fraction"] == 0
+    assert health.observe({0: EVEN})["moe/load_drift_fraction"] == 0
+    moved = EVEN + np.array([0.1, -0.1, 0, 0, 0, 0, 0.02, -0.02])
+    assert health.observe({0: moved})["moe/load_drift_fraction"] == pytest.approx(0.12)
+
+
+def test_experts_are_dead_over_a_window_and_not_at_one_step() -> None:
+    health = RoutingHealth()
+    for step in range(3 * WINDOW):
+        rare = EVEN.copy()
+        rare[step % 8] = 0.0
+        numbers = health.observe({0: rare / rare.sum()})
+        assert not list(health.warnings(step))
+    assert numbers["moe/dead_experts_count"] == 0
+
+
+def test_a_collapse_is_named_once_when_the_window_is_full_and_again_when_it_has_doubled() -> None:
+    health, said = RoutingHealth(), {}
+    two = np.array([0.0, 0.0, 1, 1, 1, 1, 1, 1]) / 6
+    for step in range(1, 6 * WINDOW):
+        health.observe({5: two if step <= 3 * WINDOW else ONE})
+        if sentences := list(health.warnings(step)):
+            said[step] = sentences
+    first, second = said
+    assert first == WINDOW
+    assert second > 3 * WINDOW
+    assert said[first][0].startswith(
+        "2 of 8 experts of MoE layer 5 (0, 1) got less than 1% of an even load over the last"
+    )
+    assert "collapsed" not in said[first][0]
+    assert said[second][0].startswith("7 of 8 experts")
+    assert "collapsed to the work of" in said[second][0]
+    assert all("aux_loss_coef" in sentence for sentences in said.values() for sentence in sentences)
+
+
+def test_layers_without_tokens_are_neither_dead_nor_uneven() -> None:
+    health = RoutingHealth()
+    for step in range(2 * WINDOW):
+        numbers = health.observe({0: np.zeros(4)})
+        assert not list(health.warnings(step))
+    assert (numbers["moe/dead_experts_count"], numbers["moe/load_entropy_ratio"]) == (0, 1)
+    assert RoutingHealth().observe({}) == {}
+
+
+# ----------------------------------------------------------------------
+# Synthetic drifting popularity: zipf shares whose order turns into another one, little by little.
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 500), st.integers(1, 60), st.integers(0, 3))
+def test_drift_is_a_popularity_that_moves_slowly(step: int, period: int, layer: int) -> None:
+    popularity = Popularity(ForcedRouting(kind="drift", exponent=1.5, period=period), 8, layer)
+    now, soon = popularity.at(step), popularity.at(step + 1)
+    assert now.sum() == pytest.approx(1)
+    assert (now > 0).all()
+    assert np.abs(soon - now).sum() <= 2 / period + 1e-12, "total variation of at most 1/period in a step"
+    again = Popularity(ForcedRouting(kind="drift", exponent=1.5, period=period), 8, layer).at(step)
+    assert np.array_equal(now, again), "a function of the step, so that every rank and a resumed run agree"
+
+
+def test_every_turn_has_the_zipf_shares_in_another_order() -> None:
+    expected = np.sort((1.0 + np.arange(8)) ** -2)
+    expected /= expected.sum()
+    turns = [
+        [Popularity(ForcedRouting(kind="drift", exponent=2.0, period=7), 8, layer).at(7 * turn) for turn in range(4)]
+        for layer in range(2)
+    ]
+    for turn in [shares for layer in turns for shares in layer]:
+        np.testing.assert_allclose(np.sort(turn), expected)
+    assert len({tuple(shares) for layer in turns for shares in layer}) > 4
+
+
+def test_a_period_below_a_step() -> None:
+    with pytest.raises(ConfigurationError, match="period=0 of ForcedRouting must be an integer of at least 1"):
+        ForcedRouting(kind="drift", period=0)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lightning.checkpoint.recovery_plan import plan_recovery
 from moe_lightning.checkpoint.schedule import OverheadModel
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.cluster import Accounts
+from moe_lightning.simulate.checkpoint_cost import save_cost
+from moe_lightning.simulate.cluster import Accounts, HeldSnapshot, Mark, SavedState, inventories
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import NS, Event, Failures
-from moe_lightning.simulate.policy import POLICIES
-from moe_lightning.simulate.workload import RoutingScenario
+from moe_lightning.simulate.hardware import Hardware
+from moe_lightning.simulate.policy import POLICIES, Policy, policy
+from moe_lightning.simulate.recommend import mixture_of, recommend
+from moe_lightning.simulate.scenario import Report
+from moe_lightning.simulate.step_model import StepCost, StepModel
+from moe_lightning.simulate.workload import RoutingScenario, make_routing
 from tests.unit.simulated import HOUR_S, NODES, scenario, small_hardware, small_workload
 
 RATES = st.floats(0.1, 20.0)
@@ -285,3 +292,227 @@ def test_accounts_roll_back_to_a_mark() -> None:
     books.close()
     assert (books.useful_ns, books.lost_ns, books.overhead_ns, books.idle_ns) == (30, 27, 10, 29)
     assert (books.step, books.samples, books.lost_steps) == (2, 6, 1)
+
+
+# ----------------------------------------------------------------------
+# Lossless windows in the simulator: what they cost, and that they lose steps but no token.
+
+
+ALL_FAIL = Failures(kind="exponential", node_mtbf_hours=0.5, simultaneous=NODES, repair_s=30.0)
+
+
+def run(policy: Policy, **changes: object) -> Report:
+    return simulate(replace(scenario("ours", failures=ALL_FAIL), policy=policy, **changes))  # type: ignore[arg-type]
+
+
+def test_a_window_costs_what_its_snapshots_hold() -> None:
+    work, hardware = small_workload(), small_hardware()
+    experts = work.num_experts
+    whole = save_cost(work, hardware, policy("ours"), NODES, experts, experts)
+    for k in range(1, experts + 1):
+        window = save_cost(work, hardware, policy("ours", lossless=True, k_snapshot=k), NODES, experts, experts)
+        assert len(window.copies_s) == -(-experts // k)
+        expert, dense = 14 * work.expert_params, 14 * work.dense_params
+        frozen = sum(max(0, experts - (turn + 1) * k) for turn in range(len(window.copies_s))) * 2 * work.expert_params
+        full = dense + work.num_layers * experts * expert
+        assert window.persist_bytes == pytest.approx(whole.persist_bytes * (full + work.num_layers * frozen) / full)
+        assert window.snapshot_s == max(window.copies_s) <= whole.snapshot_s
+
+
+def test_windows_stall_less_and_lose_no_token() -> None:
+    slow = replace(small_hardware(), host_copy_bytes_per_s=small_hardware().host_copy_bytes_per_s / 10)
+    common = policy("ours", interval_steps=20)
+    full = run(common, hardware=slow)
+    window = run(replace(common, lossless=True, k_snapshot=1), hardware=slow)
+    partial = run(replace(common, k_snapshot=1, k_persist=1, plt_threshold=None), hardware=slow)
+    assert window.plt == 0 < partial.plt
+    assert window.window is not None
+    assert full.window is None
+    assert window.stall_s / window.checkpoints < full.stall_s / full.checkpoints
+    assert "s of replay" in window.table()
+
+
+def test_what_windows_cannot_be_combined_with() -> None:
+    for changes in ({"k_persist": 1}, {"scopes": "moc"}, {"saving": "blocking"}):
+        with pytest.raises(ConfigurationError, match=r"policy\.lossless=true"):
+            policy("ours", lossless=True, **changes)
+
+
+@pytest.mark.slow
+def test_recommend_chooses_windows_where_tokens_would_be_lost() -> None:
+    slow = replace(small_hardware(), host_copy_bytes_per_s=small_hardware().host_copy_bytes_per_s / 10)
+    often = replace(scenario("ours", failures=ALL_FAIL), hardware=slow)
+    advice = recommend(often, simultaneous=2)
+    assert advice.policy.lossless
+    assert advice.report.plt == 0
+    calm = recommend(scenario("ours"))
+    assert not calm.policy.lossless
+
+
+# ----------------------------------------------------------------------
+# Simulated clusters whose nodes differ in speed, jitter, or become slow for a while.
+
+
+BATCH = {"rank_batch": None, "global_batch": 960}
+
+
+def cost(hardware: Hardware, name: str = "ours", **changes: object) -> StepCost:
+    work = small_workload(**BATCH)
+    routing = make_routing("zipf", num_experts=work.num_experts, num_layers=4)
+    plan = policy(name, **({"slots": 4} | changes))
+    return StepModel(work, hardware, plan, routing, NODES).cost(NODES, 0, 0)
+
+
+def slow_hardware(**changes: object) -> Hardware:
+    return small_hardware(latency_s=0.0, expert_s=0.0, **changes)
+
+
+def test_equal_speeds_are_no_speeds() -> None:
+    assert cost(small_hardware(speeds=[1.0, 1.0])) == cost(small_hardware())
+
+
+@pytest.mark.parametrize("speeds", [[0.5, 1, 1, 1, 1, 1], [1.0, 0.5], [0.8, 1.0, 1.0]])
+def test_work_that_follows_speed_takes_its_mean_and_even_work_the_slowest(speeds: list[float]) -> None:
+    calm, mean = cost(slow_hardware()), sum(speeds) / len(speeds)
+    followed = cost(slow_hardware(speeds=speeds))
+    even = cost(slow_hardware(speeds=speeds), by_speed=False)
+    for part in ("dense_s", "experts_s"):
+        assert getattr(followed, part) == pytest.approx(getattr(calm, part) / mean, rel=0.03)
+        assert getattr(even, part) == pytest.approx(getattr(calm, part) / min(speeds), rel=0.03)
+    assert followed.imbalance < 1.02 < even.imbalance
+
+
+def test_baselines_divide_evenly() -> None:
+    assert cost(slow_hardware(speeds=[1.0, 0.5]), "lazarus").dense_s == pytest.approx(
+        2 * cost(slow_hardware(), "lazarus").dense_s
+    )
+
+
+def test_jitter_makes_others_wait_for_the_slowest() -> None:
+    hardware = small_hardware(jitter=0.2)
+    assert hardware.waiting(1) == 1
+    assert 1.1 < hardware.waiting(8) < hardware.waiting(64) < 1.7
+    assert cost(hardware).dense_s == pytest.approx(hardware.waiting(NODES) * cost(small_hardware()).dense_s)
+
+
+def test_a_rank_is_slow_for_a_while() -> None:
+    work = small_workload(**BATCH)
+    calm = simulate(scenario(workload=work, events=None, failures=None)).samples
+    hardware = small_hardware(slow_speed=0.5, slow_from_s=HOUR_S / 4, slow_until_s=HOUR_S / 2)
+    for by_speed, expected in ((True, 1 / (5.5 / 6)), (False, 2.0)):
+        run = simulate(scenario(workload=work, hardware=hardware, by_speed=by_speed))
+        spans = [span for span in run.spans if span.state == "train"]
+        assert len({round(span.samples_per_s) for span in spans}) >= 2
+        part = 1 - run.samples / calm
+        assert 0 < part < (1 - 1 / expected) / 4 + 0.05
+    forever = simulate(scenario(workload=work, hardware=small_hardware(slow_speed=0.5, slow_from_s=HOUR_S / 2)))
+    assert forever.samples < calm
+    later = simulate(scenario(workload=work, hardware=small_hardware(slow_speed=0.5, slow_from_s=2 * HOUR_S)))
+    assert later.samples == calm
+
+
+def test_recommend_says_what_mixing_costs() -> None:
+    run = scenario(workload=small_workload(**BATCH), hardware=small_hardware(speeds=[1.0, 0.5]))
+    mixture = mixture_of(run)
+    assert mixture is not None
+    assert mixture.even < mixture.mixed <= 1.01 * mixture.alike
+    assert mixture.fastest < mixture.mixed
+    table = recommend(run).table()
+    assert "speeds       mixing costs" in table
+    assert "the 3 fastest nodes alone would train at" in table
+    assert mixture_of(scenario()) is None
+
+
+@pytest.mark.parametrize(("changes", "said"), [({"speeds": []}, "names no node"), ({"speeds": [1.0, 0.0]}, "speeds")])
+def test_wrong_speeds_are_one_sentence(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        small_hardware(**changes)
+
+
+# ----------------------------------------------------------------------
+# Where a simulated recovery takes state from: the library's own recovery plan, fed with what the nodes hold.
+
+
+EXPERTS = 8
+
+
+def _saved(chosen: Policy) -> SavedState:
+    return SavedState(
+        small_workload(), chosen, num_layers=1, planned_assignments=10**6, interval_steps=10, planned_steps=1000
+    )
+
+
+def _level(chosen: Policy, failed: tuple[int, ...]) -> str:
+    """Of the plan after six nodes took a snapshot at step 20, wrote it, took one at 30 and lost some at 35."""
+    saved = _saved(chosen)
+    writers = (np.arange(EXPERTS) % NODES)[None]
+    nodes = tuple(range(NODES))
+    saved.begin(Mark(step=20), nodes, writers, done_ns=5, nbytes=1.0)
+    saved.commit_written(5)
+    saved.begin(Mark(step=30), nodes, writers, done_ns=50, nbytes=1.0)
+    saved.lose(failed)
+    holders = {node: tuple((0, e) for e in range(EXPERTS) if node in (e % NODES, (e + 1) % NODES)) for node in nodes}
+    left = [node for node in nodes if node not in failed]
+    found = inventories(left, {n: holders[n] for n in left}, 35, chosen, newest=saved.newest, written=saved.written)
+    plan = plan_recovery(found, saved.on_storage(), num_layers=1, num_experts=EXPERTS)
+    mark = saved.restore(plan, Mark(step=35))
+    assert mark.step == {"live": 35, "memory": 30, "storage": 20}[plan.level]
+    return plan.level
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_protection_survives_what_its_layout_says(count: int) -> None:
+    for method in ("aec", "arc"):
+        chosen = policy("reft", protection=method, protection_group=6)
+        for failed in combinations(range(NODES), count):
+            expected = "memory" if chosen.layout_of(NODES).survives(failed) else "storage"
+            assert _level(chosen, failed) == expected, (method, failed)
+
+
+def test_live_replicas_come_first_and_storage_last() -> None:
+    assert _level(policy("lazarus"), (0,)) == "live"
+    assert _level(policy("lazarus"), (0, 1)) == "storage"  # both replicas of an expert
+    assert _level(policy("ours", protection="arc"), (0, 2)) == "live"
+    assert _level(policy("ours", protection="arc", protection_copies=2), (0, 1)) == "memory"
+    assert _level(policy("ds"), (0,)) == "storage"
+
+
+def test_partial_snapshots_are_found_stale() -> None:
+    """Two-level recovery: what survivors hold is as new as memory, the rest as old as storage; the ledger counts it."""
+    chosen = policy("moc", k_snapshot=4, k_persist=1, plt_threshold=None)
+    plt = {}
+    for failed in ((), tuple(range(NODES))):
+        saved = _saved(chosen)
+        writers = (np.arange(EXPERTS) % NODES)[None]
+        nodes = tuple(range(NODES))
+        for step in (10, 20, 30):
+            saved.record(np.full((1, EXPERTS), 100))
+            saved.begin(Mark(step=step), nodes, writers, done_ns=step, nbytes=1.0)
+            saved.commit_written(step)
+        saved.lose(failed)
+        left = [node for node in nodes if node not in failed] or [NODES]
+        found = inventories(left, {}, 30, chosen, newest=saved.newest, written=saved.written)
+        plan = plan_recovery(found, saved.on_storage(), num_layers=1, num_experts=EXPERTS)
+        assert plan.version == 30
+        saved.restore(plan, Mark(step=35))
+        plt[len(failed)] = saved.plt
+    # Storage lacks 6 experts by 200 tokens and 1 by 100; memory, where 4 of 8 are taken at a time, 4 by 100.
+    assert plt[NODES] == pytest.approx(1300 / 10**6)
+    assert plt[0] == pytest.approx(400 / 10**6)
+
+
+def test_lost_nodes_keep_nothing() -> None:
+    taken = HeldSnapshot(
+        mark=Mark(step=3), nodes=(4, 5, 6), versions_LE=np.full((1, 3), 3), writer_LE=np.array([[0, 1, 2]]), lost={5}
+    )
+    parts = taken.on_nodes(policy("reft", protection_group=3), protected=True)
+    assert set(parts) == {4, 6}
+    kinds = sorted((part.kind, part.writer) for part in parts[4])
+    assert kinds == [("arena", 0), ("parity", 1), ("parity", 2)]
+
+
+def test_a_node_that_comes_back_brings_no_memory() -> None:
+    away = Event(time_ns=1000 * NS, failed=(2,), joined=(2,))
+    again = Event(time_ns=1001 * NS, failed=(3,))
+    report = simulate(scenario("reft", events=[START, away, again], protection_group=6, interval_steps=50))
+    assert [recovery.source for recovery in report.recoveries] == ["protected memory", "storage"]

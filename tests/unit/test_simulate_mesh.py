@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from fractions import Fraction
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,29 @@ from hypothesis import strategies as st
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.rules import evaluate, plan_placement, plan_shadows
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.event_loop import simulate
+from moe_lightning.simulate.failures import NS, Event, Failures
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.memory import RankMemory, in_flight, rank_memory
-from moe_lightning.simulate.mesh import DENSE, MeshSpec, bubble_share, busiest_stage, link_bytes_per_s, ring_s
+from moe_lightning.simulate.mesh import (
+    DENSE,
+    NOTHING,
+    WHOLE,
+    MeshSpec,
+    bubble_share,
+    busiest_stage,
+    is_whole,
+    link_bytes_per_s,
+    missing,
+    parts_of_ranks,
+    ring_s,
+)
+from moe_lightning.simulate.mesh_search import ROOM, mesh_report, search_mesh
 from moe_lightning.simulate.policy import policy
+from moe_lightning.simulate.scenario import Scenario, model_of
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import Workload, make_routing
-from tests.unit.simulated import small_hardware, small_workload
+from tests.unit.simulated import scenario, small_hardware, small_workload
 
 RANKS = 16
 
@@ -283,3 +300,205 @@ def test_what_cannot_be_trained_is_refused(mesh: MeshSpec, changes: dict[str, An
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="are simulated on nodes of one speed"):
         _model(MeshSpec(tp=2), hardware=_hardware(speeds=[1.0, 0.5]))
+
+
+# ----------------------------------------------------------------------
+# The search over meshes against trying each of them by itself.
+
+
+NODES, PER_NODE = 2, 4
+CALM = Failures(kind="none")
+
+
+def _scenario(*, failures: Failures = CALM, memory_bytes: float = 24e9, **changes: Any) -> Scenario:
+    sizes: dict[str, Any] = {"num_layers": 4, "depth": 4, "num_heads": 4, "kv_heads": 2, "dense_blocks": 1}
+    work = small_workload(**(sizes | {"embedding_params": 500_000, "rank_batch": 4} | changes))
+    hardware = replace(small_hardware(), ranks_per_node=PER_NODE, memory_bytes=memory_bytes, link_bytes_per_s=1e9)
+    return scenario(failures=failures, workload=work, hardware=hardware, nodes=NODES, slots=None)
+
+
+def _brute_force(run: Scenario) -> tuple[float, int]:
+    """Shortest step, and how many meshes fit: every combination of every value there could be, on its own."""
+    sizes, best, fitting = (1, 2, 4, 8), float("inf"), 0
+    flags = (False, True)
+    for pp, cp, tp, dense, micro, chunks, redo in product(sizes, sizes, sizes, DENSE, range(1, 33), (1, 2, 4), flags):
+        if micro & (micro - 1) or 8 % (pp * cp * tp) or (chunks > 1 and pp == 1):
+            continue
+        mesh = MeshSpec(pp=pp, cp=cp, tp=tp, dense=dense, micro_batches=micro, chunks=chunks, recompute=redo)
+        try:
+            model = model_of(replace(run, mesh=mesh))
+        except ConfigurationError:
+            continue
+        if model.memory().total <= ROOM * run.hardware.memory_bytes:
+            fitting += 1
+            best = min(best, model.cost(NODES, 0, 0).step_s)
+    return best, fitting
+
+
+@pytest.mark.parametrize(("memory_bytes", "context_length"), [(24e9, 64), (0.8e9, 2048)])
+def test_the_best_is_that_of_trying_all(memory_bytes: float, context_length: int) -> None:
+    run = _scenario(memory_bytes=memory_bytes, context_length=context_length)
+    found = search_mesh(run)
+    best_s, fitting = _brute_force(run)
+    assert found.best[0].step.step_s == best_s == model_of(replace(run, mesh=found.mesh)).cost(NODES, 0, 0).step_s
+    assert found.fitting == fitting
+    assert [each.step.step_s for each in found.best] == sorted(each.step.step_s for each in found.best)
+    assert all(each.memory.total <= ROOM * memory_bytes for each in found.best)
+    assert all(each.memory == model_of(replace(run, mesh=each.mesh)).memory() for each in found.best)
+
+
+def test_what_is_fixed_stays() -> None:
+    found = search_mesh(_scenario(), {"tp": 2, "dense": "hsdp", "shard_size": 2, "recompute": True})
+    assert {(each.mesh.tp, each.mesh.dense, each.mesh.shard_size, each.mesh.recompute) for each in found.best} == {
+        (2, "hsdp", 2, True)
+    }
+    assert search_mesh(_scenario(tied=True)).mesh.pp == 1
+    uneven = search_mesh(_scenario(rank_batch=None, global_batch=31, num_heads=1), {"tp": 1, "cp": 1, "pp": 1})
+    assert {each.mesh.micro_batches for each in uneven.best} == {1}
+
+
+def test_failures_decide_by_goodput() -> None:
+    run = _scenario(failures=Failures(kind="exponential", node_mtbf_hours=0.5, repair_s=600.0), memory_bytes=24e9)
+    found = search_mesh(run)
+    goodput = [simulate(replace(run, mesh=each.mesh)).goodput for each in found.best]
+    assert goodput == [each.report.goodput for each in found.best if each.report]
+    assert goodput == sorted(goodput, reverse=True)
+    assert "samples/s" in found.table()
+
+
+def test_says_why_others_do_not_fit() -> None:
+    found = search_mesh(_scenario(memory_bytes=0.8e9))
+    assert f"{found.fitting} meshes fit, {sum(found.refused.values())} need more than the 720 MB" in found.sentence()
+    assert found.table().splitlines()[-1] == found.sentence()
+    assert "all " in search_mesh(_scenario(memory_bytes=1e15)).sentence()
+    with pytest.raises(
+        ConfigurationError, match=r"none of \d+ meshes of nodes=2 fits the 90 MB .* add nodes, or lower"
+    ):
+        search_mesh(_scenario(memory_bytes=1e8))
+    with pytest.raises(ConfigurationError, match="no mesh divides the 8 ranks of nodes=2"):
+        search_mesh(_scenario(), {"pp": 3})
+
+
+def test_of_steps_alike_the_simplest_mesh_is_chosen() -> None:
+    found = search_mesh(_scenario())
+    shortest = min(candidate.step.step_s for candidate in found.best)
+    assert found.best[0].step.step_s <= 1.01 * shortest
+    alike = [candidate for candidate in found.best if candidate.rank[:2] == found.best[0].rank[:2]]
+    assert found.best[0] == min(alike, key=lambda candidate: candidate.mesh.unit)
+
+
+# ----------------------------------------------------------------------
+# Nodes that are lost on a mesh: whole data slices train on, others wait, and who holds the dense state decides.
+
+
+WORLD_NODES, WORLD_PER_NODE = 6, 4
+START = Event(time_ns=0, joined=tuple(range(WORLD_NODES)))
+
+
+def _world_scenario(mesh: MeshSpec, *events: Event, name: str = "ours", **changes: Any) -> Scenario:
+    work = small_workload(num_layers=4, depth=4, num_heads=8, kv_heads=8, rank_batch=4)
+    hardware = replace(small_hardware(), ranks_per_node=WORLD_PER_NODE)
+    run = scenario(name, events=[START, *events], workload=work, hardware=hardware, nodes=WORLD_NODES, **changes)
+    return replace(run, mesh=mesh)
+
+
+@pytest.mark.parametrize(("pp", "cp", "tp"), [(1, 1, 2), (2, 1, 2), (2, 2, 2), (4, 1, 1), (1, 2, 4), (3, 1, 1)])
+def test_survivors_form_whole_data_slices(pp: int, cp: int, tp: int) -> None:
+    mesh = MeshSpec(pp=pp, cp=cp, tp=tp)
+    model = model_of(_world_scenario(mesh))
+    for nodes in range(1, WORLD_NODES + 1):
+        ranks = model.ranks(nodes)
+        assert ranks == nodes * WORLD_PER_NODE // (pp * cp * tp) * (pp * cp * tp)
+        if model.usable_nodes(nodes):
+            assert model.usable_nodes(nodes) == -(-ranks // WORLD_PER_NODE)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "source"),
+    [
+        (MeshSpec(tp=2), "live replicas"),
+        (MeshSpec(pp=2, tp=4), "live replicas"),
+        (MeshSpec(dense="hsdp"), "live replicas"),
+        (MeshSpec(pp=2, dense="hsdp", shard_size=4), "live replicas"),
+        (MeshSpec(dense="fsdp"), "storage"),
+        (MeshSpec(dense="zero1"), "storage"),
+        (MeshSpec(dense="hsdp", shard_size=24), "storage"),  # one copy
+    ],
+)
+def test_what_a_lost_node_takes_with_it(mesh: MeshSpec, source: str) -> None:
+    report = simulate(_world_scenario(mesh, Event(time_ns=1800 * NS, failed=(2,))))
+    assert [recovery.source for recovery in report.recoveries] == [source]
+    found = mesh_report(_world_scenario(mesh))
+    assert found is not None
+    assert found.is_live == (source == "live replicas")
+    assert ("has all of the dense state" in found.table()) == found.is_live
+    assert (found.dp_after, found.waiting) == divmod((WORLD_NODES - 1) * WORLD_PER_NODE, mesh.unit)
+
+
+def test_snapshots_that_are_protected_bring_sharded_state_back() -> None:
+    lost = Event(time_ns=1800 * NS, failed=(2,))
+    run = _world_scenario(MeshSpec(dense="fsdp"), lost, protection="arc", memory_interval_steps=1)
+    assert [recovery.source for recovery in simulate(run).recoveries] == ["protected memory"]
+
+
+def test_a_stage_that_is_lost_is_not_live() -> None:
+    """Six stages of a node each: nobody else has any of them."""
+    work = small_workload(num_layers=6, num_heads=8, kv_heads=8, rank_batch=4)
+    run = replace(
+        _world_scenario(MeshSpec(), Event(time_ns=1800 * NS, failed=(5,))), workload=work, mesh=MeshSpec(pp=6)
+    )
+    report = simulate(run)
+    assert [recovery.source for recovery in report.recoveries] == ["storage"]
+    assert report.recoveries[0].nodes == 5  # 18 of the 20 ranks
+
+
+def test_ranks_that_make_no_slice_wait() -> None:
+    report = simulate(_world_scenario(MeshSpec(pp=2, tp=4), Event(time_ns=1800 * NS, failed=(5,))))
+    spans = [span for span in report.spans if span.state == "train"]
+    assert (spans[0].used_nodes, spans[-1].used_nodes, spans[-1].live_nodes) == (6, 4, 5)
+    assert report.share("idle") > 0.05
+
+
+def test_survivors_keep_their_stage() -> None:
+    """Each stage has two nodes to spare: nothing moves but the slices' experts."""
+    changes: dict[str, Any] = {"min_replicas": 2, "slots": 4}
+    report = simulate(_world_scenario(MeshSpec(pp=2, tp=4), Event(time_ns=1800 * NS, failed=(1,)), **changes))
+    plain = simulate(_world_scenario(MeshSpec(), Event(time_ns=1800 * NS, failed=(1,)), **changes))
+    assert report.recoveries[0].source == plain.recoveries[0].source == "live replicas"
+    assert report.recoveries[0].nodes == 4
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.sampled_from([(1, 1, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1)]),
+    st.sampled_from(DENSE),
+    st.sampled_from(["ours", "lazarus", "moc", "reft", "gemini"]),
+    st.floats(0.2, 5.0),
+    st.integers(0, 5),
+)
+def test_node_seconds_are_conserved(
+    axes: tuple[int, int, int], dense: Any, name: str, mtbf_hours: float, seed: int
+) -> None:
+    pp, cp, tp = axes
+    drawn = Failures(kind="exponential", node_mtbf_hours=mtbf_hours, repair_s=600.0).events(WORLD_NODES, 3600.0, seed)
+    run = _world_scenario(MeshSpec(pp=pp, cp=cp, tp=tp, dense=dense), name=name)
+    report = simulate(replace(run, events=drawn))
+    parts = (report.useful_ns, report.lost_ns, report.overhead_ns, report.idle_ns)
+    assert min(parts) >= 0
+    assert sum(parts) == report.provided_ns
+
+
+def test_parts_of_the_dense_state() -> None:
+    half, quarter = Fraction(1, 2), Fraction(1, 4)
+    assert set(parts_of_ranks(MeshSpec(), 8, 4)) == {WHOLE}
+    assert parts_of_ranks(MeshSpec(pp=2), 4, 4) == ((0, half), (0, half), (half, 1), (half, 1))
+    assert parts_of_ranks(MeshSpec(pp=2, dense="fsdp"), 4, 4)[2] == (half, 3 * quarter)
+    assert parts_of_ranks(MeshSpec(tp=2), 4, 4) == ((0, half), (half, 1)) * 2
+    assert parts_of_ranks(MeshSpec(dense="hsdp"), 8, 2) == ((0, half), (half, 1)) * 4
+    for dense in DENSE:
+        assert is_whole(parts_of_ranks(MeshSpec(pp=2, cp=2, tp=2, dense=dense), 32, 8))
+    assert not is_whole([(Fraction(0), half), (Fraction(2, 3), Fraction(1))])
+    assert not is_whole([])
+    assert missing(WHOLE, NOTHING) == 1
+    assert missing((quarter, half), (Fraction(1, 3), Fraction(1))) == Fraction(1, 12)
+    assert missing((quarter, half), (half, Fraction(1))) == quarter

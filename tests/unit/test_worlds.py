@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -14,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import MeshShape
+from moe_lightning.strategies.checks import check_for_recovery
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.worlds import ExpertParallelCallback, FixedWorld, HookName, Worlds, call_hook
 
@@ -100,3 +103,50 @@ def test_axes_of_the_mesh_stay_from_world_to_world() -> None:
     for size, spares in ((1, 0), (2, 0), (3, 1), (4, 0)):
         worlds.take_place(world_of(0, size))
         assert worlds.spares == spares
+
+
+# ----------------------------------------------------------------------
+# What pipelines refuse in elastic runs.
+
+
+def test_what_worlds_cannot_bring_across_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"mesh\.pp=2 beside dense=mine cannot change its world"):
+        check_for_recovery(MeshShape(pp=2), "mine")
+
+
+def test_what_they_can_is_not() -> None:
+    for dense in ("ddp", "zero1", "fsdp", "hsdp"):
+        check_for_recovery(MeshShape(pp=2, cp=2, tp=2), dense)
+    check_for_recovery(MeshShape(cp=2), "mine")
+
+
+# ----------------------------------------------------------------------
+# End of a worker: registered functions run, and nothing that could report or abort is taken down first.
+
+
+_ENDING = """
+import atexit, sys, threading
+from moe_lightning.elastic.worker import leave
+
+class Leak:
+    def __del__(self):
+        print("leaked", flush=True)  # as bindings do of what the interpreter takes down
+
+leak = Leak()
+atexit.register(lambda: print("registered", hasattr(sys, "last_value")))
+if sys.argv[1] == "0":  # else it would not be waited for
+    threading.Thread(target=lambda: print("a thread")).start()
+print("last words", end=" ")
+leave(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_nothing_is_taken_down(code: int) -> None:
+    ended = subprocess.run([sys.executable, "-c", _ENDING, str(code)], capture_output=True, text=True, check=False)
+    assert ended.returncode == code
+    assert ended.stderr == ""
+    assert "last words" in ended.stdout
+    assert code or "a thread" in ended.stdout
+    assert f"registered {code != 0}" in ended.stdout
+    assert "leaked" not in ended.stdout
