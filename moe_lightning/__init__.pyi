@@ -8,6 +8,7 @@ from moe_lightning.callbacks.huggingface_export import export_to_huggingface as 
 from moe_lightning.callbacks.load_balancer import LoadBalancer as LoadBalancer
 from moe_lightning.callbacks.lost_tokens import DynamicK as DynamicK
 from moe_lightning.callbacks.routing import RoutingReplay as RoutingReplay
+from moe_lightning.callbacks.spike_guard import SpikeGuard as SpikeGuard
 from moe_lightning.callbacks.telemetry import ExpertModelSummary as ExpertModelSummary
 from moe_lightning.cli.call import train as train
 from moe_lightning.data.loader import StepLoader as StepLoader

@@ -31,6 +31,10 @@ class NonFiniteLossError(UserError, RuntimeError):
     """A loss is no finite number, and the run was asked to end then: the message names rank, step and samples."""
 
 
+class LossSpikeError(UserError, RuntimeError):
+    """The loss spikes although training went back to an earlier state: the message names step, loss and limit."""
+
+
 class ParityError(UserError, RuntimeError):
     """A run on several ranks is not that of one process: the message names step, tensor, values and likely cause."""
 

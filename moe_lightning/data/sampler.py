@@ -245,6 +245,16 @@ class StepSampler(Sampler[list[int]]):
         began = step * self.global_batch_size
         return [i for piece in here.pieces or (here,) for i in self._indices(epoch, began + piece.offset, piece.count)]
 
+    def samples_between(self, first: int, last: int) -> list[int]:
+        """Return the data set's indices of the samples of all ranks from one position of the stream to another."""
+        found = list[int]()
+        while first < last:
+            epoch, inside = divmod(first, self.epoch_size)
+            count = min(last - first, self.epoch_size - inside)
+            found += self._indices(epoch, inside, count)
+            first += count
+        return found
+
     def _indices(self, epoch: int, first: int, count: int) -> list[int]:
         if self._given_order is None and not self.shuffle:
             return list(range(first, first + count))

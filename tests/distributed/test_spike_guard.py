@@ -1,0 +1,155 @@
+"""A run that rolls back trains on as one that has never made the updates which are left out."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from moe_lightning.callbacks.spike_guard import SpikeGuard, limit_of
+from moe_lightning.errors import ConfigurationError, LossSpikeError
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from tests.chaos.elastic_worker import state_digests
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import OwnModule, RandomTokens, make_trainer
+from tests.parameters import slow
+
+BATCH, EVERY, SPIKE, STEPS = 4, 3, 16, 22
+RESTORED = 12  # the older one of the copies of steps 12 and 15
+
+
+class Numbered(RandomTokens):
+    """Samples with their index."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:  # type: ignore[override]
+        return *super().__getitem__(index), index
+
+
+class Spiky(OwnModule):
+    """Its loss is another one for the samples of some steps."""
+
+    def __init__(self, factors: dict[int, float]) -> None:
+        super().__init__()
+        self.factors, self.seen = factors, dict[int, list[int]]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        *tokens, indices = batch
+        step = self.trainer.global_step
+        self.seen[step] = indices.tolist()
+        return super().training_step(tuple(tokens), batch_idx) * self.factors.get(step, 1.0)  # type: ignore[arg-type]
+
+
+class Warned(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def fit(
+    rank: int, world_size: int, factors: dict[int, float], strategy: dict[str, Any], options: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Train with a SpikeGuard of these options; None: without one."""
+    warned = Warned()
+    logging.getLogger("moe_lightning").addHandler(warned)
+    guard = [] if options is None else [SpikeGuard(every_n_steps=EVERY, path="spikes.csv", **options)]
+    trainer = make_trainer(rank, world_size, strategy, callbacks=guard, max_steps=STEPS)
+    module, error = Spiky(factors), ""
+    try:
+        trainer.fit(module, DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    except LossSpikeError as failed:
+        error = str(failed)
+    chosen = trainer.strategy
+    assert isinstance(chosen, ExpertParallelStrategy)
+    path = Path("spikes.csv")
+    rows = list(csv.DictReader(path.read_text().splitlines())) if rank == 0 and path.exists() else []
+    return {
+        "digests": {} if error else state_digests(chosen),
+        "lines": warned.lines,
+        "rows": rows,
+        "seen": module.seen,
+        "error": error,
+        "steps": trainer.global_step,
+    }
+
+
+@pytest.mark.parametrize(
+    ("strategy", "factor"),
+    [
+        ({"replicas": 2}, 50.0),
+        ({"dense": "zero1"}, math.nan),
+        slow({"dense": "fsdp"}, math.inf),
+        slow({"dense": "zero1", "offload_optimizer": True}, 50.0),
+    ],
+    ids=str,
+)
+def test_a_run_trains_on_as_if_it_had_never_seen_the_samples(strategy: dict[str, Any], factor: float) -> None:
+    guarded = run_ranks(2, fit, {SPIKE - 1: factor}, strategy, {})
+    left_out = dict.fromkeys(range(RESTORED, SPIKE), math.nan)
+    reference = run_ranks(2, fit, left_out, strategy | {"stop_on_nan": "skip"}, None)
+    assert [run["steps"] for run in guarded] == [STEPS] * 2
+    assert [run["digests"] for run in guarded] == [run["digests"] for run in reference]
+    (row,) = guarded[0]["rows"]
+    assert (int(row["step"]), int(row["restored_step"])) == (SPIKE, RESTORED)
+    both = [guarded[0]["seen"][step] + guarded[1]["seen"][step] for step in range(RESTORED, SPIKE)]
+    assert row["samples"].split() == [str(index) for step in both for index in step]
+    (line,) = (line for line in guarded[0]["lines"] if "is restored" in line)
+    assert f"the loss of step {SPIKE} is " in line
+    assert f"the state of step {RESTORED} is restored" in line
+    assert f"without the {len(both) * BATCH} samples since: {both[0][0]}, " in line
+    assert not any("is restored" in line for line in guarded[1]["lines"])
+
+
+def test_a_calm_run_is_left_alone() -> None:
+    guarded, plain = (run_ranks(2, fit, {}, {}, options) for options in ({}, None))
+    assert [run["digests"] for run in guarded] == [run["digests"] for run in plain]
+    assert guarded[0]["rows"] == []
+
+
+def test_too_many_spikes_end_the_run() -> None:
+    for run in run_ranks(2, fit, {SPIKE - 1: math.nan, SPIKE: math.nan}, {}, {"max_rollbacks": 1}):
+        assert run["steps"] == SPIKE + 1
+        assert f"the loss of step {SPIKE + 1} is nan" in run["error"]
+        assert "after 1 rollbacks" in run["error"]
+
+
+def test_a_first_step_that_is_no_number_is_left_out() -> None:
+    first, second = run_ranks(2, fit, {0: math.nan}, {}, {})
+    assert (first["steps"], second["steps"]) == (STEPS, STEPS)
+    assert first["rows"][0]["restored_step"] == "0"
+    assert first["rows"][0]["samples"].split() == [str(i) for i in first["seen"][0] + second["seen"][0]]
+
+
+@pytest.mark.parametrize(
+    ("losses", "limit"),
+    [
+        ([2.0] * 9, math.inf),
+        ([2.0] * 10, 2.0 + 10 * 0.01 * 2.0),
+        ([1.0, 3.0] * 10, 2.0 + 10 * 1.4826),
+        ([1.0] * 10 + [1e9], 1.1),  # one that was missed does not move it
+    ],
+)
+def test_the_limit_of_a_loss(losses: list[float], limit: float) -> None:
+    assert limit_of(losses, 10.0) == pytest.approx(limit)
+
+
+class Manual(OwnModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def test_manual_optimization_is_refused() -> None:
+    trainer = make_trainer(0, 1, callbacks=[SpikeGuard()], max_steps=1)
+    with pytest.raises(ConfigurationError, match=r"^SpikeGuard returns to the end of a step, which manual"):
+        trainer.fit(Manual(), DataLoader(RandomTokens(), batch_size=4))
+    assert torch.is_grad_enabled()
