@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import logging
 import sys
 import traceback
 from collections.abc import Iterable
@@ -14,6 +15,11 @@ EXIT_MISTAKE = 2
 EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130
 
+
+ALARMS = logging.getLogger("moe_lightning.alarms")
+"""Of what somebody should see at once, such as a hang. The terminal has it anyway; a webhook adds a handler."""
+ALARMS.propagate = False
+ALARMS.addHandler(logging.NullHandler())
 
 _LONGEST_WORD = 250  # characters: of a path; what is longer was no value
 

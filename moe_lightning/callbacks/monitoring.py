@@ -7,12 +7,13 @@ logs. Of a metric `moe/layer03/dead_experts_count` the layer becomes a label, so
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing_extensions import override
 
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.user_errors import missing_for_logger, one_line
+from moe_lightning.user_errors import ALARMS, missing_for_logger, one_line
 
 WEBHOOK_VARIABLE = "MOE_LIGHTNING_WEBHOOK"
 """Environment variable of the webhook's address, which is a secret and therefore in no configuration."""
@@ -236,10 +237,20 @@ class JSONLines(MonitoringLogger):
             file.write(json.dumps({"step": step, "time": round(time.time(), 3)} | finite) + "\n")
 
 
+class _Alarms(logging.Handler):
+    def __init__(self, send: Callable[[str], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self._send(record.getMessage())
+
+
 @validated
 class Webhook(MonitoringLogger):
-    """Posts `{"text": ...}`, as Slack, Mattermost and Teams take it, when somebody may want to look at the run: after
-    a recovery, at the first loss that is not finite, and when the training ends or fails.
+    """Posts `{"text": ...}`, as Slack, Mattermost and Teams take it, when somebody may want to look at the run: at a
+    hang, after a recovery, at the first loss that is not finite, and when the training ends or fails.
 
     The address is the value of `MOE_LIGHTNING_WEBHOOK`. Messages are sent by a thread; one that cannot be sent is a
     warning.
@@ -265,6 +276,12 @@ class Webhook(MonitoringLogger):
         self._sent: list[Future[None]] = []
         self._step: int | None = None  # None: nothing to report an end of
         self._is_finite = True
+        self._alarms = _Alarms(lambda text: self._send(f": {text}"))
+
+    @override
+    def log_hyperparams(self, *arguments: Any, **options: Any) -> None:
+        """Begin to pass on alarms of this rank, before the first step: any rank may report a hang."""
+        ALARMS.addHandler(self._alarms)
 
     @override
     @rank_zero_only
@@ -272,25 +289,28 @@ class Webhook(MonitoringLogger):
         """Send what these metrics say; does not wait."""
         self._step = step if step is not None else self._step or 0
         if "recovery/total_ms" in metrics:
-            self._send(f"recovered from a fault in {float(metrics['recovery/total_ms']):,.0f} ms")
+            self._report(f"recovered from a fault in {float(metrics['recovery/total_ms']):,.0f} ms")
         losses = {name: float(value) for name, value in metrics.items() if name.endswith("loss")}
         wrong = [name for name, value in losses.items() if not math.isfinite(value)]
         if wrong and self._is_finite:
-            self._send(f"{wrong[0]} is {losses[wrong[0]]}")
+            self._report(f"{wrong[0]} is {losses[wrong[0]]}")
         self._is_finite = self._is_finite and not wrong
 
     @override
-    @rank_zero_only
     def finalize(self, status: str) -> None:
         """Send how the training has ended, and wait for the messages that are on their way."""
+        ALARMS.removeHandler(self._alarms)
         if self._step is not None:
-            self._send("training has ended" if status == "success" else f"training has ended: {status}")
+            self._report("training has ended" if status == "success" else f"training has ended: {status}")
         self._step = None
         wait(self._sent, timeout=2 * _TIMEOUT_S)
         self._sent.clear()
 
+    def _report(self, text: str) -> None:
+        self._send(f", step {self._step:,}: {text}")
+
     def _send(self, text: str) -> None:
-        message = {"text": f"{self._run}, step {self._step:,}: {text}"}
+        message = {"text": f"{self._run}{text}"}
         self._sent.append(self._sender.submit(self._post, json.dumps(message).encode()))
 
     def _post(self, body: bytes) -> None:

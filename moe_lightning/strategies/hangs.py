@@ -41,6 +41,7 @@ from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.parallel.context import World, common_store
 from moe_lightning.strategies import process_stacks
 from moe_lightning.strategies.process_stacks import Process, Seen
+from moe_lightning.user_errors import ALARMS
 
 _LOOK_S = 0.2
 _ASK_S = 0.5  # between two requests to the store, of a rank that has published
@@ -413,7 +414,7 @@ def _workers() -> dict[str, str]:
 
 
 def _report(hang: Hang, folder: Path) -> None:
-    """Write a report to a file of its own, and its lines to the terminal."""
+    """Write a report to a file of its own, and its lines to the terminal and as an alarm."""
     *lines, last = hang.lines()
     step = max(stalled.step for stalled in hang.ranks.values())
     try:
@@ -424,7 +425,9 @@ def _report(hang: Hang, folder: Path) -> None:
         where = f"stacks and the last collectives of all ranks are in {_relative(str(path))}"
     except OSError as error:
         where = f"stacks and collectives could not be written to {folder}: {error.strerror}"
-    write_to_terminal("\n".join([*lines, f"{last}; {where}"]))
+    message = "\n".join([*lines, f"{last}; {where}"])
+    write_to_terminal(message)
+    ALARMS.warning("%s", message)
 
 
 class _Sign(NamedTuple):

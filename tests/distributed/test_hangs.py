@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ from moe_lightning.compat import private_torch
 from moe_lightning.strategies import hangs
 from moe_lightning.strategies.hangs import Call, Hang, Standstill, awaited, first_difference, place_of
 from moe_lightning.strategies.process_stacks import Seen
+from moe_lightning.user_errors import ALARMS
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 from tests.forks import PATIENCE_S
@@ -323,6 +325,20 @@ def test_a_rank_whose_machine_does_not_answer() -> None:
     who, where, _ = Hang(seconds=60, ranks={0: at(dense=4), 2: at(dense=4)}, silent={1: None}).lines()
     assert who == "no step for 60 s: ranks 0 and 2 wait for rank 1"
     assert where == "rank 1: gives no sign, and nobody on its machine answers"
+
+
+def test_a_report_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, alarms = list[str](), list[str]()
+    listener = logging.Handler()
+    monkeypatch.setattr(listener, "emit", lambda record: alarms.append(record.getMessage()))
+    monkeypatch.setattr(hangs, "write_to_terminal", shown.append)
+    ALARMS.addHandler(listener)
+    try:
+        hangs._report(Hang(seconds=60, ranks={0: at(dense=4)}, silent={1: None}), tmp_path)
+    finally:
+        ALARMS.removeHandler(listener)
+    assert alarms == shown
+    assert "rank 0 waits for rank 1" in alarms[0]
 
 
 def stack(path: str) -> str:

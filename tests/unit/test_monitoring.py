@@ -27,6 +27,7 @@ from moe_lightning.callbacks.monitoring import (
 )
 from moe_lightning.callbacks.routing_health import RoutingHealth
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.user_errors import ALARMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -173,6 +174,20 @@ def test_a_webhook_gets_what_somebody_wants_to_know(server: HTTPServer, monkeypa
         "a, step 1,501: train/loss is nan",
         "a, step 1,502: training has ended: failed",
     ]
+
+
+def test_a_webhook_gets_alarms_from_the_start_to_the_end(
+    server: HTTPServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(WEBHOOK_VARIABLE, f"http://127.0.0.1:{server.server_port}/secret")
+    webhook = Webhook(run="a")
+    ALARMS.warning("too early")
+    webhook.log_hyperparams({})
+    ALARMS.warning("rank %d waits", 3)
+    webhook.finalize("success")
+    ALARMS.warning("too late")
+    assert capsys.readouterr().err == ""
+    assert [json.loads(body)["text"] for body in bodies(server)] == ["a: rank 3 waits"]
 
 
 @pytest.mark.parametrize("url", ["", "http://example.org/x", "file:///etc/passwd", "https://"])
