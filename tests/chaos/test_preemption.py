@@ -14,7 +14,7 @@ import pytest
 
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from tests.chaos.elastic_runs import SETTINGS, elastic_run, finish
+from tests.chaos.elastic_runs import SETTINGS, assert_same_losses, elastic_run, reference
 from tests.forks import PATIENCE_S
 from tests.parameters import slow
 
@@ -56,15 +56,8 @@ def _wait_for_steps(diary: Path, steps: int, timeout_s: float = PATIENCE_S) -> N
         time.sleep(0.02)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    with elastic_run(tmp_path_factory.mktemp("undisturbed"), workers=2, steps=STEPS) as run:
-        finish(run, range(2))
-        return run.losses()
-
-
 @pytest.mark.parametrize("dense", [slow("ddp"), "zero1", slow("fsdp")])
-def test_sigterm_as_a_notice_hands_over_and_leaves(tmp_path: Path, undisturbed: dict[int, float], dense: str) -> None:
+def test_sigterm_as_a_notice_hands_over_and_leaves(tmp_path: Path, dense: str) -> None:
     """Nothing was saved, and nothing is lost."""
     with elastic_run(
         tmp_path,
@@ -84,4 +77,4 @@ def test_sigterm_as_a_notice_hands_over_and_leaves(tmp_path: Path, undisturbed: 
         report = run.result(0)["reports"][0]
         assert (report["ranks_before"], report["ranks_after"], report["steps_lost"]) == (3, 2, 0)
         assert report["restored"] == "12 experts from replicas, 0 stale"
-        assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
+        assert_same_losses(run, reference(STEPS))

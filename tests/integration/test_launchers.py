@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_script
+from tests.parameters import slow
 from tests.programs import TESTS, run_program
 
 SCRIPT = """
@@ -79,7 +80,7 @@ def run(folder: Path, launcher: str) -> list[list[str]]:
     return [(folder / f"rank{rank}.txt").read_text().rsplit(" ", 1) for rank in range(devices)]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "popen"])
+@pytest.mark.parametrize("launcher", ["torchrun", slow("popen")])  # by default test_private_world.py forks its ranks
 def test_every_launcher_trains_the_same(launcher: str, tmp_path: Path) -> None:
     ((alone, loss),) = run(tmp_path / "slurm", "slurm")
     assert alone == "1 (0, 1, 2, 3, 4, 5)"

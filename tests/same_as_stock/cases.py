@@ -103,6 +103,15 @@ def fit(
 
 # ---------------------------------------------------------------------- options of the Trainer
 
+OTHER_VALUES: tuple[dict[str, Any], ...] = (
+    {"max_steps": 5, "max_epochs": 3}, {"max_epochs": 0}, {"accumulate_grad_batches": 4}, {"fast_dev_run": 3},
+    {"overfit_batches": 0.5}, {"limit_train_batches": 0}, {"limit_train_batches": 100}, {"limit_val_batches": 0.5},
+    {"limit_val_batches": 0.01}, {"num_sanity_val_steps": -1}, {"val_check_interval": 0.5}, {"val_check_interval": 100},
+    {"min_steps": 12, "max_epochs": 2}, {"max_time": "00:00:10:00"}, {"log_every_n_steps": 50},
+    {"precision": "bf16-true"},
+)  # fmt: skip
+"""Of options that the default run tries with one value."""
+
 for _options in (
     {}, {"max_steps": 3, "max_epochs": -1}, {"max_steps": 5, "max_epochs": 3}, {"max_steps": 0}, {"max_epochs": 0},
     {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 4}, {"fast_dev_run": True}, {"fast_dev_run": 3},
@@ -120,7 +129,7 @@ for _options in (
     {"enable_checkpointing": True}, {"enable_model_summary": True}, {"accelerator": "auto", "devices": "auto"},
 ):  # fmt: skip
     _name = " ".join(f"{key}={value}" for key, value in _options.items()) or "defaults"
-    fit(_name, options=lambda options=_options: dict(options))  # type: ignore[misc]
+    fit(_name, options=lambda options=_options: dict(options), slow=_options in OTHER_VALUES)  # type: ignore[misc]
 fit("barebones", options=lambda: {"barebones": True, "logger": False, "log_every_n_steps": None})
 fit(
     "gradient_clip_val=0.1", options=lambda: {"gradient_clip_val": 0.1}, digits=1e-6,

@@ -12,6 +12,7 @@ import yaml
 
 from moe_lightning.cli.evaluate import main
 from tests.huggingface_models import make_checkpoint
+from tests.parameters import slow
 from tests.unit.test_generate import TEMPLATE, gpt, trained_run, write_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[lm-eval]'")
@@ -69,7 +70,7 @@ def numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("as_dialogue", [False, True])
+@pytest.mark.parametrize("as_dialogue", [False, slow(True)])
 def test_a_folder_has_the_results_of_the_adapter_for_transformers(
     as_dialogue: bool, tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
