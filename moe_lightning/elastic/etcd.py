@@ -153,7 +153,7 @@ def delete(key: str) -> Json:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TransactionOutcome:
     """Outcome of a transaction.
 
     Attributes:
@@ -204,7 +204,9 @@ class EtcdClient:
         if len(numbers) < 2 or not all(n.isdigit() for n in numbers[:2]) or tuple(map(int, numbers[:2])) < _OLDEST:
             raise EtcdRefused(f"etcd at {self._url} has version {shown(version)}, and 3.4 is the oldest: upgrade it")
 
-    def transact(self, conditions: Iterable[Json], then: Iterable[Json], otherwise: Iterable[Json] = ()) -> Outcome:
+    def transact(
+        self, conditions: Iterable[Json], then: Iterable[Json], otherwise: Iterable[Json] = ()
+    ) -> TransactionOutcome:
         """Run operations in one transaction.
 
         If an error is raised, it may have run.
@@ -214,7 +216,7 @@ class EtcdClient:
         """
         answer = self._call("kv/txn", {"compare": [*conditions], "success": [*then], "failure": [*otherwise]})
         ranges = [each["response_range"] for each in answer.get("responses", ()) if "response_range" in each]
-        return Outcome(
+        return TransactionOutcome(
             succeeded=answer.get("succeeded", False),
             revision=int(answer["header"]["revision"]),
             found=tuple(_entry(found) for found in ranges),

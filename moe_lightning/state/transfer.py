@@ -146,7 +146,7 @@ def reshard(have: Units, want: Units, world: World, most_bytes: int = MOST_BYTES
 
 
 class _Published(NamedTuple):
-    """What all ranks have and want, by key and block.
+    """Blocks that all ranks have and want, by key.
 
     Attributes:
         have, want: with the ranks of each block.

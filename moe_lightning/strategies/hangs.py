@@ -191,7 +191,7 @@ _NETWORK = "all ranks have come to it, so look at the network between them"
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """What is known about ranks that make no progress.
+    """Report of ranks that make no progress.
 
     Attributes:
         seconds: without a step.
