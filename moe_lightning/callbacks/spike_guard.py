@@ -254,12 +254,13 @@ class SpikeGuard(ExpertParallelCallback):
 
 def _own_loss(strategy: ExpertParallelStrategy, outputs: Any) -> tuple[float, float]:
     """Return the loss of this rank's micro-batch, and 1; zeros if it has none."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    if strategy.worlds.axes.pp > 1:
-        loss = strategy.last_stage_loss
+    loss, factor = outputs.get("loss") if isinstance(outputs, Mapping) else outputs, 1
+    if strategy.worlds.axes.pp > 1:  # this rank's share of the mean
+        loss, factor = strategy.last_stage_loss, strategy.world.shape.dp
     if strategy.is_dummy_batch or not isinstance(loss, Tensor):
         return 0.0, 0.0
-    return float(loss.detach().double().mean()), 1.0
+    micros = strategy.state.trainer.accumulate_grad_batches  # both are divided by it
+    return float(loss.detach().double().mean()) * factor * micros, 1.0
 
 
 def _sampler(trainer: pl.Trainer) -> StepSampler | None:

@@ -115,6 +115,25 @@ def test_a_calm_run_is_left_alone() -> None:
     assert guarded[0]["rows"] == []
 
 
+class Remembered(Spiky):
+    """Keeps the losses of each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses = getattr(self, "losses", {})
+        self.losses.setdefault(self.trainer.global_step, []).append(float(loss))
+        return loss
+
+
+def test_the_loss_of_a_spike_is_the_mean_over_its_micro_batches(tmp_path: Path) -> None:
+    guard = SpikeGuard(every_n_steps=EVERY, path=str(tmp_path / "spikes.csv"))
+    trainer = make_trainer(0, 1, {}, callbacks=[guard], max_steps=SPIKE, accumulate_grad_batches=2)
+    module = Remembered({SPIKE - 1: 50.0})
+    trainer.fit(module, DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    (row,) = csv.DictReader((tmp_path / "spikes.csv").read_text().splitlines())
+    assert float(row["loss"]) == pytest.approx(sum(module.losses[SPIKE - 1]) / 2, rel=1e-5)
+
+
 def test_too_many_spikes_end_the_run() -> None:
     for run in run_ranks(2, fit, {SPIKE - 1: math.nan, SPIKE: math.nan}, {}, {"max_rollbacks": 1}):
         assert run["steps"] == SPIKE + 1
