@@ -7,16 +7,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
+from benchmarks.gpt_tensors import PEC_ACCOUNTING, gpt_moe_tensors, parameter_count
 from benchmarks.paper_table import PaperTable, Row, Sources
 from moe_lightning.checkpoint.selection import sequential_selection
 from moe_lightning.checkpoint.sharding import (
-    PEC_ACCOUNTING,
     Module,
     TensorSpec,
     checkpoint_size,
     equal_expert_writers,
-    gpt_moe_tensors,
-    parameter_count,
     shard_checkpoint,
 )
 from moe_lightning.plots import bar_chart

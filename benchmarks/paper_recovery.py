@@ -10,13 +10,13 @@ from itertools import combinations
 import numpy as np
 
 from benchmarks.balance_trace import load_trace
+from benchmarks.gpt_tensors import gpt_moe_tensors, parameter_count
 from benchmarks.paper_table import PaperTable, Row, Sources
 from benchmarks.recovery_probability import block_recovery, recovery_probabilities
 from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.cluster import Cluster, affordable_replicas, allocate_replicas
 from moe_lightning.balancing.migration import align_placements, held_states, plan_migration
 from moe_lightning.balancing.replica_placement import NODE_RULES
-from moe_lightning.checkpoint.sharding import gpt_moe_tensors, parameter_count
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.plots import line_chart
 from moe_lightning.simulate.hardware import preset
@@ -27,6 +27,18 @@ from moe_lightning.simulate.workload import Workload, hottest, make_routing
 NODES, SLOTS = 10, 6
 _LAYERS = 12
 _LINK_BYTES_PER_S = 6.25e9  # two GPUs share 100 Gb/s
+
+
+def greedy_assignment(cost: IntArray) -> IntArray:
+    """int64 [n]: each row's column if the cheapest open pair is fixed again and again; ties lowest row, then
+    column (Lazarus)."""
+    columns = np.full(len(cost), -1, dtype=np.int64)
+    taken = np.zeros(len(cost), dtype=np.bool_)
+    for index in np.argsort(cost, axis=None, kind="stable"):
+        row, column = divmod(int(index), len(cost))
+        if columns[row] < 0 and not taken[column]:
+            columns[row], taken[column] = column, True
+    return columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +186,7 @@ def transfers(sources: Sources) -> PaperTable:
         for failed in list(combinations(range(NODES), lost))[:: max(1, 30 // (10 - lost))]:
             left = np.delete(held, failed, axis=2)
             if left.any(axis=2).all():
-                planned = align_placements(left, after, cluster, "greedy")
+                planned = align_placements(left, after, cluster, greedy_assignment)
                 migration = plan_migration(left, planned)
                 moves.append(len(migration.transfers))
                 seconds.append(migration.predicted_s(workload(name).expert_state_bytes, _LINK_BYTES_PER_S))

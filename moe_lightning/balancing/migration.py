@@ -9,10 +9,9 @@ Shapes: L layers, E experts, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,19 +75,6 @@ def _augment(
         if row == root:
             return
 
-
-def greedy_assignment(cost: IntArray) -> IntArray:
-    """int64 [n]: each row's column if the cheapest open pair is fixed again and again; ties lowest row, then column."""
-    columns = np.full(len(cost), -1, dtype=np.int64)
-    taken = np.zeros(len(cost), dtype=np.bool_)
-    for index in np.argsort(cost, axis=None, kind="stable"):
-        row, column = divmod(int(index), len(cost))
-        if columns[row] < 0 and not taken[column]:
-            columns[row], taken[column] = column, True
-    return columns
-
-
-MappingMethod = Literal["optimal", "greedy", "none"]
 
 _BLOCK_CELLS = 1 << 11
 """(layer, expert) cells that are compared at once: 4 MiB a side on 512 nodes."""
@@ -194,13 +180,13 @@ def align_placements(
     held: BoolArray | Sequence[Placement],
     planned: Sequence[Placement],
     cluster: Cluster,
-    method: MappingMethod = "optimal",
+    assign: Callable[[IntArray], IntArray] = optimal_assignment,
 ) -> list[Placement]:
     """Rename the planned nodes, and the ranks within each, so that few states have to move.
 
     The cost of letting node p become planned node q is the number of (layer, expert) states that q needs and p lacks; a
-    second replica on a node costs nothing. Of mappings that move as little between nodes, the optimal method takes one
-    that moves least between ranks, on up to `_MAX_COMPARED_NODES` nodes. Nodes only become planned nodes with as many
+    second replica on a node costs nothing. Of mappings that move as little between nodes, it is one that moves least
+    between ranks, on up to `_MAX_COMPARED_NODES` nodes. Nodes only become planned nodes with as many
     ranks.
 
     Args:
@@ -208,28 +194,23 @@ def align_placements(
             one placement per layer.
         planned: one placement per layer.
         cluster: nodes of the ranks.
-        method: "optimal" (assignment problem), "greedy" (Lazarus: cheapest pair first) or "none".
+        assign: see `optimal_assignment`; another one compares no ranks.
 
     Raises:
-        ConfigurationError: an unknown method, or shapes that do not fit each other.
+        ConfigurationError: shapes that do not fit each other.
     """
-    if method not in get_args(MappingMethod):
-        raise ConfigurationError(f"mapping method {method!r} is unknown: use one of {list(get_args(MappingMethod))}")
     shapes = [_shape(side) for side in (held, planned)]
     if shapes[0] != shapes[1] or shapes[0][2] != cluster.num_ranks:
         raise ConfigurationError(
             f"held states {shapes[0]} and planned states {shapes[1]} (layers, experts, ranks) do not fit "
             f"{cluster.num_ranks} ranks: build them for the same world"
         )
-    if method == "none":
-        return list(planned)
-    assign = optimal_assignment if method == "optimal" else greedy_assignment
     have, need = _States.of(held), _States.of(planned)
     ranks = cluster.ranks_by_node()
     size = np.array([len(group) for group in ranks])
     too_much = need.num_cells * cluster.num_ranks + 1  # more than all states
     cost = _missing(have.by_node(cluster), need.by_node(cluster))
-    if method == "optimal" and size.max() > 1 and 1 < len(ranks) <= _MAX_COMPARED_NODES:
+    if assign is optimal_assignment and size.max() > 1 and 1 < len(ranks) <= _MAX_COMPARED_NODES:
         # Between nodes first: a rank's need counts less than any state that changes its node.
         cost = cost * too_much + _missing_within(_missing(have, need), ranks)
     cost[size[:, None] != size[None, :]] = (int(cost.max()) + 1) * len(ranks)  # more than any whole assignment

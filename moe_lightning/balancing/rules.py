@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moe_lightning.arrays import BoolArray, IntArray
+from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.cluster import (
     AllocationPolicy,
     Cluster,
@@ -164,24 +164,20 @@ class PlacementPolicy:
         return placed_by(rule, bounded_loads(load), cluster, self.min_replicas)
 
 
-def plan_placement(
-    loads: IntArray, cluster: Cluster, policy: PlacementPolicy, held: BoolArray | None = None
-) -> list[Placement]:
+def plan_placement(loads: IntArray, cluster: Cluster, policy: PlacementPolicy) -> list[Placement]:
     """A placement for every layer.
 
     Args:
         loads: int64 [L, E], tokens of each expert since the last plan.
         cluster: ranks, nodes, slots, speeds.
         policy: how to place.
-        held: bool [L, E, N], states that the ranks hold now, to move few of them; None at the start.
 
     Raises:
-        ConfigurationError: slots that cannot hold the experts, or arrays that do not fit the cluster.
+        ConfigurationError: slots that cannot hold the experts, or loads of another shape.
     """
     if loads.ndim != 2:
         raise ConfigurationError(f"loads have shape {loads.shape}: give token counts [layers, experts]")
-    planned = [policy.place(load, cluster) for load in loads]
-    return planned if held is None else align_placements(held, planned, cluster)
+    return [policy.place(load, cluster) for load in loads]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -272,9 +272,7 @@ class GreedyMoves:
     def __init__(self, layer: Layer, costs: BlockCosts, values_B: IntArray, scheduled: bool) -> None:
         self._layer, self._costs, self._scheduled, self._values = layer, costs, scheduled, values_B
         num_values, num_ranks = len(values_B), layer.placement.num_ranks
-        self._computed, self._sent, self._received, self._touched = np.repeat(
-            layer.unmoved[:, None], num_values, axis=1
-        )
+        self._volumes = np.repeat(layer.unmoved[:, None], num_values, axis=1)  # rows computed, sent, received; experts
         self._copies = CopyTotals(num_values, num_ranks, costs.transfer)
         lacking = num_ranks - layer.placement.pairs.num_holders
         self._targets = np.maximum(lacking - values_B[:, None], 0)  # [B, E], ranks that a moved expert is copied to
@@ -295,7 +293,7 @@ class GreedyMoves:
         mean, that rank has none, or the copies alone take longer than the best plan."""
         residents, quotas = self._layer.residents
         while self._rows.size:
-            times = self._pace.times(self._computed)
+            times = self._pace.times(self._volumes[0])
             busiest = times.argmax(axis=1)
             experts = residents[busiest]
             relief = quotas[busiest]
@@ -336,9 +334,7 @@ class GreedyMoves:
 
     def _keep(self, goes_on: BoolArray) -> None:
         """Continue these searches [R] only."""
-        self._rows = self._rows[goes_on]
-        self._computed, self._sent = self._computed[goes_on], self._sent[goes_on]
-        self._received, self._touched = self._received[goes_on], self._touched[goes_on]
+        self._rows, self._volumes = self._rows[goes_on], self._volumes[:, goes_on]
         self._copies.keep(goes_on)
 
     def shadows(self, index: int) -> BoolArray:
@@ -355,9 +351,8 @@ class GreedyMoves:
     def _move(self, experts: IntArray) -> None:
         """Move an expert int64 [R] in each search: its shadows keep their ranks' tokens, residents share the rest in
         proportion to what they had."""
-        layer, rows = self._layer, self._rows
-        shadows = np.empty(self._computed.shape, dtype=np.int64)
-        kept = np.empty(self._computed.shape, dtype=np.int64)
+        layer, rows, (computed, sent, _, touched) = self._layer, self._rows, self._volumes
+        shadows, kept = np.empty(computed.shape, dtype=np.int64), np.empty(computed.shape, dtype=np.int64)
         groups = [(expert, np.flatnonzero(experts == expert)) for expert in dict.fromkeys(experts.tolist())]
         for expert, same in groups:
             keys, least = self._order(expert)
@@ -367,10 +362,10 @@ class GreedyMoves:
             else:
                 shadows[same] = visits = (keys >= least[rows[same], None]).astype(np.int64)
                 kept[same] = visits * layer.tokens[expert]
-        self._computed += kept
-        self._sent -= kept
+        computed += kept
+        sent -= kept
         if self._costs.expert_s:  # else nobody asks for how many experts a rank computes
-            self._touched += kept > 0
+            touched += kept > 0
         rest = layer.load[experts] - kept.sum(axis=1)
         for expert, same in groups:
             self._share_rest(expert, same, rest[same])
@@ -388,12 +383,12 @@ class GreedyMoves:
         after = share[0] - share[1]
         fewer = after - before
         more_sent = np.maximum(own - after, 0) - np.maximum(own - before, 0)
-        where = rows[:, None], holders
-        self._computed[where] += fewer
-        self._sent[where] += more_sent
-        self._received[where] += more_sent + fewer  # computed is own, less sent, and received
+        where, (computed, sent, received, touched) = (rows[:, None], holders), self._volumes
+        computed[where] += fewer
+        sent[where] += more_sent
+        received[where] += more_sent + fewer  # computed is own, less sent, and received
         if self._costs.expert_s:
-            self._touched[where] += (after > 0).astype(np.int64) - (before > 0)
+            touched[where] += (after > 0).astype(np.int64) - (before > 0)
 
     def _order(self, expert: int) -> tuple[IntArray, IntArray]:
         """int64 [N] and int64 [B]: if an expert is moved, it is copied to the ranks with keys of at least each n's."""
@@ -408,9 +403,8 @@ class GreedyMoves:
         return self._orders[expert]
 
     def _predict(self) -> BlockTimes:
-        phases = self._copies.phases
-        exchanged = (self._sent, self._received)
-        return predict_totals(self._computed, self._touched, exchanged, phases, self._costs, self._scheduled)
+        computed, *exchanged, touched = self._volumes
+        return predict_totals(computed, touched, exchanged, self._copies.phases, self._costs, self._scheduled)
 
 
 _MAX_VALUES = 16

@@ -469,23 +469,6 @@ class Ledger:
         self._pending.clear()
 
 
-def staleness_sum(num_experts: int, k: int, num_checkpoints: int | None = None) -> int:
-    """S(E, K, n): how many intervals old the experts of a layer are in total after n checkpoints (None: many) of K in
-    turn."""
-    ages = np.arange(num_experts) // min(k, num_experts)
-    return int((ages if num_checkpoints is None else np.minimum(ages, num_checkpoints)).sum())
-
-
-def expected_plt(
-    *, num_experts: int, k: int, interval: int, total_steps: int, num_checkpoints: int | None = None
-) -> float:
-    """PLT of one fault under uniform routing and sequential selection; steady state is I * (E / K - 1) / (2 * I_total).
-
-    Ours, not printed in the papers: it counts that the j-th most recently saved expert is floor(j / K) checkpoints old.
-    """
-    return interval * staleness_sum(num_experts, k, num_checkpoints) / (num_experts * total_steps)
-
-
 def worst_case_plt(
     *, num_experts: int, k: int, interval: int, total_steps: int, k_snapshot: int | None = None
 ) -> float:
@@ -511,8 +494,7 @@ class DynamicKRule:
         num_experts: E; K never exceeds it.
         predicted_plt: PLT that one more fault at a given K may cost. `worst_case_plt` bound to the run's interval
             gives the guarantee that the total never exceeds the threshold under sequential selection; under the
-            load-aware orders `before_checkpoint` gives it. `expected_plt` is less cautious and can overshoot under
-            skewed routing.
+            load-aware orders `before_checkpoint` gives it.
         threshold: the budget of PLT for the whole training; MoC-System uses 0.0375, PEC 0.05.
 
     Raises:

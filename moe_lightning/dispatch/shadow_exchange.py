@@ -58,12 +58,11 @@ class ShadowTransfers:
         self._received_from = sorted((home, expert) for expert, home, rank in copies if rank == world.rank)
         self._sent_to = sorted((rank, expert) for expert, home, rank in copies if home == world.rank)
         self._slot_of = {expert: slot for slot, expert in enumerate(slot_experts)}
-        self._sizes = {name: parameter.shape[1:].numel() for name, parameter in parameters.items()}
-        num_numbers = sum(self._sizes.values())
+        num_numbers = sum(_size(parameter) for parameter in parameters.values())
         cut = round(early_share * num_numbers)
-        self._parts = [part for part in ((0, cut), (cut, num_numbers)) if part[0] < part[1]]
+        parts = ((0, cut), (cut, num_numbers)) if copies else ()
+        self._parts = [part for part in parts if part[0] < part[1]]
         self._early_parts = 1 if cut else 0
-        self._has_copies = bool(copies)
         self._pending: list[PendingExchange] = []
         self._stacks: dict[str, Tensor] | None = None
         self._gradients_seen = 0
@@ -108,9 +107,9 @@ class ShadowTransfers:
 
     def start_trans(self, early: bool = False) -> None:
         """Start Trans, or only its early part; collective."""
-        if not self._has_copies or self._stacks is not None:
+        if self._stacks is not None:
             return
-        while len(self._pending) < (self._early_parts if early else len(self._parts)):
+        while len(self._pending) < (min(self._early_parts, len(self._parts)) if early else len(self._parts)):
             first, last = self._parts[len(self._pending)]
             rows = {expert: self._row(expert, first, last) for _, expert in self._sent_to}
             send = [rows[expert] for _, expert in self._sent_to]
@@ -119,7 +118,7 @@ class ShadowTransfers:
 
     def start_agg(self) -> None:
         """Send the gradients of the shadows to their home ranks; collective."""
-        if not self._has_copies or self._agg is not None:
+        if not self._parts or self._agg is not None:
             return
         names = self._trained()
         ascending = sorted(expert for _, expert in self._received_from)
@@ -128,9 +127,9 @@ class ShadowTransfers:
             for name in names:
                 gradient = self._stacks[name].grad if self._stacks is not None else None
                 parameter = self._parameters[name]
-                empty = torch.zeros(self._sizes[name], dtype=parameter.dtype, device=parameter.device)
+                empty = torch.zeros(_size(parameter), dtype=parameter.dtype, device=parameter.device)
                 send.append(empty if gradient is None else gradient[ascending.index(expert)].reshape(-1))
-        length = sum(self._sizes[name] for name in names)
+        length = sum(_size(self._parameters[name]) for name in names)
         dtype = next(iter(self._parameters.values())).dtype
         self._agg = self._exchange(send, self._received_from, self._sent_to, length, dtype)
 
@@ -183,7 +182,7 @@ class ShadowTransfers:
 
     def _stack(self, rows_HP: Tensor) -> dict[str, Tensor]:
         order = sorted(range(len(self._received_from)), key=lambda index: self._received_from[index][1])
-        columns = torch.split(rows_HP[order], list(self._sizes.values()), dim=1)
+        columns = torch.split(rows_HP[order], list(map(_size, self._parameters.values())), dim=1)
         stacks = {}
         for (name, parameter), column in zip(self._parameters.items(), columns, strict=True):
             stack = column.to(parameter.dtype).reshape(len(order), *parameter.shape[1:])
@@ -201,6 +200,11 @@ class ShadowTransfers:
 
     def _trained(self) -> list[str]:
         return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+
+
+def _size(parameter: nn.Parameter) -> int:
+    """Numbers of one expert."""
+    return parameter.shape[1:].numel()
 
 
 class StepShadowTransfers:

@@ -190,7 +190,7 @@ _ULP = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class ParameterBlock:
     """A block of a parameter that is on this rank.
 
     Attributes:
@@ -400,7 +400,7 @@ class Recorder(Callback):
         self._note, self._before = {}, {}
 
 
-def note_of(block: Block, values: Tensor, slack: float = 0.0) -> Note:
+def note_of(block: ParameterBlock, values: Tensor, slack: float = 0.0) -> Note:
     """The digest of a block."""
     return _note(block.name, block.offsets, values.detach(), slack)
 
@@ -423,7 +423,7 @@ def _counts_for_biases(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, router.unbalanced_tokens_E.double()
 
 
-def _key(block: Block) -> str:
+def _key(block: ParameterBlock) -> str:
     return f"{block.name} {block.offsets}"
 
 
@@ -431,7 +431,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _of_gradients(here: Iterable[Block]) -> list[Note]:
+def _of_gradients(here: Iterable[ParameterBlock]) -> list[Note]:
     with_gradients = [block for block in here if block.parameter.grad is not None]
     return [note_of(block, block.of(local(block.parameter.grad))) for block in with_gradients]  # type: ignore[arg-type]
 
@@ -499,7 +499,7 @@ def _running(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[nn.Mo
     return running
 
 
-def blocks(trainer: pl.Trainer, module: pl.LightningModule, *, frozen: bool = False) -> Iterator[Block]:
+def blocks(trainer: pl.Trainer, module: pl.LightningModule, *, frozen: bool = False) -> Iterator[ParameterBlock]:
     """The trained parameters on this rank, or all, in the module's order, experts each by itself."""
     state: State | None = None
     if hasattr(trainer.strategy, "worlds"):
@@ -512,14 +512,16 @@ def blocks(trainer: pl.Trainer, module: pl.LightningModule, *, frozen: bool = Fa
         if stack is not None:
             for slot, expert in stack.held():
                 offsets = (0,) * (parameter.ndim - 1)
-                yield Block(
+                yield ParameterBlock(
                     name=f"{name} of expert {expert}", parameter=parameter, offsets=offsets, of=partial(_row, slot)
                 )
         elif state is not None and (cut := cut_of(parameter)) is not None:
             for here, block in blocks_of(cut, state.cut.part):
-                yield Block(name=name, parameter=parameter, offsets=block.offsets, of=partial(_slices, here))
+                yield ParameterBlock(name=name, parameter=parameter, offsets=block.offsets, of=partial(_slices, here))
         else:
-            yield Block(name=name, parameter=parameter, offsets=(0,) * parameter.ndim, of=lambda tensor: tensor)
+            yield ParameterBlock(
+                name=name, parameter=parameter, offsets=(0,) * parameter.ndim, of=lambda tensor: tensor
+            )
 
 
 def _row(slot: int, tensor: Tensor) -> Tensor:

@@ -15,25 +15,27 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpt_tensors import (
+    FULL_SCOPE_ACCOUNTING,
+    MOC_ACCOUNTING,
+    PEC_ACCOUNTING,
+    gpt_moe_tensors,
+    parameter_count,
+)
 from moe_lightning.arrays import cut
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.policy import CheckpointLedger
 from moe_lightning.checkpoint.schedule import OverheadModel, adapt
 from moe_lightning.checkpoint.selection import Selection, full_selection, parse_scopes, sequential_selection
 from moe_lightning.checkpoint.sharding import (
-    FULL_SCOPE_ACCOUNTING,
     MIXED_PRECISION_BYTES,
-    MOC_ACCOUNTING,
-    PEC_ACCOUNTING,
     Accounting,
     Module,
     balanced_expert_writers,
     baseline_rank_bytes,
     checkpoint_size,
     equal_expert_writers,
-    gpt_moe_tensors,
     longest_processing_time,
-    parameter_count,
     shard_checkpoint,
 )
 from moe_lightning.errors import ConfigurationError

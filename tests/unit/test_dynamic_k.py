@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_moc import expected_plt
 from moe_lightning.callbacks.lost_tokens import DynamicK as DynamicKCallback
 from moe_lightning.checkpoint.policy import CheckpointLedger, Order
 from moe_lightning.checkpoint.selection import (
     DynamicKRule,
     Ledger,
     Source,
-    expected_plt,
     full_selection,
     parse_scopes,
     sequential_selection,

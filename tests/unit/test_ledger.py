@@ -12,21 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.paper_moc import expected_plt_two_level
+from benchmarks.paper_moc import expected_plt, expected_plt_two_level, staleness_sum
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.policy import CheckpointLedger
 from moe_lightning.checkpoint.selection import (
     Ledger,
     Selection,
     Source,
-    expected_plt,
     full_selection,
     load_aware_global_selection,
     load_aware_selection,
     parse_scopes,
     persist_selection,
     sequential_selection,
-    staleness_sum,
     worst_case_plt,
 )
 from moe_lightning.errors import ConfigurationError
