@@ -154,7 +154,6 @@ class Protector:
             )
         self._arena, self._layout, self._world = arena, layout, world
         self._group = layout.group_of(world.rank)
-        self._copied_writers = layout.copied_writers(world.rank)
         self._limits: list[tuple[int, int]] = []
         self._files: dict[int, ProtectedFile] = {}
         self._parity: ProtectedFile | None = None
@@ -293,7 +292,7 @@ class Protector:
         self._close_files()
         arenas, rank = self._arena.path.parent, self._world.rank
         sub = self._sub_bytes([size for _, size in self._limits], rank)
-        for writer in (rank, *self._copied_writers):
+        for writer in (rank, *self._layout.copied_writers(rank)):
             length, size = self._limits[writer]
             nbytes = max(size, sub * (len(self._group) - 1)) if writer == rank else size
             path = copy_path(arenas, session, rank, writer)

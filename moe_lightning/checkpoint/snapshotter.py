@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,59 @@ class Window(Enum):
     """In a token exchange."""
 
 
+class RunningStep:
+    """Windows of the step that runs, as the training thread reports it; read by the copying thread.
+
+    Args:
+        world: whose exchanges are the communication window, and whose waits for other stages the bubbles.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._clock, self._bubbles = world.exchanges, world.bubbles
+        self._clock.watch()
+        self._bubbles.watch()
+        self.begin()
+
+    def begin(self) -> None:
+        """The optimizer has stepped: idle until the next batch."""
+        self._in_batch = False
+        self._updated_at = self._idle_since = time.perf_counter()
+        self._idle_s, self._communicated_s = 0.0, self._clock.seconds
+        self._left_batch_at_s = self._other_bubbles_s = self._bubbles.seconds
+
+    def begin_batch(self) -> None:
+        """Forward and backward of a micro-batch begin."""
+        self._idle_s += time.perf_counter() - self._idle_since
+        self._other_bubbles_s += self._bubbles.seconds - self._left_batch_at_s
+        self._in_batch = True
+
+    def end_batch(self) -> None:
+        """They ended, and no update followed."""
+        self._in_batch = False
+        self._idle_since, self._left_batch_at_s = time.perf_counter(), self._bubbles.seconds
+
+    def windows(self) -> Mapping[Window, float]:
+        """Seconds of the step so far, by window."""
+        whole_s = time.perf_counter() - self._updated_at
+        communication_s = self._clock.seconds - self._communicated_s
+        step = {Window.BUBBLE: self.bubble_s, Window.IDLE: self._idle_s, Window.COMMUNICATION: communication_s}
+        return step | {Window.COMPUTE: max(0.0, whole_s - sum(step.values()))}
+
+    @property
+    def bubble_s(self) -> float:
+        """Bubbles of this step, as far as they have ended."""
+        return self._bubbles.seconds - self._other_bubbles_s
+
+    @property
+    def window(self) -> Window:
+        """The window of now."""
+        if self._in_batch and self._bubbles.is_busy:
+            return Window.BUBBLE
+        if self._clock.is_busy:
+            return Window.COMMUNICATION
+        return Window.COMPUTE if self._in_batch else Window.IDLE
+
+
 class CopyWindows:
     """Lets copies go on in some windows of a step only.
 
@@ -146,18 +200,15 @@ class CopyWindows:
     """
 
     def __init__(self, world: World, *, separate_link: bool) -> None:
-        self._clock, self._bubbles, self._separate_link = world.exchanges, world.bubbles, separate_link
+        self._step, self._separate_link = RunningStep(world), separate_link
         self._waits_are_idle = world.device.type == "cpu"
-        self._clock.watch()
-        self._bubbles.watch()
         self._changed = threading.Condition()
-        self._in_batch = self._is_hurried = False
+        self._is_hurried = False
         self._measured: deque[Mapping[Window, float]] = deque(maxlen=_STEPS)
         self._bytes_per_s = 0.0
         self._reserve = _RESERVE
         self._held_s = self._bubbles_due_s = 0.0
         self._left_bytes = 0
-        self._restart()
         self.open = frozenset(Window)
         self.copied_bytes = dict.fromkeys(Window, 0)
 
@@ -165,26 +216,19 @@ class CopyWindows:
 
     def updated(self) -> None:
         """The optimizer has stepped: idle until the next batch."""
-        self._in_batch = False
-        self._restart()
+        self._step.begin()
 
     def begin_batch(self) -> None:
         """Forward and backward of a micro-batch begin."""
-        self._idle_s += time.perf_counter() - self._idle_since
-        self._other_bubbles_s += self._bubbles.seconds - self._left_batch_at_s
-        self._in_batch = True
+        self._step.begin_batch()
 
     def end_batch(self) -> None:
         """They ended, and no update followed."""
-        self._in_batch = False
-        self._idle_since, self._left_batch_at_s = time.perf_counter(), self._bubbles.seconds
+        self._step.end_batch()
 
     def before_update(self) -> None:
         """Forward and backward of the step's last micro-batch ended: the step's windows are measured."""
-        whole_s = time.perf_counter() - self._updated_at
-        bubble_s, communication_s = self._bubble_s, self._clock.seconds - self._communicated_s
-        step = {Window.BUBBLE: bubble_s, Window.IDLE: self._idle_s, Window.COMMUNICATION: communication_s}
-        self._measured.append(step | {Window.COMPUTE: max(0.0, whole_s - sum(step.values()))})
+        self._measured.append(self._step.windows())
 
     def hurry(self) -> None:
         """Let the copy go on in any window, because training waits for it."""
@@ -210,16 +254,6 @@ class CopyWindows:
         if not self._measured:
             return {}
         return {window: statistics.median(step[window] for step in self._measured) for window in Window}
-
-    def _restart(self) -> None:
-        self._updated_at = self._idle_since = time.perf_counter()
-        self._idle_s, self._communicated_s = 0.0, self._clock.seconds
-        self._left_batch_at_s = self._other_bubbles_s = self._bubbles.seconds
-
-    @property
-    def _bubble_s(self) -> float:
-        """Bubbles of this step, as far as they have ended."""
-        return self._bubbles.seconds - self._other_bubbles_s
 
     def _plan(self, num_bytes: int) -> tuple[frozenset[Window], float]:
         """The windows for what fits no bubble, and the seconds of bubbles that are expected."""
@@ -251,13 +285,13 @@ class CopyWindows:
 
     def admit(self, num_bytes: int) -> None:
         """Return when so many bytes may be copied."""
-        window = self._window()
+        window = self._step.window
         if not self._admits(window):
             began = time.perf_counter()
             with self._changed:
                 while not self._admits(window):
                     self._changed.wait(_LONGEST_LOOK_S)
-                    window = self._window()
+                    window = self._step.window
             self._held_s += time.perf_counter() - began
         self.copied_bytes[window] += num_bytes
         self._left_bytes -= num_bytes
@@ -270,16 +304,9 @@ class CopyWindows:
     def _admits(self, window: Window) -> bool:
         if self._is_hurried or window is Window.BUBBLE:
             return True
-        due_s = self._bubbles_due_s - self._bubble_s
+        due_s = self._bubbles_due_s - self._step.bubble_s
         fits_bubbles = due_s > 0 and self._left_bytes * self._reserve <= due_s * self._bytes_per_s
         return window in self.open and not fits_bubbles
-
-    def _window(self) -> Window:
-        if self._in_batch and self._bubbles.is_busy:
-            return Window.BUBBLE
-        if self._clock.is_busy:
-            return Window.COMMUNICATION
-        return Window.COMPUTE if self._in_batch else Window.IDLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,8 +371,7 @@ class Snapshotter:
                 )
         live = _live(state)
         pieces = [describe(piece, version=0, group="") for piece in live]
-        self._run, self._session, self._rank, self._world_size = run, session, rank, world_size
-        self._world = world
+        self._index = partial(SnapshotIndex, run=run, session=session, rank=rank, world=world, world_size=world_size)
         self._object_bytes = object_bytes
         self.arena = Arena.create(
             path,
@@ -398,17 +424,9 @@ class Snapshotter:
         copies, carried = self._chosen(step, _live(state), fresh, persist, groups or {})
         copies += [self._object_piece(key, plain, step) for key, plain in (objects or {}).items()]
         placed = self._allocate([piece for piece, _ in copies], carried)
-        table = SnapshotIndex(
-            run=self._run,
-            session=self._session,
-            step=step if until is None else until,
-            rank=self._rank,
-            world=self._world,
-            world_size=self._world_size,
-            placed=(*placed, *carried),
-            extra=dict(extra or {}),
-        )
-        self._begin_copy(table, placed, [tensor for *_, tensor in copies], began, is_last=until in (None, step))
+        last = step if until is None else until
+        table = self._index(step=last, placed=(*placed, *carried), extra=dict(extra or {}))
+        self._begin_copy(table, placed, [tensor for *_, tensor in copies], began, is_last=step == last)
 
     def _chosen(
         self,

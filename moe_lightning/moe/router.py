@@ -250,8 +250,7 @@ class Router(private_torch.Float32Module):
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
         self.noise_weight = nn.Parameter(torch.zeros(num_experts, d_model)) if config.noisy_top_k else None
-        self.has_selection_bias = selection_bias or config.bias_update_rate > 0
-        if self.has_selection_bias:
+        if selection_bias or config.bias_update_rate > 0:
             self.register_buffer("expert_bias_E", torch.zeros(num_experts, dtype=torch.float32))
         if config.bias_update_rate:
             self.register_buffer("unbalanced_tokens_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
@@ -262,6 +261,11 @@ class Router(private_torch.Float32Module):
         self.chooser: Callable[[Router, Tensor], Tensor] | None = None
         self.adapter: nn.Module | None = None
         self.reset_parameters()
+
+    @property
+    def has_selection_bias(self) -> bool:
+        """True if the choice of experts sees a bias of its own."""
+        return hasattr(self, "expert_bias_E")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
