@@ -54,14 +54,14 @@ class ExpertStack:
         """E of the layer."""
         return self.placement.num_experts
 
-    def held(self) -> Iterator[tuple[int, int]]:
+    def held(self) -> list[tuple[int, int]]:
         """(slot, expert) pairs of the slots that are not vacant."""
-        return ((slot, expert) for slot, expert in enumerate(self.slot_experts) if expert >= 0)
+        return [(slot, expert) for slot, expert in enumerate(self.slot_experts) if expert >= 0]
 
-    def owned(self) -> Iterator[tuple[int, int]]:
+    def owned(self) -> list[tuple[int, int]]:
         """(slot, expert) pairs for which this rank speaks: it is the lowest holder."""
         owners = self.placement.owners()
-        return ((slot, expert) for slot, expert in self.held() if owners[expert] == self.rank)
+        return [(slot, expert) for slot, expert in self.held() if owners[expert] == self.rank]
 
     def tensors(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
         """The parameters, each with the optimizer states that have a row for each of its slots."""

@@ -170,7 +170,5 @@ def test_a_source_on_the_same_node_comes_before_an_idle_one_on_another() -> None
 
 def test_wrong_input_is_one_sentence() -> None:
     planned = [uniform_placement(4, 2)]
-    with pytest.raises(ConfigurationError, match="'best' is unknown"):
-        align_placements(held_states(planned), planned, Cluster.of(2, 2), "best")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="do not fit 3 ranks"):
         align_placements(held_states(planned), planned, Cluster.of(3, 2))
