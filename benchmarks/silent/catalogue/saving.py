@@ -21,7 +21,7 @@ from moe_lightning import ExpertParallelStrategy, StepSampler
 from moe_lightning.checkpoint import files, full_state
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.moe.randomness import SampleStream
-from moe_lightning.strategies import scaling
+from moe_lightning.strategies import precision
 
 KIND = "saving and resuming"
 BACK = "a checkpoint is not read back as it was"
@@ -201,7 +201,7 @@ _SCALING = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=1024.0
 
 
 def _own_overflows() -> None:
-    replace(scaling, "all_reduce_", lambda own, *args: None)
+    replace(precision, "all_reduce_", lambda own, *args: None)
 
 
 BIASED = {"router": {"bias_update_rate": 0.02, "score": "sigmoid"}}
