@@ -121,7 +121,7 @@ class Remembered(Spiky):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.losses = getattr(self, "losses", {})
-        self.losses.setdefault(self.trainer.global_step, []).append(float(loss))
+        self.losses.setdefault(self.trainer.global_step, []).append(float(loss.detach()))
         return loss
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import re
 import shutil
@@ -50,13 +49,13 @@ def arguments_of(folder: Path, *arguments: str) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "kills"),
     [
-        (2, {"kill.rank1.step3.forward": 3}),
+        (2, ["kill.rank1.step3.forward"]),
         pytest.param(
-            3, {"kill.rank1.step3.forward": 3, "kill.rank0.step5.backward": 5}, marks=pytest.mark.slow, id="rank-0-too"
+            3, ["kill.rank1.step3.forward", "kill.rank0.step5.backward"], marks=pytest.mark.slow, id="rank-0-too"
         ),
     ],
 )
-def test_killed_ranks_do_not_end_the_run(folder: Path, ranks: int, kills: dict[str, int]) -> None:
+def test_killed_ranks_do_not_end_the_run(folder: Path, ranks: int, kills: list[str]) -> None:
     named = (re.fullmatch(r"kill\.rank(\d+)\.step(\d+)\.(\w+)", name) for name in kills)
     text = "; ".join(f"rank={found[1]},step={found[2]},place={found[3]}" for found in named if found)
     arguments = arguments_of(folder, f"chaos.kill={text}", f"ranks={ranks}")
@@ -64,8 +63,7 @@ def test_killed_ranks_do_not_end_the_run(folder: Path, ranks: int, kills: dict[s
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("was killed by SIGKILL; started again") == len(kills)
     run_dir = folder / "outputs" / run_name(folder)
-    marks = {path.name: json.loads(path.read_text())["step"] for path in (run_dir / "faults").iterdir()}
-    assert marks == kills
+    assert {path.name for path in (run_dir / "faults").iterdir()} == set(kills)
     assert (run_dir / "checkpoints" / f"step-{STEPS:08d}").is_dir()
     assert not list((run_dir / "checkpoints").glob(f"step-{STEPS:08d}-*")), "who came too late ended nothing anew"
     assert ran.stdout.count("\nvalidation loss") == 1
@@ -80,5 +78,5 @@ def test_killed_ranks_do_not_end_the_run(folder: Path, ranks: int, kills: dict[s
 def test_a_wrong_fault_is_one_sentence(folder: Path) -> None:
     ran = moe_train(folder, *arguments_of(folder, "chaos.kill=rank=1,stap=30", "ranks=1", "elastic.enabled=false"))
     assert ran.returncode == 2
-    assert "kill='rank=1,stap=30': stap is not one of rank, step, place" in ran.stderr
+    assert "kill='rank=1,stap=30' has stap, which is not one of rank, step, place" in ran.stderr
     assert "Traceback" not in ran.stderr

@@ -238,6 +238,7 @@ def test_every_snippet_is_run_here() -> None:
         "torch.autograd.grad(penalty",
         "class PrintRecoveries",
         "moe_lightning.train(",
+        "EMAWeightAveraging(",
     )
     shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)
@@ -370,6 +371,17 @@ def test_a_masked_mean_in_the_own_module() -> None:
     trainer = L.Trainer(strategy="expert_parallel", accelerator="cpu", devices=1, **options)
     trainer.fit(names["Masked"](), data)
     assert 0 < float(trainer.callback_metrics["loss"]) < 10
+
+
+def test_averages_of_the_own_module() -> None:
+    x = torch.randn(32, 32)
+    data = DataLoader(torch.utils.data.TensorDataset(x, x[:, :4].argmax(dim=1)), batch_size=8)
+    names = run(snippet("README.md", "class Classifier"), {"__name__": "example"}) | {"loader": data}
+    shown, small = "devices=2", 'devices=1, accelerator="cpu", logger=False, enable_checkpointing=False'
+    source = snippet("docs/python.md", "EMAWeightAveraging(")
+    assert source.count(shown) == 1
+    run(source.replace(shown, small), names)
+    assert names["trainer"].global_step == 4 * 4
 
 
 def test_throughput_of_the_own_module() -> None:

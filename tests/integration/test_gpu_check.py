@@ -81,8 +81,8 @@ def test_checks_that_hang_leave_time_for_those_after_them() -> None:
     hangs, fine = ("sleep", "1000"), ("echo", "within 0")
     commands = {**{f"hangs {number}": hangs for number in range(5)}, "fine": fine, "fine too": fine}
     began = time.monotonic()
-    outcomes = outcomes_of(commands, budget_s=6.0)
-    assert time.monotonic() - began < 6.0 + ENDS_S
+    outcomes = outcomes_of(commands, budget_s=10.0)
+    assert time.monotonic() - began < 10.0 + ENDS_S
     assert [one.name for one in outcomes] == list(commands)
     assert [one.verdict for one in outcomes] == ["FAIL"] * 5 + ["pass"] * 2
     assert all(one.note.startswith("timed out after") for one in outcomes[:5])

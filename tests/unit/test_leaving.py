@@ -44,7 +44,7 @@ def test_a_rank_whose_values_a_fault_left_half_overwritten_does_not_offer_them(
     monkeypatch.setattr(elastic_worlds, "fetch_dense", fail)
     worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
     worlds._state = SimpleNamespace(abort_window_replay=lambda: None)
-    worlds._strategy, worlds._planner = SimpleNamespace(reads_objects=False), None
+    worlds._strategy, worlds._planner = SimpleNamespace(checkpoints=SimpleNamespace(reads_objects=False)), None
     worlds._is_torn, worlds.is_newcomer = False, is_newcomer
     plan = SimpleNamespace(level="live", live_ranks=(0,), apply_prepared=())
     with pytest.raises(dist.DistNetworkError):
