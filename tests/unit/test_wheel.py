@@ -30,7 +30,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build("sdist", ROOT, folder)
     (archive,) = folder.glob("moe_lightning-*.tar.gz")
     with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later have one
+        packed.extractall(folder)
     (unpacked,) = (path for path in folder.iterdir() if path.is_dir())
     return unpacked
 
