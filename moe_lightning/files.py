@@ -11,6 +11,7 @@ removed by the next run.
 
 from __future__ import annotations
 
+import csv
 import errno
 import fcntl
 import hashlib
@@ -20,7 +21,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Self, TextIO
@@ -151,6 +152,15 @@ def follow_umask(path: Path) -> None:
         example = Path(folder, "example")
         example.touch()
         path.chmod(stat.S_IMODE(example.stat().st_mode))
+
+
+def append_rows(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Add rows to a CSV, which begins with its head."""
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if file.tell() == 0:
+            writer.writerow(head)
+        writer.writerows(rows)
 
 
 def save_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:

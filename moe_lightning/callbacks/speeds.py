@@ -19,13 +19,12 @@ from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading, decode_readings, encode_readings
 from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.callbacks.telemetry import Metric
-from moe_lightning.compat import private_torch
 from moe_lightning.config import validated
-from moe_lightning.data.loader import StepLoader
 from moe_lightning.dispatch.quota import ONE_SPEED, given_speeds, shares
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.step_data import first_sampler
 
 _SLOW, _SLOW_STEPS = 0.8, 20
 """Of the median's speed, and how long a rank must stay below it to be told of."""
@@ -140,11 +139,8 @@ class SpeedFollower:
     @property
     def _micro_total(self) -> int:
         """Samples of a whole micro-batch, in a pipeline of each that it computes; 0 where the loader does not know."""
-        loaders = private_torch.tree_leaves(self._strategy.state.trainer.train_dataloader)
-        samplers = [loader.step_sampler for loader in loaders if isinstance(loader, StepLoader)]
-        if not samplers:
-            return 0
-        return -(-samplers[0].global_batch_size // (samplers[0].num_micros * samplers[0].pieces))
+        sampler = first_sampler(self._strategy.state.trainer.train_dataloader)
+        return 0 if sampler is None else -(-sampler.global_batch_size // (sampler.num_micros * sampler.pieces))
 
     def close(self) -> None:
         """Measure no longer."""

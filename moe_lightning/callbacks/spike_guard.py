@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import logging
 import math
 import statistics
@@ -21,18 +20,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from moe_lightning.compat import private_lightning, private_torch
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
-from moe_lightning.data.loader import StepLoader
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import ConfigurationError, LossSpikeError
+from moe_lightning.files import append_rows
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import all_reduce_
 from moe_lightning.state.tensors import local
 from moe_lightning.state.transfer import install
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
-from moe_lightning.strategies.step_data import training_slice
-from moe_lightning.strategies.worlds import ExpertParallelCallback, expert_parallel_callbacks
+from moe_lightning.strategies.step_data import first_sampler, training_slice
+from moe_lightning.strategies.worlds import ExpertParallelCallback, call_hook
 
 _FEWEST = 10
 """Losses that a spike is compared with."""
@@ -40,6 +39,7 @@ _FEWEST = 10
 _MAD_TO_STD = 1.4826  # of normally distributed numbers
 _LEAST_SPREAD = 0.01  # of the median
 _MOST_SHOWN = 12
+_COLUMNS = ("step", "loss", "limit", "restored_step", "samples")
 
 logger = logging.getLogger(__name__)
 
@@ -174,11 +174,10 @@ class SpikeGuard(ExpertParallelCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        here, sampler = training_slice(trainer.train_dataloader), _sampler(trainer)
+        here, sampler = training_slice(trainer.train_dataloader), first_sampler(trainer.train_dataloader)
         if here is None or sampler is None:
             return
-        epoch, step = divmod(here.step, sampler.epoch_steps)
-        began = epoch * sampler.epoch_size + step * sampler.global_batch_size
+        began = sampler.begin_of(here)
         self._position = began + here.step_total
         if self._copies and self._copies[-1].position is None:  # made before the first batch
             self._copies[-1] = replace(self._copies[-1], position=began)
@@ -215,31 +214,21 @@ class SpikeGuard(ExpertParallelCallback):
             )
         self.rollbacks += 1
         source = next(each for each in self._copies if each.step == min(common))
-        for other in expert_parallel_callbacks(strategy.state.module):
-            if other is not self:
-                other.on_before_experts_move(trainer, strategy.state.module)  # nobody copies rows meanwhile
+        call_hook(strategy.state.module, "on_before_experts_move")  # nobody copies rows meanwhile
         source.restore()
         strategy.state.find_twins()
         self._copies.clear()
         self._copies.append(replace(source, position=self._position))
-        samples = _samples(_sampler(trainer), source.position, self._position)
+        samples = _samples(first_sampler(trainer.train_dataloader), source.position, self._position)
         if trainer.is_global_zero:
-            self._write([step, loss, limit, source.step, " ".join(map(str, samples))])
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                append_rows(self._path, _COLUMNS, [[step, loss, limit, source.step, " ".join(map(str, samples))]])
             shown = ", ".join(map(str, samples[:_MOST_SHOWN])) + (" ..." if len(samples) > _MOST_SHOWN else "")
             logger.warning(
                 "%s: the state of step %d is restored, and training goes on without the %d samples since: %s",
                 *(spike, source.step, len(samples), shown),
             )
-
-    def _write(self, row: Sequence[Any]) -> None:
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            if file.tell() == 0:
-                writer.writerow(["step", "loss", "limit", "restored_step", "samples"])
-            writer.writerow(row)
 
     @override
     def on_before_experts_move(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -261,11 +250,6 @@ def _own_loss(strategy: ExpertParallelStrategy, outputs: Any) -> tuple[float, fl
         return 0.0, 0.0
     micros = strategy.state.trainer.accumulate_grad_batches  # both are divided by it
     return float(loss.detach().double().mean()) * factor * micros, 1.0
-
-
-def _sampler(trainer: pl.Trainer) -> StepSampler | None:
-    loaders = private_torch.tree_leaves(trainer.train_dataloader)
-    return next((loader.step_sampler for loader in loaders if isinstance(loader, StepLoader)), None)
 
 
 def _samples(sampler: StepSampler | None, first: int | None, last: int | None) -> list[int]:

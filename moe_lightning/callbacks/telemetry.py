@@ -7,11 +7,10 @@ are spread over ranks.
 
 from __future__ import annotations
 
-import csv
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +31,7 @@ from moe_lightning.callbacks.routing_health import RoutingHealth, imbalance
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.compat.private_lightning import SummaryShown, SummaryTable
 from moe_lightning.config import validated
+from moe_lightning.files import append_rows
 from moe_lightning.models.gpt import model_size, whole_parameters
 from moe_lightning.models.gpt_module import SupervisedModule
 from moe_lightning.moe.layer import MoELayer, moe_layers
@@ -59,16 +59,7 @@ class PlacementTable:
         if changed:
             experts = max(len(line) - 1 for line in changed.values())
             rows = [[step, index, *line] for index, line in changed.items()]
-            _append(self._path, ["step", "layer", "ranks", *(f"expert_{e}" for e in range(experts))], rows)
-
-
-def _append(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Add rows to a CSV, which begins with its head."""
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if file.tell() == 0:
-            writer.writerow(head)
-        writer.writerows(rows)
+            append_rows(self._path, ["step", "layer", "ranks", *(f"expert_{e}" for e in range(experts))], rows)
 
 
 Reduction = Literal["same", "sum", "mean", "max"]
@@ -299,7 +290,7 @@ def expert_loads(layers: list[MoELayer]) -> dict[int, Tensor]:
 def _write_expert_load(path: Path, step: int, loads: Mapping[int, Tensor]) -> None:
     experts = max(map(len, loads.values()), default=0)
     rows = [[step, layer, *(f"{share:.5f}" for share in shares_E.tolist())] for layer, shares_E in loads.items()]
-    _append(path, ["step", "layer", *(f"expert_{e}" for e in range(experts))], rows)
+    append_rows(path, ["step", "layer", *(f"expert_{e}" for e in range(experts))], rows)
 
 
 def _part_of_layers(trainer: pl.Trainer) -> tuple[int, int]:

@@ -241,9 +241,13 @@ class StepSampler(Sampler[list[int]]):
 
     def indices_of(self, here: StepSlice) -> list[int]:
         """The data set's indices of the samples in a slice, stand-ins left out."""
-        epoch, step = divmod(here.step, self.epoch_steps)
-        began = step * self.global_batch_size
+        epoch, began = divmod(self.begin_of(here), self.epoch_size)
         return [i for piece in here.pieces or (here,) for i in self._indices(epoch, began + piece.offset, piece.count)]
+
+    def begin_of(self, here: StepSlice) -> int:
+        """The position of the stream at which the step of a slice begins."""
+        epoch, step = divmod(here.step, self.epoch_steps)
+        return epoch * self.epoch_size + step * self.global_batch_size
 
     def samples_between(self, first: int, last: int) -> list[int]:
         """Return the data set's indices of the samples of all ranks from one position of the stream to another."""

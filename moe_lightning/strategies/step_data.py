@@ -199,12 +199,18 @@ def training_slice(loaders: object) -> StepSlice | None:
     return stepping[0].current if stepping else None
 
 
+def first_sampler(loaders: object) -> StepSampler | None:
+    """Return the sampler of the first training loader that has a position; None if none has."""
+    flat = private_torch.tree_leaves(loaders)
+    return next((loader.step_sampler for loader in flat if isinstance(loader, StepLoader)), None)
+
+
 def samples_of(batch: StepSlice | None, loaders: object) -> str:
     """Return the samples of a slice of the first loader as the end of a sentence; empty if they are not known."""
-    stepping = [loader for loader in private_torch.tree_leaves(loaders) if isinstance(loader, StepLoader)]
-    if batch is None or not stepping:
+    sampler = first_sampler(loaders)
+    if batch is None or sampler is None:
         return ""
-    indices = stepping[0].step_sampler.indices_of(batch)
+    indices = sampler.indices_of(batch)
     shown = ", ".join(map(str, indices[:_MOST_SHOWN]))
     return f" (samples {shown}{' ...' if len(indices) > _MOST_SHOWN else ''} of the data set)"
 
