@@ -95,11 +95,13 @@ class Election:
         ttl_s: see `lease_s`.
 
     Attributes:
+        leader_key: of the leader.
         leader: as last read; None if there is none.
     """
 
     def __init__(self, etcd: EtcdClient, prefix: str, token: str, ttl_s: int) -> None:
         self._etcd, self._prefix, self._token, self._ttl_s = etcd, prefix, token, ttl_s
+        self.leader_key = prefix + "leader"
         self._lease = 0
         self._renew_at = 0.0
         self.leader: Leader | None = None
@@ -123,7 +125,7 @@ class Election:
                 self._etcd.transact([], [self._registration()])
         elif not has_changed:
             return
-        entry = self._etcd.transact([], [get(self._prefix + "leader")]).found[0]
+        entry = self._etcd.transact([], [get(self.leader_key)]).found[0]
         self.leader = None
         if entry is not None:
             value = json.loads(entry.value)
@@ -151,11 +153,11 @@ class Election:
             Revision and text of the record of the newest world (0 and None without one); None if another one was
             quicker.
         """
-        key, former = self._prefix + "leader", self.leader
+        former = self.leader
         outcome = self._etcd.transact(
-            [unchanged(key, former.revision if former else 0)],
+            [unchanged(self.leader_key, former.revision if former else 0)],
             [
-                put(key, json.dumps({"address": str(address), "launcher": self._token}), self._lease),
+                put(self.leader_key, json.dumps({"address": str(address), "launcher": self._token}), self._lease),
                 get(self._prefix + "world"),
             ],
         )
@@ -177,7 +179,7 @@ class Election:
         """
         key = self._prefix + "world"
         outcome = self._etcd.transact(
-            [unchanged(self._prefix + "leader", term), unchanged(key, world_revision)],
+            [unchanged(self.leader_key, term), unchanged(key, world_revision)],
             [put(key, record)],
             [get(key)],
         )
@@ -286,7 +288,6 @@ class EtcdRendezvous:
         self._election = Election(
             self._etcd, f"/moe-lightning/{run_id}/", self.token, lease_s(settings.silence_timeout_s)
         )
-        self._key = f"/moe-lightning/{run_id}/leader"
         self._folder = PrivateFolder()
         self.address = Address(file=str(self._folder.path / "leader"))
         self.secret_file = self._folder.path / "secret" if secret_file is None else Path(secret_file).absolute()
@@ -390,7 +391,7 @@ class EtcdRendezvous:
     def _watch(self) -> None:
         while not self._closed.is_set():
             try:
-                self._etcd.watch(self._key, self._changed.set)
+                self._etcd.watch(self._election.leader_key, self._changed.set)
             except EtcdError as error:
                 logger.debug("the watch of the leader ended: %s", error)
                 self._closed.wait(_RETRY_S)
