@@ -25,7 +25,7 @@ from moe_lightning.strategies import replica_check
 from moe_lightning.strategies.checks import require_updates_by_expert
 from tests.chaos.elastic_worker import state_digests
 from tests.distributed.harness import connect, run_ranks
-from tests.distributed.training import OwnModule, RandomTokens, make_trainer, train
+from tests.distributed.training import OwnModule, RandomTokens, Warned, make_trainer, train
 from tests.parameters import slow
 
 
@@ -389,17 +389,6 @@ class States(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         digests = state_digests(trainer.strategy)  # type: ignore[arg-type]
         self.after[trainer.global_step] = {unit: digest for unit, digest in digests.items() if unit != "dense"}
-
-
-class Warned(logging.Handler):
-    """What is warned of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def fit_recovering(rank: int, world_size: int, replicas: int, step: int) -> tuple[str, int, dict[str, str], list[str]]:

@@ -18,7 +18,7 @@ from moe_lightning.errors import ConfigurationError, LossSpikeError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_worker import state_digests
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import OwnModule, RandomTokens, make_trainer
+from tests.distributed.training import OwnModule, RandomTokens, Warned, make_trainer
 from tests.parameters import slow
 
 BATCH, EVERY, SPIKE, STEPS = 4, 3, 16, 22
@@ -44,15 +44,6 @@ class Spiky(OwnModule):
         step = self.trainer.global_step
         self.seen[step] = indices.tolist()
         return super().training_step(tuple(tokens), batch_idx) * self.factors.get(step, 1.0)  # type: ignore[arg-type]
-
-
-class Warned(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def fit(

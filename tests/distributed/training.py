@@ -19,6 +19,17 @@ from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, Optimizer
 from moe_lightning.moe.layer import moe_layers
 
 
+class Warned(logging.Handler):
+    """Lines that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 class RandomTokens(Dataset[tuple[Tensor, Tensor]]):
     """Learnable sequences: token i + 1 follows token i by a fixed rule, with some noise, from the index alone."""
 
