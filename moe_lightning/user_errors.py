@@ -17,7 +17,9 @@ EXIT_INTERRUPTED = 130
 
 
 ALARMS = logging.getLogger("moe_lightning.alarms")
-"""Of what somebody should see at once, such as a hang. The terminal has it anyway; a webhook adds a handler."""
+"""Logger of events that somebody should see at once, such as a hang. The terminal has them anyway; a webhook adds a
+handler.
+"""
 ALARMS.propagate = False
 ALARMS.addHandler(logging.NullHandler())
 

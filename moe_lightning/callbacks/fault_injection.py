@@ -56,7 +56,7 @@ _OPTIONS: dict[Kind, tuple[str, ...]] = {
     "corrupt_arena": ("place",),
     "fill_disk": ("folder", "megabytes", "seconds"),
 }
-"""What each kind takes beside rank and step."""
+"""Options of each kind, beside rank and step."""
 
 _EXAMPLES = {"fill_disk": ",folder=FOLDER,megabytes=100", "stop": ",seconds=10", "slow": ",factor=2"}
 

@@ -62,7 +62,7 @@ class Rejection:
 
 @dataclass(kw_only=True)
 class _Join:
-    """What the host has to know of a join, also on a new connection.
+    """Facts of a join that the host needs, also on a new connection.
 
     Attributes:
         multiple: of members in worlds that train.

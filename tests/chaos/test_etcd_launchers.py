@@ -147,7 +147,7 @@ def test_all_launchers_are_killed_and_started_again(runs: Callable[..., Run]) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_any_process_may_die(seed: int, runs: Callable[..., Run]) -> None:
-    """Of three launchers with a rank each and three members of etcd, in a random order of deaths and pauses."""
+    """Three launchers with a rank each, three members of etcd, deaths and pauses in a random order."""
     rng, run = random.Random(seed), runs("abc", members=3)
     run.wait_for_world(3)
     for _ in range(4):

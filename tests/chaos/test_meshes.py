@@ -318,7 +318,7 @@ BESIDE: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Ranks in two stages, and what is beside them."""
 COPIED = ("none6", "hsdp", "cp", "tp", "cp4")
-"""Where others have what one rank had."""
+"""Settings under which others have what one rank had."""
 
 
 def beside(
