@@ -143,7 +143,6 @@ class FaultRecovery(ExpertParallelCallback):
         self._protection, self._failures = protection, failures
         self.replays, self._verify_every = optimizer_replay, verify_replay_every
         self._max_recoveries = max_recoveries
-        self._committed = -1
         self.reports: list[RecoveryReport] = []
 
     @override
@@ -182,7 +181,7 @@ class FaultRecovery(ExpertParallelCallback):
             sources=None if checkpoint is None else checkpoint.recovery_sources(strategy),
             protection=partial(self._layout, strategy),
         )
-        private_lightning.run_fit_by(trainer, partial(elastic.run, policy), elastic.met_after_batch)
+        private_lightning.run_fit_by(trainer, partial(elastic.run, policy), elastic.step.batch.record_meeting)
 
     def _layout(self, strategy: ExpertParallelStrategy) -> ProtectionLayout:
         """Protection of snapshots in the present world: the ranks that protect each other's."""
@@ -205,8 +204,8 @@ class FaultRecovery(ExpertParallelCallback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = _strategy(trainer)
-        strategy.elastic.keep_progress(after_step=False)
-        self._committed = trainer.global_step
+        if isinstance(strategy.elastic, ElasticWorlds):
+            strategy.elastic.step.begin_loop()
         if self.replays and strategy.worlds.is_elastic:
             self._replay_next_rank(trainer)
 
@@ -237,25 +236,26 @@ class FaultRecovery(ExpertParallelCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         strategy = _strategy(trainer)
-        if trainer.global_step == self._committed:
+        if not isinstance(strategy.elastic, ElasticWorlds):
             return
-        strategy.elastic.keep_progress(after_step=True)
-        strategy.elastic.batch_ended(outputs, batch, batch_idx)
-        self._committed = trainer.global_step
-        if self.replays and strategy.worlds.is_elastic and trainer.global_step % self._verify_every == 0:
+        has_stepped = strategy.elastic.step.end_batch(outputs, batch, batch_idx)
+        if has_stepped and self.replays and trainer.global_step % self._verify_every == 0:
             pl_module.log("recovery/replay_corrections", float(strategy.state.verify_replay()))
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        _strategy(trainer).elastic.met_after_batch()
+        if isinstance(elastic := _strategy(trainer).elastic, ElasticWorlds):
+            elastic.step.batch.record_meeting()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _strategy(trainer).elastic.validated()
+        if isinstance(elastic := _strategy(trainer).elastic, ElasticWorlds):
+            elastic.step.end_validation()
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _strategy(trainer).elastic.epoch_ended()
+        if isinstance(elastic := _strategy(trainer).elastic, ElasticWorlds):
+            elastic.step.begin_epoch()
 
     @override
     def on_recovered(self, trainer: pl.Trainer, pl_module: pl.LightningModule, report: RecoveryReport) -> None:

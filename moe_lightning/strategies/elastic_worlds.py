@@ -16,10 +16,10 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from moe_lightning.balancing.repair import Repair
 from moe_lightning.checkpoint.memory import DamagedSnapshots, RecoverySources
 from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, without_snapshots
-from moe_lightning.compat import private_lightning
 from moe_lightning.data.loader import leave_schedule
 from moe_lightning.elastic.client_state import WorldTooSmall
 from moe_lightning.elastic.faults import WorldChanged, is_network_fault, is_world_fault, reason_of, release_frames
@@ -42,20 +41,18 @@ from moe_lightning.parallel.abort import build_world, destroy_groups, store_barr
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, agree, any_says
 from moe_lightning.strategies.checkpoints import Checkpoints
+from moe_lightning.strategies.committed_step import CommittedStep
 from moe_lightning.strategies.options import RunOptions
 from moe_lightning.strategies.recovery import (
-    FitProgress,
     RecoveryPlanner,
     Stopwatch,
     fetch_dense,
     fetch_missing,
-    finish_step,
     inventory_of,
     newcomers_of,
     repaired,
     restore_missing,
     set_up_data,
-    transfer_progress,
 )
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import RecoveryReport, Worlds, call_hook
@@ -222,88 +219,21 @@ class ChangingStrategy(Protocol):
     def enter(self, world: World) -> None: ...
 
 
-class UnfinishedBatch:
-    """End of the batch of a committed step that a fault has kept from running: hooks of callbacks, and the log.
-
-    Args:
-        state: of this rank.
-    """
-
-    def __init__(self, state: TrainState) -> None:
-        self._state = state
-        self._left: tuple[int, private_lightning.BatchEnd] | None = None  # by the step that it belongs to
-        self._ended: tuple[int, private_lightning.BatchEnd] | None = None  # here, perhaps not yet on rank 0
-        self._has_lost_rank_zero = False
-
-    def record_end(self, step: int, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note that the batch of a committed step ends here; rank 0, which logs it, may be lost before."""
-        num_parts = private_lightning.BatchEnd.num_parts(self._state.trainer)
-        self._ended = step, private_lightning.BatchEnd((outputs, batch, batch_idx), done=num_parts)
-
-    def record_meeting(self) -> None:
-        """Note that all ranks have ended the last batch: they have met in a collective since."""
-        self._ended = None
-
-    def record_lost(self, ranks: Sequence[int]) -> None:
-        """Note the ranks that a recovery has lost."""
-        self._has_lost_rank_zero |= 0 in ranks
-
-    def keep(self, fault: BaseException, *, is_prepared: bool) -> None:
-        """Keep what a fault has left to do of the last step, if that is committed. Where nothing is left here, rank 0
-        may not have logged it.
-
-        Args:
-            is_prepared: the step is made on other ranks, and this rank makes it as well.
-        """
-        trainer = self._state.trainer
-        left = private_lightning.BatchEnd.left_by(fault, trainer, is_prepared=is_prepared)
-        if left is not None:
-            self._left = trainer.global_step + is_prepared, left
-        elif self._ended is not None:
-            self._left = self._ended
-        self._ended = None
-
-    def finish(self, step: int, world: World, *, made_steps: bool, with_newcomers: bool) -> bool:
-        """Run what is left, each hook once, and return True if it was run whole; collective.
-
-        A hook that failed is run again, unless it has ended on another rank: then its exchange took place. Where rank 0
-        is lost and nobody has met it since, its successor logs the step.
-
-        Args:
-            step: that the run goes on from; -1: a saved one, whose batch has ended.
-            made_steps: this process has committed steps.
-            with_newcomers: ranks have joined that have not made the step.
-        """
-        trainer, (of_step, left) = self._state.trainer, self._left or (-1, None)
-        left = left if of_step == step else None
-        num_parts = private_lightning.BatchEnd.num_parts(trainer)
-        done, has_met = num_parts if left is None else left.done, left is None and made_steps
-        reports = all_gather_json([done, has_met], world)
-        everyones = [done for done, _ in reports]
-        succeeds = self._has_lost_rank_zero and world.rank == 0 and not any(met for _, met in reports)
-        runs_whole = left is not None
-        if min(everyones) < num_parts and with_newcomers:
-            runs_whole = False
-            rank_zero_warn(
-                f"on_train_batch_end of step {trainer.global_step} does not run in every callback: a fault came before "
-                "it, and a process that has not made the step has joined"
-            )
-            if succeeds and left is not None:
-                left.run_log(trainer)  # its row needs no exchange
-        elif left is not None:
-            left.skip_failed(ended=max(everyones))
-            if succeeds:
-                left.repeat_for_rank_zero(trainer)
-            left.run(trainer)
-        self._left, self._has_lost_rank_zero = None, False  # kept where another fault comes before
-        return runs_whole
-
-
 class RepeatedFaults:
-    """Count of the recoveries in a row from one fault."""
+    """Count of recoveries, and of those in a row from one fault."""
 
     def __init__(self) -> None:
+        self._recoveries = 0
         self._last, self._count, self._details = "", 0, ""
+
+    def begin_recovery(self, limit: int, reason: str) -> None:
+        """
+        Raises:
+            ConfigurationError: the run has recovered as often as it may.
+        """
+        self._recoveries += 1
+        if self._recoveries > limit:
+            raise ConfigurationError(f"the run has recovered {limit} times, the limit of max_recoveries: {reason}")
 
     def add(self, fault: BaseException | None, step: int, reason: str | None) -> None:
         """Count a fault in the step after this one. An error that no connection has caused is shown: a recovery would
@@ -346,31 +276,25 @@ class ElasticWorlds:
 
     Attributes:
         members: of the world that this process joined last; None before the first.
-        version: committed optimizer steps of the live state.
+        step: the last one that was committed, and the way back to it.
         is_newcomer: this process holds nothing of the run yet.
         change_is_due: the ranks agreed to form another world before the next step.
-        has_rolled_back: the last change of the world went back to a saved state.
         report: of the last recovery; None before the first.
     """
 
     def __init__(self, strategy: ChangingStrategy, engine: Membership) -> None:
-        self._strategy, self._worlds, self._state, self.engine = strategy, strategy.worlds, strategy.state, engine
-        self._worlds.allow_changes()
+        self._strategy, self._state, self.engine = strategy, strategy.state, engine
+        strategy.worlds.allow_changes()
         self.members: Members | None = None
         self._policy = RecoveryPolicy()
         self._planner = RecoveryPlanner(None)
-        self.version = self._recoveries = 0
+        self.step = CommittedStep(strategy.state)
         self.is_newcomer = self.change_is_due = False
         self._departure: str | None = None
-        self.has_rolled_back = self._has_newcomers = False
         self.report: RecoveryReport | None = None
-        self._pending: Optimizer | None = None
-        self._progress: FitProgress | None = None
-        self._batch = UnfinishedBatch(self._state)
+        self._plan: RecoveryPlan | None = None  # of the last recovery
         self._faults = RepeatedFaults()
-        self._is_torn = self._is_spare = False
         self._cause: str | None = None
-        self._made_steps = False
         gc.collect()
         gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
 
@@ -388,11 +312,11 @@ class ElasticWorlds:
         task = self.engine.task
         place = min(task.slot, task.expected - 1), task.expected
         nodes = [rank // ranks_per_node for rank in range(task.expected)]
-        return World.offline(*place, self._strategy.root_device, self._worlds.layout(nodes))
+        return World.offline(*place, self._strategy.root_device, self._strategy.worlds.layout(nodes))
 
-    def _join(self, watch: Stopwatch) -> World:
+    def _join(self, watch: Stopwatch, *, is_spare: bool) -> World:
         with watch.phase("rendezvous"):
-            members = self.engine.join(is_ready=True, is_spare=self._is_spare)
+            members = self.engine.join(is_ready=True, is_spare=is_spare)
         if self.is_newcomer and self.engine.is_finished():
             raise RunFinished("the others finished the run before this process joined it")
         self._cause = self.engine.reason or self._cause  # by now a launcher may have said how a rank ended
@@ -409,7 +333,7 @@ class ElasticWorlds:
             timeout=self._strategy.options.timeout,
             build_timeout_s=self.engine.settings.build_timeout_s,
             device=self._strategy.root_device,
-            layout=self._worlds.layout(members.nodes),
+            layout=self._strategy.worlds.layout(members.nodes),
             generation=members.number,
             guard=lambda cut: self.engine.guard(members, cut),
         )
@@ -429,6 +353,16 @@ class ElasticWorlds:
         return self.engine.reason is not None
 
     @property
+    def has_rolled_back(self) -> bool:
+        """True if the last change of the world went back to a saved state."""
+        return self._plan is not None and self._plan.level != "live"
+
+    @property
+    def _has_newcomers(self) -> bool:
+        """True if ranks joined in the last change of the world that had not made the step."""
+        return self._plan is not None and bool(newcomers_of(self._plan, self._strategy.worlds.present))
+
+    @property
     def leaves_on_sigterm(self) -> bool:
         """True if SIGTERM asks this rank to leave the others."""
         return self.engine.settings.notice_on_sigterm
@@ -444,7 +378,7 @@ class ElasticWorlds:
         Args:
             reason: as one sentence.
         """
-        world = self._worlds.present
+        world = self._strategy.worlds.present
         if world.size - 1 < max(1, self.engine.settings.min_ranks):
             return False
         if rank == world.rank:
@@ -464,52 +398,22 @@ class ElasticWorlds:
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Every collective of the step is done: wait until all say so, and agree whether the world changes now."""
-        self._pending = optimizer
+        self.step.prepare(optimizer)
         self.engine.record_progress()
         is_asked = self.engine.has_newcomers() or (self.engine.notice or self._departure) is not None
-        (is_wished,) = any_says([is_asked], self._worlds.present)
+        (is_wished,) = any_says([is_asked], self._strategy.worlds.present)
         self.change_is_due = is_wished and self._state.window_replay is None  # state that crosses is whole
 
     def begin_update(self) -> None:
-        """Values change from here on: where optimizers are sharded, other ranks lack the updates of this one after a
-        fault.
-        """
-        self._is_torn = self._state.shards_optimizers
+        """Values change from here on."""
+        self.step.begin_update()
 
     def commit(self) -> None:
         """The update is applied, and spread where one rank computes it for others."""
         if self._state.shards_optimizers:
-            self._worlds.present.synchronize()  # the updates of other ranks for this one have arrived
-        self._is_torn = False
-        self._pending = None
-        self.version += 1
-        self._made_steps = True
+            self._strategy.worlds.present.synchronize()  # the updates of other ranks for this one have arrived
+        self.step.commit()
         self.engine.record_progress()
-
-    def keep_progress(self, *, after_step: bool) -> None:
-        """Remember how far the fit loop is, after a committed step or at the start."""
-        trainer = self._state.trainer
-        if after_step or self._progress is None:  # what was restored stays the place to go back to
-            self._progress = FitProgress.of(trainer, after_step=after_step)
-        self.version = trainer.global_step
-
-    def batch_ended(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The batch of a committed step ends here."""
-        self._batch.record_end(self.version, outputs, batch, batch_idx)
-
-    def met_after_batch(self) -> None:
-        """All ranks have ended the last batch: they have met in a collective since."""
-        self._batch.record_meeting()
-
-    def validated(self) -> None:
-        """The validation after the last step ended."""
-        if self._progress is not None:
-            self._progress = replace(self._progress, validation_is_due=False)
-
-    def epoch_ended(self) -> None:
-        """Another epoch begins."""
-        if self._progress is not None:
-            self._progress = self._progress.after_epoch(self._state.trainer)
 
     # ------------------------------------------------------------------ recovering
 
@@ -528,24 +432,23 @@ class ElasticWorlds:
         self._state.remember_forward()
         fault: BaseException | None = None
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
-        trainer = self._state.trainer
+        trainer, worlds = self._state.trainer, self._strategy.worlds
         self._policy = policy
         self._planner = RecoveryPlanner(policy.sources, partial(call_hook, self._state.module, "on_before_recovery"))
         set_up_data(trainer)
         with trainer.precision_plugin.forward_context():  # once others know of this rank, they wait for it
             warm_up(self._state.module, self._state.experts.layers, self._strategy.root_device)
-        is_first, self._progress = not self.is_newcomer, None
-        self.version, loop = trainer.global_step, trainer.fit_loop
+        self.step.begin_fit()
+        is_first, loop = not self.is_newcomer, trainer.fit_loop
         while True:
             must_recover = fault is not None or self.is_newcomer
             if must_recover:
                 self._recover(fault)
             try:
-                if self._worlds.spares:
-                    raise WorldChanged(f"ranks wait until they are a multiple of {self._worlds.axes.num_ranks}")
+                if worlds.spares:
+                    raise WorldChanged(f"ranks wait until they are a multiple of {worlds.axes.num_ranks}")
                 if must_recover:
-                    self._end_batch()
-                    finish_step(trainer, self._progress, with_newcomers=self._has_newcomers)
+                    self.step.finish(worlds.present, is_saved=self.has_rolled_back, with_newcomers=self._has_newcomers)
                 if must_recover and loop.done:  # after the last step: only what ends a run is left to do
                     loop.on_run_start()
                     loop.on_run_end()
@@ -560,35 +463,21 @@ class ElasticWorlds:
                 return self.engine.finish()
             except Exception as error:
                 if not is_world_fault(error, self.engine.reason):
-                    error.add_note(self._place())
+                    error.add_note(self.step.place)
                     raise
                 fault = error
-                self._batch.keep(error, is_prepared=self._pending is not None)
+                self.step.keep_batch(error)
                 if is_first:  # nobody knows yet whether there is anything to go on from: the next world will
-                    is_first, self.is_newcomer = False, self.version == 0
-
-    def _end_batch(self) -> None:
-        """Run the hooks of the committed step that the fault kept from running; collective."""
-        kept, step = self._progress, -1 if self.has_rolled_back else self.version
-        ran = self._batch.finish(
-            step, self._worlds.present, made_steps=self._made_steps, with_newcomers=self._has_newcomers
-        )
-        if ran and kept is not None and self._progress is not None:  # what others have still to do follows here, too
-            self._progress = replace(
-                self._progress, validation_is_due=kept.validation_is_due, epoch_is_over=kept.epoch_is_over
-            )
-
-    def _place(self) -> str:
-        """Return the place of an error in words: launchers count the errors of one place."""
-        return f"in the step after step {self.version}" if self._made_steps else "in the first step of this process"
+                    is_first, self.is_newcomer = False, self.step.version == 0
 
     def _wait_for_ranks(self) -> None:
         """Nobody trains with too few ranks: wait for others, and end with a checkpoint where none come."""
-        least = max(self.engine.settings.min_ranks, self._worlds.axes.num_ranks)
-        if self._worlds.present.size >= least:
+        worlds, loop = self._strategy.worlds, self._state.trainer.fit_loop
+        least = max(self.engine.settings.min_ranks, worlds.axes.num_ranks)
+        if worlds.present.size >= least:
             return
-        too_small, loop = wait_for_ranks(self._worlds.present, self.engine, least), self._state.trainer.fit_loop
-        if self.version > 0:
+        too_small = wait_for_ranks(worlds.present, self.engine, least)
+        if self.step.version > 0:
             loop.on_run_start()
             loop.on_run_end()
         raise too_small
@@ -596,34 +485,31 @@ class ElasticWorlds:
     def _follows_a_lost_world(self) -> bool:
         """True if this first world of its ranks follows one without survivors: saved state is then restored."""
         timeout, can_restore = self._strategy.options.timeout, self._policy.sources is not None
-        return starts_anew(self.engine, self._worlds.present, timeout, can_restore)
+        return starts_anew(self.engine, self._strategy.worlds.present, timeout, can_restore)
 
     def _recover(self, fault: BaseException | None) -> None:
         began_at, began = time.time(), time.perf_counter()
         self._cause = None
         reason = self._reason(fault)
-        self._faults.add(fault, self.version, self.engine.reason)
+        self._faults.add(fault, self.step.version, self.engine.reason)
         release_frames(fault)
-        before, version = (0 if self.is_newcomer else self._worlds.present.size), self.version
+        before, version = (0 if self.is_newcomer else self._strategy.worlds.present.size), self.step.version
         former = self._require_members().ids if before else ()
+        is_spare = False
         while True:
-            self._recoveries += 1
-            if self._recoveries > self._policy.max_recoveries:
-                raise ConfigurationError(
-                    f"the run has recovered {self._policy.max_recoveries} times, the limit of max_recoveries: {reason}"
-                )
+            self._faults.begin_recovery(self._policy.max_recoveries, reason)
             watch = Stopwatch()
             try:
                 if isinstance(fault, WorldChanged):
                     who = self.engine, self.engine.notice or self._departure, self._require_members().nodes
                     promise = self._policy.min_replicas, self._strategy.options.timeout
-                    leaving = self._worlds.spares, reason
-                    self._is_spare = hand_over(self._state, self._worlds.present, *who, *promise, *leaving)
-                    if self._is_spare:  # what it holds others hold, too
+                    leaving = self._strategy.worlds.spares, reason
+                    is_spare = hand_over(self._state, self._strategy.worlds.present, *who, *promise, *leaving)
+                    if is_spare:  # what it holds others hold, too
                         self.is_newcomer, before = True, 0
                 with watch.phase("leaving"):
                     self._leave(reason)
-                plan, repair = self._join_and_transfer(watch)
+                plan, repair = self._join_and_transfer(watch, is_spare=is_spare)
                 break
             except Exception as error:
                 if not is_world_fault(error, self.engine.reason):
@@ -633,18 +519,18 @@ class ElasticWorlds:
         seconds = watch.seconds | {"total": time.perf_counter() - began}
         self.report = RecoveryReport(
             reason=reason if isinstance(fault, WorldChanged) or before == 0 else self._cause or reason,
-            step=self.version,
-            steps_lost=max(0, version - self.version) if before else 0,
+            step=self.step.version,
+            steps_lost=max(0, version - self.step.version) if before else 0,
             lost_ranks=tuple(rank for rank, id in enumerate(former) if id not in self._require_members().ids),
             ranks_before=before,
-            ranks_after=self._worlds.present.size,
+            ranks_after=self._strategy.worlds.present.size,
             restored=plan.describe(),
             stale_experts=len(plan.stale),
             min_replicas=repair.min_replicas,
             began_at=began_at,
             seconds=seconds,
         )
-        self._batch.record_lost(self.report.lost_ranks)
+        self.step.batch.record_lost(self.report.lost_ranks)
         call_hook(self._state.module, "on_recovered", self.report)
         self._faults.check(self.report.lost_ranks, version, reason)
 
@@ -657,19 +543,19 @@ class ElasticWorlds:
         self._strategy.leave()
         destroy_groups()
 
-    def _join_and_transfer(self, watch: Stopwatch) -> tuple[RecoveryPlan, Repair]:
+    def _join_and_transfer(self, watch: Stopwatch, *, is_spare: bool) -> tuple[RecoveryPlan, Repair]:
         """Join the next world and bring every rank to the same committed step."""
-        layers = self._state.stages.layers
-        world = self._join(watch)
-        counts = not (self.is_newcomer or self._is_torn or self._state.window_replay)
+        layers, step = self._state.stages.layers, self.step
+        world = self._join(watch, is_spare=is_spare)
+        counts = not (self.is_newcomer or step.is_torn or self._state.window_replay)
         own = inventory_of(
             self._state,
-            former=self._worlds.present,
+            former=self._strategy.worlds.present,
             rank=world.rank,
             node=self._require_members().nodes[world.rank],
-            version=self.version,
+            version=step.version,
             counts=counts,
-            is_prepared=self._pending is not None,
+            is_prepared=step.prepared is not None,
         )
         inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
         while True:
@@ -679,8 +565,8 @@ class ElasticWorlds:
                     world,
                     num_layers=len(layers),
                     num_experts=max((layer.num_experts for layer in layers), default=0),
-                    last_step=self.version,
-                    has_trained=self.version > 0 or self._is_torn,
+                    last_step=step.version,
+                    has_trained=step.version > 0 or step.is_torn,
                 )
                 repair = repaired(plan, self._state, world, min_replicas=self._policy.min_replicas)
             try:
@@ -690,17 +576,13 @@ class ElasticWorlds:
             except DamagedSnapshots as damage:
                 inventories = without_snapshots(inventories, damage.damaged)
         with watch.phase("settling"):
-            self.version, self.has_rolled_back = plan.resumes_at, plan.level != "live"
+            self._plan = plan
             if plan.level == "live" and plan.stale:
                 call_hook(self._state.module, "on_stale_experts", plan.stale)
-            self._has_newcomers = bool(newcomers_of(plan, world))
-            self._progress = transfer_progress(self._progress, self._state, plan, world)
+            step.receive(plan, world)
             self._strategy.enter(world)
-            self._progress.restore(self._state.trainer)
-            if self.has_rolled_back:
-                self._progress = self._progress.with_dues(self._state.trainer)
-        self.is_newcomer = self.change_is_due = self._is_torn = self._is_spare = False
-        self._pending = None
+            step.restore(is_saved=self.has_rolled_back)
+        self.is_newcomer = self.change_is_due = False
         return plan, repair
 
     def _move(self, plan: RecoveryPlan, repair: Repair, world: World) -> None:
@@ -708,24 +590,18 @@ class ElasticWorlds:
         state = self._state
         state.abort_window_replay()
         if world.rank in plan.apply_prepared:
-            self._make_up()
+            self.step.make_up()
         saved = fetch_missing(self._planner, plan, repair, world, is_trusted=self._strategy.checkpoints.reads_objects)
         # Values of ranks that are not live are overwritten; another fault leaves those of live ranks as they were. What
         # follows does not wait for peers, except where optimizer shards change hands.
-        self._is_torn |= plan.level != "live" or not (self.is_newcomer or world.rank in plan.live_ranks)
+        if plan.level != "live" or not (self.is_newcomer or world.rank in plan.live_ranks):
+            self.step.begin_overwriting()
         units = fetch_dense(state, plan, world) if plan.level == "live" else {}
         state.transfer.enter_world(world, repair.placements, plan.held, plan.nodes)
-        self._is_torn = True
+        self.step.begin_overwriting()
         self._strategy.take_place(world)  # from here on the new world is the present one
         state.reshard(plan.shards if plan.level == "live" else (), units)
         restore_missing(state, plan, saved)
         state.find_twins()
         agree(world)
-        self._is_torn = False
-
-    def _make_up(self) -> None:
-        """Apply the update that others have applied."""
-        assert self._pending is not None
-        self._state.apply_update(self._pending)
-        self._pending = None
-        self.version += 1
+        self.step.end_overwriting()

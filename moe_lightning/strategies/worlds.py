@@ -246,21 +246,6 @@ class FixedWorld:
     def commit(self) -> None:
         """Do nothing: nobody repeats the update."""
 
-    def keep_progress(self, *, after_step: bool) -> None:
-        """Do nothing: the fit loop does not go back."""
-
-    def batch_ended(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Do nothing, as `keep_progress`."""
-
-    def met_after_batch(self) -> None:
-        """Do nothing, as `keep_progress`."""
-
-    def validated(self) -> None:
-        """Do nothing, as `keep_progress`."""
-
-    def epoch_ended(self) -> None:
-        """Do nothing, as `keep_progress`."""
-
     def request_departure(self, rank: int, reason: str) -> bool:
         """Return False: no rank can leave."""
         return False

@@ -128,7 +128,7 @@ class Killer(pl.Callback):
         self._kills = [kill for kill in self._kills if kill.rank in (None, rank)]
         if elastic is None or not self._kills:
             return
-        version = lambda: elastic.version  # noqa: E731
+        version = lambda: elastic.step.version  # noqa: E731
         step = lambda: trainer.global_step  # noqa: E731
         self._around(elastic, "prepare", step, before="prepare", after="update")
         self._around(elastic, "commit", step, after="committed")

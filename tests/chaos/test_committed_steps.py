@@ -62,7 +62,7 @@ class Interrupted(pl.Callback):
 
         def prepare(optimizer: Any) -> None:
             inner(optimizer)
-            if trainer.global_step != self.step or elastic.version != self.step or elastic.engine.task.slot != 2:
+            if trainer.global_step != self.step or elastic.step.version != self.step or elastic.engine.task.slot != 2:
                 return
             deadline = time.monotonic() + PATIENCE_S
             while elastic.engine.reason is None and time.monotonic() < deadline:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies import elastic_worlds
+from moe_lightning.strategies.committed_step import CommittedStep
 
 
 @pytest.mark.parametrize(("rank", "is_spare"), [(0, False), (2, True)])
@@ -45,8 +47,8 @@ def test_a_rank_whose_values_a_fault_left_half_overwritten_does_not_offer_them(
     worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
     worlds._state = SimpleNamespace(abort_window_replay=lambda: None)
     worlds._strategy, worlds._planner = SimpleNamespace(checkpoints=SimpleNamespace(reads_objects=False)), None
-    worlds._is_torn, worlds.is_newcomer = False, is_newcomer
+    worlds.step, worlds.is_newcomer = CommittedStep(MagicMock()), is_newcomer
     plan = SimpleNamespace(level="live", live_ranks=(0,), apply_prepared=())
     with pytest.raises(dist.DistNetworkError):
         worlds._move(plan, None, World.offline(rank, 3, torch.device("cpu")))
-    assert worlds._is_torn is is_torn
+    assert worlds.step.is_torn is is_torn

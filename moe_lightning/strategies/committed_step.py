@@ -1,0 +1,410 @@
+"""The last step that all ranks have committed, and the way back to it.
+
+`FitProgress` is the state of Lightning's loops, schedulers and loaders after a committed step, in memory.
+`UnfinishedBatch` keeps the hooks of its batch that a fault has kept from running.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+from moe_lightning.checkpoint.files import PlainValues
+from moe_lightning.checkpoint.recovery_plan import RecoveryPlan
+from moe_lightning.compat import private_lightning, private_torch
+from moe_lightning.compat.containers import AS_PLAIN
+from moe_lightning.data.loader import StepLoader, follow_schedule
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
+from moe_lightning.parallel.context import World
+from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states
+from moe_lightning.strategies.train_state import TrainState
+
+_LOOPS, _LOADERS, _CALLBACKS = "loops", "loaders", "callbacks"
+_SCHEDULERS, _NEXT_SCHEDULERS = "lr_schedulers", "lr_schedulers_next_epoch"
+_PRECISION = "precision"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitProgress:
+    """State of the fit loop as in a checkpoint of this moment.
+
+    Attributes:
+        step: optimizer steps done.
+        loops: state_dict of the fit loop and its parts.
+        loaders: positions of the training loaders.
+        lr_schedulers: their state_dicts.
+        lr_schedulers_next_epoch: the same after the end of the epoch, at which plateaus count; None before.
+        precision: state of the precision plugin: the scale of the loss under float16.
+        validation_is_due: a validation follows this step, and has not ended yet.
+        epoch_is_over: the step is the last one of an epoch, whose end has not run yet.
+    """
+
+    step: int
+    loops: dict[str, Any]
+    loaders: list[dict[str, Any]]
+    lr_schedulers: list[dict[str, Any]]
+    lr_schedulers_next_epoch: list[dict[str, Any]] | None = None
+    precision: dict[str, Any] = field(default_factory=dict)
+    validation_is_due: bool = False
+    epoch_is_over: bool = False
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer, *, after_step: bool) -> FitProgress:
+        """Record the progress of a trainer in `on_train_batch_end` after an optimizer step, or in `on_train_start`."""
+        loop = trainer.fit_loop
+        return cls(
+            validation_is_due=after_step and private_lightning.is_validation_due(trainer),
+            epoch_is_over=after_step and loop.epoch_loop.batch_progress.is_last_batch,
+            step=trainer.global_step,
+            loops=copy.deepcopy(loop.state_dict()),
+            loaders=loader_states(trainer.train_dataloader),
+            lr_schedulers=_schedulers(trainer),
+            precision=trainer.precision_plugin.state_dict(),
+        )
+
+    def after_epoch(self, trainer: pl.Trainer) -> FitProgress:
+        """Return the progress after the same step, in `on_train_epoch_start` of the next epoch."""
+        return replace(self, epoch_is_over=False, lr_schedulers_next_epoch=_schedulers(trainer))
+
+    def dump(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return the progress for another rank, with the live state of the callbacks; tensors and plain values."""
+        progress = {
+            "step": self.step,
+            _LOOPS: self.loops,
+            _LOADERS: self.loaders,
+            _SCHEDULERS: self.lr_schedulers,
+            _NEXT_SCHEDULERS: self.lr_schedulers_next_epoch,
+            _PRECISION: self.precision,
+            _CALLBACKS: private_lightning.callback_states(trainer),
+        }
+        plain, _ = PlainValues(AS_PLAIN).convert(progress)
+        return dict(plain)
+
+    @classmethod
+    def adopt(cls, dump: dict[str, Any], trainer: pl.Trainer, *, with_callbacks: bool) -> FitProgress:
+        """Load another rank's progress, and the state of its callbacks if this rank has none of the run."""
+        if with_callbacks:
+            private_lightning.load_callbacks(trainer, dump, is_checkpoint=False)
+        return cls(
+            step=dump["step"],
+            loops=dump[_LOOPS],
+            loaders=dump[_LOADERS],
+            lr_schedulers=dump[_SCHEDULERS],
+            lr_schedulers_next_epoch=dump[_NEXT_SCHEDULERS],
+            precision=dump[_PRECISION],
+        )
+
+    @classmethod
+    def from_checkpoint(cls, dump: dict[str, Any], trainer: pl.Trainer) -> FitProgress:
+        """Load the progress in a checkpoint of Lightning's, with the state of the callbacks; `restore` it, then call
+        `with_dues`.
+        """
+        private_lightning.load_callbacks(trainer, dump, is_checkpoint=True)
+        return cls(
+            step=dump["global_step"],
+            loops=dump["loops"]["fit_loop"],
+            loaders=dump[LOADERS_KEY],
+            lr_schedulers=dump["lr_schedulers"],
+            precision=dump.get(type(trainer.precision_plugin).__qualname__, {}),
+        )
+
+    def with_dues(self, trainer: pl.Trainer) -> FitProgress:
+        """Return the progress with what was due when the checkpoint was saved; after the trainer was restored to it."""
+        loop = trainer.fit_loop.epoch_loop
+        batches: Any = loop.batch_progress
+        if batches.total.completed == batches.total.processed:  # saved at the end of training
+            return self
+        is_due = not private_lightning.validates_by_time(trainer) and private_lightning.is_validation_due(
+            trainer
+        )  # clocks of ranks differ
+        return replace(self, validation_is_due=is_due, epoch_is_over=batches.is_last_batch)
+
+    def restore(self, trainer: pl.Trainer) -> None:
+        """Restore the fit loop to this progress; its next run resumes here.
+
+        Raises:
+            ConfigurationError: a training loader that has no position to go back to.
+        """
+        loop = trainer.fit_loop
+        private_lightning.abandon_validation(trainer)  # the fault may have come in the middle of one
+        loop.load_state_dict(copy.deepcopy(self.loops))
+        follow_schedule(trainer)
+        ended = None if self.epoch_is_over else self.lr_schedulers_next_epoch
+        for config, state in zip(trainer.lr_scheduler_configs, ended or self.lr_schedulers, strict=True):
+            config.scheduler.load_state_dict(copy.deepcopy(state))
+        if self.precision:
+            trainer.precision_plugin.load_state_dict(self.precision)
+        loaders = list(private_torch.tree_leaves(trainer.train_dataloader))
+        if not all(isinstance(loader, StepLoader) for loader in loaders):
+            raise ConfigurationError(
+                "in-process recovery needs training loaders that can go back to a step: return a torch DataLoader "
+                "over a map-style dataset, or a StepLoader"
+            )
+        for loader, state in zip(loaders, self.loaders, strict=True):
+            loader.load_state_dict(dict(state))
+        private_lightning.restart_loaders(trainer)
+
+
+def _schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    return [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
+
+
+def shared_progress(
+    own: FitProgress | None, trainer: pl.Trainer, version: int, world: World, *, is_live: bool
+) -> FitProgress:
+    """Return the progress at a version, from a rank that has it; collective.
+
+    Args:
+        own: progress to which this rank could restore its fit loop.
+        is_live: True if this rank's state is valid.
+    """
+    if is_live and _step_of(own) != version == trainer.global_step:
+        # It failed between the update and the end of its step, or before its first one.
+        own = FitProgress.of(trainer, after_step=own is not None)
+    mine = [own.step, own.validation_is_due, own.epoch_is_over] if is_live and own is not None else [-1] * 3
+    everyones = all_gather_json(mine, world)
+    steps = [step for step, _, _ in everyones]
+    if any(step != version for step in steps):
+        source = steps.index(version)
+        dump = own.dump(trainer) if world.rank == source and own is not None else None
+        dump = broadcast_object(dump, source, world)
+        if _step_of(own) != version or not is_live:
+            own = FitProgress.adopt(dump, trainer, with_callbacks=not is_live)
+    assert own is not None
+    # A rank that was ahead of others repeats what is still due there.
+    validation, epoch = (any(entry[i] for entry in everyones if entry[0] == version) for i in (1, 2))
+    return replace(own, validation_is_due=validation, epoch_is_over=epoch)
+
+
+def _step_of(own: FitProgress | None) -> int:
+    return own.step if own is not None else -1
+
+
+class UnfinishedBatch:
+    """End of the batch of a committed step that a fault has kept from running: hooks of callbacks, and the log.
+
+    Args:
+        state: of this rank.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._left: tuple[int, private_lightning.BatchEnd] | None = None  # by the step that it belongs to
+        self._ended: tuple[int, private_lightning.BatchEnd] | None = None  # here, perhaps not yet on rank 0
+        self._has_lost_rank_zero = False
+
+    def record_end(self, step: int, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note that the batch of a committed step ends here; rank 0, which logs it, may be lost before."""
+        num_parts = private_lightning.BatchEnd.num_parts(self._state.trainer)
+        self._ended = step, private_lightning.BatchEnd((outputs, batch, batch_idx), done=num_parts)
+
+    def record_meeting(self) -> None:
+        """Note that all ranks have ended the last batch: they have met in a collective since."""
+        self._ended = None
+
+    def record_lost(self, ranks: Sequence[int]) -> None:
+        """Note the ranks that a recovery has lost."""
+        self._has_lost_rank_zero |= 0 in ranks
+
+    def keep(self, fault: BaseException, *, is_prepared: bool) -> None:
+        """Keep what a fault has left to do of the last step, if that is committed. Where nothing is left here, rank 0
+        may not have logged it.
+
+        Args:
+            is_prepared: the step is made on other ranks, and this rank makes it as well.
+        """
+        trainer = self._state.trainer
+        left = private_lightning.BatchEnd.left_by(fault, trainer, is_prepared=is_prepared)
+        if left is not None:
+            self._left = trainer.global_step + is_prepared, left
+        elif self._ended is not None:
+            self._left = self._ended
+        self._ended = None
+
+    def finish(self, step: int, world: World, *, made_steps: bool, with_newcomers: bool) -> bool:
+        """Run what is left, each hook once, and return True if it was run whole; collective.
+
+        A hook that failed is run again, unless it has ended on another rank: then its exchange took place. Where rank 0
+        is lost and nobody has met it since, its successor logs the step.
+
+        Args:
+            step: that the run goes on from; -1: a saved one, whose batch has ended.
+            made_steps: this process has committed steps.
+            with_newcomers: ranks have joined that have not made the step.
+        """
+        trainer, (of_step, left) = self._state.trainer, self._left or (-1, None)
+        left = left if of_step == step else None
+        num_parts = private_lightning.BatchEnd.num_parts(trainer)
+        done, has_met = num_parts if left is None else left.done, left is None and made_steps
+        reports = all_gather_json([done, has_met], world)
+        everyones = [done for done, _ in reports]
+        succeeds = self._has_lost_rank_zero and world.rank == 0 and not any(met for _, met in reports)
+        runs_whole = left is not None
+        if min(everyones) < num_parts and with_newcomers:
+            runs_whole = False
+            rank_zero_warn(
+                f"on_train_batch_end of step {trainer.global_step} does not run in every callback: a fault came before "
+                "it, and a process that has not made the step has joined"
+            )
+            if succeeds and left is not None:
+                left.run_log(trainer)  # its row needs no exchange
+        elif left is not None:
+            left.skip_failed(ended=max(everyones))
+            if succeeds:
+                left.repeat_for_rank_zero(trainer)
+            left.run(trainer)
+        self._left, self._has_lost_rank_zero = None, False  # kept where another fault comes before
+        return runs_whole
+
+
+class CommittedStep:
+    """The last step that this rank has committed with all others.
+
+    Args:
+        state: of this rank.
+
+    Attributes:
+        version: committed optimizer steps of the live state.
+        prepared: the optimizer whose update all ranks are ready for, from then until it is committed.
+        is_torn: values are part of the step and part of the next one, or of another rank's state.
+        is_first: this process has committed no step yet.
+        ended: the last step whose batch has ended here.
+        progress: of the fit loop, after a step or at the start; None before.
+        batch: end of the step's batch.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self.version = 0
+        self.prepared: Optimizer | None = None
+        self.is_torn = False
+        self.is_first = True
+        self.ended = -1
+        self.progress: FitProgress | None = None
+        self.batch = UnfinishedBatch(state)
+
+    @property
+    def place(self) -> str:
+        """The place of an error that comes now in words: launchers count the errors of one place."""
+        return "in the first step of this process" if self.is_first else f"in the step after step {self.version}"
+
+    # ------------------------------------------------------------------ the next step
+
+    def begin_fit(self) -> None:
+        """Begin with what a fit starts from."""
+        self.version, self.progress = self._state.trainer.global_step, None
+
+    def begin_loop(self) -> None:
+        """Remember where the fit loop starts; what was restored stays the place to go back to."""
+        trainer = self._state.trainer
+        if self.progress is None:
+            self.progress = FitProgress.of(trainer, after_step=False)
+        self.version = self.ended = trainer.global_step
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Note that this rank is ready for an update, and every other one is, or says why not."""
+        self.prepared = optimizer
+
+    def begin_update(self) -> None:
+        """Values change from here on: where optimizers are sharded, other ranks lack the updates of this one after a
+        fault.
+        """
+        self.is_torn = self._state.shards_optimizers
+
+    def commit(self) -> None:
+        """Count a step whose update is applied, on this rank and where others compute it."""
+        self.is_torn, self.is_first, self.prepared = False, False, None
+        self.version += 1
+
+    def end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> bool:
+        """Remember how far the fit loop is at the end of a batch, and return True if it has made a step."""
+        trainer = self._state.trainer
+        if trainer.global_step == self.ended:
+            return False
+        self.progress = FitProgress.of(trainer, after_step=True)
+        self.version = self.ended = trainer.global_step
+        self.batch.record_end(self.version, outputs, batch, batch_idx)
+        return True
+
+    def end_validation(self) -> None:
+        """Note that the validation after the last step has ended."""
+        if self.progress is not None:
+            self.progress = replace(self.progress, validation_is_due=False)
+
+    def begin_epoch(self) -> None:
+        """Note that another epoch begins."""
+        if self.progress is not None:
+            self.progress = self.progress.after_epoch(self._state.trainer)
+
+    # ------------------------------------------------------------------ recovering
+
+    def keep_batch(self, fault: BaseException) -> None:
+        """Keep what a fault has left to do of the batch."""
+        self.batch.keep(fault, is_prepared=self.prepared is not None)
+
+    def make_up(self) -> None:
+        """Apply the update that others have applied."""
+        assert self.prepared is not None
+        self._state.apply_update(self.prepared)
+        self.prepared = None
+        self.version += 1
+
+    def begin_overwriting(self) -> None:
+        """Values of other ranks arrive here from now on: a fault leaves a mixture."""
+        self.is_torn = True
+
+    def end_overwriting(self) -> None:
+        """All values of the step have arrived."""
+        self.is_torn = False
+
+    def receive(self, plan: RecoveryPlan, world: World) -> None:
+        """Take the version of a plan, and the fit loop's progress there from a rank that has it; collective."""
+        self.version, trainer = plan.resumes_at, self._state.trainer
+        if plan.level == "live":
+            is_live = world.rank in plan.live_ranks
+            self.progress = shared_progress(self.progress, trainer, plan.version, world, is_live=is_live)
+            return
+        saved = self._state.restored
+        assert saved is not None
+        self.progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
+
+    def restore(self, *, is_saved: bool) -> None:
+        """Restore the fit loop to the step; its next run resumes there.
+
+        Args:
+            is_saved: the step is that of a snapshot or checkpoint.
+        """
+        assert self.progress is not None, "it was received"
+        self.progress.restore(self._state.trainer)
+        if is_saved:
+            self.progress = self.progress.with_dues(self._state.trainer)
+        self.is_torn, self.prepared = False, None
+
+    def finish(self, world: World, *, is_saved: bool, with_newcomers: bool) -> None:
+        """Do what was due after the step that was restored: hooks of its batch that the fault kept from running, a
+        validation, and the end of the epoch; Lightning itself, restored to this state, skips all. Collective.
+
+        Args:
+            is_saved: see `restore`.
+            with_newcomers: ranks have joined that have not made the step, perhaps during the epoch; the logged values
+                of its steps are then dropped, because the ranks cannot reduce them together.
+        """
+        kept, step = self.progress, -1 if is_saved else self.version
+        ran = self.batch.finish(step, world, made_steps=not self.is_first, with_newcomers=with_newcomers)
+        if ran and kept is not None and self.progress is not None:  # what others have still to do follows here, too
+            self.progress = replace(
+                self.progress, validation_is_due=kept.validation_is_due, epoch_is_over=kept.epoch_is_over
+            )
+        progress, trainer = self.progress, self._state.trainer
+        assert progress is not None, "it was restored"
+        if progress.validation_is_due:
+            private_lightning.run_validation(trainer)
+        if progress.epoch_is_over:
+            private_lightning.end_epoch(trainer, drop_logged=with_newcomers)
