@@ -16,6 +16,7 @@ import math
 import os
 import re
 import signal
+import socket
 import sys
 import textwrap
 import zlib
@@ -100,6 +101,7 @@ options
      --cluster 4x8xH100         for nodes x GPUs elsewhere, or a .json file of moe-bench calibrate
      --out DIR/recipes/NAME.yaml  where to write it
   -sc install=bash              completion: eval "$(moe-train -sc install=bash)"
+  --health [RUN_DIR]            check this machine, or show the nodes that have joined a run or were refused
   --version                     with --report: versions and machine, for a report of a fault
 
 examples
@@ -377,6 +379,8 @@ def _run(arguments: Sequence[str]) -> None:
         _print_version(with_report="--report" in arguments)
     elif "--advise" in arguments:
         _advise(arguments)
+    elif "--health" in arguments:
+        _print_health([word for word in arguments if word != "--health"])
     else:
         _run_hydra(arguments)
 
@@ -388,6 +392,32 @@ def _print_version(*, with_report: bool) -> None:
         print(environment_report())
     else:
         print(f"moe-train {__version__}")
+
+
+def _print_health(words: Sequence[str]) -> None:
+    """Print a table: this machine's row, or those of the nodes of a run.
+
+    Raises:
+        ConfigurationError: this machine is not healthy, or the directory has no such rows.
+    """
+    if len(words) > 1 or any(word.startswith("-") for word in words):
+        raise ConfigurationError(f"--health takes the directory of a run or nothing, not {' '.join(words)}")
+    import torch
+
+    from moe_lightning.elastic import health
+
+    if words:
+        directory = RunDirectory(Path(words[0]))
+        nodes = health.read_health(directory.logs, directory.path)
+    else:
+        node = socket.gethostname()
+        nodes = [health.check_node(node, Path.cwd())]
+        for index in range(torch.cuda.device_count()):
+            device = torch.device("cuda", index)
+            health.check_products(node, device)
+            name = torch.cuda.get_device_name(device)
+            print(f"{device}: {name}, memory {health.bandwidth_gb_s(device):.0f} GB/s, its products are right")
+    print(table(health.HEALTH_HEADERS, health.health_rows(nodes)))
 
 
 def run_command(arguments: Sequence[str]) -> Path:

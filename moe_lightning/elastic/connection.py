@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
+from moe_lightning.elastic.health import NodeHealth
 from moe_lightning.elastic.membership import ElasticSettings, new_token
 from moe_lightning.elastic.protocol import (
     CONNECT_S,
@@ -429,6 +431,7 @@ class LauncherClient:
         self._clock = ProcessClock()
         self._lock = threading.Lock()
         self._deaths: list[Message] = []
+        self._health: NodeHealth | None = None
         self._received: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._known = threading.Event()
         self._closed = threading.Event()
@@ -469,6 +472,32 @@ class LauncherClient:
             self._deaths = [*self._deaths[-_MOST_DEATHS:], message]
             self._connection.send(message)
 
+    def judge(self, health: NodeHealth) -> NodeHealth:
+        """Report this machine's health, and return it with the host's verdict.
+
+        Raises:
+            ConfigurationError: the host does not answer within `rendezvous_timeout_s`.
+        """
+        with self._lock:
+            self._health = health
+            self._send_health()
+        others: list[Message] = []
+        limit = self._settings.rendezvous_timeout_s
+        try:
+            while True:
+                match message := self._received.get(timeout=limit):
+                    case {"t": "health", "refused": str(refused), "clock_offset_s": float(offset_s)}:
+                        return replace(health, refused=refused, clock_offset_s=offset_s)
+                others.append(message)
+        except queue.Empty:
+            raise ConfigurationError(
+                f"the rendezvous host at {self._address.shown} has not admitted this machine within {limit:g} s "
+                f"({self.error or 'it does not answer'}): see that it has the same version, and start this again"
+            ) from None
+        finally:
+            for message in others:
+                self._received.put(message)
+
     def read(self) -> list[Message]:
         """Return the messages since the last call."""
         messages = []
@@ -503,9 +532,14 @@ class LauncherClient:
     def _introduce(self, send: Callable[[Message], None]) -> None:
         with self._lock:
             send({"t": "launcher", "token": self.token, "expected": self._expected})
+            self._send_health()
             for message in self._deaths:
                 self._connection.send(message)
         self._known.set()
+
+    def _send_health(self) -> None:
+        if self._health is not None:
+            self._connection.send({"t": "health", "time_s": time.time(), **asdict(self._health)})
 
     def _run(self) -> None:
         next_beat = 0.0

@@ -36,6 +36,7 @@ from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, vali
 from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.etcd import EtcdAccess
 from moe_lightning.elastic.etcd_rendezvous import EtcdRendezvous
+from moe_lightning.elastic.health import NodeHealth, check_node, write_health
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, worker_token
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.elastic.protocol import Address, ProcessClock, interface_towards, read_secret
@@ -367,6 +368,8 @@ class ElasticLauncher:
         node: this machine's name as a failure domain; its host name, or "local" without `rdzv_endpoint`.
         ranks_are_nodes: make every worker a failure domain of its own, as if it were a node; "auto": on one machine,
             whose processes die one by one.
+        check_health: check this machine before it joins, see `elastic.health`, and let the rendezvous host compare it
+            with the others.
         grace_s: time that workers have to end before they are killed.
     """
 
@@ -383,6 +386,7 @@ class ElasticLauncher:
     num_nodes: PositiveInt = 1
     node: str | None = None
     ranks_are_nodes: bool | Literal["auto"] = "auto"
+    check_health: bool = True
     grace_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -440,7 +444,8 @@ class ElasticLauncher:
         Raises:
             RanksFailed: a user error, an exception in the last worker, or more deaths than `max_restarts`.
             Interrupted: a signal ended the run, or a notice of preemption all workers; a second signal ends it at once.
-            ConfigurationError: the endpoint's address is wrong, or it does not answer while nobody trains here.
+            ConfigurationError: the endpoint's address is wrong, it does not answer while nobody trains here, or this
+                machine is refused for its health.
         """
         append_to_outputs()
         with restored_signal_handlers(), self._open_rendezvous() as (task, link):
@@ -483,11 +488,25 @@ class ElasticLauncher:
                 settings=self.settings,
             )
             token = None if etcd is None else etcd.token
+            health = check_node(task.node, self.log_dir) if self.check_health else None
             client = LauncherClient(address, secret_file, self.settings, task.expected, token)
             stack.enter_context(closing(client))
             if etcd is not None:
                 etcd.attend(lambda: client.is_connected)
+            if health is not None and self.rdzv_endpoint is not None:
+                self._ask_to_join(client, health)
             yield task, client
+
+    def _ask_to_join(self, client: LauncherClient, health: NodeHealth) -> None:
+        """Let the rendezvous host compare this machine with the others, and leave its row for `moe-train --health`.
+
+        Raises:
+            ConfigurationError: it is refused.
+        """
+        judged = client.judge(health)
+        write_health(judged, self.log_dir)
+        if judged.refused:
+            raise ConfigurationError(judged.refused)
 
 
 @dataclass(kw_only=True)
@@ -660,9 +679,15 @@ class _Workers:
         raise RanksFailed(replace(failure, message=message))
 
     def _read_messages(self) -> None:
-        """Handle messages of the host, and kill an evicted worker that does not register again."""
+        """Handle messages of the host, and kill an evicted worker that does not register again.
+
+        Raises:
+            ConfigurationError: this machine is refused before the first world.
+        """
         for message in self._connection.read():
             match message:
+                case {"t": "health", "refused": str(refused)} if refused and self._world is None:
+                    raise ConfigurationError(refused)  # by comparison with nodes that came later
                 case {"t": "formed", "tokens": list(tokens)}:
                     self._world = frozenset(tokens)
                     self._mark(self._world, None)

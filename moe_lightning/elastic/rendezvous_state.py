@@ -13,9 +13,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moe_lightning.elastic.health import NodeHealth, judged
 from moe_lightning.elastic.membership import (
     HEARTBEAT_S,
     hang_limit_s,
@@ -467,6 +468,7 @@ class RendezvousState:
         self._waiting = 0  # newcomers, as the members were told
         self._last_received = 0.0
         self._links = DeadLinks()
+        self._nodes: dict[int, NodeHealth] = {}  # connection of a launcher -> its node, as it came
         self.world: CurrentWorld | None = None
         self.outbox: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
@@ -498,6 +500,8 @@ class RendezvousState:
                 self._expected = max(self._expected, expected)
                 self._launchers[connection] = token
                 self._launcher_connections[token] = connection
+            case {"t": "health", "time_s": float(time_s)} if connection in self._launchers:
+                self._judge_node(connection, message, time_s - self._wall_clock_s())
             case {"t": "died", "token": str(token), "how": str(how)} if connection in self._launchers:
                 self._record_death(token, how[:LONGEST_WORD], now)
             case {"t": "beat", "progress": int(progress)}:
@@ -562,6 +566,7 @@ class RendezvousState:
     def disconnect(self, connection: int, now: float) -> None:
         """Record that a connection has ended."""
         token = self._launchers.pop(connection, None)
+        self._nodes.pop(connection, None)
         if token is not None and self._launcher_connections.get(token) == connection:
             del self._launcher_connections[token]
         member = self._members.get(self._connections.get(connection, ""))
@@ -595,6 +600,17 @@ class RendezvousState:
             self._finished_sent = self._finished
             message = {"t": "finished", "finished": self._finished}
             self.outbox += [(connection, message) for connection in (*self._connections, *self._launchers)]
+
+    def _judge_node(self, connection: int, message: Message, clock_offset_s: float) -> None:
+        """Compare a launcher's node with the others, and answer whether it may join."""
+        try:
+            self._nodes[connection] = replace(NodeHealth.parse(message), clock_offset_s=clock_offset_s)
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        for launcher, node in judged(self._nodes, connection, all_may_leave=self.world is None).items():
+            self._send(launcher, t="health", refused=node.refused, clock_offset_s=node.clock_offset_s)
+            if node.refused:
+                del self._nodes[launcher]
 
     def _exclude_own_outage(self, now: float) -> None:
         """Exclude an outage of the host itself from all timeouts: it received nothing from any client."""

@@ -554,6 +554,12 @@ def _difference(own: Mapping[str, str], first: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {own[name]} where rank 0 has {first.get(name)}" for name in _differences(own, first))
 
 
+def different_versions(own: Mapping[str, str], common: Mapping[str, str]) -> str:
+    """Describe the versions because of which plans would differ from the others'; "" if there are none."""
+    changing = (name for name, changes in _differences(own, common).items() if changes)
+    return ", ".join(f"{name} {own[name]} where the others have {common.get(name)}" for name in changing)
+
+
 def versions() -> dict[str, str]:
     """Return the versions of everything that takes part in a plan; builds of one torch for different devices are one
     version.

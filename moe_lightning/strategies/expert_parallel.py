@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import get_all_start_methods
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -40,6 +42,7 @@ from moe_lightning.dispatch.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.elastic.faults import explain
+from moe_lightning.elastic.health import check_fixed_nodes, check_products
 from moe_lightning.elastic.membership import ElasticTask, devices_of_machine, membership_from_environment
 from moe_lightning.elastic.worker import leave_process_groups_at_exit
 from moe_lightning.errors import ConfigurationError
@@ -317,6 +320,8 @@ class ExpertParallelStrategy(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         reset_seed()
+        if self.root_device.type == "cuda":
+            check_products(socket.gethostname(), self.root_device)
         if not self.worlds.is_elastic:  # nor in an earlier run of this process
             engine = membership_from_environment(self.worlds.axes.num_ranks)
             if engine is not None:
@@ -353,6 +358,10 @@ class ExpertParallelStrategy(DDPStrategy):
             world = World.connect(self.root_device, self.options.timeout, layout)
         self.worlds.take_place(world)
         check_versions(world)
+        if self.num_nodes > 1:
+            trainer = private_lightning.trainer_of(self.lightning_module)
+            folder = Path.cwd() if trainer is None else Path(trainer.default_root_dir)
+            check_fixed_nodes(socket.gethostname() if self.local_rank == 0 else None, folder, world)
         leave_process_groups_at_exit()
 
     @override
