@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -234,6 +235,9 @@ def _synchronize(device: torch.device) -> None:
 
 # ---------------------------------------------------------------------- dense layers
 
+_DENSE_STEPS = range(2, 6)
+"""Steps whose dense layers are timed: the first ones warm the machine up."""
+
 
 class DenseClock:
     """Times what lies between the MoE layers in a running step: forward and backward of each block's dense layers.
@@ -251,7 +255,7 @@ class DenseClock:
         self._stamps: dict[tuple[str, int], float] = {}
         self._forward_s: list[list[float]] = []
         self._backward_s: list[list[float]] = []
-        self._num_layers = len(layers)
+        self._num_layers, self._step = len(layers), 0
         self._handles: list[RemovableHandle] = []
         for index, layer in enumerate(layers):
             self._handles.append(layer.register_forward_pre_hook(self._before(index)))
@@ -261,17 +265,22 @@ class DenseClock:
         """The forward pass has ended and the backward pass begins."""
         self._stamp("turn", 0)
 
-    def end_micro_batch(self, keep: bool) -> None:
-        """Keep the times of the micro-batch that has just gone through both passes, or forget them."""
+    def end_micro_batch(self) -> None:
+        """Keep the times of the micro-batch that has just gone through both passes, unless its step warms up."""
         last = self._num_layers - 1
         needed = [(name, layer) for name in ("in", "out", "grad_in", "grad_out") for layer in range(last + 1)]
-        if keep and all(key in self._stamps for key in needed) and ("turn", 0) in self._stamps:
+        if self._step in _DENSE_STEPS and all(key in self._stamps for key in needed) and ("turn", 0) in self._stamps:
             at = self._stamps
             starts = [at["in", layer + 1] for layer in range(last)] + [at["turn", 0]]
             self._forward_s.append([max(0.0, starts[layer] - at["out", layer]) for layer in range(last + 1)])
             ends = [at["grad_out", layer + 1] for layer in range(last)] + [at["turn", 0]]
             self._backward_s.append([max(0.0, at["grad_in", layer] - ends[layer]) for layer in range(last + 1)])
         self._stamps = {}
+
+    def end_step(self) -> bool:
+        """Return True if this step was the last one that is timed."""
+        self._step += 1
+        return self._step == _DENSE_STEPS.stop
 
     def close(self) -> tuple[list[float], list[float]]:
         """Remove the hooks; median forward and backward seconds of each block, zeros where nothing was measured."""
@@ -301,3 +310,74 @@ class DenseClock:
     def _stamp(self, name: str, index: int) -> None:
         _synchronize(self._device)
         self._stamps[name, index] = time.perf_counter()
+
+
+class CostMeter:
+    """Constants of each layer's block: nominal, or measured at the start of training and in its first steps.
+
+    Args:
+        measures: True: plans depend on them, and they need not be the same in every run.
+        bytes_per_s, flops_per_s: nominal rates.
+
+    Attributes:
+        errors: mean relative error of the model on each measured operation.
+    """
+
+    def __init__(self, *, measures: bool, bytes_per_s: float, flops_per_s: float) -> None:
+        self._measures = measures
+        self._rates = {"bytes_per_s": bytes_per_s, "flops_per_s": flops_per_s}
+        self.errors: dict[str, float] = {}
+        self._clock: DenseClock | None = None
+
+    def begin(
+        self, layers: Sequence[MoELayer], world: World, weight_dtype: torch.dtype, *, times_dense: bool
+    ) -> list[BlockCosts]:
+        """Return the constants as far as they are known before the first step; collective.
+
+        Args:
+            layers, world, weight_dtype: see `calibrate`.
+            times_dense: time dense layers in the first steps; not in a pipeline, where passes of several micro-batches
+                alternate.
+        """
+        self._stop()
+        if not self._measures:
+            return assumed_costs(layers, weight_dtype, **self._rates)
+        measured = calibrate(layers, world, weight_dtype)
+        self.errors = measured.errors
+        _report_errors(measured.errors)
+        self._clock = DenseClock(layers, world.device) if times_dense else None
+        return list(measured.costs)
+
+    def turn(self) -> None:
+        """The forward pass has ended and the backward pass begins."""
+        if self._clock is not None:
+            self._clock.turn()
+
+    def end_micro_batch(self) -> None:
+        """Both passes of a micro-batch have ended."""
+        if self._clock is not None:
+            self._clock.end_micro_batch()
+
+    def end_step(self) -> tuple[list[float], list[float]] | None:
+        """Return this rank's forward and backward seconds of each block's dense layers, after the last step that is
+        timed; else None.
+        """
+        return self._stop() if self._clock is not None and self._clock.end_step() else None
+
+    def _stop(self) -> tuple[list[float], list[float]] | None:
+        clock, self._clock = self._clock, None
+        return None if clock is None else clock.close()
+
+
+_TOLERATED_ERROR = 0.1
+
+
+def _report_errors(errors: Mapping[str, float]) -> None:
+    """Report where the performance model misses what was measured."""
+    bad = {name: error for name, error in errors.items() if error > _TOLERATED_ERROR}
+    if bad:
+        listed = ", ".join(f"{name} {100 * error:.0f} %" for name, error in bad.items())
+        rank_zero_info(
+            f"LoadBalancer: the performance model misses measured times by more than 10 % ({listed}), so shadows may "
+            "be planned where they do not pay: calibrate on an idle machine, or use shadows=none"
+        )

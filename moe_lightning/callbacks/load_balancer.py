@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,18 +19,19 @@ import lightning.pytorch as pl
 import torch
 from annotated_types import Interval
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.cluster import AllocationPolicy, Cluster, balance_ratio, imbalance
 from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy
-from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate
+from moe_lightning.callbacks.calibration import CostMeter
 from moe_lightning.callbacks.speeds import SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
+from moe_lightning.data.sampler import StepSlice
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.dispatch.shadow_exchange import StepShadowTransfers
@@ -159,9 +161,6 @@ def min_replicas(strategy: ExpertParallelStrategy, wanted: int | None) -> int:
     return promised if wanted is None else wanted
 
 
-_TOLERATED_ERROR = 0.1
-
-
 def layer_metrics(layers: Mapping[int, MoELayer], planner: BalancePlanner) -> Iterator[Metric]:
     """Evenness, shadows and forecasts of every layer that is planned, by its number."""
     for index, (number, layer) in enumerate(layers.items()):
@@ -189,17 +188,6 @@ def movement_metrics(reports: Sequence[MigrationReport], transfers: StepShadowTr
     yield Metric(name="balance/exposed_agg_ms", value=1e3 * agg_s, over_ranks="max")
 
 
-def tell_errors(errors: Mapping[str, float]) -> None:
-    """Say where the performance model misses what was measured."""
-    bad = {name: error for name, error in errors.items() if error > _TOLERATED_ERROR}
-    if bad:
-        listed = ", ".join(f"{name} {100 * error:.0f} %" for name, error in bad.items())
-        rank_zero_info(
-            f"LoadBalancer: the performance model misses measured times by more than 10 % ({listed}), so shadows may "
-            "be planned where they do not pay: calibrate on an idle machine, or use shadows=none"
-        )
-
-
 def _layer_numbers(layer: MoELayer) -> dict[str, float]:
     """Imbalance of the last micro-batch on plain expert parallelism, and as balanced."""
     loads = layer.dispatcher.last_rank_loads
@@ -216,8 +204,69 @@ def _layer_numbers(layer: MoELayer) -> dict[str, float]:
     return numbers | ({"rb_ratio": quotient} if math.isfinite(quotient) else {})
 
 
-_DENSE_STEPS = range(2, 6)
-"""Steps whose dense layers are timed: the first ones warm the machine up."""
+class StepCounts:
+    """Tokens of every layer and micro-batch of a step, as the forward passes find them.
+
+    Attributes:
+        has_ended: the step has ended, and the next batch begins another one.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self.has_ended = self._is_last = True
+        self._batch = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._counts: list[dict[tuple[int, int], IntArray]] = [{} for _ in range(self._num_layers)]
+        self._complete: set[int] = set()
+
+    def begin_batch(self, batch_idx: int, *, is_last: bool) -> bool:
+        """Begin a batch, and return True if it is the first one of a step.
+
+        Args:
+            is_last: no other one follows in the step.
+        """
+        self._batch, self._is_last = batch_idx, is_last
+        begins, self.has_ended = self.has_ended, False
+        if begins:
+            self._begin()
+        return begins
+
+    def add(self, index: int, counts_EN: IntArray, piece: StepSlice | None) -> Sequence[IntArray]:
+        """Add the counts of a layer, and return those of all micro-batches once they are complete; else nothing.
+
+        Args:
+            piece: part of the batch in a pipeline, which computes it in several micro-batches.
+        """
+        micro, num_micros = (0, 1) if piece is None else (piece.micro, piece.num_micros)
+        self._counts[index][self._batch, micro] = counts_EN
+        if not self._is_last or micro < num_micros - 1 or index in self._complete:  # a recomputed pass comes again
+            return ()
+        self._complete.add(index)
+        return tuple(self._counts[index].values())
+
+
+@dataclass
+class SinceLog:
+    """Moves, steps and waits for plans since the last log.
+
+    Attributes:
+        reports: of experts that moved.
+        steps: optimizer steps.
+        plan_s: seconds that steps waited for plans.
+    """
+
+    reports: list[MigrationReport] = field(default_factory=list)
+    steps: int = 0
+    plan_s: float = 0.0
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Count the time inside as a wait for plans."""
+        began = time.perf_counter()
+        yield
+        self.plan_s += time.perf_counter() - began
 
 
 @validated
@@ -309,25 +358,20 @@ class LoadBalancer(Callback):
             max_samples_per_rank=max_samples_per_rank,
             stragglers=stragglers,
         )
-        self.follower: SpeedFollower | None = None
+        self._costs = CostMeter(
+            measures=calibrate and (shadows != "none" or placement_rule == "auto"),
+            bytes_per_s=bytes_per_s,
+            flops_per_s=flops_per_s,
+        )
         self._timeline_path = Path(timeline_path) if timeline_path else None
         self._min_replicas, self._ranks_per_node = min_replicas, ranks_per_node
-        self._calibrate = calibrate
-        self._rates = {"bytes_per_s": bytes_per_s, "flops_per_s": flops_per_s}
         self.planner: BalancePlanner | None = None
-        self._restored: dict[str, Any] | None = None
-        self._clock: DenseClock | None = None
-        self._model_errors: dict[str, float] = {}
-        self._is_new_step = True
-        self._is_last_micro_batch = True
-        self._micro_batch = 0
-        self._layers = OwnLayers(numbers=(), total=0)
-        self._counts: list[dict[tuple[int, int], IntArray]] = []
-        self._observed: set[int] = set()
+        self.follower: SpeedFollower | None = None
         self.last_shadow_transfers: StepShadowTransfers | None = None
-        self._reports: list[MigrationReport] = []
-        self._steps = self._steps_since_log = 0
-        self._plan_s = 0.0
+        self._layers = OwnLayers(numbers=(), total=0)
+        self._restored: dict[str, Any] | None = None
+        self._counts = StepCounts(0)
+        self._since_log = SinceLog()
 
     # ------------------------------------------------------------------ start and end
 
@@ -346,7 +390,11 @@ class LoadBalancer(Callback):
         policy = replace(self._policy, min_replicas=min_replicas(strategy, self._min_replicas))
         numbers = stages.numbers
         self._layers = OwnLayers(numbers=tuple(numbers), total=len(stages.layers))
-        costs = self._costs(strategy) if known is None else [known[number] for number in numbers]
+        if known is None:
+            world, dtype, times_dense = strategy.world.stage, strategy.shadow_dtype, stages.num_stages == 1
+            costs = self._costs.begin(layers, world, dtype, times_dense=times_dense)
+        else:
+            costs = [known[number] for number in numbers]
         timeout_s = strategy.options.timeout.total_seconds()
         self._take_planner(BalancePlanner(policy, cluster, strategy.experts.placements, costs, timeout_s))
         assert self.planner is not None
@@ -354,8 +402,7 @@ class LoadBalancer(Callback):
             self.planner.load_state_dict(self._layers.part(self._restored))
         self.follower = SpeedFollower(self._speed_policy, strategy, self.follower)
         self.planner.take_speeds(self.follower.experts.speeds)
-        self._is_new_step = True
-        self._counts = [{} for _ in layers]
+        self._counts = StepCounts(len(layers))
         for index, layer in enumerate(layers):
             layer.overlap_fn = partial(self._observe, index, layer, strategy.steps if stages.num_stages > 1 else None)
 
@@ -369,19 +416,6 @@ class LoadBalancer(Callback):
         if self.planner is not None:
             self.planner.close()
         self.planner = planner
-
-    def _costs(self, strategy: ExpertParallelStrategy) -> list[BlockCosts]:
-        """The constants of each layer's block: measured where plans depend on them, else nominal."""
-        layers, dtype = strategy.experts.layers, strategy.shadow_dtype
-        self._clock = None
-        if not self._calibrate or (self._policy.shadows == "none" and self._policy.placement_rule != "auto"):
-            return assumed_costs(layers, dtype, **self._rates)
-        measured = calibrate(layers, strategy.world.stage, dtype)
-        self._model_errors = measured.errors
-        tell_errors(measured.errors)
-        if strategy.state.stages.num_stages == 1:  # in a pipeline passes of several micro-batches alternate
-            self._clock = DenseClock(layers, strategy.root_device)
-        return list(measured.costs)
 
     def _known(self, strategy: ExpertParallelStrategy) -> tuple[list[BlockCosts] | None, dict[str, Any] | None]:
         """Measured costs and the planners' state to go on with, of all layers, each None where there is none.
@@ -447,32 +481,24 @@ class LoadBalancer(Callback):
     ) -> None:
         if self.planner is None:
             return
-        self._is_last_micro_batch = not private_lightning.is_accumulating(trainer)
-        if self._is_new_step:
-            self._is_new_step = False
-            self._counts = [{} for _ in self._counts]
-            self._observed = set()
+        if self._counts.begin_batch(batch_idx, is_last=not private_lightning.is_accumulating(trainer)):
             self._begin_step(_strategy(trainer), self.planner)
             self._following.begin_step()
-        self._micro_batch = batch_idx
 
     def _begin_step(self, strategy: ExpertParallelStrategy, planner: BalancePlanner) -> None:
-        began = time.perf_counter()
         replay = strategy.state.window_replay
         may_move = replay is None or replay.reaches_all  # else experts would lack what brings their state back
-        placements = planner.due_placements() if may_move else None
-        plan_s = time.perf_counter() - began
+        with self._since_log.planning():
+            placements = planner.due_placements() if may_move else None
         if placements is not None and _any_moves(strategy, placements):
             self._move(strategy, planner, placements)
-        began = time.perf_counter()
-        plans = planner.step_plans()
+        with self._since_log.planning():
+            plans = planner.step_plans()
+            shares = None if plans is None else planner.early_shares()
         self.last_shadow_transfers = None
         if plans is not None:
-            shares = planner.early_shares()
-            plan_s += time.perf_counter() - began
             strategy.start_shadow_experts(plans, shares)
             self.last_shadow_transfers = strategy.experts.shadow_transfers
-        self._plan_s += plan_s
 
     @property
     def _following(self) -> SpeedFollower:
@@ -480,7 +506,7 @@ class LoadBalancer(Callback):
         return self.follower
 
     def _move(self, strategy: ExpertParallelStrategy, planner: BalancePlanner, placements: list[Placement]) -> None:
-        self._reports.append(strategy.replace_experts(strategy.state.stages.placements_of_all(placements)))
+        self._since_log.reports.append(strategy.replace_experts(strategy.state.stages.placements_of_all(placements)))
         planner.moved(placements)
 
     def rebalance(self, trainer: pl.Trainer) -> None:
@@ -496,20 +522,14 @@ class LoadBalancer(Callback):
         """
         assert layer.statistics is not None
         assert self.planner is not None
-        piece = None if pipeline is None else pipeline.batch
-        at = (self._micro_batch, 0 if piece is None else piece.micro)
-        self._counts[index][at] = layer.statistics.computed_NE.numpy().T
-        is_last = self._is_last_micro_batch and (piece is None or piece.micro == piece.num_micros - 1)
-        if is_last and index not in self._observed:  # a recomputed forward pass comes here again
-            began = time.perf_counter()
-            self._observed.add(index)
-            self.planner.observe(index, *self._counts[index].values())
-            self._plan_s += time.perf_counter() - began
+        counts_EN = layer.statistics.computed_NE.numpy().T
+        if complete := self._counts.add(index, counts_EN, None if pipeline is None else pipeline.batch):
+            with self._since_log.planning():
+                self.planner.observe(index, *complete)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        if self._clock is not None:
-            self._clock.turn()
+        self._costs.turn()
         if self.planner is not None:
             self._following.turn()
 
@@ -519,39 +539,33 @@ class LoadBalancer(Callback):
     ) -> None:
         if self.planner is None:
             return
-        if self._clock is not None:
-            self._clock.end_micro_batch(keep=self._steps in _DENSE_STEPS)
+        self._costs.end_micro_batch()
         self._following.end_micro_batch()
         if private_lightning.is_accumulating(trainer):
             return
-        self._is_new_step = True
-        self._steps += 1
-        self._steps_since_log += 1
-        if self._clock is not None and self._steps == _DENSE_STEPS.stop:
-            self._take_dense_times(trainer, self.planner, self._clock)
+        self._counts.has_ended = True
+        self._since_log.steps += 1
+        times = self._costs.end_step()
+        if times is not None:
+            local = torch.tensor(times, device=trainer.strategy.root_device, dtype=torch.float64)
+            self.planner.take_dense_times(*trainer.strategy.reduce(local, reduce_op="max").tolist())
         if self._following.end_step():
             self.planner.take_speeds(self._following.experts.speeds)
         if private_lightning.logs_now(trainer):
             pl_module.log_dict(reduced(list(self._metrics(trainer, self.planner)), trainer))
-
-    def _take_dense_times(self, trainer: pl.Trainer, planner: BalancePlanner, clock: DenseClock) -> None:
-        local = torch.tensor(clock.close(), device=trainer.strategy.root_device, dtype=torch.float64)
-        forward_s, backward_s = trainer.strategy.reduce(local, reduce_op="max").tolist()
-        planner.take_dense_times(forward_s, backward_s)
-        self._clock = None
 
     # ------------------------------------------------------------------ metrics
 
     def _metrics(self, trainer: pl.Trainer, planner: BalancePlanner) -> Iterator[Metric]:
         layers = zip(self._layers.numbers, _strategy(trainer).experts.layers, strict=True)
         yield from layer_metrics(dict(layers), planner)
-        yield from movement_metrics(self._reports, self.last_shadow_transfers)
+        yield from movement_metrics(self._since_log.reports, self.last_shadow_transfers)
         yield from self._following.metrics()
-        plan_ms = 1e3 * self._plan_s / self._steps_since_log
+        plan_ms = 1e3 * self._since_log.plan_s / self._since_log.steps
         yield Metric(name="balance/plan_ms", value=plan_ms, over_ranks="max")
-        for operation, error in self._model_errors.items():
+        for operation, error in self._costs.errors.items():
             yield Metric(name=f"balance/model_error/{operation}_ratio", value=error)
-        self._reports, self._plan_s, self._steps_since_log = [], 0.0, 0
+        self._since_log = SinceLog()
 
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:

@@ -97,13 +97,16 @@ def test_dense_layers_are_timed_between_the_moe_layers(monkeypatch: pytest.Monke
     layers = [MoELayer(4, 4, 2), MoELayer(4, 4, 2)]
     model = nn.Sequential(Slow(clock, 100.0, 100.0), layers[0], Slow(clock, 1.0, 2.0), layers[1], Slow(clock, 3.0, 5.0))
     watch = DenseClock(layers, torch.device("cpu"))
-    for keep in (False, True, True):
+    for _ in range(4):  # two of them warm up
         out = model(torch.randn(5, 4, requires_grad=True))
         watch.turn()
         out.sum().backward()
-        watch.end_micro_batch(keep=keep)
+        watch.end_micro_batch()
+        assert not watch.end_step()
     model(torch.randn(5, 4))
-    watch.end_micro_batch(keep=True)  # no backward pass: nothing to keep
+    watch.end_micro_batch()  # no backward pass: nothing to keep
+    assert not watch.end_step()
+    assert watch.end_step()
     assert watch.close() == ([1.0, 3.0], [2.0, 5.0])
     assert not layers[0]._forward_hooks
     assert DenseClock(layers, torch.device("cpu")).close() == ([0.0, 0.0], [0.0, 0.0])
