@@ -5,15 +5,13 @@ Ranks of one machine rendezvous in a private folder that no other user can reach
 
 from __future__ import annotations
 
-import inspect
 import os
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from multiprocessing import get_all_start_methods
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +26,6 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -41,7 +38,6 @@ from moe_lightning.data.loader import follow_schedule
 from moe_lightning.dispatch.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import ShadowPlan
-from moe_lightning.elastic.faults import explain
 from moe_lightning.elastic.health import check_fixed_nodes, check_products
 from moe_lightning.elastic.membership import ElasticTask, devices_of_machine, membership_from_environment
 from moe_lightning.elastic.worker import leave_process_groups_at_exit
@@ -70,7 +66,7 @@ from moe_lightning.strategies.checks import (
 )
 from moe_lightning.strategies.dense_parameters import check_parts, cut_groups, dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
-from moe_lightning.strategies.failures import Failure, explained
+from moe_lightning.strategies.failures import TrainerFailures
 from moe_lightning.strategies.gathered_experts import GatheredExperts, gather_limit
 from moe_lightning.strategies.gradients import DenseGradientSum
 from moe_lightning.strategies.hangs import HangWatch
@@ -80,7 +76,7 @@ from moe_lightning.strategies.launchers import (
     build_launcher,
     meeting_of,
 )
-from moe_lightning.strategies.options import PlacementOptions, RunOptions
+from moe_lightning.strategies.options import PlacementOptions, RunOptions, check_stock_options
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
 from moe_lightning.strategies.precision import convert_by_rule
@@ -91,7 +87,6 @@ from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import FIXED_GROUPS, StateTransfer, TrainState
 from moe_lightning.strategies.watch import StopOnNan, UpdateSkipped
 from moe_lightning.strategies.worlds import FixedWorld, Worlds, call_hook
-from moe_lightning.user_errors import suggestion
 
 T = TypeVar("T")
 
@@ -144,6 +139,7 @@ class ExpertParallelStrategy(DDPStrategy):
         elastic: changes of the world; `FixedWorld` where no elastic launcher started this process.
         state, steps, update: this rank's state of the run; batches and losses; the update of a step.
         checkpoints: saving and restoring.
+        failures: exceptions that have left the Trainer.
 
     Raises:
         ConfigurationError: an unknown option or start_method, sizes that do not fit world or model, torch.compile, or,
@@ -177,16 +173,8 @@ class ExpertParallelStrategy(DDPStrategy):
         resume_overrides: bool = False,
         **kwargs: Any,
     ) -> None:
-        stock, wrapper = _parameters_of(DDPStrategy), _parameters_of(DistributedDataParallel)[1:]
-        methods, start_method = ["popen", *get_all_start_methods()], kwargs.get("start_method", "popen")
-        if start_method not in methods:
-            raise ConfigurationError(f"start_method={start_method!r} is not known here: use {', '.join(methods)}")
-        for name in kwargs:
-            if name not in stock and name not in wrapper:
-                hint = suggestion(name, [*_parameters_of(type(self)), *stock, *wrapper]) or ": drop it"
-                raise ConfigurationError(f"{type(self).__name__} has no option {name!r}{hint}")
+        ddp = check_stock_options(type(self), kwargs)
         super().__init__(timeout=timedelta(seconds=timeout_s), **kwargs)
-        self.resume_overrides = resume_overrides
         self.placing = PlacementOptions(
             ep_size=ep_size, replicas=replicas, placement=placement, quota=quota, dispatch=dispatch, plan=plan,
             slots=slots, kernels=kernels)  # fmt: skip
@@ -194,8 +182,8 @@ class ExpertParallelStrategy(DDPStrategy):
         check_parts(axes, dense)
         self.options = RunOptions(
             timeout=timedelta(seconds=timeout_s),
-            start_method=start_method,
-            ddp={name: value for name, value in kwargs.items() if name not in stock},
+            start_method=kwargs.get("start_method", "popen"),
+            ddp=ddp,
             has_comm_hook=kwargs.get("ddp_comm_hook") is not None,
             axes=axes,
             shards_of=partial(cut_groups, dense, wanted=shard_size, tensors=axes.tp),
@@ -209,6 +197,7 @@ class ExpertParallelStrategy(DDPStrategy):
             check_replicas_every=check_replicas_every,
             stop_on_nan=stop_on_nan,
             hang_report_s=hang_report_s,
+            resume_overrides=resume_overrides,
         )
         before = {*vars(self)}
         self._begin()
@@ -228,11 +217,10 @@ class ExpertParallelStrategy(DDPStrategy):
         self._dense_sum = DenseGradientSum(options.ddp, look)
         self._hangs = HangWatch(options.hang_report_s)
         self.checkpoints = Checkpoints(self.worlds, self.state)
-        self._failure: Failure | None = None
+        self.failures = TrainerFailures(self.worlds)
         self._own_launcher: PrivateLauncher | WorkerLauncher | None = None
         self._gathered: GatheredExperts | None = None
         self._pipeline: Pipeline | None = None
-        self._data: StepData | None = None
         self._is_placed = False
 
     @override
@@ -283,24 +271,16 @@ class ExpertParallelStrategy(DDPStrategy):
 
     def explained(self, error: Exception) -> Exception:
         """Return the exception to raise instead of one that leaves the Trainer."""
-        error = explained(error)
-        if isinstance(self.elastic, ElasticWorlds):
-            return explain(error, self.elastic.engine)
-        return error if self._failure is None else self._failure.explained(error)
+        return self.failures.explained(error, self.elastic)
 
     def failed(self, error: BaseException) -> None:
         """Publish an exception that leaves the Trainer here to the other ranks."""
-        if not (self.worlds.is_joined and self.world.is_connected and dist.is_initialized()):
-            return
-        self._failure = Failure(error, self.world, 0 if self._failure is None else self._failure.number + 1)
-        trainer = private_lightning.trainer_of(self.lightning_module)
-        if trainer is not None:
-            self._failure.stop_savers(trainer)
+        self.failures.publish(error, private_lightning.trainer_of(self.lightning_module))
 
     @property
     def is_left_alone(self) -> bool:
         """True after an exception that not all ranks raised: nothing collective can follow."""
-        return self._failure is not None and not self._failure.is_common
+        return self.failures.last is not None and not self.failures.last.is_common
 
     def meet(self) -> None:
         """Join the other ranks unless that has happened; Lightning itself joins only after it has looked for
@@ -407,9 +387,7 @@ class ExpertParallelStrategy(DDPStrategy):
         """The ranks that are connected, whether or not the strategy is set up. A process that waits to join a running
         world is alone: it will receive the others' values.
         """
-        if self.world_size == 1:  # one that trained among others before may go on alone, and torch still knows them
-            return World.single(self.root_device)
-        if self.is_left_alone:
+        if self.world_size == 1 or self.is_left_alone:  # torch may still know those it trained among before
             return World.single(self.root_device)
         world = World.before_setup(self.root_device)
         return replace(world, is_cut=self.world.is_cut) if self.worlds.is_joined else world
@@ -671,18 +649,21 @@ class ExpertParallelStrategy(DDPStrategy):
         """Cut training batches by the speeds of their slices from the next one on, see `StepData.share_by`."""
         self.step_data.share_by(speeds, most, self.state.trainer.train_dataloader)
 
-    @property
+    @cached_property
     def step_data(self) -> StepData:
         """Loaders of this rank and their positions."""
-        if self._data is None:
-            place = {
-                "rank": self.world.data_rank,
-                "world_size": self.world.shape.dp,
-                "pieces": self.options.micro_batches,
-            }
-            shares = self.worlds.axes.num_ranks > 1 or self.worlds.is_elastic
-            self._data = StepData(**place, seed=self._run_seed(), must_cut=shares)
-        return self._data
+        return StepData(
+            rank=self.world.data_rank,
+            world_size=self.world.shape.dp,
+            pieces=self.options.micro_batches,
+            seed=self._run_seed(),
+            must_cut=self.worlds.axes.num_ranks > 1 or self.worlds.is_elastic,
+        )
+
+    @property
+    def resume_overrides(self) -> bool:
+        """True if a run may go on in other training data than those of its checkpoint."""
+        return self.options.resume_overrides
 
     def _run_seed(self) -> int:
         seed = self.options.seed
@@ -725,8 +706,8 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._failure is not None and self.is_left_alone:
-            self._failure.warn_of_no_checkpoint()
+        if self.failures.last is not None and self.is_left_alone:
+            self.failures.last.warn_of_no_checkpoint()
             return
         if self.lightning_module is not None and self.state.holds(self.lightning_module):
             self.checkpoints.add_positions(checkpoint)
@@ -877,27 +858,25 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = self._evaluation("validation_step", self.precision_plugin.val_step_context)
+        step = self._evaluation(super().validation_step, self.precision_plugin.val_step_context)
         return self.steps.evaluate(step, self.state.trainer.val_dataloaders, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = self._evaluation("test_step", self.precision_plugin.test_step_context)
+        step = self._evaluation(super().test_step, self.precision_plugin.test_step_context)
         return self.steps.evaluate(step, self.state.trainer.test_dataloaders, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = self._evaluation("predict_step", self.precision_plugin.predict_step_context)
+        step = self._evaluation(super().predict_step, self.precision_plugin.predict_step_context)
         return self.steps.predict(step, self.state.trainer.predict_dataloaders, *args, **kwargs)
 
-    def _evaluation(self, name: str, context: Context) -> Callable[..., Any]:
+    def _evaluation(self, stock: Callable[..., Any], context: Context) -> Callable[..., Any]:
         """Return the function that evaluates a batch: Lightning's, or the pipeline's."""
         pipeline = self._pipeline
         if pipeline is None or pipeline.is_whole:
-            step: Callable[..., Any] = getattr(super(), name)
-            return step
-        own = getattr(self.state.module, name)
-        return lambda *args: pipeline.evaluate(own, context, args)
+            return stock
+        return partial(pipeline.evaluate, getattr(self.state.module, stock.__name__), context)
 
     # ------------------------------------------------------------------ registration
 
@@ -913,11 +892,6 @@ class ExpertParallelStrategy(DDPStrategy):
 
 
 ExpertParallelStrategy.register_strategies(StrategyRegistry)
-
-
-def _parameters_of(cls: type) -> list[str]:
-    """Return the names of a constructor's parameters."""
-    return list(inspect.signature(cls).parameters)
 
 
 def own_strategy(trainer: pl.Trainer, name: str, cure: str = "drop the callback") -> ExpertParallelStrategy:

@@ -13,16 +13,22 @@ import logging
 import time
 from contextlib import suppress
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 
 from moe_lightning.compat import private_torch
-from moe_lightning.elastic.faults import is_network_fault
+from moe_lightning.elastic.faults import explain, is_network_fault
 from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World, common_store
 from moe_lightning.strategies.gradients import explained_norm
+from moe_lightning.strategies.worlds import FixedWorld, Worlds
 from moe_lightning.user_errors import one_line
+
+if TYPE_CHECKING:
+    from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +101,37 @@ class Failure:
                 if self._store is not None and rank != self._rank and self._store.check([key]):
                     return f"rank {rank} failed: {json.loads(self._store.get(key))[0]}"
         return None
+
+
+class TrainerFailures:
+    """Exceptions that have left the Trainer on this rank, of which the last one counts.
+
+    Args:
+        worlds: the present world.
+
+    Attributes:
+        last: as said; None before the first.
+    """
+
+    def __init__(self, worlds: Worlds) -> None:
+        self._worlds = worlds
+        self.last: Failure | None = None
+
+    def publish(self, error: BaseException, trainer: pl.Trainer | None) -> None:
+        """Publish an exception to the other ranks, where there are any."""
+        worlds = self._worlds
+        if not (worlds.is_joined and worlds.present.is_connected and dist.is_initialized()):
+            return
+        self.last = Failure(error, worlds.present, 0 if self.last is None else self.last.number + 1)
+        if trainer is not None:
+            self.last.stop_savers(trainer)
+
+    def explained(self, error: Exception, elastic: ElasticWorlds | FixedWorld) -> Exception:
+        """Return the exception to raise instead of one that leaves the Trainer."""
+        error = explained(error)
+        if not isinstance(elastic, FixedWorld):
+            return explain(error, elastic.engine)
+        return error if self.last is None else self.last.explained(error)
 
 
 def explained(error: Exception) -> Exception:

@@ -7,11 +7,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from inspect import signature
+from multiprocessing import get_all_start_methods
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS, PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement, parse_placements, uniform_placement
@@ -24,6 +28,7 @@ from moe_lightning.parallel.mesh import Groups, MeshShape
 from moe_lightning.parallel.pipeline import ScheduleName
 from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
 from moe_lightning.strategies.watch import StopOnNan
+from moe_lightning.user_errors import suggestion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,28 @@ class RunOptions:
     check_replicas_every: int
     stop_on_nan: StopOnNan | None
     hang_report_s: float | None
+    resume_overrides: bool
+
+
+def check_stock_options(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check a strategy's options that are not its own, and return those of DistributedDataParallel.
+
+    Args:
+        cls: the strategy.
+        options: beside its own.
+
+    Raises:
+        ConfigurationError: neither DDPStrategy nor DistributedDataParallel has it, or an unknown start_method.
+    """
+    own, stock, wrapper = (list(signature(c).parameters) for c in (cls, DDPStrategy, DistributedDataParallel))
+    methods, start_method = ["popen", *get_all_start_methods()], options.get("start_method", "popen")
+    if start_method not in methods:
+        raise ConfigurationError(f"start_method={start_method!r} is not known here: use {', '.join(methods)}")
+    for name in options:
+        if name not in stock and name not in wrapper[1:]:
+            hint = suggestion(name, [*own, *stock, *wrapper[1:]]) or ": drop it"
+            raise ConfigurationError(f"{cls.__name__} has no option {name!r}{hint}")
+    return {name: value for name, value in options.items() if name not in stock}
 
 
 class PlacementOptions:

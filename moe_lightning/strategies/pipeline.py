@@ -319,7 +319,7 @@ class Pipeline:
             parameter.grad = gradient
         return outcome
 
-    def evaluate(self, step: Callable[..., Any], context: Context, arguments: Sequence[Any]) -> Any:
+    def evaluate(self, step: Callable[..., Any], context: Context, *arguments: Any) -> Any:
         """Run forward of a batch, and return the joined results of its micro-batches."""
         return self._through(step, context, arguments, backward=False)
 
