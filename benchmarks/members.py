@@ -1,8 +1,8 @@
 """moe-bench members: cost of the rendezvous service for worlds of many ranks.
 
-A rendezvous host of its own process serves simulated launchers and members (`benchmarks/members_clients.py`), several
-per process, over loopback. They share this machine's cores with the host, so seconds depend on both; the host's
-processor time does not.
+A rendezvous host of its own process serves simulated launchers, whose connections carry the messages of their members
+(`benchmarks/members_clients.py`), several per process, over loopback. They share this machine's cores with the host, so
+seconds depend on both; the host's processor time does not.
 """
 
 from __future__ import annotations
@@ -225,9 +225,9 @@ class Clients:
         for index, pipe in enumerate(self._pipes):
             pipe.send(("start", [node for node in nodes if node % len(self._pipes) == index]))
 
-    def lose(self, node: int) -> None:
-        """Kill all members of a node."""
-        self._pipes[node % len(self._pipes)].send(("lose", node))
+    def lose(self, node: int, *, is_whole: bool = False) -> None:
+        """Kill all members of a node; its launcher, too, if the node is lost as a whole."""
+        self._pipes[node % len(self._pipes)].send(("lose", node, is_whole))
 
     def admit(self) -> None:
         """Let rank 0 break its world for newcomers."""
@@ -330,7 +330,7 @@ class Measurement:
         process = _CONTEXT.Process(
             target=idle, args=(self.host.address, self.options.unauthenticated, theirs), daemon=True
         )
-        self.clients.lose(self._last[0])
+        self.clients.lose(self._last[0], is_whole=True)
         self._wait_for_world(self.members - self.options.per_node)
         process.start()
         try:

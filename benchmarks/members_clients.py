@@ -1,12 +1,14 @@
 """Simulated clients of the rendezvous host for moe-bench members: one process serves many by one selector.
 
 They use the project's protocol and send what launchers and workers send, without training anything: a member joins,
-reports a step with every heartbeat, joins again when its world breaks, and reconnects when the host is lost.
+reports a step with every heartbeat, and joins again when its world breaks. Its launcher's connection carries its
+messages, and reconnects when the host is lost.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import random
 import resource
 import selectors
@@ -19,8 +21,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-from typing_extensions import override
 
 from moe_lightning.elastic.membership import (
     ElasticSettings,
@@ -107,8 +107,8 @@ class Report:
         )
 
 
-class Client:
-    """Connection of a simulated launcher or member, which reconnects.
+class Launcher:
+    """Connection of a simulated launcher, which carries those of its members and reconnects.
 
     Args:
         crowd: the clients of this process.
@@ -116,6 +116,7 @@ class Client:
 
     Attributes:
         token: of its process.
+        members: that it carries, by key.
     """
 
     def __init__(self, crowd: Crowd, node: int) -> None:
@@ -123,26 +124,27 @@ class Client:
         self.socket: socket.socket | None = None
         self.channel = Channel(crowd.secret, is_server=False)
         self.token = new_token()
-        self.is_registered = False
+        self.members: dict[int, Member] = {}
+        self._keys = itertools.count(1)
+        self._targets: list[int] | None = None
+        self._is_registered = False
         self.next_at = self.attempt_at = 0.0
         self.next_beat = time.monotonic()
         self._is_connecting = False
         self._failures = 0
 
-    def introduction(self, *, is_full: bool = False) -> Message:
-        """Return the first message on a new connection, with the members of the present world if the host has asked."""
-        return {"t": "launcher", "token": self.token, "expected": self.crowd.plan.expected}
+    def add(self, member: Member) -> None:
+        """Carry a member, under a new key."""
+        member.key = next(self._keys)
+        self.members[member.key] = member
+        if self.channel.is_open:
+            member.introduce()
 
-    def beat(self) -> Message:
-        """Return the next heartbeat."""
-        return {"t": "beat", "progress": 0}
-
-    def confirms(self, message: Message) -> bool:
-        """Return True for a message that shows that the host has registered this client."""
-        return bool(message["t"] == "beat")
-
-    def handle(self, message: Message) -> None:
-        """Handle a message of the host."""
+    def remove(self, member: Member, how: str) -> None:
+        """Report the end of a member's process."""
+        del self.members[member.key]
+        member.note_loss()
+        self.send({"t": "gone", "client": member.key}, {"t": "died", "token": member.token, "how": how})
 
     def step(self, now: float) -> None:
         """Connect, give up an attempt, or send a heartbeat, whatever is due."""
@@ -154,7 +156,8 @@ class Client:
                 self.disconnect()
         elif now >= self.next_beat:
             self.next_beat = now + self.crowd.settings.heartbeat_interval_s(self.crowd.plan.expected)
-            self.send(self.beat())
+            beats = [(key, member.progress()) for key, member in self.members.items()]
+            self.send({"t": "beat", "progress": 0, "clients": beats})
 
     def _connect(self, now: float) -> None:
         self.attempt_at = now
@@ -185,23 +188,39 @@ class Client:
                 messages = self.channel.receive(data)
                 if self.channel.is_open and not was_open:
                     self._failures = 0
-                    self.channel.send(self.introduction())
+                    self.send({"t": "launcher", "token": self.token, "expected": self.crowd.plan.expected})
+                    for member in self.members.values():
+                        member.introduce()
                 for message in messages:
-                    if not self.is_registered and self.confirms(message):
-                        self.is_registered = True
-                        self.crowd.report.registered += 1
-                        self.crowd.note_change()
-                    self.handle(message)
+                    self._handle(message)
             self._flush()
         except BlockingIOError:
             return
         except (OSError, WireError):
             self.disconnect()
 
-    def send(self, message: Message) -> None:
-        """Send a message, if there is a connection."""
+    def _handle(self, message: Message) -> None:
+        targets, self._targets = self._targets, None
+        match message:
+            case {"t": "for", "clients": list(keys)}:
+                self._targets = keys
+            case {"t": "gone", "client": int(key)} if key in self.members:
+                self.add(self.members.pop(key))
+            case {"t": "beat"} if targets is None:
+                if not self._is_registered:
+                    self._is_registered = True
+                    self.crowd.report.registered += 1
+                    self.crowd.note_change()
+            case _:
+                for key in targets or ():
+                    if key in self.members:
+                        self.members[key].handle(message)
+
+    def send(self, *messages: Message) -> None:
+        """Send messages, if there is a connection."""
         if self.channel.is_open and self.socket is not None:
-            self.channel.send(message)
+            for message in messages:
+                self.channel.send(message)
             self._flush()
 
     def _flush(self) -> None:
@@ -223,11 +242,12 @@ class Client:
             return
         self.crowd.selector.unregister(self.socket)
         self.socket.close()
-        self.socket = None
-        if self.is_registered:
-            self.is_registered = False
-            self.crowd.report.registered -= 1
-            self.crowd.note_change()
+        self.socket, self._targets = None, None
+        self.crowd.report.registered -= self._is_registered
+        self._is_registered = False
+        for member in self.members.values():
+            member.note_loss()
+        self.crowd.note_change()
         self._delay(time.monotonic())
 
     def _delay(self, now: float) -> None:
@@ -235,59 +255,72 @@ class Client:
         self._failures += 1
 
 
-class Member(Client):
+class Member:
     """Simulated worker.
 
     Args:
+        crowd: the clients of this process.
+        node: number of its node.
         birth_ns: of the first start of its node's members; None for a later one.
 
     Attributes:
+        key: at its launcher.
+        token: of its process.
         world: number of its world; 0 before the first.
         rank: in it.
     """
 
     def __init__(self, crowd: Crowd, node: int, slot: int, starts: int, birth_ns: int | None) -> None:
-        super().__init__(crowd, node)
+        self.crowd, self.node, self.key = crowd, node, 0
         self.token = worker_token(crowd.launchers[node].token, slot, starts)
         self.member_id = new_member_id(f"node-{node:04d}", self.token, birth_ns and birth_ns + slot)
         self.world, self.rank = 0, -1
         self._probe = [f"10.0.{node // 250}.{node % 250 + 1}", random.randrange(32_768, 61_000)]  # nobody probes it
         self._reason: str | None = None
-        self._is_joining = True
+        self._is_joining, self._is_registered = True, False
         self._progress = 0
 
-    @override
-    def introduction(self, *, is_full: bool = False) -> Message:
+    def introduce(self, *, is_full: bool = False) -> None:
+        """Register at the host, with the members of the present world if the host has asked."""
         world: Message | None = None
         if self.world:
             world = {"number": self.world, "patience": self.crowd.settings.patience}
             world |= {"members": self.crowd.packed[self.world]} if is_full else {}
             world |= {"broken": self._reason} if self._reason is not None else {}
-        return {
+        self.send({
             "t": "member", "id": self.member_id, "expected": self.crowd.plan.expected,
             "patience": self.crowd.settings.patience, "probe": self._probe, "joining": self._is_joining,
             "ready": self.world > 0, "number": self.world, "world": world, "multiple": 1,
-        }  # fmt: skip
+        })  # fmt: skip
 
-    @override
-    def beat(self) -> Message:
+    def send(self, message: Message) -> None:
+        """Send a message by the launcher's connection, if it has one."""
+        self.crowd.launchers[self.node].send({"t": "for", "clients": [self.key]}, message)
+
+    def progress(self) -> int:
+        """Return the count of steps for the next heartbeat: one more than for the last."""
         self._progress += self.is_training
-        return {"t": "beat", "progress": self._progress}
+        return self._progress
 
     @property
     def is_training(self) -> bool:
         """True in an intact world."""
         return self.world > 0 and not self._is_joining
 
-    @override
-    def confirms(self, message: Message) -> bool:
-        return bool(message["t"] == "state")
+    def note_loss(self) -> None:
+        """Count this member out of those that the host has answered."""
+        self.crowd.report.registered -= self._is_registered
+        self._is_registered = False
 
-    @override
     def handle(self, message: Message) -> None:
+        """Handle a message of the host."""
         match message:
+            case {"t": "state"} if not self._is_registered:
+                self._is_registered = True
+                self.crowd.report.registered += 1
+                self.crowd.note_change()
             case {"t": "introduce", "full": bool(is_full)}:
-                self.send(self.introduction(is_full=is_full))
+                self.introduce(is_full=is_full)
             case {"t": "formed", "number": int(number)} if self.member_id in self.crowd.ranks(message, self.world):
                 self.leave_world()
                 self.world, self.rank = number, self.crowd.ranks(message, self.world)[self.member_id]
@@ -306,7 +339,7 @@ class Member(Client):
                 self.crowd.report.evicted += 1
                 self.leave_world()
                 self.member_id, self.world = new_member_id(f"node-{self.node:04d}", self.token), 0
-                self.send(self.introduction())
+                self.introduce()
 
     def leave_world(self) -> None:
         """Count this member out of its intact world, once."""
@@ -330,11 +363,10 @@ class Crowd:
         self.settings = ElasticSettings()
         self.selector = selectors.DefaultSelector()
         self.report = Report()
-        self.launchers: dict[int, Client] = {}
+        self.launchers: dict[int, Launcher] = {}
         self.packed: dict[int, list[Any]] = {}  # members of each world
         self._ranks: dict[int, dict[str, int]] = {0: {}}  # by world
         self._starts: Counter[int] = Counter()  # of each node
-        self._members: dict[int, list[Member]] = {}
         self._reported_at = 0.0
         self._has_changed = True
 
@@ -365,8 +397,8 @@ class Crowd:
             now = time.monotonic()
             if now >= due:
                 due = now + _STEP_S
-                for client in self._clients():
-                    client.step(now)
+                for launcher in self.launchers.values():
+                    launcher.step(now)
             if self._has_changed and now - self._reported_at > _REPORT_S:
                 self._reported_at, self._has_changed = now, False
                 self.report.cpu_s = time.process_time()
@@ -375,8 +407,8 @@ class Crowd:
                 match self._pipe.recv():
                     case ("start", nodes):
                         self._start(nodes)
-                    case ("lose", node):
-                        self._lose(node)
+                    case ("lose", node, is_whole):
+                        self._lose(node, is_whole)
                     case ("admit",):
                         self._admit()
                     case ("report", number):
@@ -385,37 +417,39 @@ class Crowd:
                     case _:
                         return
 
-    def _clients(self) -> Iterable[Client]:
-        yield from self.launchers.values()
-        for members in self._members.values():
-            yield from members
-
     def _start(self, nodes: Iterable[int]) -> None:
         """Start the members of these nodes, and their launchers where none is left."""
         for node in nodes:
             if node not in self.launchers:
-                self.launchers[node] = Client(self, node)
+                self.launchers[node] = Launcher(self, node)
                 self.report.clients += 1
             self._starts[node] += 1
             starts = self._starts[node]
             birth_ns = time.time_ns() // 1_000_000 * 1_000_000 if starts == 1 else None
-            self._members[node] = [Member(self, node, slot, starts, birth_ns) for slot in range(self.plan.per_node)]
+            for slot in range(self.plan.per_node):
+                self.launchers[node].add(Member(self, node, slot, starts, birth_ns))
             self.report.clients += self.plan.per_node
         self.note_change()
 
-    def _lose(self, node: int) -> None:
-        """Kill all members of a node; its launcher sees it and reports them."""
-        for member in self._members.pop(node):
+    def _lose(self, node: int, is_whole: bool) -> None:
+        """Kill all members of a node; its launcher sees it and reports them, and is killed then if the node is lost as
+        a whole.
+        """
+        launcher = self.launchers[node]
+        for member in list(launcher.members.values()):
             member.leave_world()
-            member.disconnect()
+            launcher.remove(member, "was killed by SIGKILL")
             self.report.clients -= 1
-            self.launchers[node].send({"t": "died", "token": member.token, "how": "was killed by SIGKILL"})
+        if is_whole:
+            launcher.disconnect()
+            del self.launchers[node]
+            self.report.clients -= 1
         self.note_change()
 
     def _admit(self) -> None:
         """Let rank 0, if it is here, break its world for newcomers."""
-        for members in self._members.values():
-            for member in members:
+        for launcher in self.launchers.values():
+            for member in launcher.members.values():
                 if member.rank == 0 and member.is_training:
                     member.send({"t": "broken", "number": member.world, "reason": "newcomers"})
 

@@ -2,8 +2,9 @@
 
 A `ClientConnection` reconnects by itself. One thread drives it and any thread may send. A connection on which nothing
 arrives for too long is replaced, since the operating system would keep it for minutes; so a host that was only stopped
-gets its clients back. `RendezvousStore` is the torch store on which the groups of one world are built; it fails when
-that world breaks. `LauncherClient` reports deaths of workers and receives which workers are in the world.
+gets its clients back. A worker's connection leads to its launcher, which relays its messages, or to the host itself
+while the launcher is silent. `RendezvousStore` is the torch store on which the groups of one world are built; it fails
+when that world breaks. `LauncherClient` reports deaths of workers and receives which workers are in the world.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from moe_lightning.elastic.protocol import (
     read_secret,
     reconnect_delay_s,
 )
+from moe_lightning.elastic.relay import Relay
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.abort import tune
 
@@ -170,6 +172,7 @@ def _text(value: str | bytes) -> str:
 
 
 _CHUNK = 1 << 16
+_RELAY_SHARE = 0.4  # of the silence timeout: a worker whose launcher is silent must reach the host before it is evicted
 
 logger = logging.getLogger(__name__)
 
@@ -183,12 +186,16 @@ class ClientConnection:
         introduce: called on every new connection with a function that sends the first message.
         handle: called with each message.
         silence_s: the connection is closed after so many seconds without a message.
+        relay: of the launcher, which is tried first, and again when a connection to the host is lost; None for none.
 
     Attributes:
-        is_connected: the other end is authenticated, and messages can be sent.
+        address: of the rendezvous host; a relay corrects it.
+        is_relayed: the present connection, or attempt, is one to the relay.
+        is_connected: the rendezvous host is authenticated, and messages can be sent.
         error: why there is no connection, as the end of a sentence; "" while there is one.
         is_refused: the last attempt was refused for good: another secret, another version.
-        lost_at: the owner's time at which the connection was last lost, or the first step.
+        losses: number of connections that were lost.
+        lost_at: the owner's time at which the last one was, or the first step.
     """
 
     def __init__(
@@ -199,14 +206,15 @@ class ClientConnection:
         introduce: Callable[[Callable[[Message], None]], None],
         handle: Callable[[Message], None],
         silence_s: float,
+        relay: Address | None = None,
     ) -> None:
-        self._address, self._secret = address, secret
+        self.address, self._relay, self._secret = address, relay, secret
+        self.is_relayed, self._relays_host = relay is not None, None
         self._introduce, self._handle, self._silence_s = introduce, handle, silence_s
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._channel: Channel | None = None
         self._is_connecting = False
-        self._target: Address | None = None  # where a file that names the host pointed last
         self._last_received = self._attempt_at = self._next_attempt = 0.0
         self._failures = 0
         self._selector = selectors.DefaultSelector()
@@ -216,6 +224,7 @@ class ClientConnection:
         self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
         self.is_connected = self.is_refused = False
         self.error = "it was not tried yet"
+        self.losses = 0
         self.lost_at: float | None = None
 
     def watch(self, other: socket.socket, ready: Callable[[], None]) -> None:
@@ -229,20 +238,29 @@ class ClientConnection:
     @property
     def local_host(self) -> str | None:
         """Address of this machine on the way to the rendezvous host; None without a connection or on one machine."""
+        if self.is_relayed:
+            return self._relays_host
         if self._socket is None or self._socket.family == socket.AF_UNIX:
             return None
         with suppress(OSError):
             return str(self._socket.getsockname()[0])
         return None
 
-    def send(self, message: Message) -> bool:
-        """Queue a message; return False if there is no connection, and drop the message."""
+    def send(self, *messages: Message) -> bool:
+        """Queue messages, together; return False if there is no connection, and drop them."""
         with self._lock:
             if not self.is_connected or self._channel is None:
                 return False
-            self._channel.send(message)
+            for message in messages:
+                self._channel.send(message)
             self._flush()
         return True
+
+    def move(self, address: Address, now: float) -> None:
+        """Connect to a host at this address from now on."""
+        if address != self.address:
+            self.address, self._failures = address, 0
+            self._disconnect("another launcher hosts it now", now)
 
     def wake(self) -> None:
         """Make `step` return at once."""
@@ -256,17 +274,14 @@ class ClientConnection:
             now: the owner's time.
         """
         self.lost_at = now if self.lost_at is None else self.lost_at
-        if self._address.file is not None:
-            self._follow(now)
-        if self._socket is None and now >= self._next_attempt:
-            self._connect(now)
-        elif self.is_connected and now - self._last_received > self._silence_s:
-            self._disconnect(f"it said nothing for {self._silence_s:g} s", now)
-        elif (
-            self._socket is not None
-            and not self.is_connected
-            and now - self._attempt_at > (CONNECT_S if self._is_connecting else HANDSHAKE_S)
-        ):
+        silence_s = self._silence_s * (_RELAY_SHARE if self.is_relayed else 1.0)
+        if self._socket is None or self._channel is None:
+            if now >= self._next_attempt:
+                self._connect(now)
+        elif self._channel.is_open:
+            if now - self._last_received > silence_s:
+                self._disconnect(f"it said nothing for {silence_s:g} s", now)
+        elif now - self._attempt_at > (CONNECT_S if self._is_connecting else HANDSHAKE_S):
             self._disconnect("it does not answer", now)
         for key, events in self._selector.select(timeout_s):
             if key.fileobj is not self._socket:
@@ -283,20 +298,10 @@ class ClientConnection:
 
     # ------------------------------------------------------------------ the connection
 
-    def _follow(self, now: float) -> None:
-        """Reconnect at once if another process hosts the rendezvous now."""
-        try:
-            target = self._address.current()
-        except OSError:  # shown by the next attempt to connect
-            return
-        if target != self._target:
-            self._target, self._failures = target, 0
-            self._disconnect("another launcher hosts it now", now)
-
     def _connect(self, now: float) -> None:
         self._attempt_at = now
         try:
-            family, target = self._address.resolve()
+            family, target = (self._relay if self._relay and self.is_relayed else self.address).resolve()
             self._socket = socket.socket(family, socket.SOCK_STREAM)
             self._socket.setblocking(False)
             tune(self._socket)
@@ -336,16 +341,34 @@ class ClientConnection:
     def _read(self, now: float) -> None:
         assert self._socket is not None
         assert self._channel is not None
-        data = self._socket.recv(_CHUNK)
+        data, was_open = self._socket.recv(_CHUNK), self._channel.is_open
         if not data:
             raise WireError("it ended the connection")
         messages = self._channel.receive(data)
         self._last_received = now
-        if self._channel.is_open and not self.is_connected:
+        if self._channel.is_open and not was_open:
             self._failures = 0
-            self._introduce(self._open)
+            if not self.is_relayed:
+                self._introduce(self._open)
         for message in messages:
-            self._handle(message)
+            if message["t"] == "relay":
+                self._follow_relay(message, now)
+            else:
+                self._handle(message)
+
+    def _follow_relay(self, message: Message, now: float) -> None:
+        """Follow the relay's own connection to the rendezvous host, which it has made, lost or not made yet."""
+        self._note_loss(now)
+        self.address, self._relays_host = Address.parse(message["address"]), message["host"]
+        self.error = message["error"]
+        if not self.error:
+            self._introduce(self._open)
+
+    def _note_loss(self, now: float) -> None:
+        with self._lock:
+            was_connected, self.is_connected = self.is_connected, False
+        if was_connected:
+            self.losses, self.lost_at = self.losses + 1, now
 
     def _open(self, introduction: Message) -> None:
         with self._lock:
@@ -367,10 +390,10 @@ class ClientConnection:
 
     def _disconnect(self, error: str, now: float) -> None:
         if self.is_connected:
-            logger.info("the connection to %s is lost: %s", self._address, error)
-            self.lost_at = now
+            logger.info("the connection to %s is lost: %s", self.address, error)
+        self._note_loss(now)
         self._drop()
-        self.error = error
+        self.error, self.is_relayed = error, self._relay is not None and not self.is_relayed
         self._next_attempt = now + reconnect_delay_s(self._failures)
         self._failures += 1
 
@@ -409,13 +432,16 @@ class LauncherClient:
         settings: timeouts.
         expected: workers of all launchers of the run; 0 if that is not known.
         token: name of this launcher; by default a new one.
+        locate: returns the present address of a rendezvous host that moves; None if it stays.
+        relays: its workers connect to the host through it.
 
     Attributes:
         token: as given; the tokens of its workers begin with it.
+        relay: for its workers; None if they connect to the host themselves.
 
     Raises:
-        ConfigurationError: it does not answer within `rendezvous_timeout_s`, turns this launcher away, or the secret
-            cannot be read.
+        ConfigurationError: the host does not answer within `rendezvous_timeout_s`, turns this launcher away, or the
+            secret cannot be read.
     """
 
     def __init__(
@@ -425,8 +451,11 @@ class LauncherClient:
         settings: ElasticSettings,
         expected: int = 0,
         token: str | None = None,
+        *,
+        locate: Callable[[], Address] | None = None,
+        relays: bool = False,
     ) -> None:
-        self._address, self._settings, self._expected = address, settings, expected
+        self._locate, self._settings, self._expected = locate, settings, expected
         self.token = token or new_token()
         self._clock = ProcessClock()
         self._lock = threading.Lock()
@@ -435,13 +464,15 @@ class LauncherClient:
         self._received: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._known = threading.Event()
         self._closed = threading.Event()
+        secret = read_secret(secret_file)
         self._connection = ClientConnection(
             address,
-            read_secret(secret_file),
+            secret,
             introduce=self._introduce,
-            handle=self._received.put,
+            handle=self._handle,
             silence_s=settings.silence_timeout_s,
         )
+        self.relay = Relay(secret, self._connection.send) if relays else None
         self._thread = threading.Thread(target=self._run, name="elastic-launcher", daemon=True)
         self._thread.start()
         try:
@@ -449,6 +480,11 @@ class LauncherClient:
         except ConfigurationError:
             self.close()
             raise
+
+    @property
+    def address(self) -> Address:
+        """Present address of the rendezvous host."""
+        return self._connection.address
 
     @property
     def is_connected(self) -> bool:
@@ -491,7 +527,7 @@ class LauncherClient:
                 others.append(message)
         except queue.Empty:
             raise ConfigurationError(
-                f"the rendezvous host at {self._address.shown} has not admitted this machine within {limit:g} s "
+                f"the rendezvous host at {self.address} has not admitted this machine within {limit:g} s "
                 f"({self.error or 'it does not answer'}): see that it has the same version, and start this again"
             ) from None
         finally:
@@ -508,7 +544,9 @@ class LauncherClient:
                 return messages
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, after what workers that have ended said last."""
+        if self.relay is not None:
+            self.relay.close(_GOODBYE_S)
         self._closed.set()
         self._connection.wake()
         self._thread.join(timeout=_GOODBYE_S)
@@ -518,15 +556,15 @@ class LauncherClient:
             limit = self._settings.rendezvous_timeout_s
             if self._connection.is_refused:
                 raise ConfigurationError(
-                    f"the rendezvous host at {self._address.shown} refuses this machine: {self._connection.error}"
+                    f"the rendezvous host at {self.address} refuses this machine: {self._connection.error}"
                 )
             if self._clock.now > limit:
-                command = f"python -m moe_lightning.elastic.rendezvous_host --bind {self._address}"
+                command = f"python -m moe_lightning.elastic.rendezvous_host --bind {self.address}"
                 cure = f"start `{command}` and give its address"
-                if self._address.file is not None:
+                if self._locate is not None:
                     cure = "the launcher there leads this run, so see that other machines reach it"
                 raise ConfigurationError(
-                    f"nothing answers at {self._address.shown} for {limit:g} s ({self._connection.error}): {cure}"
+                    f"nothing answers at {self.address} for {limit:g} s ({self._connection.error}): {cure}"
                 )
 
     def _introduce(self, send: Callable[[Message], None]) -> None:
@@ -541,15 +579,26 @@ class LauncherClient:
         if self._health is not None:
             self._connection.send({"t": "health", "time_s": time.time(), **asdict(self._health)})
 
+    def _handle(self, message: Message) -> None:
+        if self.relay is None or not self.relay.takes(message):
+            self._received.put(message)
+
     def _run(self) -> None:
         next_beat = 0.0
         while not self._closed.is_set():
             try:
                 self._connection.step(self._clock.tick(), _STEP_S)
                 now = self._clock.tick()
-                if now >= next_beat:
+                if self._locate is not None:
+                    self._connection.move(self._locate(), now)
+                is_due = now >= next_beat
+                if is_due:
                     next_beat = now + self._settings.heartbeat_interval_s(self._expected)
-                    self._connection.send({"t": "beat", "progress": 0})
+                    beats = {} if self.relay is None else {"clients": self.relay.take_beats()}
+                    self._connection.send({"t": "beat", "progress": 0, **beats})
+                if self.relay is not None:
+                    link = self._connection
+                    self.relay.publish(link.address, link.local_host, link.error, again=is_due)
             except Exception:  # the launcher must go on with its workers
                 logger.exception("the launcher's connection could not be served")
         self._connection.close()

@@ -1,9 +1,8 @@
 """Rendezvous host that etcd makes safe: the launchers of a run elect the one that hosts it, and any of them may die.
 
 Each launcher opens an `EtcdRendezvous`. One of them leads: it serves the rendezvous host, whose address is in etcd for
-as long as its lease lasts. When it dies the others elect another one, and members reconnect there. Members and
-launchers read the leader's address from a file of their own launcher, which watches etcd; they need neither etcd nor
-its credentials.
+as long as its lease lasts. When it dies the others elect another one, and reconnect there. Members reach the host
+through their own launcher, which watches etcd; they need neither etcd nor its credentials.
 
 etcd holds, under `/moe-lightning/RUN/`:
 
@@ -49,8 +48,8 @@ from moe_lightning.elastic.etcd import (
 )
 from moe_lightning.elastic.membership import LOOPBACK, ElasticSettings, new_token, pack_ids
 from moe_lightning.elastic.protocol import Address, read_secret
-from moe_lightning.elastic.rendezvous_host import ServerThread, listen
 from moe_lightning.elastic.rendezvous_state import CurrentWorld, RendezvousState
+from moe_lightning.elastic.server import RendezvousService, ServerThread, listen
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import PrivateFolder
 
@@ -227,7 +226,7 @@ class _Term:
         self._election, self._patience, self._world_revision = election, patience, world_revision
         self._is_over = threading.Event()
         self._predecessor = 0 if state.world is None else state.world.number
-        self._server = ServerThread(listener, secret, state, commit=self._commit)
+        self._server = ServerThread(listener, secret, RendezvousService(state, self._commit))
 
     def close(self) -> None:
         """End the host and its connections."""
@@ -270,8 +269,8 @@ class EtcdRendezvous:
 
     Attributes:
         token: of this launcher.
-        address: for members and launchers: of a file with the address of the leader.
-        secret_file: for them.
+        address: of the present or last leader's host, once entered.
+        secret_file: for members and launchers.
 
     Raises:
         ConfigurationError: an argument is malformed; on entering, etcd does not answer for `rendezvous_timeout_s`, or
@@ -289,7 +288,7 @@ class EtcdRendezvous:
             self._etcd, f"/moe-lightning/{run_id}/", self.token, lease_s(settings.silence_timeout_s)
         )
         self._folder = PrivateFolder()
-        self.address = Address(file=str(self._folder.path / "leader"))
+        self.address = Address()
         self.secret_file = self._folder.path / "secret" if secret_file is None else Path(secret_file).absolute()
         self._term: _Term | None = None
         self._reaches: Callable[[], bool] = lambda: False  # the host, by this launcher
@@ -357,7 +356,8 @@ class EtcdRendezvous:
 
     def _write_secret(self) -> None:
         if self.secret_file.parent == self._folder.path:
-            _replace(self.secret_file, self._election.secret())
+            self.secret_file.touch(mode=0o600)
+            self.secret_file.write_bytes(self._election.secret())
         read_secret(self.secret_file)
 
     def _run(self) -> None:
@@ -409,8 +409,8 @@ class EtcdRendezvous:
         is_dead = leader is not None and self._is_dead(leader)
         if leader is None or is_dead or (leader.launcher == self.token and self._term is None):
             self._campaign(leader.launcher if leader is not None and is_dead else None)
-        if (election.leader is not None and election.leader != leader) or has_changed:
-            self._publish()
+        if election.leader is not None:
+            self.address = election.leader.address
 
     def _is_dead(self, leader: Leader) -> bool:
         """Return True if this launcher was connected to the leader's host, and nothing listens there any more."""
@@ -461,18 +461,3 @@ class EtcdRendezvous:
                 probe.connect(target)
                 return str(probe.getsockname()[0])
         return LOOPBACK
-
-    def _publish(self) -> None:
-        """Write the leader's address for this machine's members; a new one follows within moments if there is none."""
-        if self._election.leader is not None and self.address.file is not None:
-            _replace(Path(self.address.file), str(self._election.leader.address).encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file that its owner alone reads, as a whole."""
-    staged = path.with_name(f".{path.name}")
-    staged.unlink(missing_ok=True)
-    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    os.replace(staged, path)

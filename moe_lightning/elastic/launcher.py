@@ -480,19 +480,28 @@ class ElasticLauncher:
             else:
                 assert self.secret_file is not None
                 address, secret_file = Address.parse(self.rdzv_endpoint), Path(self.secret_file).absolute()
-            task = ElasticTask(
-                address=str(address),
-                secret_file=str(secret_file),
-                node=self.node or node,
-                expected=self.num_ranks * self.num_nodes,
-                settings=self.settings,
+            expected, node = self.num_ranks * self.num_nodes, self.node or node
+            health = check_node(node, self.log_dir) if self.check_health else None
+            client = LauncherClient(
+                address,
+                secret_file,
+                self.settings,
+                expected,
+                None if etcd is None else etcd.token,
+                locate=None if etcd is None else lambda: etcd.address,
+                relays=self.rdzv_endpoint is not None,
             )
-            token = None if etcd is None else etcd.token
-            health = check_node(task.node, self.log_dir) if self.check_health else None
-            client = LauncherClient(address, secret_file, self.settings, task.expected, token)
             stack.enter_context(closing(client))
             if etcd is not None:
                 etcd.attend(lambda: client.is_connected)
+            task = ElasticTask(
+                address=str(address),
+                secret_file=str(secret_file),
+                node=node,
+                relay=None if client.relay is None else str(client.relay.address),
+                expected=expected,
+                settings=self.settings,
+            )
             if health is not None and self.rdzv_endpoint is not None:
                 self._ask_to_join(client, health)
             yield task, client
@@ -574,9 +583,8 @@ class _Workers:
             self._alone_since = now
         limit = self._launcher.settings.rendezvous_timeout_s
         if now - self._alone_since > limit:
-            host = Address.parse(self._task.address).shown
             raise ConfigurationError(
-                f"no worker is left on this machine, and the rendezvous host at {host} has not answered "
+                f"no worker is left on this machine, and the rendezvous host at {link.address} has not answered "
                 f"for {limit:g} s ({link.error}): see that it runs and can be reached, then give the same command "
                 "again, which resumes"
             )

@@ -343,6 +343,7 @@ class ElasticTask:
         address: of the rendezvous host, "unix:PATH" or "host:port".
         secret_file: of the run; the host requires it.
         node: name of the failure domain.
+        relay: address of the launcher's relay; None where the rendezvous host is the launcher's own.
         birth_ns: when the launcher began, plus the slot, for a first process: ranks of the first world have the order
             of their slots; None for a process started later.
         token: names this process; a process started in its place has another.
@@ -355,6 +356,7 @@ class ElasticTask:
     address: str
     secret_file: str
     node: str
+    relay: str | None = None
     slot: int = 0
     expected: int = 1
     starts: int = 1

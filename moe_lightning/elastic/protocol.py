@@ -37,7 +37,6 @@ from typing import Any, NoReturn, Self
 
 from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import read_text
 
 _LONGEST_TICK_S = 0.25
 
@@ -80,8 +79,7 @@ def reconnect_delay_s(failures: int) -> float:
     return _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)] * random.uniform(0.5, 1.5)
 
 
-_UNIX, _FILE = "unix:", "file:"
-_LONGEST_ADDRESS = 300
+_UNIX = "unix:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +88,10 @@ class Address:
 
     Attributes:
         path: of a Unix socket; None for TCP.
-        file: with the address of a TCP socket, which may change; None without one.
         host, port: of a TCP socket.
     """
 
     path: str | None = None
-    file: str | None = None
     host: str = ""
     port: int = 0
 
@@ -108,8 +104,6 @@ class Address:
         """
         if text.startswith(_UNIX):
             return cls(path=text.removeprefix(_UNIX))
-        if text.startswith(_FILE):
-            return cls(file=text.removeprefix(_FILE))
         host, _, port = text.rpartition(":")
         if not host or not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 <= int(port) <= 65535:
             raise ConfigurationError(f"{shown(text)} must be HOST:PORT, with a port of 0 to 65535")
@@ -118,38 +112,14 @@ class Address:
     def __str__(self) -> str:
         if self.path is not None:
             return _UNIX + self.path
-        if self.file is not None:
-            return _FILE + self.file
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    def current(self) -> Address:
-        """Return the address that a file holds now, or else this one.
-
-        Raises:
-            OSError: the file cannot be read, or holds none.
-        """
-        if self.file is None:
-            return self
-        try:
-            return Address.parse(read_text(self.file, most_bytes=_LONGEST_ADDRESS))
-        except ConfigurationError as error:
-            raise OSError(str(error)) from None
-
-    @property
-    def shown(self) -> str:
-        """Text for messages: where a file points to, if it does."""
-        with suppress(OSError):
-            return str(self.current())
-        return str(self)
 
     def resolve(self) -> tuple[socket.AddressFamily, Any]:
         """Return family and address for a socket.
 
         Raises:
-            OSError: the host's name is not known, or the file holds no address.
+            OSError: the host's name is not known.
         """
-        if self.file is not None:
-            return self.current().resolve()
         if self.path is not None:
             return socket.AF_UNIX, self.path
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]

@@ -14,8 +14,8 @@
 
 A thread sends heartbeats and aborts the groups of a world as soon as a failure is detected: by an
 error of this rank, by a launcher, by the host, or by dead links. A lost connection to the host aborts nothing: the
-thread reconnects and reports the present world to the host, which may have been restarted. Timeouts are counted on the
-thread's own clock.
+thread reconnects and reports the present world to the host, which may have been restarted. Between several machines the
+launcher relays its messages (`moe_lightning.elastic.relay`). Timeouts are counted on the thread's own clock.
 
 While a world makes no step, every rank probes the other nodes by small signed packets (`Prober`), at most 500 a second
 in all: in a world of 1,000 nodes one packet to each in two seconds, 18 kB/s for a rank. A reply proves both directions.
@@ -260,6 +260,7 @@ class RendezvousClient:
             introduce=self._introduce,
             handle=self._handle,
             silence_s=task.settings.silence_timeout_s,
+            relay=None if task.relay is None else Address.parse(task.relay),
         )
         self._requests = StoreRequests(self._connection.send)
         self._store: RendezvousStore | None = None
@@ -454,12 +455,11 @@ class RendezvousClient:
         link, limit = self._connection, self.settings.rendezvous_timeout_s
         if link.is_connected:
             return
-        address = Address.parse(self.task.address).shown
         if link.is_refused and not self._state.has_registered:
-            raise ConfigurationError(f"the rendezvous host at {address} refuses this process: {link.error}")
+            raise ConfigurationError(f"the rendezvous host at {link.address} refuses this process: {link.error}")
         if self._clock.now - max(started, link.lost_at or 0.0) > limit:
             raise ConfigurationError(
-                f"the rendezvous host at {address} has not answered for {limit:g} s ({link.error}): see that "
+                f"the rendezvous host at {link.address} has not answered for {limit:g} s ({link.error}): see that "
                 "it runs and can be reached, then give the same command again, which resumes"
             )
 
@@ -485,10 +485,10 @@ class RendezvousClient:
         step_s = min(_LONGEST_STEP_S, self.settings.heartbeat_interval_s(1) / 2)
         while not self._closed.is_set():
             try:
-                was_connected = self._connection.is_connected
+                losses = self._connection.losses
                 self._connection.step(self._clock.tick(), step_s)
                 with self._changed:
-                    if was_connected and not self._connection.is_connected:
+                    if self._connection.losses != losses:
                         self._requests.end()
                     self._tick(self._clock.tick())
             except Exception:  # this thread must go on: it ends a process that hangs
@@ -500,7 +500,7 @@ class RendezvousClient:
 
     def _tick(self, now: float) -> None:
         state = self._state
-        state.beat(now)
+        state.beat(now, is_relayed=self._connection.is_relayed)
         if nodes := self._links.reached(now):
             state.report_reachable(nodes)
         if state.is_training:

@@ -508,6 +508,9 @@ class RendezvousState:
                 self.outbox.append((connection, _BEAT))
                 if member is not None:
                     self._record_progress(member, progress, now)
+            case {"t": "alive", "progress": int(progress)}:  # a heartbeat that its launcher has answered
+                if member is not None:
+                    self._record_progress(member, progress, now)
             case {"t": "sync", "n": int(number)}:
                 exists = self.world is not None and not self.world.is_over
                 self._send(connection, t="synced", n=number, exists=exists, finished=self._finished)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from moe_lightning.elastic.launcher import ElasticLauncher
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
 from moe_lightning.elastic.protocol import Address, create_secret
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
-from moe_lightning.elastic.rendezvous_host import ServerThread, listen
 from moe_lightning.elastic.rendezvous_state import CurrentWorld, RendezvousState
+from moe_lightning.elastic.server import RendezvousService, ServerThread, listen
 from moe_lightning.errors import ConfigurationError
 from tests.etcd import EtcdCluster, free_ports, needs_etcd
 from tests.forks import PATIENCE_S
@@ -54,6 +55,26 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> fl
         assert time.monotonic() - start < timeout_s
         time.sleep(0.002)
     return time.monotonic() - start
+
+
+@contextlib.contextmanager
+def launched(rendezvous: EtcdRendezvous) -> Iterator[ElasticTask]:
+    """The task of a worker whose launcher relays its messages."""
+    client = LauncherClient(
+        rendezvous.address,
+        rendezvous.secret_file,
+        ElasticSettings(),
+        locate=lambda: rendezvous.address,
+        relays=True,
+    )
+    assert client.relay is not None
+    with contextlib.closing(client):
+        yield ElasticTask(
+            address=str(rendezvous.address),
+            secret_file=str(rendezvous.secret_file),
+            node="a",
+            relay=str(client.relay.address),
+        )
 
 
 def test_transactions_leases_and_watches(one: EtcdCluster) -> None:
@@ -92,12 +113,12 @@ def test_one_launcher_leads_and_its_successor_follows_at_once(one: EtcdCluster) 
         made = [EtcdRendezvous(one.endpoints, "run", ElasticSettings()) for _ in range(3)]
         first, second, third = (stack.enter_context(each) for each in made)
         assert len({each.secret_file.read_bytes() for each in made}) == 1
-        assert {each.address.shown for each in made} == {first.address.shown}
-        client = LauncherClient(third.address, third.secret_file, QUICK)
+        assert {each.address for each in made} == {first.address}
+        client = LauncherClient(third.address, third.secret_file, QUICK, locate=lambda: third.address)
         stack.callback(client.close)
-        host = first.address.shown
+        host = first.address
         first.__exit__(None, None, None)
-        assert wait_for(lambda: second.address.shown == third.address.shown != host) < 1.0
+        assert wait_for(lambda: second.address == third.address != host) < 1.0
         wait_for(lambda: client.is_connected)
 
 
@@ -133,17 +154,16 @@ def test_a_leader_that_was_replaced_cannot_form_a_world(one: EtcdCluster) -> Non
 def test_a_launcher_whose_lease_ended_takes_part_again(one: EtcdCluster) -> None:
     client = one.client()
     with EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as alone:
-        before = alone.address.shown
+        before = alone.address
         client.revoke(alone._election._lease)
-        wait_for(lambda: alone.address.shown != before)
+        wait_for(lambda: alone.address != before)
         assert LauncherClient(alone.address, alone.secret_file, QUICK).close() is None
 
 
 @pytest.mark.usefixtures("etcd")
 def test_a_leader_that_cannot_commit_leads_again_with_the_record_that_is_there(one: EtcdCluster) -> None:
     client = one.client()
-    with EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as alone:
-        task = ElasticTask(address=str(alone.address), secret_file=str(alone.secret_file), node="a")
+    with EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as alone, launched(alone) as task:
         record = {"number": 7, "members": [f"{1:020}.b.gone"], "patience": task.settings.patience}
         client.transact([], [put("/moe-lightning/run/world", json.dumps(record))])
         member = RendezvousClient(task)
@@ -161,12 +181,8 @@ def test_a_successor_restores_the_world_from_its_record(one: EtcdCluster) -> Non
         first = stack.enter_context(EtcdRendezvous(one.endpoints, "run", ElasticSettings()))
         second = stack.enter_context(EtcdRendezvous(one.endpoints, "run", ElasticSettings()))
         assert first._term is not None
-        members = [
-            RendezvousClient(
-                ElasticTask(address=str(second.address), secret_file=str(second.secret_file), node=name, expected=2)
-            )
-            for name in "ab"
-        ]
+        task = stack.enter_context(launched(second))
+        members = [RendezvousClient(replace(task, node=name, token=name, expected=2)) for name in "ab"]
         for each in members:
             stack.callback(each.close)
         first._term._server._deliver = lambda: None  # type: ignore[method-assign]
@@ -202,7 +218,7 @@ def test_a_world_that_cannot_be_committed_is_not_announced(tmp_path: Path) -> No
     secret = tmp_path / "secret"
     listener = listen("127.0.0.1:0")
     address = Address(host="127.0.0.1", port=listener.getsockname()[1])
-    server = ServerThread(listener, create_secret(secret), RendezvousState(), commit=refuse)
+    server = ServerThread(listener, create_secret(secret), RendezvousService(RendezvousState(), refuse))
     member = RendezvousClient(ElasticTask(address=str(address), secret_file=str(secret), node="a", settings=QUICK))
     with pytest.raises(ConfigurationError, match="has not answered"):
         member.join()
@@ -334,7 +350,7 @@ def test_certificates_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         for name, value in ours.items():
             monkeypatch.setenv(name, value)
         with EtcdRendezvous(cluster.endpoints, "run", ElasticSettings()) as one:
-            assert one.address.shown.startswith("127.0.0.1:")
+            assert str(one.address).startswith("127.0.0.1:")
         monkeypatch.setenv("ETCDCTL_KEY", f"{tmp_path}/stranger.key")
         with pytest.raises(ConfigurationError, match=r"ETCDCTL_KEY=.*stranger\.key cannot be loaded"):
             EtcdRendezvous(cluster.endpoints, "run", QUICK)

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.elastic import rendezvous_host
+from moe_lightning.elastic import server
 from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.elastic.protocol import Address, Channel, Refused, WireError
-from moe_lightning.elastic.rendezvous_host import MAX_UNAUTHENTICATED, RendezvousServer
+from moe_lightning.elastic.rendezvous_host import RendezvousServer
+from moe_lightning.elastic.server import MAX_UNAUTHENTICATED
 from moe_lightning.errors import ConfigurationError
 from tests.network.attack import IDLE, frame, lures
 from tests.network.hosts import wait_for
@@ -112,7 +113,7 @@ def test_idle_connections_are_bounded_and_closed(served: RendezvousServer) -> No
 def test_as_many_authenticate_at_once_as_members_are_missing(
     served: RendezvousServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous_host, "MAX_UNAUTHENTICATED", 2)
+    monkeypatch.setattr(server, "MAX_UNAUTHENTICATED", 2)
     launcher = LauncherClient(served.address, served.secret_file, ElasticSettings(), expected=20)
     clients = [Client(served, served.secret_file.read_bytes().strip()) for _ in range(20)]
     try:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lightning.elastic.protocol import Channel, Message, Refused, WireError, encode
-from moe_lightning.elastic.rendezvous_host import WorldStore
+from moe_lightning.elastic.server import WorldStore
 
 SECRET = b"s" * 64
 MESSAGES = st.lists(
@@ -175,7 +175,7 @@ def ask(store: WorldStore, connection: int, op: str, keys: list[str], n: int = 0
 
 @given(st.lists(STEPS, max_size=30))
 def test_a_request_waits_until_all_its_keys_are_set(steps: list[tuple[str, int, list[str]]]) -> None:
-    store, present, waiting = WorldStore(), set[str](), dict[int, tuple[int, list[str]]]()
+    store, present, waiting = WorldStore([]), set[str](), dict[int, tuple[int, list[str]]]()
     store.begin(7)
     newest = dict(zip(range(4), range(4), strict=True))  # a connection that is closed never comes again
     for n, (op, client, keys) in enumerate(steps):
@@ -208,7 +208,7 @@ def test_a_key_that_nobody_waits_for_costs_nothing_for_those_who_wait_for_anothe
             Counted.looks += 1
             return super().__iter__()
 
-    store = WorldStore()
+    store = WorldStore([])
     store.begin(7)
     for connection in range(100):
         ask(store, connection, "wait", Counted(["id"]))
@@ -221,7 +221,7 @@ def test_a_key_that_nobody_waits_for_costs_nothing_for_those_who_wait_for_anothe
 
 
 def test_waits_of_one_connection_are_bounded() -> None:
-    store = WorldStore()
+    store = WorldStore([])
     store.begin(7)
     for n in range(256):
         ask(store, 0, "wait", ["a"], n)
