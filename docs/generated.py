@@ -9,15 +9,18 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import os
 import re
+import types
 import typing
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
 
 import moe_lightning
+from moe_lightning.cli.composition import PLAIN
 from moe_lightning.config import described, shown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +51,10 @@ FIRST = {
     "strategy": "moe_lightning.strategies.expert_parallel.ExpertParallelStrategy",
 }
 """Options that come first on their page."""
+
+ELASTIC = "moe_lightning.elastic.membership.ElasticSettings"
+GROUPS, CHOICE = ("model", "optimizer", "data", "strategy", "trainer", "callbacks", "logger"), ["str", "Sequence[str]"]
+"""Keys that choose configurations by their names, or set keys of the one that is chosen."""
 
 API_GROUPS = {
     "Strategy and layer": (
@@ -100,7 +107,7 @@ def options() -> Iterator[str]:
     seen: set[type] = set()
     yield from sections(FIRST.items(), seen)
     yield from commented("The run", "", ROOT / "conf" / "train.yaml", ("defaults", "module", "hydra"))
-    yield from sections([("elastic.settings", "moe_lightning.elastic.membership.ElasticSettings")], seen)
+    yield from sections([("elastic.settings", ELASTIC)], seen)
     yield from commented("trainer: Trainer", "trainer.", ROOT / "conf" / "trainer" / "default.yaml", ())
     yield from sections(configured(), seen)
 
@@ -227,6 +234,93 @@ def documented(cls: type) -> dict[str, str]:
 def plain(text: str) -> str:
     """Return text on one line, without what Markdown would take for HTML."""
     return " ".join(text.split()).replace("<", "&lt;")
+
+
+# ---------------------------------------------------------------- types of the keywords of train()
+
+SETTINGS = ROOT / "moe_lightning" / "cli" / "settings.py"
+_HEAD = '''"""Types of the keywords of `moe_lightning.train`, for completion in editors and for type checkers.
+
+Made from the classes of the configuration by `python docs/generated.py`; the classes check values when they are built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+'''
+
+Keys = dict[str, dict[str, list[str]]]
+"""Name of a mapping, its keys, and the types of each as source."""
+
+
+def settings() -> str:
+    """Return the source of the module `SETTINGS`."""
+    keys: Keys = {"Settings": {"run_name": ["str"], "ranks": ["int", "str"], "module": ["Mapping[str, Any]"]}}
+    run = yaml.safe_load((ROOT / "conf" / "train.yaml").read_text())
+    for name, hint in PLAIN.items():
+        add_key(keys, "Settings", name, as_source(hint))
+    for name, value in run["elastic"].items():
+        kind = bool | str if value == "auto" else str | None if value is None else type(value)
+        add_key(keys, "ElasticKeys", name, [] if name == "settings" else as_source(kind))
+    for prefix, target in [*FIRST.items(), ("elastic.settings", ELASTIC), *configured()]:
+        if prefix == "module":  # of the user, perhaps
+            continue
+        parent = "Settings"
+        for part in prefix.split("."):
+            name = f"{part.title().replace('_', '')}Keys"
+            add_key(keys, parent, part, [name, *(CHOICE if parent == "Settings" and part in GROUPS else [])])
+            parent = name
+        add_options(keys, parent, find(target))
+    lines = [_HEAD]
+    for name, own in keys.items():
+        lines += ["", f"class {name}(TypedDict, total=False):", *([] if own else ["    pass"])]
+        lines += [f"    {key}: {'Any' if 'Any' in types else ' | '.join(types)}" for key, types in own.items()]
+    return "\n".join(lines) + "\n"
+
+
+def add_options(keys: Keys, name: str, cls: type) -> None:
+    """Add the options of a class, and of the classes of its options, to the mapping of that name."""
+    keys.setdefault(name, {})
+    nested = dict(nested_options(cls))
+    for option, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or option not in hints_of(cls):
+            continue
+        if option in nested:
+            of_option = f"{nested[option].__name__.removesuffix('Config')}Keys"
+            add_options(keys, of_option, nested[option])
+            add_key(keys, name, option, [of_option])
+        else:
+            add_key(keys, name, option, as_source(hints_of(cls)[option]))
+
+
+def add_key(keys: Keys, name: str, key: str, types: Sequence[str]) -> None:
+    """Add types to those of a key, which objects of several classes may have."""
+    known = keys.setdefault(name, {}).setdefault(key, [])
+    known += [text for text in dict.fromkeys(types) if text not in known]
+
+
+def as_source(hint: Any) -> list[str]:
+    """Return the members of a type, as a configuration can state them."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return as_source(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return [text for member in args for text in as_source(member)]
+    if origin is Literal:
+        return [f"Literal[{', '.join(map(repr, args))}]"]
+    if hint in (bool, int, float, str):
+        return [hint.__name__]
+    if hint in (None, type(None)):
+        return ["None"]
+    found = origin or hint
+    if not isinstance(found, type):
+        return ["Any"]
+    if issubclass(found, os.PathLike):
+        return ["str"]
+    if issubclass(found, Mapping):
+        return ["Mapping[str, Any]"]
+    return ["Sequence[Any]"] if issubclass(found, Sequence) else ["Any"]
 
 
 # ---------------------------------------------------------------- metrics
@@ -359,3 +453,7 @@ def api_page(name: str) -> Iterator[str]:
     if kind == "autoclass":
         yield "   :members:"
     yield "```"
+
+
+if __name__ == "__main__":
+    SETTINGS.write_text(settings())

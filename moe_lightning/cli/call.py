@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.cli.settings import Settings
 from moe_lightning.cli.train import run_command
 from moe_lightning.errors import ConfigurationError
 
@@ -29,7 +30,7 @@ class TrainedRun:
 
 
 def train(
-    recipe: str | None = None, /, *, config_dir: str | PathLike[str] | None = None, **settings: Any
+    recipe: str | None = None, /, *, config_dir: str | PathLike[str] | None = None, **settings: Unpack[Settings]
 ) -> TrainedRun:
     """Train as `moe-train recipes=RECIPE key=value ...` does, and return when the run has ended.
 
@@ -40,7 +41,8 @@ def train(
         recipe: its name; None: quickstart.
         config_dir: folder with recipes of your own, `--config-dir` of the command.
         settings: keys of the configuration, as `generated/options` lists them: `ranks=2`, `model="gpt"`, and for the
-            keys below one a dictionary, such as `trainer={"max_steps": 20}` or `strategy={"mesh.tp": 2}`.
+            keys below one a dictionary, such as `trainer={"max_steps": 20}` or `strategy={"mesh": {"tp": 2}}`. Editors
+            complete names and check types.
 
     Raises:
         ConfigurationError, CheckpointError: a mistake, in one sentence.

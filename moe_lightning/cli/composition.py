@@ -209,7 +209,7 @@ def located(target: Any, key: str) -> Callable[..., Any]:
 _GROUPS = ("model", "optimizer", "data", "strategy", "trainer", "module")
 COLLECTIONS = ("callbacks", "logger", "elastic")
 """Groups of which a run may have nothing."""
-_PLAIN: dict[str, Any] = {
+PLAIN: dict[str, Any] = {
     "run_dir": str,
     "seed": Annotated[int, Interval(ge=0, le=2**32 - 1)],
     "resume": bool | str,
@@ -220,7 +220,9 @@ _PLAIN: dict[str, Any] = {
     "check_memory": bool,
     "depth": int | None,  # its rules check its range
 }
-KEYS = ("run_name", "ranks", *_PLAIN, *_GROUPS, *COLLECTIONS)
+"""Types of the top-level keys that are no groups."""
+
+KEYS = ("run_name", "ranks", *PLAIN, *_GROUPS, *COLLECTIONS)
 """Top-level keys of moe-train."""
 
 _LONGEST_UNKNOWN_NAME = 200  # bytes of a folder's name; file systems allow 255, and moe-train appends .1, .2, ...
@@ -257,7 +259,7 @@ def check_top_level(config: Mapping[str, Any]) -> None:
         ConfigurationError: one of them has a value it cannot have.
     """
     check_run_name(config["run_name"])
-    for name, hint in _PLAIN.items():
+    for name, hint in PLAIN.items():
         require(config[name], hint, name)
     check_groups(config)
     for name in _GROUPS:

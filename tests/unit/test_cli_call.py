@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import moe_lightning
 from moe_lightning import ConfigurationError
 from moe_lightning.cli.call import overrides
+from tests.documented import ROOT
 
-TINY = {
+TINY: dict[str, Any] = {
     "ranks": 1,
     "trainer": {"max_steps": 2, "limit_val_batches": 1},
     "model": {"num_layers": 2, "d_model": 32, "num_heads": 2, "d_hidden": 32, "num_experts": 4},
@@ -71,3 +74,10 @@ def test_a_run_returns_its_directory_and_metrics(tmp_path: Path, monkeypatch: py
     assert wandb.run is None, "another training begins a run of its own"
     with pytest.raises(ConfigurationError, match="max_stepz"):
         moe_lightning.train("quickstart", trainer={"max_stepz": 3})
+
+
+def test_keywords_have_the_types_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    generated = importlib.import_module("generated")
+    made, stored = ast.parse(generated.settings()), ast.parse(generated.SETTINGS.read_text())
+    assert ast.dump(made) == ast.dump(stored), "run: python docs/generated.py && ruff format"
