@@ -103,7 +103,7 @@ class _Losses(StepClock):
 def _ours(options: Options, kind: str) -> tuple[list[float], list[float]]:
     seen = _Losses()
     trainer = quiet_trainer(
-        ExpertParallelStrategy(check_replicas_every=0),
+        ExpertParallelStrategy(check_state_every=0),
         steps=options.steps + 1,
         callbacks=[seen],
         plugins=[LightningEnvironment()],

@@ -23,8 +23,18 @@ class ForeignMessageError(UserError, RuntimeError):
     """Message from another process that this package did not write, or that is damaged: nothing of it is used."""
 
 
-class ReplicasDifferError(UserError, RuntimeError):
-    """Replicas that must be bit-identical are not: the message names the tensor and its ranks."""
+class StateDamagedError(UserError, RuntimeError):
+    """State in memory is damaged and no rank has it intact: the message names the tensor and its ranks.
+
+    Attributes:
+        reason: the message without the cure.
+        is_here: this rank's values may be damaged.
+        last_good: last step of whose snapshots no damage is known.
+    """
+
+    def __init__(self, message: str, *, reason: str = "", is_here: bool = True, last_good: int = -1) -> None:
+        super().__init__(message)
+        self.reason, self.is_here, self.last_good = reason or message, is_here, last_good
 
 
 class NonFiniteLossError(UserError, RuntimeError):

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "parallel": {"compat"},
     "dispatch": {"compat", "kernels", "parallel"},
     "balancing": {"dispatch"},
-    "state": {"dispatch", "parallel"},
+    "state": {"compat", "dispatch", "parallel"},
     "moe": {"compat", "dispatch", "kernels", "parallel", "state"},
     "models": {"compat", "kernels", "moe", "parallel"},
     "data": {"dispatch", "moe", "compat"},

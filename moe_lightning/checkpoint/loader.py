@@ -412,13 +412,20 @@ def unreadable(root: Place) -> Iterator[str]:
 _MOST_LISTED = 3
 
 
-def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], None] | None = None) -> Found:
+def find_usable(
+    root: Place,
+    *,
+    run: str | None = None,
+    report: Callable[[str], None] | None = None,
+    accepts: Callable[[Manifest], bool] = lambda _: True,
+) -> Found:
     """The newest checkpoint that is whole or can be repaired.
 
     Args:
         root: a directory of checkpoints; it may be empty or missing.
         run: the run that they must belong to, if that matters.
         report: called with each problem and its repair.
+        accepts: True for manifests of checkpoints that may be used.
     """
     problems: list[str] = []
 
@@ -432,7 +439,7 @@ def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], 
     if record_problem is not None:
         note(f"{record_problem}; the checkpoints beside it tell the run")
     note(*unreadable(root))
-    readable = [path for path, _ in checkpoints(root)]
+    readable = [path for path, manifest in checkpoints(root) if accepts(manifest)]
     for path in readable:
         try:
             checkpoint, sentences = _mend(Checkpoint(path, run=run), readable)

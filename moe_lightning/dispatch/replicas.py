@@ -68,7 +68,7 @@ class ExpertStack:
         return [
             tensor
             for parameter in self.parameters.values()
-            for tensor in (parameter.data, *(t for *_, t in stacked_states(parameter, optimizers)))
+            for tensor in (parameter.detach(), *(t for *_, t in stacked_states(parameter, optimizers)))
         ]
 
     def is_full(self, tensor: Tensor) -> bool:

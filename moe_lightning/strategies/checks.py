@@ -241,7 +241,7 @@ def _tried(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter)
     except Exception as error:  # of a class that we do not know, on parameters that are not its own
         rank_zero_warn(
             f"{type(optimizer).__name__} cannot be tried on a small parameter ({type(error).__name__}), so whether it "
-            "updates every row by itself, and keeps replicas of experts alike, shows only where check_replicas_every "
+            "updates every row by itself, and keeps replicas of experts alike, shows only where check_state_every "
             "compares them"
         )
         return []

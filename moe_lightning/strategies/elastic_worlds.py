@@ -35,7 +35,7 @@ from moe_lightning.elastic.client_state import WorldTooSmall
 from moe_lightning.elastic.faults import WorldChanged, is_network_fault, is_world_fault, reason_of, release_frames
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.elastic.worker import PeerFailed, Preempted, RunFinished, signature_of, take_over_terminal
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.errors import ConfigurationError, StateDamagedError
 from moe_lightning.moe.warm_up import warm_up
 from moe_lightning.parallel.abort import build_world, destroy_groups, store_barrier
 from moe_lightning.parallel.collectives import all_gather_json
@@ -404,6 +404,14 @@ class ElasticWorlds:
         (is_wished,) = any_says([is_asked], self._strategy.worlds.present)
         self.change_is_due = is_wished and self._state.window_replay is None  # state that crosses is whole
 
+    def repeat_step(self, reason: str) -> None:
+        """Repeat the running step, on all ranks.
+
+        Raises:
+            WorldChanged: always.
+        """
+        raise WorldChanged(f"{reason}; the step is repeated")
+
     def begin_update(self) -> None:
         """Values change from here on."""
         self.step.begin_update()
@@ -462,13 +470,23 @@ class ElasticWorlds:
                 fit()
                 return self.engine.finish()
             except Exception as error:
-                if not is_world_fault(error, self.engine.reason):
+                if not is_world_fault(fault := self._lost_by(error), self.engine.reason):
                     error.add_note(self.step.place)
                     raise
-                fault = error
                 self.step.keep_batch(error)
                 if is_first:  # nobody knows yet whether there is anything to go on from: the next world will
                     is_first, self.is_newcomer = False, self.step.version == 0
+
+    def _lost_by(self, error: Exception) -> Exception:
+        """Return the fault that is recovered from: state that no rank has intact is that of a lost rank, if some is
+        saved.
+        """
+        if not isinstance(error, StateDamagedError) or self._policy.sources is None:
+            return error
+        if error.is_here:
+            self.step.begin_overwriting()  # by those of a rank that has them, or of what was saved
+        self._planner.distrust_after(error.last_good)
+        return WorldChanged(error.reason)
 
     def _wait_for_ranks(self) -> None:
         """Nobody trains with too few ranks: wait for others, and end with a checkpoint where none come."""

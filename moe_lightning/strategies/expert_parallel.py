@@ -81,6 +81,7 @@ from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
 from moe_lightning.strategies.precision import convert_by_rule
 from moe_lightning.strategies.stages import StageState, StageTransfer
+from moe_lightning.strategies.state_check import CheckInterval
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation
 from moe_lightning.strategies.step_update import StepUpdate
 from moe_lightning.strategies.steps import Steps
@@ -121,8 +122,9 @@ class ExpertParallelStrategy(DDPStrategy):
         micro_batches: micro-batches of a batch in a pipeline. None: two for each of its ranks.
         seed: of keyed randomness and of stock DataLoaders' sampling. None: the one given to seed_everything, else 0.
         timeout_s: longest wait for a peer in any collective.
-        check_replicas_every: steps after which everything that several ranks hold alike is compared bit by bit: dense
-            parameters, moments, buffers of this library, replicas of experts; 0: never.
+        check_state_every: steps between checks of the state in memory: dense parameters, moments, buffers of this
+            library and experts are compared bit by bit between the ranks that hold them, and with what the last update
+            has left. "auto": as few as cost 0.5 % of the time, at most 100; 0: never.
         stop_on_nan: action before the update of a step in which a rank's loss, or a gradient that the update would use,
             is not finite: "end" the run, or "skip" the update, which then changes no weight, no optimizer state and no
             buffer. Both let the host wait for the loss of every micro-batch and the norm of the gradients. None:
@@ -167,7 +169,7 @@ class ExpertParallelStrategy(DDPStrategy):
         micro_batches: PositiveInt | None = None,
         seed: NonNegativeInt | None = None,
         timeout_s: Seconds = 600.0,
-        check_replicas_every: NonNegativeInt = 25,
+        check_state_every: CheckInterval = "auto",
         stop_on_nan: StopOnNan | None = None,
         hang_report_s: Seconds | None = 60.0,
         resume_overrides: bool = False,
@@ -194,7 +196,7 @@ class ExpertParallelStrategy(DDPStrategy):
             schedule=schedule,
             micro_batches=chosen_micro_batches(micro_batches, schedule, axes.pp),
             seed=seed,
-            check_replicas_every=check_replicas_every,
+            check_state_every=check_state_every,
             stop_on_nan=stop_on_nan,
             hang_report_s=hang_report_s,
             resume_overrides=resume_overrides,
@@ -211,8 +213,8 @@ class ExpertParallelStrategy(DDPStrategy):
         self.state = TrainState(
             self.worlds, dense=options.dense, max_slots=options.slots, on_host=options.offload_optimizer
         )
-        self.steps = Steps(self.worlds, self.state, check_replicas_every=options.check_replicas_every)
-        self.update = StepUpdate(self.worlds, self.state, self.steps.gradients, options.stop_on_nan)
+        self.steps = Steps(self.worlds, self.state, check_state_every=options.check_state_every)
+        self.update = StepUpdate(self.worlds, self.state, self.steps, options.stop_on_nan)
         look = None if options.stop_on_nan is None else self.update.finite.look_at_own
         self._dense_sum = DenseGradientSum(options.ddp, look)
         self._hangs = HangWatch(options.hang_report_s)
@@ -845,6 +847,7 @@ class ExpertParallelStrategy(DDPStrategy):
                 output = super().optimizer_step(optimizer, closure, model, **kwargs)
         state.broadcast_updates(optimizer)
         state.after_update(optimizer)
+        self.steps.state_check.after_update()
         elastic.commit()
         self._hangs.enter("callbacks and data", state.trainer.global_step)
         return output

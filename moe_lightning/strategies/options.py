@@ -10,7 +10,7 @@ from datetime import timedelta
 from inspect import signature
 from multiprocessing import get_all_start_methods
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch.strategies import DDPStrategy
@@ -57,7 +57,7 @@ class RunOptions:
     schedule: ScheduleName
     micro_batches: int
     seed: int | None
-    check_replicas_every: int
+    check_state_every: int | Literal["auto"]
     stop_on_nan: StopOnNan | None
     hang_report_s: float | None
     resume_overrides: bool

@@ -17,8 +17,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.balancing.repair import Repair, repair_stages
 from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.memory import MemoryCheckpoint, RecoverySources, fetch, storage_inventory
-from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, StorageInventory, plan_recovery
+from moe_lightning.checkpoint.recovery_plan import (
+    RankInventory,
+    RecoveryPlan,
+    SnapshotInventory,
+    StorageInventory,
+    plan_recovery,
+)
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.compat import private_lightning
 from moe_lightning.elastic.worker import PeerFailed
@@ -63,6 +70,18 @@ class RecoveryPlanner:
     def __init__(self, sources: RecoverySources | None, publish: Callable[[], None] = lambda: None) -> None:
         self.sources, self._publish = sources, publish
         self.storage: Checkpoint | None = None
+        self._distrusted: tuple[int, str] | None = None  # after this step of sessions up to this one
+
+    def distrust_after(self, step: int) -> None:
+        """Use nothing that was saved after a step so far: it may be damaged."""
+        sessions = [] if self.sources is None else [snapshot.session for snapshot in self.sources.snapshots()]
+        self._distrusted = step, max(sessions, default="")
+
+    def _is_trusted(self, saved: SnapshotInventory | Manifest) -> bool:
+        if self._distrusted is None:
+            return True
+        step, session = self._distrusted
+        return saved.step <= step or saved.session > session
 
     def plan(
         self,
@@ -118,12 +137,12 @@ class RecoveryPlanner:
         self._publish()
         mine = inventories[world.rank]
         first = next(inventory.rank for inventory in inventories if inventory.node == mine.node)
-        found = sources.snapshots() if world.rank == first else []
+        found = [*filter(self._is_trusted, sources.snapshots())] if world.rank == first else []
         return [RankInventory.from_json(e) for e in all_gather_json(mine.with_snapshots(found).to_json(), world)]
 
     def _newest_on_storage(self, sources: RecoverySources, world: World) -> StorageInventory | None:
         """Return the inventory of the newest checkpoint that is whole or can be repaired, as rank 0 finds it."""
-        checkpoint = sources.newest_checkpoint() if world.rank == 0 else None
+        checkpoint = sources.newest_checkpoint(self._is_trusted) if world.rank == 0 else None
         own = None
         if checkpoint is not None:
             own = [str(checkpoint.path), checkpoint.substitutes, storage_inventory(checkpoint).to_json()]

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.checks import require_separate_updates
-from moe_lightning.strategies.gradients import Gradients, scale_gradients
+from moe_lightning.strategies.gradients import scale_gradients
 from moe_lightning.strategies.precision import AgreedScaler, own_scale, share_scale
 from moe_lightning.strategies.step_data import samples_of
+from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.watch import FiniteWatch, StopOnNan, UpdateSkipped, dense_values
 from moe_lightning.strategies.worlds import FixedWorld, Worlds
@@ -31,7 +32,7 @@ class StepUpdate:
     Args:
         worlds: the present world.
         state: parameters, gradients and optimizers of this rank.
-        gradients: their clipping and comparison between ranks.
+        steps: their clipping and comparison between ranks, and the check of the state.
         stop_on_nan: see ExpertParallelStrategy.
 
     Attributes:
@@ -39,8 +40,9 @@ class StepUpdate:
         is_skipped: the last update was left out, because a loss or gradient was not finite.
     """
 
-    def __init__(self, worlds: Worlds, state: TrainState, gradients: Gradients, stop_on_nan: StopOnNan | None) -> None:
-        self._worlds, self._state, self._gradients = worlds, state, gradients
+    def __init__(self, worlds: Worlds, state: TrainState, steps: Steps, stop_on_nan: StopOnNan | None) -> None:
+        self._worlds, self._state, self._gradients = worlds, state, steps.gradients
+        self._check_state = steps.state_check.before_update
         self.finite = FiniteWatch(stop_on_nan)
         self.is_skipped = False
         self._scaler: AgreedScaler | None = None
@@ -103,13 +105,16 @@ class StepUpdate:
         if not overflows:
             self._check_update(optimizer)
         is_bad = self.finite.is_skipped(state.module, self._worlds.present)
+        if not (is_bad or overflows):
+            self._gradients.require_same_gradients(optimizer)
+            if damage := self._check_state(optimizer):
+                elastic.repeat_step(damage)
+                is_bad = True
         self.is_skipped = is_bad or overflows
         if is_bad or (overflows and self._worlds.is_elastic):
             state.forget_update()  # a recovery would apply it
         elif overflows:
             state.forget_counts()
-        else:
-            self._gradients.require_same_gradients(optimizer)
         elastic.prepare(optimizer)  # where ranks may be lost, a barrier: the last collective before the update
         if self.is_skipped:
             if scaler is not None:

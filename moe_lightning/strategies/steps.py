@@ -26,7 +26,7 @@ from moe_lightning.parallel.sequence import SequenceParts
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.dummy_batches import nothing_of, without_traces
 from moe_lightning.strategies.gradients import Gradients
-from moe_lightning.strategies.replica_check import ReplicaCheck
+from moe_lightning.strategies.state_check import CheckInterval, StateCheck
 from moe_lightning.strategies.step_data import begin_batch, running_slice, training_slice
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
@@ -178,26 +178,26 @@ class Steps:
     Args:
         worlds: the present world, whose ranks share a batch.
         state: the state of this rank, with its gradients.
-        check_replicas_every: steps after which replicas of all state are compared; 0: never.
+        check_state_every: steps after which all state is checked, see `StateCheck`.
 
     Attributes:
         stream: position of keyed randomness.
         sequences: this rank's part of each sample's positions.
         gradients: clipping of gradients, and their comparison between ranks.
-        replica_check: comparison of what several ranks hold alike.
+        state_check: check of the state in memory.
         batch: samples of the running batch; None if the loader has no position, and between batches.
         is_blocked: others follow the running micro-batch in its step: nothing is summed over ranks yet.
         is_dummy_batch: the batch that runs, or ran last, has no sample of this rank.
     """
 
-    def __init__(self, worlds: Worlds, state: TrainState, *, check_replicas_every: int) -> None:
+    def __init__(self, worlds: Worlds, state: TrainState, *, check_state_every: CheckInterval) -> None:
         self._worlds, self._state = worlds, state
         self._weights = StepWeights()
         self.is_blocked = False
         self.stream = SampleStream()
         self.sequences = SequenceParts()
         self.gradients = Gradients(worlds, state)
-        self.replica_check = ReplicaCheck(worlds, state, every=check_replicas_every)
+        self.state_check = StateCheck(worlds, state, every=check_state_every)
         self.batch: StepSlice | None = None
         self.is_dummy_batch = False
 
@@ -220,7 +220,7 @@ class Steps:
     def training(self, arguments: object) -> Generator[None, None, None]:
         """Prepare and end the forward pass of a micro-batch with these arguments."""
         trainer, module = self._state.trainer, self._state.module
-        self.replica_check.before_step(trainer.global_step)
+        self.state_check.before_step(trainer.global_step)
         self._state.parts.broadcast_buffers(self._worlds.present.stage)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))

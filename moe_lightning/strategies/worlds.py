@@ -240,6 +240,10 @@ class FixedWorld:
     def prepare(self, optimizer: Optimizer) -> None:
         """Do nothing: no rank has to know that all others are ready for the update."""
 
+    def repeat_step(self, reason: str) -> None:
+        """Warn: a step cannot be repeated here, so its update is left out."""
+        rank_zero_warn(f"{reason}; this step changes nothing")
+
     def begin_update(self) -> None:
         """Do nothing: an update that fails ends the run."""
 

@@ -92,7 +92,7 @@ class Watch(pl.Callback):
 def train(rank: int, world_size: int, options: dict[str, Any], kinds: dict[str, Any], **known: Any) -> dict[str, Any]:
     watch = Watch()
     trainer = make_trainer(
-        rank, world_size, {"check_replicas_every": 1, **options}, callbacks=[watch],
+        rank, world_size, {"check_state_every": 1, **options}, callbacks=[watch],
         **{"max_steps": STEPS, **scaling(scaler()), **known},
     )  # fmt: skip
     module = Overflowing(**kinds)

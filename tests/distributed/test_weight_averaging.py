@@ -149,7 +149,7 @@ def balancer() -> LoadBalancer:
 @pytest.mark.parametrize(
     ("ranks", "strategy", "options"),
     [
-        (2, {"replicas": 2, "check_replicas_every": 1}, {"rate": 0.01}),
+        (2, {"replicas": 2, "check_state_every": 1}, {"rate": 0.01}),
         (2, {"dense": "fsdp"}, {}),
         (2, {"dense": "zero1"}, {"accumulate_grad_batches": 2, "val_check_interval": 3, "steps": 3}),
         (2, {"slots": 4}, {"callbacks": [balancer], "rate": 0.01}),

@@ -1,4 +1,4 @@
-"""Replicas of experts stay alike: optimizers that would part them are refused, and what parts them is found."""
+"""State stays what updates have made it, alike on all ranks: what parts replicas is refused, and damage is found."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
-from moe_lightning.errors import ConfigurationError, ReplicasDifferError
-from moe_lightning.state.replicas import Difference, differing, replicas_of
+from moe_lightning.errors import ConfigurationError, StateDamagedError
+from moe_lightning.state.sums import Damage, Sums, differing, state_units
 from moe_lightning.state.table import State
-from moe_lightning.strategies import replica_check
+from moe_lightning.state.tensors import local
+from moe_lightning.strategies import state_check
 from moe_lightning.strategies.checks import require_updates_by_expert
 from tests.chaos.elastic_worker import state_digests
 from tests.distributed.harness import connect, run_ranks
@@ -170,9 +171,10 @@ def held(rank: int, change: dict[int, tuple[int, int, int]]) -> list[ExpertStack
     return [*layers, ExpertStack(parameters=nobody, slot_experts=(-1,), placement=placement, rank=rank)]
 
 
-def compare(rank: int, world_size: int, change: dict[int, tuple[int, int, int]]) -> list[Difference]:
+def compare(rank: int, world_size: int, change: dict[int, tuple[int, int, int]]) -> list[Damage]:
     state = State(nn.Module(), held(rank, change), [], state_ranks={}, rank=rank, world_size=world_size)
-    return differing(replicas_of(state, ()), connect())
+    world = connect()
+    return differing(Sums(state_units(state, ()), world), world)
 
 
 @pytest.mark.parametrize(
@@ -208,20 +210,20 @@ class Meddler(pl.Callback):
 def fit_meddled(
     rank: int, world_size: int, replicas: int, every: int, step: int, callbacks: Sequence[pl.Callback] = ()
 ) -> tuple[str, int, int]:
-    options = {"replicas": replicas, "check_replicas_every": every}
+    options = {"replicas": replicas, "check_state_every": every}
     trainer = make_trainer(rank, world_size, options, callbacks=[Meddler(step), *callbacks], max_steps=8)
     compared = 0
-    stock = replica_check.differing
+    stock = state_check.differing
 
     def counted(*args: Any) -> Any:
         nonlocal compared
         compared += 1
         return stock(*args)
 
-    replica_check.differing = counted  # type: ignore[attr-defined]
+    state_check.differing = counted  # type: ignore[attr-defined]
     try:
         trainer.fit(OwnModule(), DataLoader(RandomTokens(96), batch_size=12))
-    except ReplicasDifferError as error:
+    except StateDamagedError as error:
         return str(error), trainer.global_step, compared
     return "", trainer.global_step, compared
 
@@ -229,13 +231,13 @@ def fit_meddled(
 def test_a_meddled_replica_ends_the_run_at_the_next_comparison() -> None:
     first, second = run_ranks(2, fit_meddled, 2, 3, 4)
     assert first == second
-    assert first[1:] == (6, 2)
+    assert first[1:] == (6, 3)
     assert first[0].startswith(
         "after step 6 the replicas of expert 4 of MoE layer 0 differ between ranks [0] and ranks"
     )
 
 
-@pytest.mark.parametrize(("replicas", "every", "compared"), [(2, 3, 2), slow(2, 0, 0), slow(2, 100, 0), (1, 3, 2)])
+@pytest.mark.parametrize(("replicas", "every", "compared"), [(2, 3, 4), slow(2, 0, 0), slow(2, 100, 0), (1, 3, 4)])
 def test_nothing_is_compared_in_other_steps(replicas: int, every: int, compared: int) -> None:
     assert run_ranks(2, fit_meddled, replicas, every, -1) == [("", 8, compared)] * 2
 
@@ -256,7 +258,8 @@ def compare_odd(rank: int, world_size: int, changed: str) -> list[str]:
     state = State(module, [], [], state_ranks={}, rank=rank, world_size=world_size)
     if rank == 1 and changed:
         module.get_parameter(changed).data.view(-1).view(torch.uint8)[-1] ^= 1
-    return [difference.name for difference in differing(replicas_of(state, ()), connect())]
+    world = connect()
+    return [damage.name for damage in differing(Sums(state_units(state, ()), world), world)]
 
 
 @pytest.mark.parametrize("changed", ["", "scalar", "vector", "narrow"])
@@ -280,13 +283,13 @@ class FlipBits(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step != 2:
             return
-        check, world = trainer.strategy.steps.replica_check, trainer.strategy.world  # type: ignore[attr-defined]
-        assert not differing(check._replicas(), world)
+        check, world = trainer.strategy.steps.state_check, trainer.strategy.world  # type: ignore[attr-defined]
+        assert not differing(check._sums(), world)
         draw = np.random.default_rng(world.rank)
         for number in range(self.flips):
             name = None
             if number % world.size == world.rank:
-                found = check._replicas()
+                found = [unit for unit in check._units() if len(unit.holders) > 1]
                 replica = found[draw.integers(len(found))]
                 tensors = replica.tensors()
                 name, tensor = replica.name, tensors[draw.integers(len(tensors))]
@@ -295,12 +298,12 @@ class FlipBits(pl.Callback):
                 before = bits[place].clone()
                 bits[place] ^= 1 << int(draw.integers(8 * tensor.element_size() - 1))
                 self.flipped.append(name)
-            seen = differing(check._replicas(), world)
+            seen = differing(check._sums(), world)
             if name is not None:
                 if [difference.name for difference in seen] != [name] or (world.rank,) not in seen[0].groups:
                     self.unseen.append(name)
                 bits[place] = before
-        assert not differing(check._replicas(), world)
+        assert not differing(check._sums(), world)
 
 
 def flip_bits(
@@ -309,7 +312,7 @@ def flip_bits(
     flip = FlipBits(20)
     model = {"tie_embeddings": False, "router": {"top_k": 2, "bias_update_rate": 0.01}}
     train(
-        rank, world_size, model=model, strategy={"check_replicas_every": 1, **strategy}, trainer=options, steps=4,
+        rank, world_size, model=model, strategy={"check_state_every": 1, **strategy}, trainer=options, steps=4,
         dataset_size=48, callbacks=[flip],
     )  # fmt: skip
     return flip.flipped, flip.unseen
@@ -339,45 +342,119 @@ def test_a_flipped_bit_is_found_wherever_several_ranks_hold_it(
     assert all(any(kind in name for name in flipped) for kind in kinds), flipped
 
 
-class FlipDense(pl.Callback):
-    """After a step, flips a bit of a dense weight and one of a moment of another on one rank."""
+class Flip(pl.Callback):
+    """Flips a bit of some tensors on one rank, at a place of a step."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, where: str, names: Sequence[str], rank: int = 1) -> None:
+        self.step, self.where, self.names, self.rank = step, where, names, rank
+
+    def _at(self, where: str, trainer: pl.Trainer, module: Any) -> None:
+        if (where, trainer.global_step, trainer.global_rank) != (self.where, self.step, self.rank):
+            return
+        for name in self.names:
+            name, _, scope = name.partition("/")
+            parameter = module.get_parameter(name)
+            tensors = {"": parameter, "grad": parameter.grad, **trainer.optimizers[0].state[parameter]}
+            if scope in tensors:  # or another rank has it
+                local(tensors[scope]).data.view(torch.int32).flatten()[5] ^= 1 << 29
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        if trainer.global_step == self.step and trainer.global_rank == 1:
-            module.out.weight.data.view(torch.int32)[3, 5] ^= 1 << 29
-            trainer.optimizers[0].state[module.embed.weight]["exp_avg"].view(torch.int32)[2, 2] ^= 1 << 29
+        self._at("between steps", trainer, module)
+
+    def on_before_backward(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        self._at("in a step", trainer, module)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        self._at("before the update", trainer, module)
+
+    on_before_backward.__module__ = on_before_optimizer_step.__module__ = "torch"
+    """Memory asks nobody: hooks of the user that may change gradients are named as the cause."""
 
 
-def fit_with_flips(rank: int, world_size: int, step: int) -> tuple[str, dict[str, Any], list[str]]:
+_DENSE = ("out.weight", "embed.weight/exp_avg")
+
+
+def fit_with_flips(
+    rank: int,
+    world_size: int,
+    step: int,
+    where: str = "between steps",
+    names: Sequence[str] = _DENSE,
+    strategy: dict[str, Any] | None = None,
+) -> tuple[str, dict[str, Any], list[str]]:
     warned = Warned()
     logging.getLogger("moe_lightning").addHandler(warned)
-    options = {"check_replicas_every": 2}
-    callbacks = [FlipDense(step), FaultRecovery(min_replicas=1)]
+    options = {"check_state_every": 2, **(strategy or {})}
+    callbacks = [Flip(step, where, names), FaultRecovery(min_replicas=1)]
     trainer = make_trainer(rank, world_size, options, callbacks=callbacks, max_steps=6)
-    try:
-        trainer.fit(OwnModule(), DataLoader(RandomTokens(96), batch_size=12))
-    except ReplicasDifferError as error:
-        return str(error), {}, warned.lines
-    return "", state_digests(trainer.strategy), warned.lines  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(OwnModule(), DataLoader(RandomTokens(96), batch_size=12))
+        except StateDamagedError as error:
+            return str(error), {}, warned.lines
+    lines = [*warned.lines, *(line for each in caught if "changes nothing" in (line := str(each.message)))]
+    return "", state_digests(trainer.strategy), lines  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [2, slow(3)])
+def test_memory_that_has_changed_is_overwritten_before_it_is_used(ranks: int) -> None:
+    calm, repaired = run_ranks(ranks, fit_with_flips, -1), run_ranks(ranks, fit_with_flips, 4)
+    assert [told for told, *_ in repaired] == [""] * ranks
+    assert [state for _, state, _ in repaired] == [state for _, state, _ in calm], "caught before its first use"
+    assert [len(lines) for *_, lines in repaired] == [2, *[0] * (ranks - 1)]
+    assert "after step 4 embed.weight (exp_avg) on ranks [1] had changed in memory" in repaired[0][2][0]
+    assert "after step 4 out.weight on ranks [1] had changed in memory" in repaired[0][2][1]
 
 
 def test_dense_state_that_differs_from_a_majority_is_overwritten() -> None:
-    calm, repaired = run_ranks(3, fit_with_flips, -1), run_ranks(3, fit_with_flips, 4)
-    assert [told for told, *_ in repaired] == [""] * 3
-    assert repaired[1][1] == calm[1][1], "caught before its first use, so nothing is lost"
-    assert [len(lines) for *_, lines in repaired] == [2, 0, 0]
-    assert "after step 4 embed.weight (exp_avg) on ranks [1] differed" in repaired[0][2][0]
-    assert "after step 4 out.weight on ranks [1] differed" in repaired[0][2][1]
+    told, _, lines = run_ranks(3, fit_with_flips, 3)[0]
+    assert told == ""
+    assert "after step 4 embed.weight on ranks [1] differed from its other replicas" in lines[0]
 
 
-def test_of_two_dense_replicas_nobody_knows_which_is_intact() -> None:
-    for told, *_ in run_ranks(2, fit_with_flips, 4):
+def test_of_two_dense_replicas_that_differed_before_the_last_update_nobody_knows_which_is_intact() -> None:
+    for told, *_ in run_ranks(2, fit_with_flips, 3):
         assert told.startswith(
-            "after step 4 the replicas of embed.weight (exp_avg) differ between ranks [0] and ranks [1] (and those of 1"
+            "after step 4 the replicas of embed.weight differ between ranks [0] and ranks [1] (and of "
         )
+
+
+@pytest.mark.parametrize(
+    ("where", "names", "damaged"),
+    [
+        ("in a step", ["out.weight"], "out.weight"),
+        ("before the update", ["moe.router.weight/exp_avg_sq"], "moe.router.weight (exp_avg_sq)"),
+        ("before the update", ["out.weight/grad"], "the gradient of out.weight"),
+        ("before the update", ["moe.experts.w_up/grad"], "the gradient of expert"),
+    ],
+)
+def test_damage_during_a_step_leaves_its_update_out(where: str, names: list[str], damaged: str) -> None:
+    results = run_ranks(2, fit_with_flips, 4, where, names, {"replicas": 2})
+    assert [told for told, *_ in results] == [""] * 2
+    assert results[0][1]["dense"] == results[1][1]["dense"]
+    (line,) = [line for line in results[0][2] if "changes nothing" in line]
+    assert line.startswith(damaged)
+    assert line.endswith("ranks [1] in the step after step 4; this step changes nothing")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "names", "damaged"),
+    [
+        (2, {"replicas": 1}, ["moe.experts.w_up"], "expert"),
+        (2, {"dense": "zero1"}, ["out.weight/exp_avg", "embed.weight/exp_avg"], "weight (exp_avg)"),
+        (2, {"dense": "fsdp"}, ["out.weight"], "out.weight at [32, 0]"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("where", ["between steps", "before the update"])
+def test_memory_of_one_rank_alone_ends_the_run_before_it_is_used(
+    ranks: int, strategy: dict[str, Any], names: list[str], damaged: str, where: str
+) -> None:
+    for told, *_ in run_ranks(ranks, fit_with_flips, 4, where, names, strategy):
+        assert told.startswith("after step 4 ")
+        assert f"{damaged}" in told
+        assert "has changed in the memory of rank 1 without being written" in told
 
 
 class States(pl.Callback):
@@ -437,4 +514,4 @@ def test_of_two_replicas_nobody_knows_which_is_whole() -> None:
     ],
 )
 def test_the_majority_of_replicas(groups: tuple[tuple[int, ...], ...], healthy: tuple[int, ...]) -> None:
-    assert Difference(name="w", groups=groups).healthy == healthy
+    assert Damage(name="w", groups=groups).healthy == healthy

@@ -1,0 +1,242 @@
+"""Check of the state in memory: against other ranks, and against what this rank's last update has left."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch.optim import Optimizer
+
+from moe_lightning.config import NonNegativeInt
+from moe_lightning.errors import StateDamagedError
+from moe_lightning.state.sums import (
+    GRADIENT,
+    Damage,
+    StateUnit,
+    Sums,
+    differing,
+    gradient_units,
+    overwrite,
+    state_units,
+)
+from moe_lightning.strategies.checks import identical_buffers
+from moe_lightning.strategies.train_state import TrainState
+from moe_lightning.strategies.worlds import Worlds, expert_parallel_callbacks
+
+CheckInterval = NonNegativeInt | Literal["auto"]
+
+_SHARE = 0.005
+"""Part of a step's time that checks may take on average."""
+
+_SUMS = 3
+"""Of all state in a step that is checked."""
+
+_MOST_STEPS = 100
+_MOST_SHOWN = 3
+
+logger = logging.getLogger(__name__)
+
+
+class StateCheck:
+    """Compares the state every so many steps, with other ranks that hold the same and with itself a moment ago.
+
+    In a step that is checked all state is summed by its bits after the update before it, before the step uses it, and
+    before the next update; gradients that several ranks hold are compared there, too. What differs is overwritten from
+    a healthy rank if a callback repairs replicas.
+
+    Args:
+        worlds: the present world.
+        state: of this rank.
+        every: steps between checks; 0: none is made; "auto": as few as cost 0.5 % of the steps' time, at most 100.
+
+    Attributes:
+        times_damaged: checks that have found damage on this rank.
+        verified: last step whose snapshots no check has found damage after.
+    """
+
+    def __init__(self, worlds: Worlds, state: TrainState, *, every: CheckInterval) -> None:
+        self._worlds, self._state, self._every = worlds, state, every
+        self._at = -1, -1  # generation of the world, step
+        self._next = 0
+        self._own: Sums | None = None  # after the last update or check
+        self._counts_writes = True
+        self._repaired_in: int | None = None  # world whose last check has repaired by majority: newcomers do not know
+        self._clock = _Clock()
+        self.times_damaged = 0
+        self.verified = -1
+
+    def after_update(self) -> None:
+        """Sum the state that the next step will check. Not collective."""
+        is_due = self._is_due(self._state.trainer.global_step + 1)
+        self._own = self._sums() if is_due else None
+
+    def before_step(self, step: int) -> None:
+        """Check the state before a step uses it, if that is due; collective then.
+
+        Raises:
+            StateDamagedError: on every rank, damage that no rank can repair.
+        """
+        world = self._worlds.present
+        if (world.generation, step) == self._at:
+            return
+        if world.generation != self._at[0]:  # after a recovery all check again: newcomers have not
+            self._own, self._next, self.verified = None, step, step - 1
+        self._at = world.generation, step
+        self._clock.begin_step()
+        if not self._is_due(step):
+            return
+        sums, measured = self._sums(), self._clock.measured
+        found = self._damage(sums, measured)
+        self._next = step + self._clock.interval(measured)
+        if found:
+            self._repair(found, step)
+            sums = self._sums()
+        else:
+            self._repaired_in = None
+        self._own, self.verified = sums, step - 1
+
+    def before_update(self, optimizer: Optimizer) -> str:
+        """Check the state and the gradients before an update, in a step that `before_step` has checked; collective
+        then.
+
+        Returns:
+            What was found and repaired, in words: the gradients are not to be used. Empty: nothing.
+
+        Raises:
+            StateDamagedError: as `before_step`.
+        """
+        if self._own is None:
+            return ""
+        step, parameters = self._at[1], set(self._state.parameters_of(optimizer))
+        gradients = gradient_units(self._state.training_state(), parameters)
+        found, self._own = self._damage(self._sums(gradients)), None
+        if found:
+            self.verified = step - 1  # a snapshot of this state was copied during the step
+            self._repair(found, step)
+            word = "was damaged on" if found[0].healthy else "differed between"
+            return f"{found[0].name} {word} {found[0].place} in the step after step {step}"
+        self.verified = step
+        return ""
+
+    # ------------------------------------------------------------------ sums
+
+    def _is_due(self, step: int) -> bool:
+        if self._worlds.present.size == 1 or step < 1:
+            return False
+        return step >= self._next if self._every == "auto" else self._every > 0 and step % self._every == 0
+
+    def _units(self) -> list[StateUnit]:
+        return state_units(self._state.training_state(), set(identical_buffers(self._state.module)))
+
+    def _sums(self, others: Sequence[StateUnit] = ()) -> Sums:
+        with self._clock:
+            return Sums([*self._units(), *others], self._worlds.present)
+
+    def _damage(self, sums: Sums, measured: torch.Tensor | None = None) -> list[Damage]:
+        """Return what differs between ranks or has changed; collective."""
+        changed = sums.changed(self._own) if self._own is not None and self._counts_writes else None
+        found = differing(sums, self._worlds.present, changed, measured)
+        writers = sorted({rank for damage in found for rank in damage.changed})
+        if len(writers) < 2:  # memory fails on one rank at a time
+            return found
+        self._counts_writes = False
+        if self._worlds.present.rank == 0:
+            logger.warning(
+                "ranks %s have written %s through tensor.data since their last update, so memory that changes is only "
+                "found where several ranks hold it: write with tensor.copy_ under torch.no_grad() instead",
+                *(writers, next(damage.name for damage in found if damage.changed)),
+            )
+        return [Damage(name=damage.name, groups=damage.groups) for damage in found if len(damage.groups) > 1]
+
+    # ------------------------------------------------------------------ damage
+
+    def _repair(self, found: Sequence[Damage], step: int) -> None:
+        """Overwrite what is damaged, where callbacks repair replicas; gradients are left to a repetition of the step.
+        Collective.
+
+        Raises:
+            StateDamagedError: on every rank.
+        """
+        world = self._worlds.present
+        of_state = [damage for damage in found if not damage.name.startswith(GRADIENT)]
+        by_comparison = any(not damage.changed for damage in found)
+        repeats = by_comparison and self._repaired_in == world.generation
+        repairs = any(c.repairs_replicas for c in expert_parallel_callbacks(self._state.module))
+        if repeats or not repairs or not all(damage.healthy for damage in of_state):
+            raise self._error(found, step)
+        self._repaired_in = world.generation if by_comparison else None
+        self.times_damaged += any(damage.healthy and world.rank in damage.damaged for damage in found)
+        if not of_state:
+            return
+        overwrite(of_state, self._units(), world)
+        for damage in of_state[:_MOST_SHOWN] if world.rank == 0 else ():
+            logger.warning(
+                "after step %d %s on ranks %s %s, and was overwritten with that of rank %d: look at the memory of "
+                "these ranks",
+                *(step, damage.name, list(damage.damaged)),
+                "had changed in memory" if damage.changed else "differed from its other replicas",
+                damage.healthy[0],
+            )
+        if left := differing(self._sums(), world):
+            raise self._error(left, step)
+
+    def _error(self, found: Sequence[Damage], step: int) -> StateDamagedError:
+        first = next((damage for damage in found if not damage.healthy), found[0])
+        more = f" (and of {len(found) - 1} others)" if len(found) > 1 else ""
+        if first.changed:
+            reason = f"{first.name} has changed in the memory of rank {first.changed[0]} without being written{more}"
+            cure = "look at that memory, or for writes through tensor.data"
+        else:
+            reason = f"the replicas of {first.name} differ between {first.place}{more}"
+            cure = "something updates them otherwise on some ranks (a hook, an optimizer, memory): look for it"
+        reason = f"after step {step} {reason}"
+        return StateDamagedError(
+            f"{reason}; {cure}, and resume from the last checkpoint",
+            reason=reason,
+            is_here=any(self._worlds.present.rank in (damage.changed or damage.damaged) for damage in found),
+            last_good=self.verified,
+        )
+
+
+class _Clock:
+    """Time of steps and of sums in them, for the interval at which these cost a given part of the time.
+
+    A context around each sum of the state.
+    """
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._entered = self._sum_s = self._spent_s = self._step_s = 0.0
+
+    def begin_step(self) -> None:
+        """End the last step."""
+        now = time.perf_counter()
+        if self._began is not None:
+            self._step_s = now - self._began - self._spent_s
+        self._began, self._spent_s = now, 0.0
+
+    def __enter__(self) -> None:
+        self._entered = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._sum_s = time.perf_counter() - self._entered
+        self._spent_s += self._sum_s
+
+    @property
+    def measured(self) -> torch.Tensor:
+        """int64 [2]: microseconds of a check, and of the last step without its checks."""
+        return torch.tensor([round(1e6 * _SUMS * self._sum_s), round(1e6 * self._step_s)])
+
+    @staticmethod
+    def interval(measured: torch.Tensor) -> int:
+        """Return the steps between two checks.
+
+        Args:
+            measured: summed over the ranks.
+        """
+        check, step = measured.tolist()
+        return min(_MOST_STEPS, max(1, math.ceil(check / (_SHARE * max(1, step))))) if step else 1
