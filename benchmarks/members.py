@@ -48,7 +48,7 @@ class Options:
     per_node: Count = option("ranks of a node", 8)
     processes: Count = option("processes of simulated clients", 2)
     scenarios: list[str] = option("what to measure after the first world", SCENARIOS, choices=SCENARIOS)
-    rounds: Count = option("lost nodes, and restarts of the host", 3)
+    rounds: Count = option("lost nodes in turn, and restarts of the host", 3)
     seconds: Seconds = option("of the steady state", 10.0)
     unauthenticated: Count = option("connections of the crowd that never authenticate", 500)
     patience: Seconds = option("longest wait for one world", 120.0)
@@ -289,7 +289,9 @@ class Measurement:
         self.form()
         if "steady" in self.options.scenarios:
             self.steady()
-        for _ in range(self.options.rounds if {"lost", "back"} & set(self.options.scenarios) else 0):
+        for number in range(self.options.rounds if {"lost", "back"} & set(self.options.scenarios) else 0):
+            last = self._nodes - 1 - number % self._nodes
+            self._last = range(last, last + 1)
             self.lost()
             self.back()
         for scenario in ("crowd", "stopped"):

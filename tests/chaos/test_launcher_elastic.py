@@ -141,11 +141,12 @@ class Command:
 
     Args:
         is_forked: start it, and its workers, without imports.
+        script: in place of the usual one.
     """
 
-    def __init__(self, folder: Path, *options: str, is_forked: bool = False) -> None:
+    def __init__(self, folder: Path, *options: str, is_forked: bool = False, script: Path = SCRIPT) -> None:
         quick = ("--set", "heartbeat_timeout_s=3", "--set", "join_window_s=0.3")
-        arguments = ("--log-dir", str(folder / "logs"), *options, *quick, str(SCRIPT), str(folder))
+        arguments = ("--log-dir", str(folder / "logs"), *options, *quick, str(script), str(folder))
         self.folder = folder
         self.program = (
             ForkedProgram(RUN[1], *arguments, folder=folder) if is_forked else Program(*RUN, *arguments, folder=folder)

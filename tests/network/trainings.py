@@ -338,9 +338,9 @@ class Training:
                         found.add(f"{prefix}{self.hosts.address(name)}:{port}")
         return sorted(found)
 
-    def connections(self, name: str) -> int:
-        """How many processes of a host are connected to the rendezvous host."""
-        return self._said(name, ["ss", "-Htn", "state", "established", "dst", self.rdzv_endpoint]).count("\n")
+    def workers(self, name: str) -> int:
+        """How many workers of a host are connected to their launcher."""
+        return self._said(name, ["ss", "-Hx", "state", "established"]).count("/socket ")
 
     def descriptors(self) -> dict[str, int]:
         """host -> the most descriptors that a process on it has open."""
