@@ -45,6 +45,7 @@ NOT_ON_THE_WAY = {
     "moe_lightning/strategies/hangs.py": "reports hangs, from a thread beside training",
     "moe_lightning/strategies/launchers.py": "starts the other ranks before training",
     "moe_lightning/strategies/process_stacks.py": "stacks for reports of hangs",
+    "moe_lightning/strategies/slow_ranks.py": "names slow ranks, from a thread beside training",
 }
 """Files that serve configuration, validation, errors, their reports or the start of processes alone, with the reason;
 no walk counts them.

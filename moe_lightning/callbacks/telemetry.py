@@ -103,6 +103,8 @@ class Telemetry(Callback):
     * dead experts, entropy, drift and quantiles of imbalance: see `RoutingHealth`
     * moe/layerNN/dropped_fraction of assignments, moe/layerNN/auxiliary_loss (mean)
     * comm/exchange_ms (maximum) of a step in token exchanges, waits for slower ranks included
+    * ranks/slowest and ranks/slowest_ratio: the rank with the longest own time in a step, and that time over the median
+      of the others', of the last minute
     * comm/layerNN/exchanged_rows and comm/layerNN/exchanged_bytes that left their rank in the last
       micro-batch's dispatch, without combine and backward pass (sum over ranks)
 
@@ -200,7 +202,7 @@ class Telemetry(Callback):
         ]
         numbers = reduced(metrics, trainer)
         self.tokens_seen += round(numbers["train/tokens_seen"])
-        pl_module.log_dict(numbers | {"train/tokens_seen": float(self.tokens_seen)})
+        pl_module.log_dict(numbers | {"train/tokens_seen": float(self.tokens_seen)} | _slowest_rank(trainer))
         if trainer.is_global_zero:
             for sentence in self._health.warnings(trainer.global_step):
                 warnings.warn(sentence, stacklevel=2)
@@ -320,6 +322,12 @@ def _device_metrics(trainer: pl.Trainer) -> Iterator[Metric]:
     if device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(device)
         yield Metric(name="device/peak_memory_bytes", value=float(peak_bytes), over_ranks="max")
+
+
+def _slowest_rank(trainer: pl.Trainer) -> dict[str, float]:
+    """The slowest rank of the last minute, on rank 0, which logs."""
+    slowest = getattr(trainer.strategy, "slowest_rank", None)
+    return {} if slowest is None else {"ranks/slowest": float(slowest.rank), "ranks/slowest_ratio": slowest.ratio}
 
 
 def _optimizer_metrics(trainer: pl.Trainer) -> Iterator[Metric]:

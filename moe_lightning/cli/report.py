@@ -155,6 +155,12 @@ def training(metrics: Metrics, logged: Metrics) -> Section:
         ("loss", "loss (nats)", "Mean over the tokens of the global batch.", losses),
         ("speed", "tokens/s", "Of all ranks, validation excluded.", _named(metrics, "train/tokens_per_s")),
         ("time of a step", "ms", "Of the slowest rank.", _named(metrics, "train/step_ms", "comm/exchange_ms")),
+        (
+            "slowest rank",
+            "ratio",
+            "Its own time in a step over the median of the others'.",
+            _named(metrics, "ranks/slowest_ratio"),
+        ),
         ("gradient norm", "norm", "Over the whole model, before clipping.", _named(metrics, "train/gradient_norm")),
         ("learning rate", "learning rate", "Of the first group of parameters.", _named(metrics, "train/lr")),
     ):

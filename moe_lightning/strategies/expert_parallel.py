@@ -80,6 +80,7 @@ from moe_lightning.strategies.options import PlacementOptions, RunOptions, check
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
 from moe_lightning.strategies.precision import convert_by_rule
+from moe_lightning.strategies.slow_ranks import SlowRank
 from moe_lightning.strategies.stages import StageState, StageTransfer
 from moe_lightning.strategies.state_check import CheckInterval
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation
@@ -799,6 +800,11 @@ class ExpertParallelStrategy(DDPStrategy):
     def last_stage_loss(self) -> Tensor | None:
         """Weighted loss of the last batch in the last stage of a pipeline; None on ranks without it."""
         return None if self._pipeline is None else self._pipeline.last_loss
+
+    @property
+    def slowest_rank(self) -> SlowRank | None:
+        """The slowest rank of the last minute, on rank 0; None elsewhere, and before it is known."""
+        return self._hangs.slowest
 
     @property
     def last_gradient_norm(self) -> Tensor | None:

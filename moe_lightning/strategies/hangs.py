@@ -18,9 +18,7 @@ import faulthandler
 import itertools
 import json
 import logging
-import os
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -30,6 +28,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -40,7 +39,8 @@ from moe_lightning.elastic.protocol import ProcessClock
 from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.parallel.context import World, common_store
 from moe_lightning.strategies import process_stacks
-from moe_lightning.strategies.process_stacks import Process, Seen
+from moe_lightning.strategies.process_stacks import Process, Seen, place_of, relative
+from moe_lightning.strategies.slow_ranks import Begun, SlowRank, SlowRankWatch
 from moe_lightning.user_errors import ALARMS
 
 _LOOK_S = 0.2
@@ -55,17 +55,9 @@ _LATE_FACTOR = 5
 """Times the limit: before the first whole batch, and where the rank that is waited for compiles."""
 
 _MOST_CALLS, _MOST_MARKS = 256, 2048
-_CALLS = 6  # innermost ones, of those that are shown below the user's line
 _COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")
 _COLLECTIVES = "/torch/distributed/"
 _LOADER = "/torch/utils/data/dataloader.py"
-_PACKAGES = Path(__file__).parents[2]
-_LIBRARIES = (
-    *(os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "purelib", "platlib")),
-    *(os.path.join(_PACKAGES, name, "") for name in ("moe_lightning", "kernels")),
-)
-"""Folders of code that is not the user's."""
-
 _SAME_SIZES = {"all_reduce", "broadcast", "all_gather", "_all_gather_base", "_allgather_base"}
 """Operations to which all ranks give tensors of one size."""
 
@@ -129,23 +121,6 @@ class Standstill:
     def waits_in(self) -> Call | None:
         """The collective that it waits in."""
         return next((call for call in self.calls if not call.is_done), None)
-
-
-def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the place in a stack as text: the innermost line of the user's own code, and the functions that it has
-    called, without those of torch.
-    """
-    own = max((n for n, f in enumerate(frames) if not f.filename.startswith(("<frozen ", *_LIBRARIES))), default=-1)
-    calls = [f"{Path(f.filename).stem}.{f.name}" for f in frames[own + 1 :] if "/torch/" not in f.filename]
-    parts = [f"in {' > '.join(calls[-_CALLS:])}"] if calls else []
-    if own >= 0:
-        frame = frames[own]
-        parts.insert(0, f"{_relative(frame.filename)}:{frame.lineno}, in {frame.name}: {frame.line}")
-    return ", ".join(parts)
-
-
-def _relative(path: str) -> str:
-    return path.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def _short(group: str) -> str:
@@ -296,6 +271,7 @@ class HangWatch:
         self._marks: deque[tuple[int, int, str]] = deque(maxlen=_MOST_MARKS)
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._slow: SlowRankWatch | None = None
 
     def enter(self, phase: str, step: int, *, is_batch: bool = False) -> None:
         """Record that a phase of a step begins.
@@ -318,10 +294,17 @@ class HangWatch:
             return
         self._batches, self._ended = 0, threading.Event()
         watched = _Watched(world, store)
+        # Stages of a pipeline differ, and wait for each other without a record.
+        self._slow = SlowRankWatch(world.rank, world.size, store) if world.shape.pp == 1 else None
         reports = Path("." if "://" in folder else folder) / "hangs"
         arguments = (watched, self._limit_s, self._ended, reports)
         self._thread = threading.Thread(target=self._run, args=arguments, name="hang-watch", daemon=True)
         self._thread.start()
+
+    @property
+    def slowest(self) -> SlowRank | None:
+        """The slowest rank of the last comparison, on the first rank; None elsewhere and before it."""
+        return None if self._slow is None else self._slow.last
 
     def end(self) -> None:
         """Stop watching: the world ends, or the Trainer has finished."""
@@ -340,6 +323,7 @@ class HangWatch:
         clock, last, since, asked_at, is_done = ProcessClock(), None, 0.0, 0.0, False
         published_at: float | None = None
         while not ended.wait(min(_LOOK_S, limit_s / 5)):
+            self._look_for_slow_ranks(watched)
             now, state = clock.tick(), (self._batches, watched.counts())
             if state != last:
                 if published_at is not None:
@@ -365,8 +349,16 @@ class HangWatch:
             if hang.lines():
                 _report(hang, reports)
 
+    def _look_for_slow_ranks(self, watched: _Watched) -> None:
+        if self._slow is None or not self._marks:
+            return
+        self._slow.sample(self._marks[-1][2], _main_frame())
+        if self._slow.is_due:
+            self._slow.publish(list(self._marks), watched.begun())
+        self._slow.compare()
+
     def _standstill(self, watched: _Watched, counts: Mapping[str, int]) -> Standstill:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = _main_frame()
         frames = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
         marks = list(self._marks) or [(0, 0, "setup")]
         times = [at for at, _, _ in marks]
@@ -398,6 +390,10 @@ class HangWatch:
         )
 
 
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
 def _own_stacks() -> str:
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file=file)
@@ -422,7 +418,7 @@ def _report(hang: Hang, folder: Path) -> None:
         suffixes = itertools.chain([""], (f"-{n}" for n in itertools.count(1)))
         path = next(path for end in suffixes if not (path := folder / f"step-{step:07}{end}.txt").exists())
         path.write_text(hang.text())
-        where = f"stacks and the last collectives of all ranks are in {_relative(str(path))}"
+        where = f"stacks and the last collectives of all ranks are in {relative(str(path))}"
     except OSError as error:
         where = f"stacks and collectives could not be written to {folder}: {error.strerror}"
     message = "\n".join([*lines, f"{last}; {where}"])
@@ -484,6 +480,19 @@ class _Watched:
     def counts(self) -> dict[str, int]:
         """Collectives that this rank has begun, by group."""
         return {name: private_torch.num_collectives(group) for name, group in self._groups.items()}
+
+    def begun(self) -> list[Begun]:
+        """Return the last collectives and their times in nanoseconds."""
+        return [
+            Begun(
+                group=self.name_of(*entry["process_group"]),
+                number=entry["collective_seq_id"],
+                at=entry["time_created_ns"],
+                waits=entry["profiling_name"].endswith((":all_to_all", ":barrier")),
+            )
+            for entry in private_torch.recorded_collectives(self.since_ns)
+            if not entry["is_p2p"]
+        ]
 
     def publish(self, standstill: Standstill) -> None:
         """Publish this rank's standstill."""

@@ -14,8 +14,10 @@ import re
 import signal
 import socket
 import sys
+import sysconfig
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,13 @@ _STATES = {
     "X": "has ended",
 }
 _ENDED = "has ended"
+_CALLS = 6  # innermost ones, of those that are shown below the user's line
+_PACKAGES = Path(__file__).parents[2]
+_LIBRARIES = (
+    *(os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "purelib", "platlib")),
+    *(os.path.join(_PACKAGES, name, "") for name in ("moe_lightning", "kernels")),
+)
+"""Folders of code that is not the user's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,3 +162,30 @@ def _started(pid: int) -> int:
 def _host() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the place in a stack as text: the innermost line of the user's own code, and the functions that it has
+    called, without those of torch.
+    """
+    own = max((n for n, f in enumerate(frames) if not f.filename.startswith(("<frozen ", *_LIBRARIES))), default=-1)
+    calls = [f"{Path(f.filename).stem}.{f.name}" for f in frames[own + 1 :] if "/torch/" not in f.filename]
+    parts = [f"in {' > '.join(calls[-_CALLS:])}"] if calls else []
+    if own >= 0:
+        frame = frames[own]
+        parts.insert(0, f"{relative(frame.filename)}:{frame.lineno}, in {frame.name}: {frame.line}")
+    return ", ".join(parts)
+
+
+def relative(path: str) -> str:
+    """Return a path as seen from the working directory."""
+    return path.removeprefix(os.path.join(os.getcwd(), ""))
+
+
+def waiting_s() -> float:
+    """Return the seconds that threads of this process have been ready to run without a CPU; 0 where it is not known."""
+    total_ns = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # of a thread that ends meanwhile
+            total_ns += int(path.read_text().split()[1])
+    return total_ns / 1e9
