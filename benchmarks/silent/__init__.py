@@ -29,6 +29,9 @@ class Options:
     compositions: Annotated[int, Interval(ge=0, le=100_000)] = option(
         "trainings drawn by number beside the cases, from 0 on", 0
     )
+    flips: Annotated[int, Interval(ge=0, le=100_000)] = option(
+        "instead of cases, so many random bit flips in the memory of trainings", 0
+    )
     json: OutputFile | None = option("where to leave the results", None)
     page: OutputFile | None = option("where to write them as a page of the documentation (.md), of all cases", None)
 
@@ -44,6 +47,10 @@ def run(options: Options) -> int:
     from benchmarks.silent.page import heading, line, line_of_composition, written
     from benchmarks.silent.runner import run_case, run_healthy
 
+    if options.flips:
+        from benchmarks.silent.flips import run_flips
+
+        return run_flips(options.flips)
     kinds = {case.kind for case in CASES.values()}
     for name in options.case:
         if name not in CASES and name not in kinds:
