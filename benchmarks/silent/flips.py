@@ -3,7 +3,7 @@
 Every second step of a small training gets one flip, on a random rank, in a random unit of its state or, in a step, in a
 gradient that other ranks hold as well; bits below the fourth are left out as rounding. A flip between two steps is to
 be noticed before the next one uses it, one in a step before the update. It counts as repaired if its bits are as before
-then. In the steps between no alarm may come. Costs are those of one run that checks ten steps and then ten not, in turn.
+then. In the steps between no alarm may come. Costs are those of one run that checks ten steps, and then ten not.
 """
 
 from __future__ import annotations

@@ -29,6 +29,9 @@ from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolic
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport
 
+_MOST_DAMAGED = 2
+"""Checks that find damage in the memory of a rank, after which it leaves."""
+
 COLUMNS = (
     "step",
     "began_at",
@@ -228,8 +231,12 @@ class FaultRecovery(ExpertParallelCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if _strategy(trainer).elastic.change_is_due:
+        strategy = _strategy(trainer)
+        if strategy.elastic.change_is_due:
             raise WorldChanged("ranks join or leave")
+        times = strategy.steps.state_check.times_damaged
+        if times >= _MOST_DAMAGED:
+            strategy.elastic.request_departure(strategy.world.rank, f"its memory was damaged {times} times")
 
     @override
     def on_train_batch_end(

@@ -165,11 +165,11 @@ class StateCheck:
         of_state = [damage for damage in found if not damage.name.startswith(GRADIENT)]
         by_comparison = any(not damage.changed for damage in found)
         repeats = by_comparison and self._repaired_in == world.generation
+        self.times_damaged += any(world.rank in (d.changed or (d.damaged if d.healthy else ())) for d in found)
         repairs = any(c.repairs_replicas for c in expert_parallel_callbacks(self._state.module))
         if repeats or not repairs or not all(damage.healthy for damage in of_state):
             raise self._error(found, step)
         self._repaired_in = world.generation if by_comparison else None
-        self.times_damaged += any(damage.healthy and world.rank in damage.damaged for damage in found)
         if not of_state:
             return
         overwrite(of_state, self._units(), world)
@@ -195,7 +195,8 @@ class StateCheck:
             cure = "something updates them otherwise on some ranks (a hook, an optimizer, memory): look for it"
         reason = f"after step {step} {reason}"
         return StateDamagedError(
-            f"{reason}; {cure}, and resume from the last checkpoint",
+            f"{reason}; {cure}, and resume from a checkpoint of step {max(0, self.verified)} or before: later ones may "
+            "hold the damage",
             reason=reason,
             is_here=any(self._worlds.present.rank in (damage.changed or damage.damaged) for damage in found),
             last_good=self.verified,

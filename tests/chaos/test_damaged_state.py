@@ -13,6 +13,7 @@ import torch
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import assert_same_losses, elastic_run, reference
+from tests.forks import PATIENCE_S
 from tests.parameters import slow
 
 STEPS = 12
@@ -59,6 +60,17 @@ def test_of_two_copies_the_healthy_one_is_used_and_no_step_is_lost(tmp_path: Pat
         assert all(report["steps_lost"] == 0 and report["lost_ranks"] == [] for report in run.reports())
         repeated = f"{name} was damaged on ranks [1] in the step after step 5; the step is repeated"
         assert {report["reason"] for report in run.reports()} == ({repeated} if in_step else set())
+
+
+def test_a_rank_that_is_damaged_twice_leaves(tmp_path: Path) -> None:
+    callbacks = partial(flips, name="model.norm.weight", steps=(4, 6), in_step=False)
+    with elastic_run(tmp_path, workers=3, steps=STEPS, strategy={"check_state_every": 1}, callbacks=callbacks) as run:
+        for worker in range(3):
+            run.processes[worker].join(PATIENCE_S)
+        assert sorted(run.processes[worker].exitcode for worker in range(3)) == [0, 0, 1], run.words()
+        assert "Preempted: its memory was damaged 2 times" in run.words()
+        assert_same_losses(run, reference(STEPS))
+        assert all(report["ranks_after"] == 2 and report["steps_lost"] == 0 for report in run.reports())
 
 
 @pytest.mark.parametrize(
