@@ -31,6 +31,7 @@ usage: moe-sim [recommend] [key=value ...] [--cfg]
   policy.name=NAME                  {policies}
   policy.slots=N                    and every other part of a policy
   compare=[ds,lazarus]              the same failures under other policies
+  world_sizes=[512,4096]            what a change of the world costs at these numbers of ranks
   routing.kind=zipf                 uniform; trace with routing.path=FILE.npz
   failures.kind=exponential         none, weibull, periodic; trace with failures.path=FILE.csv
   picture=FILE.svg csv=FILE report=FILE.json

@@ -32,6 +32,7 @@ from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.recommend import Advice, recommend
 from moe_lightning.simulate.scenario import Report, Scenario
 from moe_lightning.simulate.workload import Exponent, RoutingKind, Workload, gpt_workload, make_routing
+from moe_lightning.simulate.world_change import world_changes
 from moe_lightning.text_table import table
 from moe_lightning.user_errors import suggestion
 
@@ -261,6 +262,7 @@ _TYPES: dict[str, Any] = {
     "hours": Annotated[float, Interval(gt=0, le=1e6)],
     "seed": NonNegativeInt,
     "compare": list[str] | None,
+    "world_sizes": list[Annotated[int, Interval(ge=2, le=1e6)]] | None,
     "rank_batch": PositiveInt | None,
     "global_batch": PositiveInt | None,
     "picture": str | None,
@@ -407,6 +409,8 @@ def _simulate(config: Mapping[str, Any]) -> int:
     print(first.table())
     if mesh is not None:
         print(mesh.table())
+    if config["world_sizes"]:
+        print(world_changes(scenarios[names[0]], config["world_sizes"]))
     if len(reports) > 1:
         print(comparison(reports))
     _leave(config, reports, mesh)
