@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
             "router": {"score": "sigmoid", "num_groups": 3, "top_groups": 2, "scale": 1.5},
         },
         "validate": True,
-        "trainer": {"val_check_interval": 4},
+        "trainer": {"val_check_interval": 2},
     },
     "swiglu": {"model": {"activation": "swiglu", "bias": False, "norm": "rmsnorm", "position": "rope"}},
     "top_1": {"model": {"router": {"top_k": 1}}},

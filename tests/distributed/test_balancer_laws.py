@@ -63,17 +63,17 @@ def run(world_size: int, balancer: dict[str, Any], **options: Any) -> list[dict[
             2,
             [
                 ("skewed", {"slots": 4}, {}),
-                ("skewed_top_1", {"slots": 3}, {"rebalance_every": 4}),
-                ("skewed_accumulate", {"slots": 4}, {"rebalance_every": 3}),
+                ("skewed_top_1", {"slots": 3}, {"rebalance_every": 2}),
+                ("skewed_accumulate", {"slots": 4}, {"rebalance_every": 2}),
                 ("skewed", {"slots": 4}, {"rebalance_every": 2, "lag": 2}),
             ],
         ),
-        slow(3, [("own", {"slots": 4}, {"shadows": "top3", "rebalance_every": 4})]),
+        slow(3, [("own", {"slots": 4}, {"shadows": "top3", "rebalance_every": 2})]),
         (
             4,
             [
-                ("skewed", {"slots": 3, "dense": "zero1"}, {"rebalance_every": 3}),
-                ("skewed", {"slots": 3, "mesh": {"cp": 2}}, {"rebalance_every": 3}),
+                ("skewed", {"slots": 3, "dense": "zero1"}, {"rebalance_every": 2}),
+                ("skewed", {"slots": 3, "mesh": {"cp": 2}}, {"rebalance_every": 2}),
                 ("skewed_top_1", {"slots": 2}, {"shadows": "top2", "placement_rule": "plain"}),
                 ("skewed_accumulate", {"slots": 2}, {"shadows": "fastermoe", "forecast": "last"}),
                 (
@@ -94,7 +94,7 @@ def test_the_training_is_the_same(world_size: int, cases: list[tuple[str, dict[s
 
 
 def test_shadows_and_migrations_together_relieve_the_busiest_rank() -> None:
-    balancer = EAGER | {"rebalance_every": 4}
+    balancer = EAGER | {"rebalance_every": 2}
     ranks = run(4, balancer, strategy={"slots": 2}, **CASES["skewed"])
     assert_same_training(reference("skewed"), ranks)
     assert ranks[0]["moved"] > 0
@@ -108,7 +108,7 @@ def test_shadows_and_migrations_together_relieve_the_busiest_rank() -> None:
 
 @pytest.mark.slow
 def test_bf16_mixed_stays_close_and_replicas_identical() -> None:
-    ranks = run(4, EAGER | {"rebalance_every": 4}, strategy={"slots": 2}, **CASES["bf16"])
+    ranks = run(4, EAGER | {"rebalance_every": 2}, strategy={"slots": 2}, **CASES["bf16"])
     assert ranks[0]["moved"] > 0
     assert ranks[0]["shadows"] > 0
     np.testing.assert_allclose(ranks[0]["losses"], reference("bf16")["losses"], rtol=0, atol=0.02)
@@ -122,7 +122,7 @@ def test_bf16_mixed_stays_close_and_replicas_identical() -> None:
 
 def test_a_calibrated_run_keeps_the_law_and_states_the_models_error(tmp_path: Path) -> None:
     picture = tmp_path / "pictures" / "step.svg"
-    balancer = {"rebalance_every": 4, "timeline_path": str(picture)}
+    balancer = {"rebalance_every": 2, "timeline_path": str(picture)}
     ranks = run(2, balancer, strategy={"slots": 4}, **CASES["skewed"])
     assert ">experts</text>" in picture.read_text()
     assert_same_training(reference("skewed"), ranks)
@@ -133,8 +133,8 @@ def test_a_calibrated_run_keeps_the_law_and_states_the_models_error(tmp_path: Pa
 
 def test_resuming_under_another_world_continues_the_losses(tmp_path: Path) -> None:
     path, balancer = str(tmp_path / "balanced.ckpt"), EAGER | {"rebalance_every": 2}
-    run(4, balancer, strategy={"slots": 2}, save_to=path, **CASES["skewed"] | {"steps": 4})
-    expected = reference("skewed")["losses"][4:]
+    run(4, balancer, strategy={"slots": 2}, save_to=path, **CASES["skewed"] | {"steps": 2})
+    expected = reference("skewed")["losses"][2:]
     for world_size, strategy in ((2, {"slots": 5}), (1, {})):
         for result in run(world_size, balancer, strategy=strategy, ckpt_path=path, **CASES["skewed"]):
             np.testing.assert_allclose(result["losses"], expected, rtol=0, atol=TOLERANCE)

@@ -35,12 +35,12 @@ LLAMA: dict[str, Any] = {
     "qk_norm": True, "num_layers": 3, "moe_every": 2, "num_shared_experts": 1, "tie_embeddings": True,
 }  # fmt: skip
 NOISY = KNOWN["noisy"]["model"]
-VALIDATED: dict[str, Any] = {"validate": True, "trainer": {"val_check_interval": 4}}
+VALIDATED: dict[str, Any] = {"validate": True, "trainer": {"val_check_interval": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "gpt2": {"model": {"num_heads": 4, "moe_every": 2}, **VALIDATED},
     "uneven": {"model": {"num_heads": 4, **NOISY}, "batch_size": 13},
     "accumulate": {"model": {"num_heads": 4, "dropout": 0.1}, **BRIEF_ACCUMULATION},
-    "few samples": {"model": {"dropout": 0.1}, "batch_size": 4, "dataset_size": 25},
+    "few samples": {"model": {"dropout": 0.1}, "batch_size": 4, "dataset_size": 13},
     "by value": {
         "model": {"moe_every": 2, "tie_embeddings": False},
         "trainer": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},
@@ -172,8 +172,8 @@ class SaverInside(pl.Callback):
 
 def save(rank: int, world_size: int, *, strategy: dict[str, Any], model: dict[str, Any], folder: str) -> None:
     """In one file, and in a directory."""
-    saver = PartialExpertsCheckpoint(os.path.join(folder, "steps"), every_n_steps=3)
-    train(rank, world_size, strategy=strategy, model=model, callbacks=[saver], **BRIEF | {"steps": 3},
+    saver = PartialExpertsCheckpoint(os.path.join(folder, "steps"), every_n_steps=2)
+    train(rank, world_size, strategy=strategy, model=model, callbacks=[saver], **BRIEF | {"steps": 2},
           trainer={"enable_checkpointing": True}, save_to=os.path.join(folder, "one.ckpt"))  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def load(
     rank: int, world_size: int, *, strategy: dict[str, Any], model: dict[str, Any], source: str, target: str
 ) -> None:
     """Resume at the last step but one step later, and save before it."""
-    options = BRIEF | {"steps": 4}
+    options = BRIEF | {"steps": 3}
     train(
         rank, world_size, strategy=strategy, model=model, ckpt_path=source, callbacks=[SaverInside(target)], **options
     )

@@ -219,12 +219,12 @@ def train(
     }
 
 
-BRIEF: dict[str, Any] = {"steps": 6, "dataset_size": 60}
-"""Options of `train`: an epoch of batches of twelve, and one step of the next."""
+BRIEF: dict[str, Any] = {"steps": 4, "dataset_size": 36}
+"""Options of `train`: an epoch of three batches of twelve, and one step of the next."""
 BRIEF_ACCUMULATION: dict[str, Any] = {
-    "steps": 6, "dataset_size": 68, "batch_size": 7, "trainer": {"accumulate_grad_batches": 3},
+    "steps": 3, "dataset_size": 26, "batch_size": 7, "trainer": {"accumulate_grad_batches": 3},
 }  # fmt: skip
-"""An epoch whose last step has one batch instead of three, and two steps of the next."""
+"""An epoch whose last step has one batch instead of three, and a step of the next."""
 
 
 def replicas_of(module: nn.Module) -> dict[str, dict[int, bytes]]:
