@@ -17,6 +17,7 @@ from pathlib import Path
 
 from moe_lightning.checkpoint.agent_handle import LOCK
 from moe_lightning.checkpoint.arena import MEMORY, NAMED
+from tests.distributed.harness import IDLE
 
 _OWNER = "MOE_LIGHTNING_TESTS_OF"
 _LISTENS = "0A"
@@ -61,8 +62,9 @@ def claim_processes() -> None:
 
 def processes() -> dict[int, str]:
     """pid -> command of what this process started, directly or not, and what lives still; but for the two helpers that
-    multiprocessing keeps."""
+    multiprocessing keeps, and ranks that wait for the next world."""
     helpers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    helpers |= {rank.process.pid for rank in IDLE}
     return {pid: command for pid in _marked() | _children() if pid not in helpers and (command := _command(pid))}
 
 

@@ -1,20 +1,27 @@
 """Runs a function on several gloo ranks in real processes, in a fraction of a second.
 
 Ranks are forked from a server process that has imported everything, so a world starts in about 0.1 s. Each world
-meets in a file store of its own: no ports are chosen by the tests.
+meets in a file store of its own: no ports are chosen by the tests. Half of what a small training takes on a rank is
+taken once a process: pooled ranks run one world after the other.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
 import pickle
 import tempfile
+import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +38,85 @@ class RankFailure(AssertionError):
     """A rank raised, died or did not finish in time."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = PATIENCE_S) -> list[Any]:
+@dataclass(frozen=True)
+class Rank:
+    """A process that runs jobs, one after the other, and its pipe."""
+
+    process: BaseProcess
+    pipe: Connection
+
+
+IDLE: list[Rank] = []
+"""Ranks that wait for the next pooled world."""
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = PATIENCE_S, pooled: bool = False
+) -> list[Any]:
     """function(rank, world_size, *args) on every rank of a gloo world; the results in rank order.
 
     The function must be importable (defined at the top level of a module); results are pickled.
+
+    Args:
+        pooled: see `run_pooled`.
 
     Raises:
         RankFailure: with the traceback of the first rank that failed.
     """
     with tempfile.TemporaryDirectory(prefix="moe-ranks-") as folder:
-        pipes, processes = [], []
-        for rank in range(world_size):
-            receiver, sender = FORKS.Pipe()
-            processes.append(fork(_rank_main, rank, world_size, folder, sender, function, args))
-            sender.close()
-            pipes.append(receiver)
+        ranks = [IDLE.pop() if pooled and IDLE else _start_rank() for _ in range(world_size)]
+        kept: list[Rank] = []
         try:
-            return _collect(pipes, time.monotonic() + timeout_s)
+            for rank, (process, pipe) in enumerate((r.process, r.pipe) for r in ranks):
+                assert process.is_alive(), "a pooled rank has ended"
+                pipe.send_bytes(pickle.dumps((rank, world_size, folder, function, args)))
+            results = _collect([rank.pipe for rank in ranks], time.monotonic() + timeout_s)
+            if pooled:
+                kept = _release(ranks)
+            return results
         finally:
-            for pipe in pipes:
-                pipe.close()  # the ranks may leave now
-            for process in processes:
-                process.join(_LEAVE_S)
-            kill(processes)
+            IDLE.extend(kept)
+            ended = [rank for rank in ranks if rank not in kept]
+            for rank in ended:
+                rank.pipe.close()  # the ranks may leave now
+            for rank in ended:
+                rank.process.join(_LEAVE_S)
+            kill(rank.process for rank in ended)
+
+
+def run_pooled(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """As `run_ranks`, in processes that other worlds have used and will use.
+
+    The function replaces no part of a module and breaks no training off; its process groups, and what it sets in the
+    environment and for warnings, end with it. A rank that failed or keeps a thread is not used again.
+    """
+    return run_ranks(world_size, function, *args, pooled=True)
+
+
+@atexit.register
+def end_pool() -> None:
+    """End the ranks that wait; multiprocessing would wait for them."""
+    kill(rank.process for rank in IDLE)
+    IDLE.clear()
+
+
+def _start_rank() -> Rank:
+    mine, theirs = FORKS.Pipe()
+    process = fork(_rank_main, theirs)
+    theirs.close()
+    return Rank(process, mine)
+
+
+def _release(ranks: list[Rank]) -> list[Rank]:
+    """Let ranks whose jobs are all done clean up, and return those that can be used again."""
+    clean = []
+    for rank in ranks:
+        rank.pipe.send_bytes(b"")
+    for rank in ranks:
+        with contextlib.suppress(EOFError):
+            if rank.pipe.poll(_LEAVE_S) and rank.pipe.recv_bytes() == b"clean":
+                clean.append(rank)
+    return clean
 
 
 def connect() -> World:
@@ -80,28 +143,44 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank_main(
-    rank: int, world_size: int, folder: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _rank_main(pipe: Connection) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    os.chdir(folder)
+    environment = dict(os.environ)
     try:
+        while True:
+            job = pipe.recv_bytes()
+            with warnings.catch_warnings():
+                _run_job(pipe, job)
+            pipe.recv_bytes()  # all ranks are done: one that leaves early breaks connections that others still build
+            _send_clean(pipe, environment)
+    except (EOFError, OSError):
+        pass  # the world, or the pool, has ended
+    finally:
+        os._exit(0)  # no atexit handlers: a failed peer must not hold this rank up
+
+
+def _run_job(pipe: Connection, job: bytes) -> None:
+    try:
+        rank, world_size, folder, function, args = pickle.loads(job)  # noqa: S301
+        os.chdir(folder)
         if world_size > 1:
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         _send(pipe, (True, function(rank, world_size, *args)))
     except BaseException:
         _send(pipe, (False, traceback.format_exc()))
-    finally:
-        _wait_for_leave(pipe)
-        os._exit(0)  # no atexit handlers: a failed peer must not hold this rank up
 
 
-def _wait_for_leave(pipe: Connection) -> None:
-    """Stay until all ranks are done: a rank that leaves early would break the connections that others still build."""
-    with contextlib.suppress(EOFError, OSError):
-        pipe.recv_bytes()
+def _send_clean(pipe: Connection, environment: dict[str, str]) -> None:
+    """Remove what a job has left in this process, and state whether it is as before."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.chdir("/")
+    os.environ.clear()
+    os.environ.update(environment)
+    gc.collect()
+    pipe.send_bytes(b"clean" if threading.active_count() == 1 else b"threads")
 
 
 def _send(pipe: Connection, outcome: tuple[bool, Any]) -> None:

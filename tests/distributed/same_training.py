@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.training import BRIEF, BRIEF_ACCUMULATION, train
 
 TOLERANCE = 1e-5
@@ -51,15 +51,15 @@ CASES: dict[str, dict[str, Any]] = {
 @cache
 def reference(key: str) -> dict[str, Any]:
     """One of the cases on one rank, by stock means."""
-    result: dict[str, Any] = run_ranks(1, partial(train, **BRIEF | CASES[key]))[0]
+    result: dict[str, Any] = run_pooled(1, partial(train, **BRIEF | CASES[key]))[0]
     return result
 
 
 def on_one_world(
-    world_size: int, function: Callable[..., dict[str, Any]], cases: Sequence[dict[str, Any]]
+    world_size: int, function: Callable[..., dict[str, Any]], cases: Sequence[dict[str, Any]], *, pooled: bool = True
 ) -> list[list[dict[str, Any]]]:
     """What a training function returns of every case, one after the other in the same processes: results by rank."""
-    ranks = run_ranks(world_size, _several, function, cases)
+    ranks = run_ranks(world_size, _several, function, cases, pooled=pooled)
     return [list(results) for results in zip(*ranks, strict=True)]
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning.data.loader import StepLoader
 from moe_lightning.errors import ConfigurationError
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet
 from tests.parameters import slow
 
@@ -92,8 +92,8 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], *, states: bool
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_every_schedule_is_that_of_stock_lightning(world_size: int) -> None:
     runs: list[dict[str, Any]] = [{"schedule": schedule} for schedule in SCHEDULES]
-    expected = run_ranks(1, fit_with, [run | {"stock": True} for run in runs])[0]
-    for found, reference in zip(run_ranks(world_size, fit_with, runs)[0], expected, strict=True):
+    expected = run_pooled(1, fit_with, [run | {"stock": True} for run in runs])[0]
+    for found, reference in zip(run_pooled(world_size, fit_with, runs)[0], expected, strict=True):
         assert_same(found, reference)
 
 
@@ -103,7 +103,7 @@ def test_a_schedule_is_resumed_in_mid_epoch(world_size: int, tmp_path: Path) -> 
     schedule = {0: 2, 1: 3}
     run = {"schedule": schedule, "folder": str(tmp_path), "enable_checkpointing": True}
     runs: list[dict[str, Any]] = [run, run | {"broken_at": 4}, run | {"ckpt_path": str(tmp_path / "saved.ckpt")}]
-    whole, _, resumed = run_ranks(world_size, fit_with, runs)[0]
+    whole, _, resumed = run_pooled(world_size, fit_with, runs)[0]
     whole["losses"] = whole["losses"][-len(resumed["losses"]) :]
     assert resumed["losses"][0][:2] == (1, 4)
     assert_same(resumed, whole)
@@ -114,7 +114,7 @@ def test_an_epoch_may_end_inside_a_step(limit: int) -> None:
     """The last step is the mean over its samples, where stock Lightning divides by more: so far all is alike."""
     run: dict[str, Any] = {"schedule": None, "accumulate_grad_batches": 2, "limit_train_batches": limit}
     stock = fit(0, 1, stock=True, **run)
-    alone, (shared, _) = run_ranks(1, fit_with, [run])[0][0], run_ranks(2, fit_with, [run])
+    alone, (shared, _) = run_pooled(1, fit_with, [run])[0][0], run_pooled(2, fit_with, [run])
     assert len(alone["losses"]) == EPOCHS * limit
     assert alone["losses"][-1][1] == EPOCHS * -(-limit // 2)
     assert_same(shared[0], alone)
@@ -145,6 +145,6 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_cannot_be_followed_is_refused() -> None:
-    schedule, change = run_ranks(1, refused)[0]
+    schedule, change = run_pooled(1, refused)[0]
     assert schedule.startswith("GradientAccumulationScheduler changes accumulate_grad_batches among [1, 2]")
     assert change.startswith("accumulate_grad_batches was changed from 1 to 2 within an epoch")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moe_lightning import ConfigurationError, PartialExpertsCheckpoint
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.compat import private_torch
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.test_hook_order import fitted, trainer_of
 from tests.distributed.test_users_modules import Base, Options, Seen
 from tests.distributed.training import make_trainer
@@ -95,8 +95,8 @@ def tuned(rank: int, world_size: int, strategy: Options | None, kind: str, file:
     [("backbone", 1, {"dense": "zero1"}), ("backbone", 2, {}), ("backbone", 3, {"replicas": 2}), ("middle", 2, {})],
 )
 def test_added_groups_train_and_are_saved(kind: str, world_size: int, strategy: Options, tmp_path: Path) -> None:
-    (expected,) = run_ranks(1, tuned, None, kind, str(tmp_path / "stock.ckpt"))
-    ranks = run_ranks(world_size, tuned, strategy, kind, str(tmp_path / "ours.ckpt"))
+    (expected,) = run_pooled(1, tuned, None, kind, str(tmp_path / "stock.ckpt"))
+    ranks = run_pooled(world_size, tuned, strategy, kind, str(tmp_path / "ours.ckpt"))
     for found in ranks:
         assert found["groups"] == expected["groups"]
         values, wanted = ([value for _, value in one["seen"]] for one in (found, expected))
@@ -115,7 +115,7 @@ def test_added_groups_train_and_are_saved(kind: str, world_size: int, strategy: 
 @pytest.mark.parametrize("dense", ["zero1", "fsdp"])
 @pytest.mark.parametrize("kind", ["backbone", "middle"])
 def test_groups_that_are_dealt_out_cannot_grow(kind: str, dense: str, tmp_path: Path) -> None:
-    for said in run_ranks(2, tuned, {"dense": dense}, kind, str(tmp_path / "ours.ckpt")):
+    for said in run_pooled(2, tuned, {"dense": dense}, kind, str(tmp_path / "ours.ckpt")):
         assert "groups cannot be added during training under dense=zero1, fsdp or hsdp" in said
         assert "\n" not in said
 
@@ -137,7 +137,7 @@ def saved_in_directories(rank: int, world_size: int, folder: str) -> Any:
 
 
 def test_a_directory_holds_the_states_of_what_is_unfrozen(tmp_path: Path) -> None:
-    moments, _ = run_ranks(2, saved_in_directories, str(tmp_path))
+    moments, _ = run_pooled(2, saved_in_directories, str(tmp_path))
     saved, name = Checkpoint(tmp_path / "step-00000008"), "dense/backbone.embed.weight/exp_avg"
     assert name in saved.shapes()
     np.testing.assert_array_equal(saved.read(name).numpy(), moments)
@@ -202,7 +202,7 @@ def saved_often(rank: int, world_size: int, folder: str, kind: str, dense: str) 
 def test_states_that_are_made_later_are_saved_and_ranks_ask_only_where_some_may_be(
     kind: str, dense: str, tmp_path: Path
 ) -> None:
-    first, second = run_ranks(2, saved_often, str(tmp_path), kind, dense)
+    first, second = run_pooled(2, saved_often, str(tmp_path), kind, dense)
     assert first == second
     saved, scope = Checkpoint(tmp_path / "step-00000006").shapes(), "late" if kind == "late" else "exp_avg"
     assert {name for name in saved if name.endswith(f"backbone.embed.weight/{scope}")}

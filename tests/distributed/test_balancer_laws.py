@@ -13,7 +13,7 @@ import pytest
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.errors import ConfigurationError
 from tests.distributed import training
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import (
     CASES,
     TOLERANCE,
@@ -51,7 +51,7 @@ class Watcher(pl.Callback):
 
 
 def run(world_size: int, balancer: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = run_ranks(world_size, partial(balanced, balancer=balancer, **options))
+    results: list[dict[str, Any]] = run_pooled(world_size, partial(balanced, balancer=balancer, **options))
     return results
 
 

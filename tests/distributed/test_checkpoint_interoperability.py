@@ -14,7 +14,7 @@ import torch
 
 from moe_lightning import CheckpointError, GPTModule, StepLoader, StepSampler
 from moe_lightning.errors import MissingCheckpointError
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.test_strategy import assert_close, full_state, tiny_gpt
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, quiet
 from tests.parameters import slow
@@ -101,7 +101,7 @@ class Losses(Recorder):
 
 
 def run(world_size: int, strategy: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
-    results = run_ranks(world_size, _call, strategy, options)
+    results = run_pooled(world_size, _call, strategy, options)
     for result in results[1:]:
         np.testing.assert_allclose(result["losses"], results[0]["losses"], rtol=0, atol=1e-6)
     first: dict[str, Any] = results[0]
@@ -166,7 +166,7 @@ def load_plainly(rank: int, world_size: int, path: str, kind: str) -> dict[str, 
 def test_load_from_checkpoint(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "module.ckpt")
     written = run(2, {"replicas": 2}, kind=kind, save_to=path)
-    (loaded,) = run_ranks(1, load_plainly, path, kind)
+    (loaded,) = run_pooled(1, load_plainly, path, kind)
     assert_close(loaded, written["state"], atol=0)
 
 
@@ -242,7 +242,7 @@ def test_unusable_checkpoints_are_one_error_each(tmp_path: Path, capfd: pytest.C
     good = tmp_path / "good.ckpt"
     run(1, {}, save_to=str(good))
     paths = damaged(tmp_path, good)
-    for outcomes in run_ranks(2, resume_from, [str(path) for path in paths.values()]):
+    for outcomes in run_pooled(2, resume_from, [str(path) for path in paths.values()]):
         for expected, (kind, message) in zip(paths, outcomes, strict=True):
             known = (CheckpointError.__name__, MissingCheckpointError.__name__)
             assert kind in known, f"{expected}: {kind}: {message}"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moe_lightning import auxiliary_loss
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import RankFailure, run_pooled, run_ranks
 from tests.distributed.same_training import TOLERANCE
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
 
@@ -146,8 +146,8 @@ class StepsByHand(OwnModule):
 def test_it_trains_as_on_one_rank(module: type[pl.LightningModule]) -> None:
     clip = None if module in (TogglesOptimizers, StepsByHand) else 1.0
     options: dict[str, Any] = {"own_module": module, "steps": 6, "trainer": {"gradient_clip_val": clip}}
-    (alone,) = run_ranks(1, partial(train, **options))
-    for result in run_ranks(2, partial(train, strategy=FSDP, **options)):
+    (alone,) = run_pooled(1, partial(train, **options))
+    for result in run_pooled(2, partial(train, strategy=FSDP, **options)):
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=TOLERANCE)
 
 
@@ -164,7 +164,7 @@ class UsesWeightsElsewhere(Blocks):
 
 def test_weights_used_outside_of_their_unit_are_explained() -> None:
     with pytest.raises(RankFailure, match="use its weights nowhere else, or use dense=zero1"):
-        run_ranks(2, partial(train, own_module=UsesWeightsElsewhere, strategy=FSDP, steps=1))
+        run_pooled(2, partial(train, own_module=UsesWeightsElsewhere, strategy=FSDP, steps=1))
 
 
 class FailsOnce(Blocks):

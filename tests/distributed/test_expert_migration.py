@@ -24,7 +24,7 @@ from moe_lightning.state import transfer as state_transfer
 from moe_lightning.strategies import placed_experts
 from moe_lightning.strategies.placed_experts import PlacedExperts, grow, migrate_rows, next_slots
 from tests.distributed.balanced_training import random_placement, train
-from tests.distributed.harness import RankFailure, connect, run_ranks
+from tests.distributed.harness import RankFailure, connect, run_pooled, run_ranks
 from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference
 from tests.distributed.training import BRIEF, OwnModule, make_trainer
 from tests.parameters import slow
@@ -145,7 +145,7 @@ def test_a_rank_that_is_killed_between_exchanges_leaves_all_rows_as_they_were(tm
 
 
 def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, **BRIEF | options))
+    results: list[dict[str, Any]] = run_pooled(world_size, partial(train, **BRIEF | options))
     return results
 
 

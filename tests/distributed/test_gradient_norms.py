@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moe_lightning import GPTModule, OptimizerConfig, gradient_norms
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import RankFailure, run_pooled
 from tests.distributed.training import TINY, OwnModule, train
 
 
@@ -37,7 +37,7 @@ def norms(rank: int, world_size: int, strategy: dict[str, Any], of_lightning: bo
 
 @cache
 def of_one_rank() -> dict[str, float]:
-    found: dict[str, float] = run_ranks(1, norms, {}, True)[0]
+    found: dict[str, float] = run_pooled(1, norms, {}, True)[0]
     return found
 
 
@@ -51,14 +51,14 @@ def of_one_rank() -> dict[str, float]:
     ],
 )
 def test_norms_are_those_of_one_rank(ranks: int, strategy: dict[str, Any]) -> None:
-    for found in run_ranks(ranks, norms, strategy):
+    for found in run_pooled(ranks, norms, strategy):
         assert found == pytest.approx(of_one_rank(), rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("function", [partial(norms, strategy={"dense": "fsdp"}, of_lightning=True)])
 def test_stock_functions_name_ours(function: Any) -> None:
     with pytest.raises(RankFailure, match=r"grad_norm cannot read gradients .* use moe_lightning.gradient_norms"):
-        run_ranks(2, function)
+        run_pooled(2, function)
 
 
 # ---------------------------------------------------------------------- clipping by the user
@@ -186,7 +186,7 @@ def clipped(rank: int, world_size: int, kind: Any, strategy: dict[str, Any]) -> 
 
 @cache
 def clipped_on_one_rank(kind: type) -> list[float]:
-    losses: list[float] = run_ranks(1, clipped, kind, {})[0][0]
+    losses: list[float] = run_pooled(1, clipped, kind, {})[0][0]
     return losses
 
 
@@ -207,7 +207,7 @@ def clipped_on_one_rank(kind: type) -> list[float]:
     ],
 )
 def test_own_clipping_is_that_of_one_rank(kind: type, ranks: int, strategy: dict[str, Any]) -> None:
-    for losses, _ in run_ranks(ranks, clipped, kind, strategy):
+    for losses, _ in run_pooled(ranks, clipped, kind, strategy):
         assert losses == pytest.approx(clipped_on_one_rank(kind), rel=0, abs=1e-5)
 
 
@@ -237,4 +237,4 @@ def test_clipping_by_what_one_rank_knows_is_refused_before_the_update(
     kind: type, strategy: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RankFailure, match=message):
-        run_ranks(2, clipped, kind, strategy)
+        run_pooled(2, clipped, kind, strategy)

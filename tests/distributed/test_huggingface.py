@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import Moving
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import RandomTokens, Recorder, make_trainer, replicas_of
 from tests.huggingface_models import files_equal, inputs_for, logits_of, make_checkpoint, reloaded
 from tests.parameters import slow
@@ -158,7 +158,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(root: Path) -> dict[str, Any]:
-    result: dict[str, Any] = run_ranks(1, train, root, tuple({*NAMES, *IN_PARTS}), {})[0]
+    result: dict[str, Any] = run_pooled(1, train, root, tuple({*NAMES, *IN_PARTS}), {})[0]
     return result
 
 
@@ -217,7 +217,7 @@ def test_one_rank(root: Path, reference: dict[str, Any]) -> None:
 def test_ranks(
     world_size: int, names: tuple[str, ...], strategy: dict[str, Any], root: Path, reference: dict[str, Any]
 ) -> None:
-    ranks = run_ranks(world_size, train, root, names, strategy)
+    ranks = run_pooled(world_size, train, root, names, strategy)
     for name in names:
         check(name, root, reference, ranks, run_name(world_size, strategy))
         if "mesh" in strategy:
@@ -229,7 +229,7 @@ def test_ranks(
 
 def test_experts_that_move_and_visit(root: Path, reference: dict[str, Any]) -> None:
     moving = {"move_at": (1, 3), "slots": 5, "shadows": True}
-    ranks = run_ranks(2, train, root, NAMES, {"slots": 5}, moving)
+    ranks = run_pooled(2, train, root, NAMES, {"slots": 5}, moving)
     for name in NAMES:
         assert ranks[0][name]["moved"] > 0
         check(name, root, reference, ranks, "2m")
@@ -237,8 +237,8 @@ def test_experts_that_move_and_visit(root: Path, reference: dict[str, Any]) -> N
 
 def test_upcycled_models(root: Path) -> None:
     """Every rank copies the dense layer into its own slots; routers start alike; one loss sequence."""
-    reference = run_ranks(1, upcycle, root, {})[0]
-    ranks = run_ranks(2, upcycle, root, {"replicas": 2})
+    reference = run_pooled(1, upcycle, root, {})[0]
+    ranks = run_pooled(2, upcycle, root, {"replicas": 2})
     for name in UPCYCLED:
         dense = make_checkpoint(name, root / name / "again")
         expected = logits_of(dense, inputs_for(name)).numpy()
@@ -261,7 +261,7 @@ def _without_vacant(result: dict[str, Any]) -> dict[str, Any]:
 def test_models_train_alike_on_parts_of_sequences(root: Path, reference: dict[str, Any], tmp_path: Path) -> None:
     for name in IN_PARTS:
         shutil.copytree(root / name / "theirs", tmp_path / name / "theirs")
-    for result in run_ranks(2, train, tmp_path, IN_PARTS, {"mesh": {"cp": 2}}):
+    for result in run_pooled(2, train, tmp_path, IN_PARTS, {"mesh": {"cp": 2}}):
         for name in IN_PARTS:
             np.testing.assert_allclose(result[name]["losses"], reference[name]["losses"], rtol=0, atol=TOLERANCE)
             np.testing.assert_allclose(result[name]["logits"], reference[name]["logits"], rtol=0, atol=1e-3)
@@ -270,8 +270,8 @@ def test_models_train_alike_on_parts_of_sequences(root: Path, reference: dict[st
 def test_a_window_looks_back_over_parts(tmp_path: Path) -> None:
     names, changes = ("mixtral_tied",), {"sliding_window": 6}
     make_checkpoint(names[0], tmp_path / names[0] / "theirs", **changes)
-    alone = run_ranks(1, train, tmp_path, names, {})[0][names[0]]["losses"]
-    for result in run_ranks(2, train, tmp_path, names, {"mesh": {"cp": 2}}):
+    alone = run_pooled(1, train, tmp_path, names, {})[0][names[0]]["losses"]
+    for result in run_pooled(2, train, tmp_path, names, {"mesh": {"cp": 2}}):
         np.testing.assert_allclose(result[names[0]]["losses"], alone, rtol=0, atol=TOLERANCE)
 
 
@@ -297,7 +297,7 @@ def test_what_does_not_ask_for_other_parts_is_refused_on_parts(root: Path) -> No
     """Attention with sinks, in chunks, and layers that carry a state."""
     for name in REFUSED_IN_PARTS:
         make_checkpoint(name, root / name / "theirs")
-    for sentences in run_ranks(2, refusal, root):
+    for sentences in run_pooled(2, refusal, root):
         for kind, sentence in zip(REFUSED_IN_PARTS.values(), sentences, strict=True):
             assert f"({kind}) of HuggingFaceModule" in sentence
 
@@ -336,8 +336,8 @@ def upcycle_in_layers(rank: int, world_size: int, root: Path, strategy: dict[str
 
 
 def test_upcycled_and_padded(root: Path) -> None:
-    (alone,) = run_ranks(1, upcycle_in_layers, root, {})
-    for result in run_ranks(4, upcycle_in_layers, root, TP2):
+    (alone,) = run_pooled(1, upcycle_in_layers, root, {})
+    for result in run_pooled(4, upcycle_in_layers, root, TP2):
         for name, losses in alone.items():
             np.testing.assert_allclose(result[name], losses, rtol=0, atol=TOLERANCE, err_msg=name)
 
@@ -354,5 +354,5 @@ def refusal_in_layers(rank: int, world_size: int, root: Path) -> str:
 
 def test_unknown_layers_are_refused(root: Path) -> None:
     assert all(
-        "does not know the layers of a gpt2" in found for found in run_ranks(2, partial(refusal_in_layers, root=root))
+        "does not know the layers of a gpt2" in found for found in run_pooled(2, partial(refusal_in_layers, root=root))
     )

@@ -21,7 +21,7 @@ from moe_lightning.parallel.tensor import PartedForward
 from moe_lightning.state.tensors import cut_of, is_cut, local
 from moe_lightning.strategies import expert_parallel
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.training import BRIEF, BRIEF_ACCUMULATION, TINY, RandomTokens, make_trainer, train
@@ -53,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, **BRIEF | options))
+    results: list[dict[str, Any]] = run_pooled(world_size, partial(train, **BRIEF | options))
     return results
 
 
@@ -123,9 +123,9 @@ def weigh(rank: int, world_size: int, strategy: dict[str, Any]) -> dict[str, int
 
 
 def test_a_rank_holds_its_share_of_the_bytes() -> None:
-    (whole,) = run_ranks(1, partial(weigh, strategy={}))
+    (whole,) = run_pooled(1, partial(weigh, strategy={}))
     for ranks, strategy, shares in ((4, FSDP, 4), (4, HSDP, 2), (2, TP2, 2), (4, {**TP2, **FSDP}, 4)):
-        for found in run_ranks(ranks, partial(weigh, strategy=strategy)):
+        for found in run_pooled(ranks, partial(weigh, strategy=strategy)):
             for kind, nbytes in found.items():
                 assert nbytes == pytest.approx(whole[kind] / shares, rel=0.05), (kind, strategy)
 
@@ -220,14 +220,14 @@ def tensors(path: Path) -> dict[str, Tensor]:
 def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
     model = FOUR if any(name.startswith("pp") for name in (writer, *readers)) else LLAMA
     ranks, strategy = MESHES[writer]
-    run_ranks(ranks, partial(save, strategy=strategy, model=model, folder=str(tmp_path)))
+    run_pooled(ranks, partial(save, strategy=strategy, model=model, folder=str(tmp_path)))
     written = tensors(tmp_path / "one.ckpt")
     for reader in readers:
         for source in ("one.ckpt", "steps"):
             ranks, strategy = MESHES[reader]
             target = tmp_path / f"{reader}.ckpt"
             options = {"strategy": strategy, "model": model, "source": str(tmp_path / source), "target": str(target)}
-            run_ranks(ranks, partial(load, **options))
+            run_pooled(ranks, partial(load, **options))
             read = tensors(target)
             assert read.keys() == written.keys()
             assert all(torch.equal(read[name], tensor) for name, tensor in written.items()), (reader, source)

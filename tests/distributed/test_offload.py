@@ -68,7 +68,7 @@ def test_losses_norms_and_checkpoints_are_the_same_bits(
             *({"offloads": o, "steps": SAVED, "save_to": paths[o], **common} for o in (False, True)),
             *({"offloads": o, "steps": STEPS, "ckpt_path": paths[not o], **common} for o in (False, True)),
         ]
-        first, first_there, second, second_there = on_one_world(ranks, either, cases)
+        first, first_there, second, second_there = on_one_world(ranks, either, cases, pooled=False)
         for plain, offloaded in zip(first + second, first_there + second_there, strict=True):
             assert offloaded["copies"] > 0
             assert len(plain["losses"]) >= SAVED

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule, OptimizerConfig, PartialExpertsCheckpoint
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import RankFailure, run_pooled
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
 
 STEPS = 10
@@ -55,25 +55,25 @@ def fit(
     "name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow), pytest.param("fused", marks=pytest.mark.slow)]
 )
 def test_losses_do_not_depend_on_ranks_or_places(name: str, tmp_path: Path) -> None:
-    (alone,) = run_ranks(1, fit, name, {})
+    (alone,) = run_pooled(1, fit, name, {})
     assert alone[-1] < alone[0] - 0.1
-    assert run_ranks(2, fit, name, {"replicas": 2})[0] == pytest.approx(alone, abs=1e-5)
-    assert run_ranks(3, fit, name, {"dense": "zero1"})[0] == pytest.approx(alone, abs=1e-5)
+    assert run_pooled(2, fit, name, {"replicas": 2})[0] == pytest.approx(alone, abs=1e-5)
+    assert run_pooled(3, fit, name, {"dense": "zero1"})[0] == pytest.approx(alone, abs=1e-5)
     path = str(tmp_path / "four.ckpt")
-    run_ranks(2, fit, name, {}, path)
-    assert run_ranks(1, fit, name, {}, None, path)[0] == pytest.approx(alone[4:], abs=1e-5)
+    run_pooled(2, fit, name, {}, path)
+    assert run_pooled(1, fit, name, {}, None, path)[0] == pytest.approx(alone[4:], abs=1e-5)
 
 
 def test_factors_of_experts_move_with_them() -> None:
-    (alone,) = run_ranks(1, fit, "adafactor", {})
+    (alone,) = run_pooled(1, fit, "adafactor", {})
     assert alone[-1] < alone[0] - 0.1
-    assert run_ranks(2, fit, "adafactor", {"replicas": 2, "dense": "zero1"})[0] == pytest.approx(alone, abs=1e-5)
+    assert run_pooled(2, fit, "adafactor", {"replicas": 2, "dense": "zero1"})[0] == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.slow
 def test_fused_updates_of_rows_are_those_of_whole_parameters() -> None:
-    (alone,) = run_ranks(1, fit, "fused", {})
-    assert run_ranks(3, fit, "fused", {"dense": "fsdp"})[0] == pytest.approx(alone, abs=1e-5)
+    (alone,) = run_pooled(1, fit, "fused", {})
+    assert run_pooled(3, fit, "fused", {"dense": "fsdp"})[0] == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -81,9 +81,9 @@ def test_fused_updates_of_rows_are_those_of_whole_parameters() -> None:
 def test_partial_checkpoints_hold_the_states(name: str, tmp_path: Path) -> None:
     """All experts are in the last two checkpoints together, and the last restores what no step has changed since."""
     folder = f"{tmp_path}/"
-    run_ranks(2, fit, name, {"dense": "zero1"}, folder)
+    run_pooled(2, fit, name, {"dense": "zero1"}, folder)
     last = str(sorted(tmp_path.glob("step*"))[-1])
-    on_two, on_three = (run_ranks(ranks, fit, name, {}, None, last)[0] for ranks in (2, 3))
+    on_two, on_three = (run_pooled(ranks, fit, name, {}, None, last)[0] for ranks in (2, 3))
     assert on_three == pytest.approx(on_two, abs=1e-5)
     assert len(on_two) == STEPS - 4
 
@@ -100,4 +100,4 @@ def test_matrices_that_are_cut_are_refused(name: str, strategy: dict[str, Any], 
     """By what the user has set."""
     updates = f"{name.title()} updates the rows of a parameter by what is in other rows, and {said}"
     with pytest.raises(RankFailure, match=updates):
-        run_ranks(2, fit, name, strategy)
+        run_pooled(2, fit, name, strategy)

@@ -12,7 +12,7 @@ import pytest
 
 from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.data.instructions import InstructionData
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import TINY, Recorder, make_trainer
 
 LENGTH, BATCH, STEPS = 96, 8, 5
@@ -72,7 +72,7 @@ def test_the_loss_does_not_depend_on_the_world(
     world_size: int, mesh: dict[str, int], model: dict[str, Any], tmp_path: Path
 ) -> None:
     expected = train(0, 1, folder=tmp_path, **model)
-    for losses, norms in run_ranks(world_size, partial(train, folder=tmp_path, mesh=mesh, **model)):
+    for losses, norms in run_pooled(world_size, partial(train, folder=tmp_path, mesh=mesh, **model)):
         np.testing.assert_allclose(losses, expected[0], rtol=0, atol=1e-5)
         np.testing.assert_allclose(norms, expected[1], rtol=1e-4)
 
@@ -95,6 +95,6 @@ def test_hugging_face_models(name: str, mesh: dict[str, int], model: dict[str, A
     make_checkpoint(name, tmp_path / "model", **sizes, **window)
     fit: Any = partial(train, folder=tmp_path, pretrained=tmp_path / "model", **model)
     expected = fit(0, 1)
-    for losses, norms in run_ranks(2, partial(fit, mesh=mesh)):
+    for losses, norms in run_pooled(2, partial(fit, mesh=mesh)):
         np.testing.assert_allclose(losses, expected[0], rtol=0, atol=1e-5)
         np.testing.assert_allclose(norms, expected[1], rtol=1e-4)

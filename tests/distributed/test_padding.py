@@ -20,7 +20,7 @@ from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.data.instructions import InstructionData
 from moe_lightning.moe.layer import moe_layers
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
 from tests.parameters import slow
 
@@ -120,7 +120,7 @@ def test_a_mask_without_padding_changes_no_bit() -> None:
 )
 def test_the_loss_does_not_depend_on_the_world(world_size: int, cp: int, micros: int) -> None:
     expected = alone(micros)
-    for result in run_ranks(world_size, partial(train, dataset=Padded(), cp=cp, accumulate_grad_batches=micros)):
+    for result in run_pooled(world_size, partial(train, dataset=Padded(), cp=cp, accumulate_grad_batches=micros)):
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
         np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
         assert result["counts"] == expected["counts"]

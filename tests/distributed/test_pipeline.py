@@ -35,7 +35,7 @@ from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.moe.replayed_routing import TokenRange, read_samples, write_tokens
 from moe_lightning.parallel import exchange
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.test_meshes import FOUR, MESHES, PP, save
@@ -43,7 +43,7 @@ from tests.distributed.training import TINY, RandomTokens, make_trainer, replica
 from tests.distributed.training import train as train_tiny
 from tests.parameters import slow
 
-STEPS = 6  # of which an epoch has five
+STEPS = 4  # of which an epoch has three
 MICROS = 4
 
 
@@ -78,9 +78,9 @@ def train(
     own_module: Any = None,
     batch_size: int = 12,
     accumulate: int = 1,
-    samples: int = 60,
+    samples: int = 36,
     steps: int = STEPS,
-    every: int | float = 3,
+    every: int | float = 2,
     callbacks: tuple[pl.Callback, ...] = (),
     trainer: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -117,19 +117,19 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2": {"model": {**NOISY, "num_heads": 4}},
     "llama": {"model": {**GROUPED, **NOISY}},
     # Micro-batches of 7, 7, 6 and 6 samples, and few in the last step of an epoch.
-    "uneven": {"model": GROUPED, "samples": 96, "batch_size": 26},
-    "short": {"model": {**GROUPED, **NOISY, "qk_norm": False}, "samples": 96, "batch_size": 26, "steps": 5},
+    "uneven": {"model": GROUPED, "samples": 70, "batch_size": 26},
+    "short": {"model": {**GROUPED, **NOISY, "qk_norm": False}, "samples": 70, "batch_size": 26},
     # The last step of an epoch has one sample.
-    "few": {"samples": 58, "batch_size": 19, "every": 1.0, "model": {"moe_every": 2}},
+    "few": {"samples": 39, "batch_size": 19, "every": 1.0, "model": {"moe_every": 2}},
     "by value": {"trainer": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}},
     "three": {"model": {"num_layers": 3}},
-    "accumulated": {"model": NOISY, "samples": 96, "batch_size": 24},  # an epoch has four
+    "accumulated": {"model": NOISY, "samples": 72, "batch_size": 24},
 }
 
 
 @cache
 def reference(key: str) -> dict[str, Any]:
-    result: dict[str, Any] = run_ranks(1, partial(train, accumulate=MICROS, **CASES[key]))[0]
+    result: dict[str, Any] = run_pooled(1, partial(train, accumulate=MICROS, **CASES[key]))[0]
     return result
 
 
@@ -140,7 +140,8 @@ def in_stages(ranks: int, key: str = "", **options: Any) -> list[Any]:
     mesh = {"pp": 2, **strategy.get("mesh", {})}
     strategy = {"micro_batches": MICROS // accumulate, **strategy, "mesh": mesh}
     case = CASES[key] if key else {}
-    return run_ranks(ranks, partial(train, strategy=strategy, accumulate=accumulate, **case, **options))
+    training = partial(train, strategy=strategy, accumulate=accumulate, **case, **options)
+    return run_pooled(ranks, training)
 
 
 CP: dict[str, Any] = {"mesh": {"cp": 2}}

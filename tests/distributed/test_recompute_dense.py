@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import CompileDense, ConfigurationError, GPTModule, OptimizerConfig, RecomputeDense
 from moe_lightning.callbacks.dense_blocks import dense_parts
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
 from tests.parameters import slow
 
@@ -45,7 +45,7 @@ def fit(rank: int, world_size: int, strategy: dict[str, Any], again: bool) -> tu
 @pytest.mark.parametrize(("ranks", "dense"), [(1, "ddp"), slow(2, "ddp"), (2, "fsdp")])
 def test_losses_are_the_same_to_the_bit(ranks: int, dense: str) -> None:
     for (plain, before), (again, after) in zip(
-        run_ranks(ranks, fit, {"dense": dense}, False), run_ranks(ranks, fit, {"dense": dense}, True), strict=True
+        run_pooled(ranks, fit, {"dense": dense}, False), run_pooled(ranks, fit, {"dense": dense}, True), strict=True
     ):
         assert again == plain
         assert after["left"] == 0

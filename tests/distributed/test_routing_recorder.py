@@ -14,7 +14,7 @@ from moe_lightning import GPTModule, OptimizerConfig, RoutingReplay
 from moe_lightning.callbacks.routing import RoutingRecorder
 from moe_lightning.moe.forced_routing import ForcedRouting, Popularity
 from moe_lightning.moe.replayed_routing import TokenRange, read_samples
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import RankFailure, run_pooled
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer, train
 
 SKEWED = {"router": {"forced": {"kind": "drift", "exponent": 2.0, "period": 8}}}
@@ -24,7 +24,7 @@ TOKENS = 12 * 16 * 2
 
 def record(path: Path, world_size: int, every: int = 1, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     callbacks = [RoutingRecorder(str(path), every_n_steps=every)]
-    run_ranks(world_size, partial(train, callbacks=callbacks, model=SKEWED, **options))
+    run_pooled(world_size, partial(train, callbacks=callbacks, model=SKEWED, **options))
     with np.load(path, allow_pickle=False) as archive:
         return archive["counts"], archive["iteration"]
 
@@ -80,26 +80,26 @@ def fit(rank: int, world_size: int, replays: list[tuple[str, Any]], lr: float) -
 
 def test_the_same_tokens_take_the_same_experts_on_any_ranks(tmp_path: Path) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    (plain,) = run_ranks(1, fit, [(first, "record")], 3e-3)
-    one = run_ranks(1, fit, [(first, "replay")], 3e-3)[0]
-    two = run_ranks(2, fit, [(first, "replay")], 3e-3)[0]
+    (plain,) = run_pooled(1, fit, [(first, "record")], 3e-3)
+    one = run_pooled(1, fit, [(first, "replay")], 3e-3)[0]
+    two = run_pooled(2, fit, [(first, "replay")], 3e-3)[0]
     assert one == plain
     assert two == pytest.approx(plain, abs=1e-5)
-    run_ranks(2, fit, [(second, "record")], 3e-2)
+    run_pooled(2, fit, [(second, "record")], 3e-2)
     for step in range(STEPS):
         at = TokenRange(step=step, first_sample=0)
         ours, theirs = (read_samples(tmp_path / name, at, 2 * BATCH) for name in ("first", "second"))
         assert ours.shape == (12, 16, 2, 2)
         if step == STEPS - 1:
             assert not (ours == theirs).all(), "another learning rate would have routed otherwise"
-    (forced,) = run_ranks(1, fit, [(first, "replay")], 3e-2)
-    assert run_ranks(3, fit, [(first, "replay")], 3e-2)[0] == pytest.approx(forced, abs=1e-5)
+    (forced,) = run_pooled(1, fit, [(first, "replay")], 3e-2)
+    assert run_pooled(3, fit, [(first, "replay")], 3e-2)[0] == pytest.approx(forced, abs=1e-5)
 
 
 def test_the_end_of_a_recording_is_a_sentence(tmp_path: Path) -> None:
     folder = str(tmp_path / "routing")
-    run_ranks(1, fit, [(folder, "record")], 3e-3)
+    run_pooled(1, fit, [(folder, "record")], 3e-3)
     for path in (tmp_path / "routing").glob("step-00000003*"):
         path.unlink()
     with pytest.raises(RankFailure, match="no routing of sample 0 of step 3 in whole"):
-        run_ranks(1, fit, [(folder, "replay")], 3e-3)
+        run_pooled(1, fit, [(folder, "replay")], 3e-3)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.same_training import (
     CASES,
     TOLERANCE,
@@ -25,7 +25,7 @@ from tests.parameters import slow
 
 
 def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, **BRIEF | options))
+    results: list[dict[str, Any]] = run_pooled(world_size, partial(train, **BRIEF | options))
     return results
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.data.text import TextData, TokenWindows
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import TINY, make_trainer
 
 NAMES = ("prose", "digits", "small")
@@ -47,8 +47,8 @@ def test_each_source_has_a_loss_of_its_own(mesh: dict[str, int], packing: bool, 
     (tmp_path / "digits.txt").write_text("".join(f"{i * i}\n" for i in range(120)))
     (tmp_path / "small.txt").write_text("the least of them all\n" * 5)
     arguments: tuple[Any, ...] = tmp_path, {}, packing
-    (alone,) = run_ranks(1, _validate, *arguments)
+    (alone,) = run_pooled(1, _validate, *arguments)
     assert set(alone) == {"val/loss", *(f"val/{name}/loss" for name in NAMES)}
     assert len(set(alone.values())) == 4
-    for found in run_ranks(2, _validate, tmp_path, mesh, packing):
+    for found in run_pooled(2, _validate, tmp_path, mesh, packing):
         assert found == pytest.approx(alone, abs=1e-5)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from moe_lightning import ContextParallel, auxiliary_loss, global_mean, global_sum
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.strategies.steps import StepWeights
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import connect, run_pooled
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
 from tests.parameters import slow
 
@@ -132,7 +132,7 @@ def fit(rank: int, world_size: int, kind: str, strategy: dict[str, Any], micros:
 
 @cache
 def reference(kind: str, micros: int = 1) -> dict[str, Any]:
-    result: dict[str, Any] = run_ranks(1, fit, kind, {}, micros)[0]
+    result: dict[str, Any] = run_pooled(1, fit, kind, {}, micros)[0]
     return result
 
 
@@ -156,7 +156,7 @@ def reference(kind: str, micros: int = 1) -> dict[str, Any]:
 )
 def test_it_is_the_loss_of_the_global_batch(kind: str, world_size: int, strategy: dict[str, Any], micros: int) -> None:
     alone = reference(kind, micros)
-    ranks = run_ranks(world_size, fit, kind, strategy, micros)
+    ranks = run_pooled(world_size, fit, kind, strategy, micros)
     scale = 200.0 if kind.startswith("sum") else 1.0  # a sum over 192 tokens
     for result in ranks:
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=1e-5 * scale)
@@ -167,7 +167,7 @@ def test_it_is_the_loss_of_the_global_batch(kind: str, world_size: int, strategy
 
 
 def test_a_masked_mean_that_nobody_speaks_of_is_named_once() -> None:
-    alone, ranks = reference("plain"), run_ranks(2, fit, "plain", {})
+    alone, ranks = reference("plain"), run_pooled(2, fit, "plain", {})
     assert len(ranks[0]["warnings"]) == 1
     assert "moe_lightning.global_mean" in ranks[0]["warnings"][0]
     assert not alone["warnings"]
@@ -186,7 +186,7 @@ def fit_evenly_ignored(rank: int, world_size: int) -> list[str]:
 
 
 def test_parts_of_samples_ignore_unlike_numbers_of_targets() -> None:
-    assert len(run_ranks(2, fit_evenly_ignored)[0]) == 1
+    assert len(run_pooled(2, fit_evenly_ignored)[0]) == 1
 
 
 def means(rank: int, world_size: int) -> list[float]:
@@ -202,7 +202,7 @@ def means(rank: int, world_size: int) -> list[float]:
 
 
 def test_the_mean_is_the_same_to_the_last_bit_on_all_ranks() -> None:
-    first, *others = run_ranks(3, means)
+    first, *others = run_pooled(3, means)
     assert all(found == first for found in others)
 
 
@@ -241,7 +241,7 @@ def two_terms(rank: int, world_size: int) -> list[Tensor]:
 def test_every_term_of_a_micro_batch_counts_by_its_targets() -> None:
     """By the rule's formula, in one backward pass of one process."""
     torch.manual_seed(7)
-    before, *ranks = run_ranks(1, untrained)[0], *run_ranks(1, two_terms), *run_ranks(2, two_terms)
+    before, *ranks = run_pooled(1, untrained)[0], *run_pooled(1, two_terms), *run_pooled(2, two_terms)
     module = TwoTerms()
     for parameter, value in zip((module.embed.weight, module.out.weight, module.out.bias), before, strict=True):
         parameter.data.copy_(value)
@@ -279,6 +279,6 @@ class Penalized(OwnModule):
 @pytest.mark.parametrize("strategy", [{}, {"replicas": 2}])
 def test_a_penalty_on_experts_is_that_of_one_rank(strategy: dict[str, Any]) -> None:
     options = partial(train, own_module=Penalized, steps=6, batch_size=5, dataset_size=11)
-    (alone,) = run_ranks(1, options)
-    for result in run_ranks(3, partial(options, strategy=strategy)):
+    (alone,) = run_pooled(1, options)
+    for result in run_pooled(3, partial(options, strategy=strategy)):
         assert result["losses"] == pytest.approx(alone["losses"], rel=0, abs=1e-5)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule, MoELayer, OptimizerConfig
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.load_balancer import LoadBalancer
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer, quiet
 from tests.parameters import slow
 
@@ -116,7 +116,7 @@ def of_stock(rank: int, world_size: int, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["ema", "equal", "weights only", "every second step"])
 def test_one_rank_is_as_stock(kind: str) -> None:
     """Weights, averages, validations and files, to the bit."""
-    (ours,), (theirs,) = run_ranks(1, train, kind), run_ranks(1, of_stock, kind)
+    (ours,), (theirs,) = run_pooled(1, train, kind), run_pooled(1, of_stock, kind)
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
     assert_equal(ours["whole"], theirs["whole"])
     assert ours["saved"].keys() == theirs["saved"].keys()
@@ -161,8 +161,8 @@ def balancer() -> LoadBalancer:
     ],
 )
 def test_averages_are_those_of_one_process(ranks: int, strategy: dict[str, Any], options: dict[str, Any]) -> None:
-    (alone,) = run_ranks(1, partial(train, **options | {"callbacks": ()}), "ema")
-    found = run_ranks(ranks, partial(train, **options), "ema", strategy)
+    (alone,) = run_pooled(1, partial(train, **options | {"callbacks": ()}), "ema")
+    found = run_pooled(ranks, partial(train, **options), "ema", strategy)
     assert len(alone["losses"]) >= 2
     for one in found:
         assert one["losses"] == pytest.approx(alone["losses"], abs=1e-5)
@@ -201,11 +201,11 @@ def measured(rank: int, world_size: int, path: str) -> float:
 def test_a_resume_on_other_ranks_goes_on_with_both_weights(
     tmp_path: Path, source: str, before: tuple[int, Any], after: tuple[int, Any]
 ) -> None:
-    (quiet,) = run_ranks(1, partial(train, rate=0.01), "equal")
-    run_ranks(before[0], resumed, before[1], str(tmp_path), True)
-    loss = run_ranks(after[0], measured, str(tmp_path / source))[0]
+    (quiet,) = run_pooled(1, partial(train, rate=0.01), "equal")
+    run_pooled(before[0], resumed, before[1], str(tmp_path), True)
+    loss = run_pooled(after[0], measured, str(tmp_path / source))[0]
     assert loss == pytest.approx(quiet["losses"][1], abs=1e-5)
-    found = run_ranks(after[0], resumed, after[1], str(tmp_path / source), False)
+    found = run_pooled(after[0], resumed, after[1], str(tmp_path / source), False)
     assert found[0]["losses"] == pytest.approx(quiet["losses"][2:], abs=1e-5)
     assert_close(found[0]["whole"], quiet["whole"])
     assert_close(found[0]["saved"]["step=6"]["current_model_state"], quiet["saved"]["step=6"]["current_model_state"])

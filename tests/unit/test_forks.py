@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 from multiprocessing.connection import Connection
 
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.forks import FORKS, PRELOADED, forked
 
 
@@ -27,3 +28,21 @@ def test_ranks_and_their_forks_have_one_parent() -> None:
     assert set(PRELOADED) <= modules
     assert frozen > 100_000
     assert parent == parent_of_fork
+
+
+def visited(rank: int, world_size: int, keeps_thread: bool) -> tuple[int, str | None]:
+    before = os.environ.get("VISITED")
+    os.environ["VISITED"] = "1"
+    if keeps_thread:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid(), before
+
+
+def test_pooled_ranks_are_used_again_unless_they_keep_a_thread() -> None:
+    first = run_pooled(2, visited, False)
+    assert sorted(run_pooled(2, visited, False)) == sorted(first)
+    ((kept, _),) = run_pooled(1, visited, True)
+    assert kept in dict(first)
+    after = run_pooled(2, visited, False)
+    assert kept not in dict(after)
+    assert {variable for _, variable in (*first, *after)} == {None}
