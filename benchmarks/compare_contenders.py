@@ -45,19 +45,21 @@ class Contender:
         loop: compute experts one after the other, as stock PyTorch code does.
         saving: "file" and "thread" are Lightning's ModelCheckpoint, the latter with its AsyncCheckpointIO; "dcp" is
             torch's async_save; "every" and "quarter" are our callback with all of the experts or E/4; None: not at all.
+        each_step: save after every step; False: as often as the others.
     """
 
     strategy: Literal["ddp", "fsdp", "expert_parallel", "zero1", "cut", "cp", "tp", "pp"]
     loop: bool = False
     saving: Literal["file", "thread", "dcp", "every", "quarter"] | None = None
+    each_step: bool = False
 
     @property
     def is_ours(self) -> bool:
         return self.strategy in OURS
 
     def saves_every(self, steps: int) -> int:
-        """Steps between its checkpoints, where the stock ways save every so many."""
-        return 1 if self.saving in ("every", "quarter") else steps
+        """Steps between its checkpoints, where the others save every so many."""
+        return 1 if self.each_step else steps
 
 
 TRAININGS = {
@@ -78,7 +80,8 @@ SAVINGS = {
     "DDP, dcp.async_save": Contender(strategy="ddp", saving="dcp"),
     "FSDP2, ModelCheckpoint": Contender(strategy="fsdp", saving="file"),
     "ours, every expert": Contender(strategy="expert_parallel", saving="every"),
-    "ours, K = E/4": Contender(strategy="expert_parallel", saving="quarter"),
+    "ours, every expert, each step": Contender(strategy="expert_parallel", saving="every", each_step=True),
+    "ours, K = E/4, each step": Contender(strategy="expert_parallel", saving="quarter", each_step=True),
 }
 BASES = {"ddp": "DDP, our layer", "fsdp": "FSDP2, our layer", "expert_parallel": "ours"}
 """The training without checkpoints that each way to save is compared with."""
@@ -153,9 +156,19 @@ class TimedAsyncSave(Timed, AsyncSave):
 
 
 class TimedPartialExpertsCheckpoint(Timed, PartialExpertsCheckpoint):
-    """Ours, with its stall noted, and the shared memory that the snapshots of a rank take."""
+    """Ours, with its stall noted, and the shared memory that the snapshots of a rank take. The last step of the warm-up
+    waits for the first checkpoint, so that the start of the process that writes is not measured.
+    """
 
-    memory_bytes = 0
+    memory_bytes, warmup, folder = 0, 0, Path()
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.warmup - 1:
+            deadline = time.monotonic() + TIMEOUT.total_seconds()
+            while trainer.is_global_zero and not checkpoints(self.folder) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            trainer.strategy.barrier()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -166,8 +179,12 @@ class TimedPartialExpertsCheckpoint(Timed, PartialExpertsCheckpoint):
         super().on_train_end(trainer, pl_module)
 
 
-def saving_callback(contender: Contender, folder: Path, *, num_experts: int, every: int) -> Timed | None:
-    """What saves so often under a contender."""
+def saving_callback(contender: Contender, folder: Path, *, num_experts: int, every: int, warmup: int) -> Timed | None:
+    """What saves so often under a contender.
+
+    Args:
+        warmup: unmeasured steps.
+    """
     match contender.saving:
         case None:
             return None
@@ -177,9 +194,11 @@ def saving_callback(contender: Contender, folder: Path, *, num_experts: int, eve
             return TimedAsyncSave(folder, every)
         case "every" | "quarter":
             k = num_experts if contender.saving == "every" else max(1, num_experts // 4)
-            return TimedPartialExpertsCheckpoint(
+            ours = TimedPartialExpertsCheckpoint(
                 str(folder), every_n_steps=every, k_snapshot=k, save_on_train_end=False
             )
+            ours.folder, ours.warmup = folder, warmup
+            return ours
 
 
 def bytes_of_one(folder: Path, contender: Contender) -> int:

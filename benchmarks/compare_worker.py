@@ -39,8 +39,8 @@ from moe_lightning.strategies import ExpertParallelStrategy
 
 
 def warmup_steps(every: int) -> int:
-    """Unmeasured steps: at least three, and a multiple of the interval of checkpoints."""
-    return every * -(-3 // every)
+    """Unmeasured steps: at least three, and a multiple of the interval of checkpoints with one of them inside."""
+    return every * (1 + -(-3 // every))
 
 
 class ComparedModule(GPTModule):
@@ -127,7 +127,10 @@ def measure(contender: Contender, options: Options, folder: Path, rank: int, ran
         _COLLECTIVES._pickler, _COLLECTIVES._unpickler = _STOCK_OBJECTS
     pl.seed_everything(0, verbose=False)
     every, first = contender.saves_every(options.every), warmup_steps(options.every)
-    watch, saving = MemoryWatch(first), saving_callback(contender, folder, num_experts=options.experts, every=every)
+    watch, saving = (
+        MemoryWatch(first),
+        saving_callback(contender, folder, num_experts=options.experts, every=every, warmup=first),
+    )
     strategy = _strategy(contender, ranks)
     trainer = quiet_trainer(
         strategy,

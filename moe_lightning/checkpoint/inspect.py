@@ -72,7 +72,9 @@ def resolve(path: Place, report: Callable[[str], None] | None = None) -> Checkpo
         CheckpointError: there are checkpoints, but none is whole.
     """
     if not storage_of(path).is_dir(path):
-        raise ConfigurationError(f"{path} is not a directory: name a checkpoint, or the directory that holds them")
+        raise ConfigurationError(
+            f"{path} is not a directory of checkpoints: give the directory of a run, or of one or several checkpoints"
+        )
     if has_manifest(path):
         return Checkpoint(path)
     found = find_newest(path)

@@ -55,19 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run(arguments, Console(highlight=False))
     except ConfigurationError as error:
-        print(f"moe-ckpt: {error}", file=sys.stderr)
+        print(f"moe-ckpt: error: {error}", file=sys.stderr)
         return 2
     except CheckpointError as error:
-        print(f"moe-ckpt: {error}", file=sys.stderr)
+        print(f"moe-ckpt: error: {error}", file=sys.stderr)
         return 1
     except (MemoryError, RuntimeError) as error:
         sentence = sentence_of_memory(error)
         if sentence is None:
             raise
-        print(f"moe-ckpt: {sentence}", file=sys.stderr)
+        print(f"moe-ckpt: error: {sentence}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"moe-ckpt: {error.filename or getattr(arguments, 'path', '')}: {error.strerror}", file=sys.stderr)
+        print(f"moe-ckpt: error: {error.filename or getattr(arguments, 'path', '')}: {error.strerror}", file=sys.stderr)
         return 2
 
 

@@ -235,7 +235,7 @@ def test_mistakes_are_sentences(root: URL, faults: Faults, monkeypatch: pytest.M
         place_of("gs://bucket/x")
     with pytest.raises(FileNotFoundError, match="there is no such bucket: make it first"):
         storage_of(root).put(place_of("s3://nowhere/x/run.json"), b"")
-    with pytest.raises(ConfigurationError, match=r"s3://nowhere/x is not a directory: name a checkpoint"):
+    with pytest.raises(ConfigurationError, match=r"s3://nowhere/x is not a directory of checkpoints"):
         inspect.resolve(place_of("s3://nowhere/x"))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
