@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,30 +30,13 @@ from moe_lightning.state.tensors import local
 from moe_lightning.state.transfer import install
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.step_data import first_sampler, training_slice
+from moe_lightning.strategies.watch import FEWEST_LOSSES, limit_of
 from moe_lightning.strategies.worlds import ExpertParallelCallback, call_hook
 
-_FEWEST = 10
-"""Losses that a spike is compared with."""
-
-_MAD_TO_STD = 1.4826  # of normally distributed numbers
-_LEAST_SPREAD = 0.01  # of the median
 _MOST_SHOWN = 12
 _COLUMNS = ("step", "loss", "limit", "restored_step", "samples")
 
 logger = logging.getLogger(__name__)
-
-
-def limit_of(losses: Sequence[float], threshold: float) -> float:
-    """Return the loss above which one is a spike, infinity while there are few losses.
-
-    >>> limit_of([2.0] * 10, 5.0)
-    2.1
-    """
-    if len(losses) < _FEWEST:
-        return math.inf
-    median = statistics.median(losses)
-    deviation = statistics.median(abs(loss - median) for loss in losses)
-    return median + threshold * max(_MAD_TO_STD * deviation, _LEAST_SPREAD * abs(median))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,7 +119,7 @@ class SpikeGuard(ExpertParallelCallback):
         *,
         every_n_steps: PositiveInt = 20,
         threshold: Annotated[float, Interval(gt=0, le=1e6)] = 10.0,
-        window: Annotated[int, Interval(ge=_FEWEST, le=100_000)] = 100,
+        window: Annotated[int, Interval(ge=FEWEST_LOSSES, le=100_000)] = 100,
         max_rollbacks: NonNegativeInt = 3,
         path: str | None = None,
     ) -> None:
@@ -151,7 +133,7 @@ class SpikeGuard(ExpertParallelCallback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        own_strategy(trainer, "SpikeGuard")
+        own_strategy(trainer, "SpikeGuard").update.finite.ignore_spikes()
         if not pl_module.automatic_optimization:
             raise ConfigurationError(
                 "SpikeGuard returns to the end of a step, which manual optimization does not state: use automatic "

@@ -25,7 +25,7 @@ import time
 import traceback
 from bisect import bisect
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -39,7 +39,7 @@ from moe_lightning.elastic.protocol import ProcessClock
 from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.parallel.context import World, common_store
 from moe_lightning.strategies import process_stacks
-from moe_lightning.strategies.process_stacks import Process, Seen, place_of, relative
+from moe_lightning.strategies.process_stacks import Process, Seen, is_users, place_of, relative
 from moe_lightning.strategies.slow_ranks import Begun, SlowRank, SlowRankWatch
 from moe_lightning.user_errors import ALARMS
 
@@ -57,6 +57,7 @@ _LATE_FACTOR = 5
 _MOST_CALLS, _MOST_MARKS = 256, 2048
 _COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")
 _COLLECTIVES = "/torch/distributed/"
+_TRAINER = "/lightning/pytorch/"
 _LOADER = "/torch/utils/data/dataloader.py"
 _SAME_SIZES = {"all_reduce", "broadcast", "all_gather", "_all_gather_base", "_allgather_base"}
 """Operations to which all ranks give tensors of one size."""
@@ -101,6 +102,7 @@ class Standstill:
         step, phase: of training.
         place: of its main thread, see `place_of`.
         is_compiling: the main thread is in a compiler of torch or Triton.
+        is_in_users_code: the Trainer has called code of the user, or waits for a data loader.
         in_collective: the main thread waits in a collective.
         calls: the last collectives.
         stacks: of all threads.
@@ -112,6 +114,7 @@ class Standstill:
     step: int = 0
     phase: str = ""
     is_compiling: bool = False
+    is_in_users_code: bool = False
     in_collective: bool = False
     calls: Sequence[Call] = ()
     stacks: str = ""
@@ -161,6 +164,7 @@ _APART = (
     "probably made on some of them only, or in another order"
 )
 
+_ALONE = "it waits for no other rank"
 _NETWORK = "all ranks have come to it, so look at the network between them"
 
 
@@ -195,6 +199,8 @@ class Hang:
         """Return who waits for whom, where these are, and if the order of collectives differs; empty if nothing is
         certain.
         """
+        if len(self.ranks) == 1 and not self.silent:
+            return [f"no step for {self.seconds:.0f} s: the only rank does not come back", self._places([0]), _ALONE]
         late, stalled = self.culprits, sorted(self.ranks)
         waiting = [rank for rank in stalled if rank not in late]
         different = {} if self.silent else first_difference(self.ranks)
@@ -283,22 +289,28 @@ class HangWatch:
         self._batches += is_batch
 
     def begin(self, world: World, folder: str) -> None:
-        """Watch these ranks from now on; a world of one rank is not watched.
+        """Watch these ranks from now on.
 
         Args:
             folder: in which reports are written; a URL: the working directory.
         """
         self.end()
         store = common_store()
-        if self._limit_s is None or store is None or not world.is_connected:
+        if self._limit_s is None:
             return
         self._batches, self._ended = 0, threading.Event()
+        reports = Path("." if "://" in folder else folder) / "hangs"
+        if store is None or not world.is_connected:
+            process_stacks.show_stacks()  # of the workers of loaders
+            self._start(self._watch_alone, self._limit_s, self._ended, reports)
+            return
         watched = _Watched(world, store)
         # Stages of a pipeline differ, and wait for each other without a record.
         self._slow = SlowRankWatch(world.rank, world.size, store) if world.shape.pp == 1 else None
-        reports = Path("." if "://" in folder else folder) / "hangs"
-        arguments = (watched, self._limit_s, self._ended, reports)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="hang-watch", daemon=True)
+        self._start(self._run, watched, self._limit_s, self._ended, reports)
+
+    def _start(self, watch: Callable[..., None], *arguments: Any) -> None:
+        self._thread = threading.Thread(target=watch, args=arguments, name="hang-watch", daemon=True)
         self._thread.start()
 
     @property
@@ -349,6 +361,21 @@ class HangWatch:
             if hang.lines():
                 _report(hang, reports)
 
+    def _watch_alone(self, limit_s: float, ended: threading.Event, reports: Path) -> None:
+        """Report a rank that has no others if it does not come back from the user's code, or from a data loader."""
+        clock, batches, since, is_done = ProcessClock(), self._batches, 0.0, False
+        while not ended.wait(min(_LOOK_S, limit_s / 5)):
+            now = clock.tick()
+            if self._batches != batches:
+                batches, since, is_done = self._batches, now, False
+            is_late = now - since >= limit_s * _LATE_FACTOR
+            if is_done or now - since < limit_s or not (is_late or batches > 1):
+                continue
+            own = self._standstill(None, {})
+            if own.is_in_users_code and (is_late or not own.is_compiling):
+                is_done = True
+                _report(Hang(seconds=now - since, ranks={0: own}, is_late=is_late), reports)
+
     def _look_for_slow_ranks(self, watched: _Watched) -> None:
         if self._slow is None or not self._marks:
             return
@@ -357,13 +384,15 @@ class HangWatch:
             self._slow.publish(list(self._marks), watched.begun())
         self._slow.compare()
 
-    def _standstill(self, watched: _Watched, counts: Mapping[str, int]) -> Standstill:
+    def _standstill(self, watched: _Watched | None, counts: Mapping[str, int]) -> Standstill:
         frame = _main_frame()
         frames = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
         marks = list(self._marks) or [(0, 0, "setup")]
         times = [at for at, _, _ in marks]
         calls = []
-        for entry in private_torch.recorded_collectives(watched.since_ns)[-_MOST_CALLS:]:
+        recorded = [] if watched is None else private_torch.recorded_collectives(watched.since_ns)
+        for entry in recorded[-_MOST_CALLS:]:
+            assert watched is not None
             _, step, phase = marks[max(0, bisect(times, entry["time_created_ns"]) - 1)]
             calls.append(
                 Call(
@@ -383,6 +412,7 @@ class HangWatch:
             step=marks[-1][1],
             phase=marks[-1][2],
             is_compiling=_compiles(frames),
+            is_in_users_code=waits_for_loader or _is_below_lightning(frames),
             in_collective=bool(frames) and (_COLLECTIVES in frames[-1].filename or any(not c.is_done for c in calls)),
             calls=calls,
             stacks=_own_stacks(),
@@ -392,6 +422,12 @@ class HangWatch:
 
 def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _is_below_lightning(frames: Sequence[traceback.FrameSummary]) -> bool:
+    """Return True if the Trainer has called code of the user that has not returned."""
+    trainer = next((n for n, frame in enumerate(frames) if _TRAINER in frame.filename), len(frames))
+    return any(is_users(frame.filename) for frame in frames[trainer:])
 
 
 def _own_stacks() -> str:

@@ -164,11 +164,16 @@ def _host() -> str:
     return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
+def is_users(path: str) -> bool:
+    """Return True for a file of the user's own code."""
+    return not path.startswith(("<frozen ", *_LIBRARIES))
+
+
 def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return the place in a stack as text: the innermost line of the user's own code, and the functions that it has
     called, without those of torch.
     """
-    own = max((n for n, f in enumerate(frames) if not f.filename.startswith(("<frozen ", *_LIBRARIES))), default=-1)
+    own = max((n for n, f in enumerate(frames) if is_users(f.filename)), default=-1)
     calls = [f"{Path(f.filename).stem}.{f.name}" for f in frames[own + 1 :] if "/torch/" not in f.filename]
     parts = [f"in {' > '.join(calls[-_CALLS:])}"] if calls else []
     if own >= 0:

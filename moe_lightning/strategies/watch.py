@@ -1,13 +1,14 @@
 """Watch of losses and gradients that are not finite: it warns once with rank, step and samples, ends the run, or skips
-the update.
+the update. A spike of the loss is warned of, too.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
@@ -28,10 +29,32 @@ StopOnNan = Literal["end", "skip"]
 _MOST_SKIPPED = 10
 """Steps in a row; the weights are then beyond repair."""
 
+FEWEST_LOSSES = 10
+"""Losses that a spike is compared with."""
+
+_MAD_TO_STD = 1.4826  # of normally distributed numbers
+_LEAST_SPREAD = 0.01  # of the median
+_SPIKE, _LOSSES = 20.0, 100
+"""Spreads above the median of so many losses from which one of a micro-batch is reported."""
+
 _WARNED = "warned of a number"
+_WARNED_OF_SPIKE = "warned of a spike"
 _NORM = "the norm of the gradients"
 
 logger = logging.getLogger(__name__)
+
+
+def limit_of(losses: Sequence[float], threshold: float) -> float:
+    """Return the loss above which one is a spike, infinity while there are few losses.
+
+    >>> limit_of([2.0] * 10, 5.0)
+    2.1
+    """
+    if len(losses) < FEWEST_LOSSES:
+        return math.inf
+    median = statistics.median(losses)
+    deviation = statistics.median(abs(loss - median) for loss in losses)
+    return median + threshold * max(_MAD_TO_STD * deviation, _LEAST_SPREAD * abs(median))
 
 
 class UpdateSkipped(Exception):
@@ -66,7 +89,9 @@ class FiniteWatch:
 
     def __init__(self, stop: StopOnNan | None) -> None:
         self.stop = stop
-        self._flying: deque[tuple[Tensor, Any, Callable[[float], _Finding | None]]] = deque()
+        self._flying: deque[tuple[Tensor, Any, Callable[[float], _Finding | None], Callable[[], str] | None]] = deque()
+        self._losses: deque[float] = deque(maxlen=_LOSSES)
+        self._watches_spikes = True
         self._found: _Finding | None = None
         self._places: list[Callable[[], str]] = []
         self._own: list[Tensor] = []
@@ -92,7 +117,11 @@ class FiniteWatch:
         if self._is_new_step:
             self._places, self._is_new_step = [], False
         self._places.append(place)
-        self._fly(loss.detach(), lambda value: _Finding(f"the loss is {value}", place(), is_cause=True))
+        self._fly(loss.detach(), lambda value: _Finding(f"the loss is {value}", place(), is_cause=True), place)
+
+    def ignore_spikes(self) -> None:
+        """Warn of no spike from now on."""
+        self._watches_spikes = False
 
     def look_at_own(self, gradients: Tensor) -> None:
         """Check gradients of this rank, before they are summed over ranks: they tell whose samples are the cause."""
@@ -165,14 +194,22 @@ class FiniteWatch:
         _restore(module, before or {})
         return True
 
-    def _fly(self, value: Tensor, find: Callable[[float], _Finding | None]) -> None:
+    def _fly(
+        self, value: Tensor, find: Callable[[float], _Finding | None], place: Callable[[], str] | None = None
+    ) -> None:
+        """Read a number as soon as it has arrived.
+
+        Args:
+            find: called if it is not finite.
+            place: of a loss.
+        """
         arriving = (value, None) if value.device.type == "cpu" else read_later(value)
-        self._flying.append((*arriving, find))
+        self._flying.append((*arriving, find, place))
         self._read(waits=self.stop is not None)
 
     def _read(self, *, waits: bool) -> None:
         while self._flying:
-            value, arrived, find = self._flying[0]
+            value, arrived, find, place = self._flying[0]
             if arrived is not None and not arrived.query():
                 if not waits:
                     return
@@ -183,15 +220,34 @@ class FiniteWatch:
                 self._found = self._found or find(number)
                 if self._found is not None:
                     self._warn(self._found)
+            elif place is not None and self._watches_spikes and math.isfinite(number):
+                self._look_for_spike(number, place)
+
+    def _look_for_spike(self, loss: float, place: Callable[[], str]) -> None:
+        limit, known = limit_of(self._losses, _SPIKE), len(self._losses)
+        self._losses.append(loss)
+        if loss <= limit:
+            return
+        self._watches_spikes = False  # one line a run
+        if _is_first(_WARNED_OF_SPIKE):
+            write_to_terminal(
+                f"warning: the loss is {loss:.4g} {place()}, and was below {limit:.4g} in the {known} micro-batches "
+                "before; training continues: callbacks=spike_guard would return to the state before it"
+            )
 
     def _warn(self, finding: _Finding) -> None:
         if self.stop is not None or self._has_warned:
             return
         self._has_warned = True
-        store = common_store()
-        if store is None or store.add(_WARNED, 1) == 1:  # with the next update all ranks have such losses
+        if _is_first(_WARNED):  # with the next update all ranks have such losses
             message = f"{finding.what} {finding.place}"
             write_to_terminal(f"warning: {message}; training continues: stop_on_nan=end or skip would stop it")
+
+
+def _is_first(key: str) -> bool:
+    """Return True on the first rank that asks for a key."""
+    store = common_store()
+    return store is None or store.add(key, 1) == 1
 
 
 def _named_gradients(named: Mapping[str, nn.Parameter]) -> str:

@@ -134,7 +134,8 @@ def fit(
             break_connections()
 
     hangs.write_to_terminal = heard  # type: ignore[assignment]
-    private_torch.set_group_timeout(dist.group.WORLD, timedelta(seconds=PATIENCE_S))
+    if world_size > 1:
+        private_torch.set_group_timeout(dist.group.WORLD, timedelta(seconds=PATIENCE_S))
     strategy = {"hang_report_s": LIMIT_S, "timeout_s": PATIENCE_S}
     trainer = make_trainer(rank, world_size, strategy, callbacks=[case()] if case else [], max_steps=6)
     data = RandomTokens() if case else SlowTokens(rank, is_locked=workers > 0)
@@ -217,6 +218,29 @@ def test_collectives_in_another_order_are_named() -> None:
     assert "ranks 0 and 1 wait for each other" in who
     assert "in on_train_batch_start: dist.all_reduce(torch.zeros(7), group=group)" in where
     assert "or in another order" in order
+
+
+class Alone(Case):
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == AT:
+            Path("since-0").write_text(str(time.time()))
+            reported()
+
+
+def test_a_loop_of_the_only_rank_is_reported() -> None:
+    who, where, order, text = report_of(1, Alone)
+    assert who.startswith("no step for ")
+    assert who.endswith(" s: the only rank does not come back")
+    assert "in reported: time.sleep(0.01)" in where
+    assert order.startswith("it waits for no other rank; stacks and ")
+    assert " in on_train_batch_start\n" in text
+
+
+def test_a_user_is_named_only_where_the_trainer_has_called_him() -> None:
+    trainer = traceback.FrameSummary(pl.__file__.replace("__init__", "trainer/trainer"), 1, "fit")
+    own = traceback.FrameSummary("/home/user/train.py", 1, "main")
+    assert not hangs._is_below_lightning([own, trainer])
+    assert hangs._is_below_lightning([own, trainer, own])
 
 
 class OnOneRank(Case):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import re
 import warnings
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moe_lightning.callbacks.lost_tokens import TokenCounts
+from moe_lightning.callbacks.spike_guard import SpikeGuard
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import NonFiniteLossError
 from moe_lightning.moe.layer import MoELayer
@@ -97,6 +99,33 @@ def fit(rank: int, world_size: int, stop: str | None, options: dict[str, Any]) -
             told = str(error)
     is_whole = all(bool(p.isfinite().all()) for p in module.parameters())
     return {"told": told, "steps": trainer.global_step, "whole": is_whole, "text": text.getvalue()}
+
+
+class Spike(OwnModule):
+    """From step 40 on the losses of rank 1 are ten times as high."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 10 if self.trainer.global_step >= 40 and self.trainer.global_rank == 1 else loss
+
+
+def warned_of(rank: int, world_size: int, module: type[OwnModule], guard: bool) -> list[str]:
+    text = io.StringIO()
+    callbacks = [SpikeGuard(threshold=1e6)] if guard else []
+    trainer = make_trainer(rank, world_size, {}, callbacks=callbacks, max_steps=60)
+    with contextlib.redirect_stderr(text):
+        trainer.fit(module(), DataLoader(RandomTokens(12 * 60), batch_size=12))
+    return [line for line in text.getvalue().splitlines() if line.startswith("warning: the loss")]
+
+
+def test_a_spike_is_one_sentence_and_calm_losses_none() -> None:
+    silent, lines = run_ranks(2, warned_of, Spike, False)
+    assert silent == []
+    (line,) = lines
+    assert re.match(r"warning: the loss is \d+\.\d+ on rank 1 in the step after step 40 \(samples .* data set\)", line)
+    assert "micro-batches before; training continues: callbacks=spike_guard would return" in line
+    assert run_ranks(2, warned_of, OwnModule, False) == [[], []]
+    assert run_ranks(2, warned_of, Spike, True) == [[], []], "SpikeGuard has words of its own"
 
 
 def words_of(rank_of_bad: int) -> str:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from moe_lightning.callbacks.spike_guard import SpikeGuard, limit_of
+from moe_lightning.callbacks.spike_guard import SpikeGuard
 from moe_lightning.errors import ConfigurationError, LossSpikeError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.watch import limit_of
 from tests.chaos.elastic_worker import state_digests
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, Warned, make_trainer
