@@ -33,6 +33,7 @@ from moe_lightning.checkpoint.storage import absolute, place_of, shared_place
 from moe_lightning.checkpoint.storage.interface import URL
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import Coefficient, PositiveInt, Seconds, validated
+from moe_lightning.errors import StateDamagedError
 from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.train_state import TrainState
@@ -469,6 +470,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave copied state to the agent, which outlives this process and still writes it."""
+        if isinstance(exception, StateDamagedError) and self.session is not None and trainer.is_global_zero:
+            self.session.mark_damaged(exception.last_good)
         self._close(wait=False)
 
     def _close(self, *, wait: bool) -> None:

@@ -3,6 +3,7 @@
     ROOT/run.json                       the run that the directory belongs to
     ROOT/.staging-wWORLD-SESSION-STEP/  parts being written: data files and part-RANK.json
     ROOT/step-00000120/                 a checkpoint: data files, .metadata (for stock dcp.load), MANIFEST.json
+    ROOT/.damaged-SESSION-after-STEP    memory was damaged since: later checkpoints of the session are not restored
 
 On a file system a directory gets its name by a rename after everything in it, MANIFEST.json last, has been forced to
 disk, so a checkpoint that has a name is whole. Data files are immutable. Experts that were not saved this time are hard
@@ -230,11 +231,26 @@ def previous_of(root: Place, session: str, step: int) -> tuple[Place, Manifest] 
 
 
 _MARK = re.compile(r"\.world-(\d+)")
+_DAMAGE = re.compile(r"\.damaged-([\w-]+)-after-(\d+)")
 _LOCK = re.compile(r"\.lock(?:-(\d+))?")
 
 
 class Superseded(CheckpointError):
     """A newer world saves here or has resumed from here."""
+
+
+def mark_damaged(root: Place, session: str, step: int) -> None:
+    """Record that what a session saves of steps after this one may hold damaged memory."""
+    storage_of(root).put(root / f".damaged-{session}-after-{max(0, step)}", b"")
+
+
+def damaged_after(root: Place) -> dict[str, int]:
+    """Return the last step that is good of each session that has saved damaged memory since."""
+    found: dict[str, int] = {}
+    for name in storage_of(root).names(root):
+        if match := _DAMAGE.fullmatch(name):
+            found[match[1]] = min(int(match[2]), found.get(match[1], int(match[2])))
+    return found
 
 
 def newest_world(root: Place) -> int:

@@ -31,7 +31,14 @@ import xxhash
 from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.directory import checkpoints, directories, has_manifest, read_manifest, run_record_problem
+from moe_lightning.checkpoint.directory import (
+    checkpoints,
+    damaged_after,
+    directories,
+    has_manifest,
+    read_manifest,
+    run_record_problem,
+)
 from moe_lightning.checkpoint.files import TRUST_ADVICE, load_plain, load_trusted
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest, check_coverage
 from moe_lightning.checkpoint.policy import unseen_tokens
@@ -412,20 +419,13 @@ def unreadable(root: Place) -> Iterator[str]:
 _MOST_LISTED = 3
 
 
-def find_usable(
-    root: Place,
-    *,
-    run: str | None = None,
-    report: Callable[[str], None] | None = None,
-    accepts: Callable[[Manifest], bool] = lambda _: True,
-) -> Found:
-    """The newest checkpoint that is whole or can be repaired.
+def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], None] | None = None) -> Found:
+    """The newest checkpoint that is whole or can be repaired, and no memory was damaged before it was saved.
 
     Args:
         root: a directory of checkpoints; it may be empty or missing.
         run: the run that they must belong to, if that matters.
         report: called with each problem and its repair.
-        accepts: True for manifests of checkpoints that may be used.
     """
     problems: list[str] = []
 
@@ -439,7 +439,12 @@ def find_usable(
     if record_problem is not None:
         note(f"{record_problem}; the checkpoints beside it tell the run")
     note(*unreadable(root))
-    readable = [path for path, manifest in checkpoints(root) if accepts(manifest)]
+    damaged, readable = damaged_after(root), []
+    for path, manifest in checkpoints(root):
+        if manifest.step <= (good := damaged.get(manifest.session, manifest.step)):
+            readable.append(path)
+        else:
+            note(f"{path} may hold memory that was damaged after step {good}", then="; the one before it is tried")
     for path in readable:
         try:
             checkpoint, sentences = _mend(Checkpoint(path, run=run), readable)

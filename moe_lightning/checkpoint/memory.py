@@ -31,7 +31,7 @@ from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.arena import ARENAS, Arena, SnapshotIndex, arenas_name, digest_of, existing_arenas
 from moe_lightning.checkpoint.directory import run_of
 from moe_lightning.checkpoint.loader import Checkpoint, CheckpointSource, find_usable
-from moe_lightning.checkpoint.manifest import Manifest, dump_json, read_json
+from moe_lightning.checkpoint.manifest import dump_json, read_json
 from moe_lightning.checkpoint.protection import sub_shard
 from moe_lightning.checkpoint.recovery_plan import (
     Decode,
@@ -596,13 +596,13 @@ class RecoverySources:
         run, arenas = run_of(self.root), self.arenas
         return local_inventory(arenas, run) if run is not None and arenas is not None else []
 
-    def newest_checkpoint(self, accepts: Callable[[Manifest], bool]) -> Checkpoint | None:
-        """The newest accepted checkpoint on storage that is whole or can be repaired; one rank of the world asks."""
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint on storage that is whole or can be repaired; one rank of the world asks."""
         run = run_of(self.root)
         if run is None:
             return None
         self.enter()
-        return find_usable(self.root, run=run, report=self.report, accepts=accepts).checkpoint
+        return find_usable(self.root, run=run, report=self.report).checkpoint
 
 
 def storage_inventory(checkpoint: Checkpoint) -> StorageInventory:

@@ -28,7 +28,7 @@ from moe_lightning.checkpoint.arena import (
 )
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.contents import MeasuredTimes, SnapshotContents
-from moe_lightning.checkpoint.directory import check_world, claim, enter_world, next_world, run_of
+from moe_lightning.checkpoint.directory import check_world, claim, enter_world, mark_damaged, next_world, run_of
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
@@ -278,6 +278,10 @@ class CheckpointSession:
             )
         )
         return True
+
+    def mark_damaged(self, step: int) -> None:
+        """Record that what this session has saved since a step may hold damaged memory."""
+        mark_damaged(self._root, self._session, step)
 
     def close(
         self, *, timeout_s: float, wait: bool = True, is_broken: Callable[[], bool] = lambda: False

@@ -485,7 +485,7 @@ class ElasticWorlds:
             return error
         if error.is_here:
             self.step.begin_overwriting()  # by those of a rank that has them, or of what was saved
-        self._planner.distrust_after(error.last_good)
+        self._planner.distrust_after(error.last_good, marks=self._strategy.worlds.present.rank == 0)
         return WorldChanged(error.reason)
 
     def _wait_for_ranks(self) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.balancing.repair import Repair, repair_stages
+from moe_lightning.checkpoint.directory import mark_damaged
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.memory import MemoryCheckpoint, RecoverySources, fetch, storage_inventory
 from moe_lightning.checkpoint.recovery_plan import (
     RankInventory,
@@ -72,12 +72,19 @@ class RecoveryPlanner:
         self.storage: Checkpoint | None = None
         self._distrusted: tuple[int, str] | None = None  # after this step of sessions up to this one
 
-    def distrust_after(self, step: int) -> None:
-        """Use nothing that was saved after a step so far: it may be damaged."""
-        sessions = [] if self.sources is None else [snapshot.session for snapshot in self.sources.snapshots()]
-        self._distrusted = step, max(sessions, default="")
+    def distrust_after(self, step: int, *, marks: bool) -> None:
+        """Use nothing that was saved after a step so far: it may be damaged.
 
-    def _is_trusted(self, saved: SnapshotInventory | Manifest) -> bool:
+        Args:
+            marks: True on one rank, which records it for later runs.
+        """
+        assert self.sources is not None
+        session = max((snapshot.session for snapshot in self.sources.snapshots()), default="")
+        self._distrusted = step, session
+        if marks and session:
+            mark_damaged(self.sources.root, session, step)
+
+    def _is_trusted(self, saved: SnapshotInventory) -> bool:
         if self._distrusted is None:
             return True
         step, session = self._distrusted
@@ -142,7 +149,7 @@ class RecoveryPlanner:
 
     def _newest_on_storage(self, sources: RecoverySources, world: World) -> StorageInventory | None:
         """Return the inventory of the newest checkpoint that is whole or can be repaired, as rank 0 finds it."""
-        checkpoint = sources.newest_checkpoint(self._is_trusted) if world.rank == 0 else None
+        checkpoint = sources.newest_checkpoint() if world.rank == 0 else None
         own = None
         if checkpoint is not None:
             own = [str(checkpoint.path), checkpoint.substitutes, storage_inventory(checkpoint).to_json()]

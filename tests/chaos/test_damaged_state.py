@@ -10,9 +10,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from moe_lightning.checkpoint.directory import damaged_after
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import assert_same_losses, elastic_run, reference
+from tests.chaos.elastic_worker import checkpoints_of
 from tests.forks import PATIENCE_S
 from tests.parameters import slow
 
@@ -96,4 +98,5 @@ def test_what_one_rank_alone_held_comes_from_the_snapshot_before(
         assert len(reports) == 2
         assert all("has changed in the memory of rank 1" in report["reason"] for report in reports)
         assert all(0 < report["step"] < 7 and report["lost_ranks"] == [] for report in reports), "7 was damaged"
+        assert list(damaged_after(checkpoints_of(tmp_path)).values()) == [6]
         assert_same_losses(run, reference(STEPS))

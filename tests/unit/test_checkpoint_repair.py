@@ -69,6 +69,19 @@ def test_an_undamaged_directory_needs_nothing(root: Path) -> None:
     assert_holds(found.checkpoint, VERSIONS)
 
 
+@pytest.mark.parametrize(("good", "found_step"), [(9, 3), (2, 2), (1, 1), (0, None)])
+def test_what_was_saved_after_memory_was_damaged_is_passed_over(root: Path, good: int, found_step: int | None) -> None:
+    session = Checkpoint(root / "step-00000003").manifest.session
+    directory.mark_damaged(root, "another", 0)
+    directory.mark_damaged(root, session, good + 1)
+    directory.mark_damaged(root, session, good)
+    told: list[str] = []
+    found = find_usable(root, report=told.append).checkpoint
+    assert (None if found is None else found.step) == found_step
+    assert len(told) == max(0, 3 - good)
+    assert all(f"may hold memory that was damaged after step {good}" in line for line in told)
+
+
 def test_an_expert_that_was_just_written_comes_back_older(root: Path) -> None:
     key = "expert/1/2/weight/w1"
     path, start, _ = places(root, 3, key)
