@@ -37,7 +37,7 @@ def communicator_s(ranks: int) -> float:
         return 0.0
     logs, seconds = np.log2([size for size, _ in _COMMUNICATORS]), [time for _, time in _COMMUNICATORS]
     beyond = max(0.0, math.log2(ranks) - logs[-1]) * (seconds[-1] - seconds[-2]) / (logs[-1] - logs[-2])
-    return float(np.interp(math.log2(ranks), logs, seconds)) + beyond
+    return float(np.interp(math.log2(ranks), logs, seconds) + beyond)
 
 
 @dataclass(frozen=True, kw_only=True)

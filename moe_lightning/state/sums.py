@@ -144,7 +144,7 @@ def state_units(state: State, buffers: Collection[str]) -> list[StateUnit]:
     Args:
         buffers: names of those that are the same on all their holders; others are left out.
     """
-    found = []
+    found: list[StateUnit] = []
     for layer, stack in enumerate(state.stacks):
         found += _experts(layer, stack, stack.tensors([optimizer for optimizer, _ in state.optimizers]))
     for piece in state.dense_pieces(transient=True):

@@ -69,7 +69,8 @@ def test_a_rank_that_is_damaged_twice_leaves(tmp_path: Path) -> None:
     with elastic_run(tmp_path, workers=3, steps=STEPS, strategy={"check_state_every": 1}, callbacks=callbacks) as run:
         for worker in range(3):
             run.processes[worker].join(PATIENCE_S)
-        assert sorted(run.processes[worker].exitcode for worker in range(3)) == [0, 0, 1], run.words()
+        codes = [run.processes[worker].exitcode for worker in range(3)]
+        assert sorted(code for code in codes if code is not None) == [0, 0, 1], run.words()
         assert "Preempted: its memory was damaged 2 times" in run.words()
         assert_same_losses(run, reference(STEPS))
         assert all(report["ranks_after"] == 2 and report["steps_lost"] == 0 for report in run.reports())
