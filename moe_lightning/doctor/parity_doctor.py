@@ -163,7 +163,9 @@ def _of_gradient(first: Parting, alike: Sequence[Parting], num_ranks: int) -> st
         return f"a sum over {of} stands where their mean is due, or it is summed twice{_all(alike)}"
     if not math.isnan(ratio) and 0 < ratio < 0.7 and abs(1 / ratio - round(1 / ratio)) < 0.01 / ratio:
         return f"it is divided by {round(1 / ratio)} once too often{_all(alike)}"
-    return f"parts of some ranks are lacking or come twice, or one term of the loss is weighed otherwise{_all(alike)}"
+    likely = "parts of some ranks are lacking or come twice, or one term of the loss is weighed otherwise"
+    later = ", or gradients of the step before are still in it" if first.step > 1 else ""
+    return f"{likely}{later}{_all(alike)}"
 
 
 def _of_update(first: Parting) -> str:
@@ -172,6 +174,8 @@ def _of_update(first: Parting) -> str:
     if not first.here:
         return "the optimizer leaves it out"
     times = "" if math.isnan(first.ratio) else f" ({first.ratio:.4g} times the step)"
+    if first.step > 1:
+        return f"its gradient is the same, and so was the update before: moments, betas or a schedule{times}"
     return f"its gradient is the same: learning rate, weight decay, or another setting of its group{times}"
 
 

@@ -337,3 +337,199 @@ BUGS: dict[str, SeededBug] = {
     ),
     "sign": SeededBug(lambda: Seed(at_gradients=_flip_head), "gradient", "model.norm.weight", "sign"),
 }
+
+
+# ---------------------------------------------------------------------- in the user's module and callbacks
+
+
+def _at_start(change: Callable[[Any, int], object]) -> Callable[[], Seed]:
+    """Return a seed that changes the module of a rank before the first step."""
+    return lambda: Seed(at_start=lambda trainer, module, rank: change(module, rank))
+
+
+def _at_gradients(change: Callable[[Any, int], object]) -> Callable[[], Seed]:
+    """Return a seed that changes gradients of a rank, as hooks of the user's do."""
+    return lambda: Seed(at_gradients=lambda trainer, module, rank: change(module, rank))
+
+
+def _after_step(step: int, change: Callable[[pl.Trainer, Any, int], object]) -> Callable[[], Seed]:
+    """Return a seed that changes a rank at the end of a step."""
+    return lambda: Seed(
+        at_end=lambda trainer, module, rank: trainer.global_step == step and change(trainer, module, rank)
+    )
+
+
+def _output(path: str, change: Callable[[Any], Any], *ranks: int) -> Callable[[], Seed]:
+    """Return a seed that changes the output of a part of the model."""
+    return lambda: _output_of(lambda module: module.model.get_submodule(path), change, *ranks)
+
+
+def _loss(change: Callable[[Tensor, int], Tensor]) -> Callable[[], Seed]:
+    """Return a seed that changes the loss of the training step."""
+
+    def install(module: Any, rank: int) -> None:
+        own = module.training_step
+        module.training_step = lambda *args: change(own(*args), rank)
+
+    return _at_start(install)
+
+
+def _targets(change: Callable[[Tensor], Tensor], *ranks: int) -> Callable[[], Seed]:
+    """Return a seed that changes the targets in the training step, behind the loader."""
+
+    def install(module: Any, rank: int) -> None:
+        own = module.training_step
+        if rank in ranks:
+            module.training_step = lambda batch, *index: own((batch[0], change(batch[1])), *index)
+
+    return _at_start(install)
+
+
+def _group(settings: Callable[[dict[str, Any]], dict[str, Any]], group: int, *ranks: int) -> Callable[[], Seed]:
+    """Return a seed that changes settings of a group of parameters."""
+
+    def change(trainer: pl.Trainer, module: Any, rank: int) -> None:
+        if not ranks or rank in ranks:
+            found = trainer.optimizers[0].param_groups[group]
+            found.update(settings(found))
+
+    return lambda: Seed(at_start=change)
+
+
+def _transposed_gradient(module: Any, rank: int) -> None:
+    gradient = module.model.blocks[0].attention.out.weight.grad
+    gradient.copy_(gradient.T.clone())
+
+
+def _accumulated() -> Seed:
+    """Gradients of a step are not set to zero before the next one."""
+    kept: dict[str, Tensor] = {}
+
+    def add(trainer: pl.Trainer, module: Any, rank: int) -> None:
+        for name, parameter in module.model.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(kept.get(name, torch.zeros(())))
+                kept[name] = parameter.grad.clone()
+
+    return Seed(at_gradients=add)
+
+
+def _moments(change: Callable[[Tensor], object], *ranks: int) -> Callable[[pl.Trainer, Any, int], None]:
+    def wrong(trainer: pl.Trainer, module: Any, rank: int) -> None:
+        for state in trainer.optimizers[0].state.values():
+            if not ranks or rank in ranks:
+                change(state["exp_avg"])
+
+    return wrong
+
+
+def _unscaled_attention(module: Any, rank: int) -> None:
+    own = module.model.blocks[0].attention.qkv.forward
+    module.model.blocks[0].attention.qkv.forward = lambda x: torch.cat(
+        [own(x)[..., :32] * 8**0.5, own(x)[..., 32:]], dim=-1
+    )
+
+
+def _swapped_experts(module: Any, rank: int) -> None:
+    for stack in moe_layers(module)[0].experts.stacked_parameters().values() if rank else ():
+        stack.data[[0, 1]] = stack.data[[1, 0]]
+
+
+def _noisy_router(module: Any, rank: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    moe_layers(module)[0].router.register_forward_pre_hook(
+        lambda part, arguments: (
+            arguments[0] + 0.1 * torch.randn(arguments[0].shape, generator=generator),
+            *arguments[1:],
+        )
+    )
+
+
+def _clipped_twice() -> Seed:
+    def install(trainer: pl.Trainer, module: Any, rank: int) -> None:
+        precision: Any = trainer.strategy.precision_plugin
+        own = precision.clip_grad_by_norm
+        precision.clip_grad_by_norm = lambda optimizer, most: own(optimizer, most / 2)
+
+    return Seed(at_start=install)
+
+
+USERS: dict[str, SeededBug] = {
+    "loss_times_ranks": SeededBug(_loss(lambda loss, rank: 2 * loss), "loss", "", "2 times that: all layers are"),
+    "loss_of_one_rank": SeededBug(_loss(lambda loss, rank: loss * (1 + rank)), "loss", "", "a weight"),
+    "penalty_on_one_rank": SeededBug(_loss(lambda loss, rank: loss + 0.1 * rank), "loss", "", "an auxiliary loss"),
+    "targets_shifted_on_a_rank": SeededBug(_targets(lambda y: y.roll(1, 1), 1), "loss", "", "all layers are the same"),
+    "block_detached": SeededBug(
+        _output("blocks.0.attention", lambda y: y.detach() + 0.0 * y), "gradient", "0.attention", "never arrives"
+    ),
+    "norm_skipped": SeededBug(
+        _output("blocks.1.feed_forward_norm", lambda y: 0 * y + 1), "activation", "1.feed_forward_norm", "layer makes"
+    ),
+    "other_activation_on_a_rank": SeededBug(
+        _output("blocks.0.attention.out", torch.relu, 1), "activation", "0.attention.out", "only samples of rank 1"
+    ),
+    "attention_not_scaled": SeededBug(_at_start(_unscaled_attention), "activation", "0.attention.qkv", "layer makes"),
+    "embedding_scaled": SeededBug(
+        _output("token_embedding", lambda y: y * 32**0.5), "activation", "token_embedding", "5.657 times"
+    ),
+    "logits_capped": SeededBug(
+        _output("head", lambda y: 2 * torch.tanh(y / 2)), "activation", "model.head", "layer makes"
+    ),
+    "logits_of_a_rank_in_bf16": SeededBug(
+        _output("head", lambda y: y.bfloat16().float(), 1), "activation", "model.head", "only samples of rank 1"
+    ),
+    "experts_swapped_on_a_rank": SeededBug(_at_start(_swapped_experts), "weights", "expert", "ranks 0 and 1"),
+    "weights_of_a_rank": SeededBug(
+        _at_start(lambda module, rank: module.model.norm.weight.data.add_(0.1 * rank)),
+        "weights",
+        "model.norm.weight",
+        "ranks 0 and 1",
+    ),
+    "noise_by_rank": SeededBug(_at_start(_noisy_router), "activation", "0.feed_forward.router", "layer makes"),
+    "gradient_hook_on_a_rank": SeededBug(
+        _at_gradients(lambda module, rank: module.model.norm.weight.grad.mul_(1 - 0.9 * rank)),
+        "gradient",
+        "model.norm.weight",
+        "ranks 0 and 1",
+    ),
+    "gradient_of_a_tensor_lost": SeededBug(
+        _at_gradients(lambda module, rank: setattr(module.model.blocks[0].attention.qkv.weight, "grad", None)),
+        "gradient",
+        "0.attention.qkv.weight",
+        "never arrives",
+    ),
+    "gradient_transposed": SeededBug(
+        _at_gradients(_transposed_gradient), "gradient", "0.attention.out.weight", "weighed otherwise"
+    ),
+    "gradients_not_zeroed": SeededBug(_accumulated, "gradient", "", "of the step before", step=2),
+    "clipped_at_half": SeededBug(
+        _clipped_twice, "clipped gradient", "", "0.5 times", options={"trainer": {"gradient_clip_val": 0.1}}
+    ),
+    "momentum_of_a_group": SeededBug(_group(lambda g: {"betas": (0.5, g["betas"][1])}, 0), "update", "", "betas", 2),
+    "rate_of_a_rank": SeededBug(_group(lambda g: {"lr": 2 * g["lr"]}, 0, 1), "update", "", "ranks 0 and 1"),
+    "decay_of_norms": SeededBug(_group(lambda g: {"weight_decay": 0.5}, 1), "update", "norm", "weight decay"),
+    "moments_lost": SeededBug(_after_step(1, _moments(torch.Tensor.zero_)), "update", "", "moments", 2),
+    "moments_in_bf16": SeededBug(
+        _after_step(1, _moments(lambda moment: moment.copy_(moment.bfloat16()))), "update", "", "moments", 2
+    ),
+    "moments_of_a_rank": SeededBug(
+        _after_step(1, _moments(lambda moment: moment.mul_(0.5), 1)), "update", "", "ranks 0 and 1", 2
+    ),
+    "weights_clamped_on_a_rank": SeededBug(
+        _after_step(1, lambda trainer, module, rank: rank and module.model.head.weight.data.clamp_(-0.02, 0.02)),
+        "update",
+        "token_embedding",
+        "ranks 0 and 1",
+    ),
+    "updated_twice": SeededBug(
+        _after_step(1, lambda trainer, module, rank: trainer.optimizers[0].step()), "update", "", "times the step"
+    ),
+    "tokens_masked_on_a_rank": SeededBug(
+        lambda: Seed(at_batch=lambda trainer, module, rank, batch: rank and batch[0][:, ::4].zero_()),
+        "inputs",
+        "input 0",
+        "rank 1",
+    ),
+}
+
+BUGS |= USERS

@@ -24,6 +24,7 @@ from tests.parameters import slow
 from tests.programs import TESTS, run_program
 
 QUICK = ["expert_gradient_times_ranks", "replicas_not_summed", "dropped_token", "learning_rate_of_a_group"]
+QUICK += ["gradients_not_zeroed", "moments_lost", "targets_shifted_on_a_rank"]
 QUICK += ["rows_not_summed", "scaled_stage", "bias_of_one_layer", "idle_experts_left_out"]
 HERE: dict[str, dict[str, Any]] = {
     "untied": {"model": {"tie_embeddings": False}},
@@ -67,8 +68,9 @@ def examine(rank: int, world_size: int, names: list[str]) -> list[tuple[str, str
     found = []
     for name in names:
         doctor, bug = ParityDoctor(), BUGS[name]
+        unchecked = {"check_state_every": 0, **bug.options.get("strategy", {})}  # the check ends some before the doctor
         try:
-            train(rank, world_size, steps=6, callbacks=[bug.seed(), doctor], **bug.options)
+            train(rank, world_size, steps=6, callbacks=[bug.seed(), doctor], **bug.options | {"strategy": unchecked})
         except ParityError as error:
             first = doctor.comparison.partings[0] if doctor.comparison is not None else None
             found.append((first.kind, first.name, str(error), first.step) if first else ("", "", str(error), 0))
