@@ -35,7 +35,7 @@ def communicator_s(ranks: int) -> float:
     """Return the seconds in which a communicator of so many ranks is made; 0 for one rank alone."""
     if ranks == 1:
         return 0.0
-    logs, seconds = np.log2([size for size, _ in _COMMUNICATORS]), [time for _, time in _COMMUNICATORS]
+    logs, seconds = [math.log2(size) for size, _ in _COMMUNICATORS], [time for _, time in _COMMUNICATORS]
     beyond = max(0.0, math.log2(ranks) - logs[-1]) * (seconds[-1] - seconds[-2]) / (logs[-1] - logs[-2])
     return float(np.interp(math.log2(ranks), logs, seconds) + beyond)
 
