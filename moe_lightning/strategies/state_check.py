@@ -36,6 +36,11 @@ _SUMS = 3
 """Of all state in a step that is checked."""
 
 _MOST_STEPS = 100
+_UNCHECKED = 2
+"""First steps without a check under "auto": in the second one DDP names parameters that the loss does not use, which
+leave replicas different after the first.
+"""
+
 _MOST_SHOWN = 3
 
 logger = logging.getLogger(__name__)
@@ -84,7 +89,8 @@ class StateCheck:
         if (world.generation, step) == self._at:
             return
         if world.generation != self._at[0]:  # after a recovery all check again: newcomers have not
-            self._own, self._next, self.verified = None, step, step - 1
+            first = step + _UNCHECKED if self._at[0] < 0 else step
+            self._own, self._next, self.verified = None, first, step - 1
         self._at = world.generation, step
         self._clock.begin_step()
         if not self._is_due(step):
