@@ -37,8 +37,8 @@ _SUMS = 3
 
 _MOST_STEPS = 100
 _UNCHECKED = 2
-"""First steps without a check under "auto": in the second one DDP names parameters that the loss does not use, which
-leave replicas different after the first.
+"""First steps without a check under "auto" where ranks do not change: in the second one DDP names parameters that the
+loss does not use, which leave replicas different after the first.
 """
 
 _MOST_SHOWN = 3
@@ -89,7 +89,7 @@ class StateCheck:
         if (world.generation, step) == self._at:
             return
         if world.generation != self._at[0]:  # after a recovery all check again: newcomers have not
-            first = step + _UNCHECKED if self._at[0] < 0 else step
+            first = step if world.generation else step + _UNCHECKED
             self._own, self._next, self.verified = None, first, step - 1
         self._at = world.generation, step
         self._clock.begin_step()
