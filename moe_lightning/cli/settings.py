@@ -165,7 +165,7 @@ class StrategyKeys(TypedDict, total=False):
     micro_batches: int | None
     seed: int | None
     timeout_s: float
-    check_replicas_every: int
+    check_state_every: int | Literal["auto"]
     stop_on_nan: Literal["end", "skip"] | None
     hang_report_s: float | None
     resume_overrides: bool
