@@ -154,6 +154,13 @@ def follow_umask(path: Path) -> None:
         path.chmod(stat.S_IMODE(example.stat().st_mode))
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or as it was."""
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_text(text)
+    draft.replace(path)
+
+
 def append_rows(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Add rows to a CSV, which begins with its head."""
     with path.open("a", newline="") as file:

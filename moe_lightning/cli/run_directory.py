@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.files import open_regular
+from moe_lightning.files import open_regular, replace_text
 
 MANIFEST = "MANIFEST.json"
 """What makes a directory a whole checkpoint; named here because importing the checkpoint library costs seconds."""
@@ -147,15 +147,15 @@ class RunDirectory:
         text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
         if self.config.is_file() and not _holds(self.config, text.encode()):
             self.config.rename(_first_free(self.path, "config.{}.yaml"))
-        _replace(self.config, text)
+        replace_text(self.config, text)
 
     def keep_tokenizer(self, content: str) -> None:
         """Leave the tokenizer.json that the run has trained in its directory; its checkpoints hold it, too."""
-        _replace(self.path / "tokenizer.json", content)
+        replace_text(self.path / "tokenizer.json", content)
 
     def write_metrics(self, metrics: Mapping[str, float]) -> None:
         """Leave the last value of every logged metric: the whole file or none."""
-        _replace(self.metrics, json.dumps(dict(metrics), indent=2) + "\n")
+        replace_text(self.metrics, json.dumps(dict(metrics), indent=2) + "\n")
 
     def check_movable(self) -> bool:
         """True if there is an earlier run to move; what a command left that never trained is none.
@@ -250,12 +250,6 @@ def remove_empty(folder: Path) -> None:
             if parent == here or not parent.is_relative_to(here):
                 return
             parent.rmdir()
-
-
-def _replace(path: Path, text: str) -> None:
-    fresh = path.with_suffix(".new")
-    fresh.write_text(text)
-    fresh.replace(path)
 
 
 def _holds(path: Path, content: bytes) -> bool:

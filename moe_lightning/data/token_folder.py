@@ -45,7 +45,7 @@ from moe_lightning.data.tokenizer import (
     tokenizer_from,
 )
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import read_text
+from moe_lightning.files import read_text, replace_text
 from moe_lightning.hub import tokenizer_identity
 
 HEADER, TOKENS, DOCUMENTS = "tokens.json", "tokens.bin", "documents.npy"
@@ -223,7 +223,7 @@ def write_token_folder(
         _check_begun(folder, plan)
         if not (folder / HEADER).is_file():
             if recipe.tokenizer is not None:
-                _write(folder / TOKENIZER_FILE, recipe.tokenizer)
+                replace_text(folder / TOKENIZER_FILE, recipe.tokenizer)
             written = _write_portions(folder, todo, recipe, encoder, workers, advance)
             header = _joined(folder, written, token_dtype(encoder.vocab_size)) | {
                 "format": 1,
@@ -234,7 +234,7 @@ def write_token_folder(
                 "size_bytes": sum(file.size_bytes for file in files),
                 "num_files": len(files),
             }
-            _write(folder / HEADER, json.dumps(header, indent=2) + "\n")
+            replace_text(folder / HEADER, json.dumps(header, indent=2) + "\n")
         shutil.rmtree(folder / _PORTIONS, ignore_errors=True)
     return open_token_folder(folder)
 
@@ -274,14 +274,7 @@ def _check_begun(folder: Path, plan: str) -> None:
         )
     if begun is None:
         stored.parent.mkdir(exist_ok=True)
-        _write(stored, plan)
-
-
-def _write(path: Path, content: str) -> None:
-    """Write a file that is there as a whole or not at all."""
-    draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(content)
-    draft.replace(path)
+        replace_text(stored, plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +348,7 @@ def _write_portion(
         digest=digest.hexdigest(),
         documents_digest=_digest(place.with_suffix(".npy")),
     )
-    _write(place.with_suffix(".json"), json.dumps(asdict(done)))
+    replace_text(place.with_suffix(".json"), json.dumps(asdict(done)))
     return done
 
 

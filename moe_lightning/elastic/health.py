@@ -24,22 +24,22 @@ import xxhash
 from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import read_text
+from moe_lightning.files import read_text, replace_text
 from moe_lightning.parallel.collectives import all_gather_json, different_versions, versions
 from moe_lightning.parallel.context import World
 
 MEMORY = Path("/dev/shm")
 LARGEST_CLOCK_OFFSET_S = 10.0
 SMALLEST_BANDWIDTH_SHARE = 0.2
-"""Of the median of the nodes. Generations of machines differ by two to three, and a node whose other ranks compute
-while it is measured by less than five."""
+"""Least share of the nodes' median bandwidth. Generations of machines differ by two to three, and a node whose other
+ranks compute while it is measured by less than five."""
 
 _FOLDER = "health"
 _PRODUCTS: dict[torch.dtype, tuple[int, int, int, str]] = {
     torch.float32: (512, 11, 9, "e26170c73577b5a5"),
     torch.bfloat16: (256, 1, 1, "43f6ae8410aed723"),
 }
-"""Of each type: inner size, largest magnitudes of the factors, hash of the result. All partial sums are exact."""
+"""Inner size, largest magnitudes of the factors and hash of the result, by type. All partial sums are exact."""
 
 _ROWS = 512
 _PRODUCTS_S = 0.1
@@ -270,7 +270,7 @@ def write_health(health: NodeHealth, folder: Path) -> None:
     """Write the row of a node, for `read_health`."""
     path = folder / _FOLDER / f"{health.node.replace(os.sep, '_')}.json"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.write_text(json.dumps(asdict(health)))
+    replace_text(path, json.dumps(asdict(health)))
 
 
 def read_health(*folders: Path) -> list[NodeHealth]:
