@@ -160,13 +160,17 @@ class TimedPartialExpertsCheckpoint(Timed, PartialExpertsCheckpoint):
     waits for the first checkpoint, so that the start of the process that writes is not measured.
     """
 
-    memory_bytes, warmup, folder = 0, 0, Path()
+    memory_bytes = 0
+
+    def __init__(self, folder: Path, *, warmup: int, **options: Any) -> None:
+        super().__init__(str(folder), save_on_train_end=False, **options)
+        self._folder, self._warmup = folder, warmup
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.warmup - 1:
+        if trainer.global_step == self._warmup - 1:
             deadline = time.monotonic() + TIMEOUT.total_seconds()
-            while trainer.is_global_zero and not checkpoints(self.folder) and time.monotonic() < deadline:
+            while trainer.is_global_zero and not checkpoints(self._folder) and time.monotonic() < deadline:
                 time.sleep(0.05)
             trainer.strategy.barrier()
 
@@ -180,7 +184,7 @@ class TimedPartialExpertsCheckpoint(Timed, PartialExpertsCheckpoint):
 
 
 def saving_callback(contender: Contender, folder: Path, *, num_experts: int, every: int, warmup: int) -> Timed | None:
-    """What saves so often under a contender.
+    """Return the callback that saves under a contender; None if it does not save.
 
     Args:
         warmup: unmeasured steps.
@@ -194,11 +198,7 @@ def saving_callback(contender: Contender, folder: Path, *, num_experts: int, eve
             return TimedAsyncSave(folder, every)
         case "every" | "quarter":
             k = num_experts if contender.saving == "every" else max(1, num_experts // 4)
-            ours = TimedPartialExpertsCheckpoint(
-                str(folder), every_n_steps=every, k_snapshot=k, save_on_train_end=False
-            )
-            ours.folder, ours.warmup = folder, warmup
-            return ours
+            return TimedPartialExpertsCheckpoint(folder, warmup=warmup, every_n_steps=every, k_snapshot=k)
 
 
 def bytes_of_one(folder: Path, contender: Contender) -> int:

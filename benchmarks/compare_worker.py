@@ -127,10 +127,8 @@ def measure(contender: Contender, options: Options, folder: Path, rank: int, ran
         _COLLECTIVES._pickler, _COLLECTIVES._unpickler = _STOCK_OBJECTS
     pl.seed_everything(0, verbose=False)
     every, first = contender.saves_every(options.every), warmup_steps(options.every)
-    watch, saving = (
-        MemoryWatch(first),
-        saving_callback(contender, folder, num_experts=options.experts, every=every, warmup=first),
-    )
+    watch = MemoryWatch(first)
+    saving = saving_callback(contender, folder, num_experts=options.experts, every=every, warmup=first)
     strategy = _strategy(contender, ranks)
     trainer = quiet_trainer(
         strategy,

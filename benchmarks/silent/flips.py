@@ -9,7 +9,6 @@ then. In the steps between no alarm may come. Costs are those of one run that ch
 from __future__ import annotations
 
 import logging
-import os
 import statistics
 import time
 import warnings
@@ -19,17 +18,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.measuring import goal
 from benchmarks.silent.model import Language, Tokens
-from benchmarks.silent.ranks import run_ranks
+from benchmarks.silent.ranks import describe_rank, run_ranks
 from moe_lightning import ExpertParallelStrategy, FaultRecovery
+from moe_lightning.cli.short_training import quiet_trainer
 from moe_lightning.errors import StateDamagedError
-from moe_lightning.state.sums import GRADIENT, StateUnit, gradient_units, state_units
+from moe_lightning.state.sums import BITS, GRADIENT, StateUnit, gradient_units, state_units
 from moe_lightning.strategies.checks import identical_buffers
 from moe_lightning.text_table import table
 
@@ -52,7 +50,6 @@ _IN_STEP = 1 / 3
 
 _TURN = 10
 _LARGE = {"vocab_size": 512, "context_length": 128, "num_layers": 4, "d_model": 256, "d_hidden": 512, "num_heads": 4}
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +127,7 @@ class Flips(pl.Callback):
         units += gradient_units(state, set(module.parameters())) if in_step else []
         pairs = [(unit, t) for unit in units for t in unit.tensors() if t.is_floating_point() and t.numel()]
         unit, tensor = pairs[self._draw.integers(len(pairs))]
-        bits = tensor.detach().data.view(_BITS[tensor.element_size()])
+        bits = tensor.detach().data.view(BITS[tensor.element_size()])
         place = tuple(int(self._draw.integers(size)) for size in bits.shape)
         self._flip = _Flip(unit=unit, in_step=in_step, bits=bits, place=place, before=bits[place].clone())
         bits[place] ^= 1 << int(self._draw.integers(_LOWEST_BIT, 8 * tensor.element_size() - 1))
@@ -190,29 +187,18 @@ def _trained(
     rank: int, size: int, strategy: Mapping[str, Any], steps: int, seed: int | None, precision: Any, is_large: bool
 ) -> tuple[list[Outcome], list[str], list[float]]:
     """Return flips of this rank, false alarms, and median seconds of steps with and without checks."""
-    os.environ.update(
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "NODE_RANK": "0"},
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",
-    )
+    describe_rank(rank, size)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     pl.seed_everything(7, verbose=False)
     flips, costs = Flips(seed), Costs()
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        ExpertParallelStrategy(check_state_every=1, **strategy),
+        steps=steps,
+        callbacks=[flips, *[costs] * is_large, FaultRecovery(min_replicas=1)],
         devices=size,
-        strategy=ExpertParallelStrategy(check_state_every=1, **strategy),
-        plugins=[LightningEnvironment()],
-        max_steps=steps,
         max_epochs=-1,
         precision=precision,
-        callbacks=[flips, *[costs] * is_large, FaultRecovery(min_replicas=1)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
     )
     data = Tokens(length=128, vocab=512) if is_large else Tokens()
     trainer.fit(Language(_LARGE if is_large else {}), DataLoader(data, batch_size=16 if is_large else 8))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader
 from benchmarks.silent.case import Fault, Training
 from benchmarks.silent.comparison import Run, Snapshot
 from benchmarks.silent.faults import replace
+from benchmarks.silent.ranks import describe_rank
 from moe_lightning import ExpertParallelStrategy, MoELayer
 from moe_lightning.compat import private_lightning
 from moe_lightning.doctor.recorder import blocks
@@ -120,11 +120,7 @@ def train(
     ckpt_path: str | None = None,
 ) -> None:
     """Train on a rank of a world, from the beginning or from a checkpoint."""
-    os.environ.update(
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "NODE_RANK": "0"},
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",
-    )
+    describe_rank(rank, size)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.pytorch.*")
     pl.seed_everything(7, verbose=False)

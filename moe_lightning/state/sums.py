@@ -32,7 +32,9 @@ from moe_lightning.state.table import State
 from moe_lightning.state.tensors import local
 from moe_lightning.state.transfer import install, transfer
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes."""
+
 _WIDE = 8  # bytes of the integers that are summed where a row is a multiple of them
 
 GRADIENT = "the gradient of "
@@ -261,7 +263,7 @@ def _sum_of_rows(tensor: Tensor) -> Tensor:
         if rows.data_ptr() % _WIDE or rows.storage_offset() * rows.element_size() % _WIDE:
             rows = rows.clone()
         return rows.view(torch.int64).sum(dim=1)
-    return rows.view(_BITS[rows.element_size()]).sum(dim=1, dtype=torch.int64)
+    return rows.view(BITS[rows.element_size()]).sum(dim=1, dtype=torch.int64)
 
 
 def _writes(tensor: Tensor) -> tuple[int, int]:
