@@ -25,6 +25,7 @@ from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
 from moe_lightning.elastic.faults import WorldChanged
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.committed_step import CommittedStep
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport
@@ -207,8 +208,8 @@ class FaultRecovery(ExpertParallelCallback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = _strategy(trainer)
-        if isinstance(strategy.elastic, ElasticWorlds):
-            strategy.elastic.step.begin_loop()
+        if step := _step(strategy):
+            step.begin_loop()
         if self.replays and strategy.worlds.is_elastic:
             self._replay_next_rank(trainer)
 
@@ -243,26 +244,29 @@ class FaultRecovery(ExpertParallelCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         strategy = _strategy(trainer)
-        if not isinstance(strategy.elastic, ElasticWorlds):
-            return
-        has_stepped = strategy.elastic.step.end_batch(outputs, batch, batch_idx)
-        if has_stepped and self.replays and trainer.global_step % self._verify_every == 0:
+        step = _step(strategy)
+        if (
+            step is not None
+            and step.end_batch(outputs, batch, batch_idx)
+            and self.replays
+            and trainer.global_step % self._verify_every == 0
+        ):
             pl_module.log("recovery/replay_corrections", float(strategy.state.verify_replay()))
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if isinstance(elastic := _strategy(trainer).elastic, ElasticWorlds):
-            elastic.step.batch.record_meeting()
+        if step := _step(_strategy(trainer)):
+            step.batch.record_meeting()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if isinstance(elastic := _strategy(trainer).elastic, ElasticWorlds):
-            elastic.step.end_validation()
+        if step := _step(_strategy(trainer)):
+            step.end_validation()
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if isinstance(elastic := _strategy(trainer).elastic, ElasticWorlds):
-            elastic.step.begin_epoch()
+        if step := _step(_strategy(trainer)):
+            step.begin_epoch()
 
     @override
     def on_recovered(self, trainer: pl.Trainer, pl_module: pl.LightningModule, report: RecoveryReport) -> None:
@@ -293,3 +297,8 @@ def _sentence(report: RecoveryReport) -> str:
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
     return own_strategy(trainer, "FaultRecovery")
+
+
+def _step(strategy: ExpertParallelStrategy) -> CommittedStep | None:
+    """Return the last committed step; None where ranks do not change, and none is repeated."""
+    return strategy.elastic.step if isinstance(strategy.elastic, ElasticWorlds) else None

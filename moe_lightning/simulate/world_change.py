@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.scenario import Scenario
 from moe_lightning.text_table import table
@@ -123,13 +122,13 @@ def world_change(scenario: Scenario, ranks: int) -> WorldChange:
         groups_s=_GROUP_S * groups.named,
         communicators_s=sum(map(communicator_s, groups.own)),
         plans_s=planned * _REPAIR_S + work.num_layers / _PLANNED_LAYERS * _PLAN_S * ranks,
-        transfer_s=_transfer_s(scenario, hardware, ranks),
+        transfer_s=_transfer_s(scenario, ranks),
     )
 
 
-def _transfer_s(scenario: Scenario, hardware: Hardware, ranks: int) -> float:
+def _transfer_s(scenario: Scenario, ranks: int) -> float:
     """Seconds in which the experts of one node reach other ranks, evenly, by a link of each."""
-    work, policy = scenario.workload, scenario.policy
+    work, policy, hardware = scenario.workload, scenario.policy, scenario.hardware
     least = math.ceil(policy.min_replicas * work.num_experts / (ranks // scenario.mesh.pp))
     layers = math.ceil(work.num_layers / scenario.mesh.pp)
     lost = hardware.ranks_per_node * (policy.slots or least) * layers

@@ -18,7 +18,7 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import FrameType
 from typing import NamedTuple
 
@@ -167,9 +167,8 @@ class SlowRank:
         return self.ratio > SLOW_RATIO and self.excess_s > _LEAST_SHARE * self.step_s
 
     def __str__(self) -> str:
-        parts = [f"{phase} {1e3 * s:.0f}" for phase, s in sorted(self.phases.items(), key=lambda each: -each[1])]
-        shown = ", ".join(part for part, s in zip(parts, sorted(self.phases.values(), reverse=True), strict=True)
-                          if s > 0.1 * self.excess_s)  # fmt: skip
+        parts = sorted(self.phases.items(), key=lambda each: -each[1])
+        shown = ", ".join(f"{phase} {1e3 * s:.0f}" for phase, s in parts if s > 0.1 * self.excess_s)
         return (
             f"rank {self.rank} needs {self.ratio:.1f} times the median of the others for its part of a step, "
             f"{1e3 * self.excess_s:.0f} ms more ({shown}): {self.cause}"
@@ -329,11 +328,8 @@ def _next_due() -> float:
 
 
 def _place(frame: FrameType | None) -> Place:
-    found: list[tuple[str, int, str]] = []
-    while frame is not None and len(found) < _MOST_FRAMES:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return tuple(reversed(found))
+    calls = () if frame is None else islice(traceback.walk_stack(frame), _MOST_FRAMES)
+    return tuple((call.f_code.co_filename, line, call.f_code.co_name) for call, line in calls)[::-1]
 
 
 def _most_frequent(samples: Mapping[tuple[str, Place], int]) -> dict[str, tuple[str, float]]:

@@ -33,7 +33,7 @@ _SHARE = 0.005
 """Part of a step's time that checks may take on average."""
 
 _SUMS = 3
-"""Of all state in a step that is checked."""
+"""Sums of all state in a step that is checked."""
 
 _MOST_STEPS = 100
 _UNCHECKED = 2

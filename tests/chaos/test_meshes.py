@@ -503,8 +503,8 @@ def finish_copy(folder: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_one_rank_that_is_left_validates_saves_and_ends(tmp_path: Path) -> None:
-    """What is to be done after the last step needs no pipeline: the one has the whole model by then, unless the other's
-    last snapshot was cut short: that step needs two ranks again.
+    """The end of a run needs no pipeline: the rank that is left has the whole model by then, unless the other's last
+    snapshot was cut short: that step needs two ranks again.
     """
     options: dict[str, Any] = {
         "strategy": PP2, "model": LAYERS, "validate": True, "callbacks": finish_copy, **SNAPSHOTS,

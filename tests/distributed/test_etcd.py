@@ -27,6 +27,7 @@ from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_state import CurrentWorld, RendezvousState
 from moe_lightning.elastic.server import RendezvousService, ServerThread, listen
 from moe_lightning.errors import ConfigurationError
+from tests.distributed.relays import relayed
 from tests.etcd import EtcdCluster, free_ports, needs_etcd
 from tests.forks import PATIENCE_S
 
@@ -55,26 +56,6 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> fl
         assert time.monotonic() - start < timeout_s
         time.sleep(0.002)
     return time.monotonic() - start
-
-
-@contextlib.contextmanager
-def launched(rendezvous: EtcdRendezvous) -> Iterator[ElasticTask]:
-    """The task of a worker whose launcher relays its messages."""
-    client = LauncherClient(
-        rendezvous.address,
-        rendezvous.secret_file,
-        ElasticSettings(),
-        locate=lambda: rendezvous.address,
-        relays=True,
-    )
-    assert client.relay is not None
-    with contextlib.closing(client):
-        yield ElasticTask(
-            address=str(rendezvous.address),
-            secret_file=str(rendezvous.secret_file),
-            node="a",
-            relay=str(client.relay.address),
-        )
 
 
 def test_transactions_leases_and_watches(one: EtcdCluster) -> None:
@@ -163,7 +144,10 @@ def test_a_launcher_whose_lease_ended_takes_part_again(one: EtcdCluster) -> None
 @pytest.mark.usefixtures("etcd")
 def test_a_leader_that_cannot_commit_leads_again_with_the_record_that_is_there(one: EtcdCluster) -> None:
     client = one.client()
-    with EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as alone, launched(alone) as task:
+    with (
+        EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as alone,
+        relayed(alone, ElasticSettings(), locate=lambda: alone.address) as task,
+    ):
         record = {"number": 7, "members": [f"{1:020}.b.gone"], "patience": task.settings.patience}
         client.transact([], [put("/moe-lightning/run/world", json.dumps(record))])
         member = RendezvousClient(task)
@@ -181,7 +165,7 @@ def test_a_successor_restores_the_world_from_its_record(one: EtcdCluster) -> Non
         first = stack.enter_context(EtcdRendezvous(one.endpoints, "run", ElasticSettings()))
         second = stack.enter_context(EtcdRendezvous(one.endpoints, "run", ElasticSettings()))
         assert first._term is not None
-        task = stack.enter_context(launched(second))
+        task = stack.enter_context(relayed(second, ElasticSettings(), locate=lambda: second.address))
         members = [RendezvousClient(replace(task, node=name, token=name, expected=2)) for name in "ab"]
         for each in members:
             stack.callback(each.close)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from moe_lightning.elastic import server
-from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
 from moe_lightning.elastic.protocol import Channel, Message
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.errors import ConfigurationError
+from tests.distributed.relays import relayed
 from tests.network.hosts import wait_for
 
 QUICK = ElasticSettings(rendezvous_timeout_s=1.0)
@@ -29,22 +28,6 @@ def host(tmp_path: Path) -> Iterator[RendezvousServer]:
         yield made
 
 
-@contextlib.contextmanager
-def launched(host: RendezvousServer) -> Iterator[ElasticTask]:
-    """The task of two workers of a launcher."""
-    client = LauncherClient(host.address, host.secret_file, QUICK, 2, relays=True)
-    assert client.relay is not None
-    with contextlib.closing(client):
-        yield ElasticTask(
-            address=str(host.address),
-            secret_file=str(host.secret_file),
-            node="a",
-            relay=str(client.relay.address),
-            expected=2,
-            settings=QUICK,
-        )
-
-
 def joined(task: ElasticTask) -> list[RendezvousClient]:
     workers = [RendezvousClient(replace(task, token=name)) for name in "xy"]
     with ThreadPoolExecutor() as pool:
@@ -54,7 +37,7 @@ def joined(task: ElasticTask) -> list[RendezvousClient]:
 
 def test_a_worker_sees_the_host_as_without_a_relay(host: RendezvousServer) -> None:
     """Keys of the world, what breaks it, its own address, and a host that is away."""
-    with launched(host) as task:
+    with relayed(host, QUICK, expected=2) as task:
         first, second = joined(task)
         first.store.set("key", "value")
         assert second.store.get("key") == b"value"
@@ -75,7 +58,7 @@ def test_a_worker_sees_the_host_as_without_a_relay(host: RendezvousServer) -> No
 
 
 def test_the_last_words_of_workers_arrive_though_their_launcher_ends(host: RendezvousServer) -> None:
-    with launched(host) as task:
+    with relayed(host, QUICK, expected=2) as task:
         workers = joined(task)
         for worker in workers:
             worker.finish()
@@ -112,6 +95,6 @@ def test_what_a_launcher_may_not_send(
         connection.sendall(channel.outgoing)
         while connection.recv(4096):
             pass
-    with launched(host) as task:
+    with relayed(host, QUICK, expected=2) as task:
         for worker in joined(task):
             worker.close()
