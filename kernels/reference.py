@@ -96,7 +96,9 @@ def expert_activation(h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor:
         value = F.silu(left) * right
     elif kind == "swiglu_clamped":
         left, right = h.chunk(2, dim=1)
-        left, right = left.clamp(max=CLAMPED_LIMIT), right.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        # not clamp, whose gradient at a limit is 1 up to torch 2.14 and 0 from 2.15 on; that of the kernels is 1
+        left = torch.where(left > CLAMPED_LIMIT, CLAMPED_LIMIT, left)
+        right = torch.where(right.abs() > CLAMPED_LIMIT, CLAMPED_LIMIT * right.sign(), right)
         value = left * torch.sigmoid(CLAMPED_ALPHA * left) * (right + 1)
     elif kind == "gelu_tanh":
         value = h * 0.5 * (1 + torch.tanh((2 / math.pi) ** 0.5 * (h + 0.044715 * h**3)))
