@@ -14,6 +14,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
+_MANUAL = "manual_backward_finalization_active"
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
@@ -49,7 +50,10 @@ def end_backward(module: nn.Module) -> None:
     """End the backward pass of a root: reduce the deferred gradients over ranks, and shard all parameters again;
     collective.
     """
-    module._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    if getattr(state._state_ctx, _MANUAL, False) is None:  # torch 2.15 sets it in the backward pass of a unit alone
+        setattr(state._state_ctx, _MANUAL, False)
+    state._root_post_backward_final_callback()
 
 
 def sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
