@@ -311,6 +311,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return type(value) is dict and all(_fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items())
     if origin in (list, Sequence):
         return type(value) is list and all(_fits(item, arguments[0]) for item in value)
+    if origin is tuple:  # tuple[int, ...]
+        return type(value) is tuple and all(_fits(item, arguments[0]) for item in value)
     if hint is os.PathLike:
         return isinstance(value, PurePath)
     return type(value) is hint
