@@ -29,7 +29,6 @@ PRELOADED = [
     "moe_lightning.simulate",
     "fsspec.implementations.local",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
-    "torch.profiler._cupti_monitor",
     "wandb",
     "pandas",  # W&B imports it for tables
     "s3fs",  # Lightning looks for it when it saves

@@ -71,6 +71,7 @@ class Stream(Clock):
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         super().__init__()
         self.number, self.device, self.priority = next(_numbers), device, priority
+        self.stream_id, self.device_index, self.device_type = self.number, 0, 0
         streams.add(self)
 
     def begin(self) -> None:
@@ -96,6 +97,9 @@ class Stream(Clock):
     def query(self) -> bool:
         self.synchronize()
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
     def __enter__(self) -> Stream:
         _entered().append(self)

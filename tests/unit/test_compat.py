@@ -34,7 +34,7 @@ LIBRARIES = {
     "torch": torch,
     "torchmetrics": torchmetrics,
 }
-SEEN = {"hydra": "1.3.8", "lightning": "2.6.6", "omegaconf": "2.3.1", "torch": "2.13.0", "torchmetrics": "1.9.0"}
+SEEN = {"hydra": "1.3.8", "lightning": "2.6.6", "omegaconf": "2.3.1", "torch": "2.15.0", "torchmetrics": "1.9.0"}
 """The releases in which the names below were seen."""
 
 WORKERS = "lightning.pytorch.strategies.launchers.multiprocessing._MultiProcessingLauncher"
@@ -142,6 +142,7 @@ ATTRIBUTES = {
         "_modules",
         "_post_forward_hook_handle",
         "_pre_forward_hook_handle",
+        "_state_ctx",
     },
     "torchmetrics.Metric": {"_computed", "_defaults", "_update_count"},
 }
