@@ -39,6 +39,7 @@ from moe_lightning.elastic.protocol import (
     ProcessClock,
     Refused,
     WireError,
+    encode,
     read_secret,
     reconnect_delay_s,
 )
@@ -251,8 +252,8 @@ class ClientConnection:
         with self._lock:
             if not self.is_connected or self._channel is None:
                 return False
-            for message in messages:
-                self._channel.send(message)
+            for payload in [encode(message) for message in messages]:  # none is sent if one is too long
+                self._channel.send_encoded(payload)
             self._flush()
         return True
 

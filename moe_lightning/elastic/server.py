@@ -282,7 +282,8 @@ class ServerThread:
             if connection.channel.is_open:
                 self._admit(number)
             for message in messages:
-                self._dispatch(number, connection, message, now)
+                if number in self._connections:  # no message before has closed it
+                    self._dispatch(number, connection, message, now)
             if connection.channel.outgoing:
                 self._write(number)
         except BlockingIOError:
@@ -307,21 +308,32 @@ class ServerThread:
             self._service.admit(number)
 
     def _dispatch(self, number: int, connection: _Connection, message: Message, now: float) -> None:
+        """Handle a message; if it is malformed, close the client that it comes from, not those beside it."""
         self._has_input = True
         match message:
             case {"t": "for", "clients": [int(key)]}:
                 connection.sender = key
                 return
+        client = number
+        try:
+            client, connection.sender = self._sender(number, connection), None
+            self._handle(client, connection, message, now)
+        except Exception as error:
+            is_defect, peer = not isinstance(error, WireError), connection.peer or "this machine"
+            logger.warning("a message from %s is refused: %s", peer, error, exc_info=is_defect)
+            self._close(client)
+
+    def _handle(self, client: int, connection: _Connection, message: Message, now: float) -> None:
+        match message:
             case {"t": "gone", "client": int(key)}:
-                if (client := connection.clients.get(key)) is not None:
-                    self._forget(client, now)
+                if (carried := connection.clients.get(key)) is not None:
+                    self._forget(carried, now)
                 return
             case {"t": "beat", "clients": list(beats)}:
                 for key, progress in beats:
-                    if (client := connection.clients.get(key)) is not None:
+                    if (carried := connection.clients.get(key)) is not None:
                         alive = {"t": "alive", "progress": progress}
-                        self._service.receive(client, alive, now, is_local=connection.is_local)
-        client, connection.sender = self._sender(number, connection), None
+                        self._service.receive(carried, alive, now, is_local=connection.is_local)
         self._service.receive(client, message, now, is_local=connection.is_local)
 
     def _sender(self, number: int, connection: _Connection) -> int:

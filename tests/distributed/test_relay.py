@@ -69,10 +69,29 @@ def test_the_last_words_of_workers_arrive_though_their_launcher_ends(host: Rende
     late.close()
 
 
+def test_a_malformed_message_concerns_the_worker_alone_that_sent_it(
+    host: RendezvousServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with relayed(host, QUICK, expected=2) as task:
+        first, second = joined(task)
+        for worker in (first, second):
+            world = worker._state.world
+            assert world is not None
+            worker.guard(world.members, lambda: None)
+        first._connection.send({"t": "broken", "number": "x"}, {"t": "nonsense"})
+        wait_for(lambda: first._connection.losses and first._connection.is_connected, 10)
+        assert "a message from 127.0.0.1 is refused: a malformed message of the kind broken" in caplog.text
+        first.abort("a reason")
+        wait_for(lambda: second.reason == "a reason", 10)
+        assert not second._connection.losses, "it kept its connection"
+        for worker in (first, second):
+            worker.close()
+
+
 @pytest.mark.parametrize(
     "messages",
     [
-        [{"t": "for", "clients": [n]} for n in range(2)] + [{"t": "beat", "progress": "x"}],
+        [{"t": "beat", "progress": "x"}],
         [{"t": "for", "clients": []}],
         [{"t": "gone", "client": "x"}],
         [{"t": "beat", "progress": 0, "clients": [1]}],
