@@ -262,6 +262,7 @@ class ClientConnection:
         if address != self.address:
             self.address, self._failures = address, 0
             self._disconnect("another launcher hosts it now", now)
+            self.is_relayed = False
 
     def wake(self) -> None:
         """Make `step` return at once."""
@@ -282,7 +283,9 @@ class ClientConnection:
         elif self._channel.is_open:
             if now - self._last_received > silence_s:
                 self._disconnect(f"it said nothing for {silence_s:g} s", now)
-        elif now - self._attempt_at > (CONNECT_S if self._is_connecting else HANDSHAKE_S):
+        elif now - self._attempt_at > (
+            silence_s if self.is_relayed else CONNECT_S if self._is_connecting else HANDSHAKE_S
+        ):
             self._disconnect("it does not answer", now)
         for key, events in self._selector.select(timeout_s):
             if key.fileobj is not self._socket:

@@ -2,7 +2,7 @@
 
 Each launcher opens an `EtcdRendezvous`. One of them leads: it serves the rendezvous host, whose address is in etcd for
 as long as its lease lasts. When it dies the others elect another one, and reconnect there. Members reach the host
-through their own launcher, which watches etcd; they need neither etcd nor its credentials.
+through their own launcher, which watches etcd; while it is silent they read the address themselves (`LeaderLookup`).
 
 etcd holds, under `/moe-lightning/RUN/`:
 
@@ -56,6 +56,7 @@ from moe_lightning.files import PrivateFolder
 _LOOK_S = 0.05
 _RETRY_S = 0.1
 _PROBE_S = 0.3
+_FRESH_S = 1.0
 _RETURN_S = 1.5  # from a leader's silence to its successor, members that reach that are back within so long
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,57 @@ class Leader:
     address: Address
     launcher: str
     revision: int
+
+
+def _keys(run_id: str) -> str:
+    """Return the prefix of a run's keys."""
+    return f"/moe-lightning/{run_id}/"
+
+
+def _read_leader(etcd: EtcdClient, key: str) -> Leader | None:
+    """Return the leader in a key; None without one.
+
+    Raises:
+        EtcdError: etcd does not answer.
+    """
+    entry = etcd.transact([], [get(key)]).found[0]
+    if entry is None:
+        return None
+    value = json.loads(entry.value)
+    return Leader(address=Address.parse(value["address"]), launcher=value["launcher"], revision=entry.revision)
+
+
+class LeaderLookup:
+    """Lookup of the leader's host, for a member whose launcher is silent: it may be the leader that was replaced.
+
+    Args:
+        endpoints: of etcd, see `EtcdAccess`.
+        run_id: name of the run.
+
+    Raises:
+        ConfigurationError: an endpoint is malformed, or a certificate or key cannot be loaded.
+    """
+
+    def __init__(self, endpoints: str, run_id: str) -> None:
+        self._etcd, self._key = EtcdClient(EtcdAccess.parse(endpoints, os.environ)), f"{_keys(run_id)}leader"
+        self._thread: threading.Thread | None = None
+        self._found: tuple[float, Address] | None = None  # time, address
+
+    def look(self) -> Address | None:
+        """Return the address that was read within the last second, if one was, and read it again, by a thread."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._read, name="elastic-leader", daemon=True)
+            self._thread.start()
+        found = self._found
+        return found[1] if found is not None and time.monotonic() - found[0] < _FRESH_S else None
+
+    def _read(self) -> None:
+        try:
+            leader = _read_leader(self._etcd, self._key)
+        except EtcdError as error:
+            logger.info("the leader cannot be looked up: %s", error)
+        else:
+            self._found = None if leader is None else (time.monotonic(), leader.address)
 
 
 class Election:
@@ -124,13 +176,7 @@ class Election:
                 self._etcd.transact([], [self._registration()])
         elif not has_changed:
             return
-        entry = self._etcd.transact([], [get(self.leader_key)]).found[0]
-        self.leader = None
-        if entry is not None:
-            value = json.loads(entry.value)
-            self.leader = Leader(
-                address=Address.parse(value["address"]), launcher=value["launcher"], revision=entry.revision
-            )
+        self.leader = _read_leader(self._etcd, self.leader_key)
 
     def _register(self) -> None:
         """Take part; the first launcher forgets the world of a run whose launchers were all killed."""
@@ -284,9 +330,7 @@ class EtcdRendezvous:
         access.check(secret_file)
         self.token = new_token()
         self._etcd, self._settings = EtcdClient(access), settings
-        self._election = Election(
-            self._etcd, f"/moe-lightning/{run_id}/", self.token, lease_s(settings.silence_timeout_s)
-        )
+        self._election = Election(self._etcd, _keys(run_id), self.token, lease_s(settings.silence_timeout_s))
         self._folder = PrivateFolder()
         self.address = Address()
         self.secret_file = self._folder.path / "secret" if secret_file is None else Path(secret_file).absolute()

@@ -499,6 +499,7 @@ class ElasticLauncher:
                 secret_file=str(secret_file),
                 node=node,
                 relay=None if client.relay is None else str(client.relay.address),
+                etcd=None if etcd is None else (self.rdzv_endpoint or "", self.rdzv_id or ""),
                 expected=expected,
                 settings=self.settings,
             )

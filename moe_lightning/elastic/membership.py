@@ -344,6 +344,7 @@ class ElasticTask:
         secret_file: of the run; the host requires it.
         node: name of the failure domain.
         relay: address of the launcher's relay; None where the rendezvous host is the launcher's own.
+        etcd: addresses of etcd and name of the run, where the launchers elect the host; None if they do not.
         birth_ns: when the launcher began, plus the slot, for a first process: ranks of the first world have the order
             of their slots; None for a process started later.
         token: names this process; a process started in its place has another.
@@ -357,6 +358,7 @@ class ElasticTask:
     secret_file: str
     node: str
     relay: str | None = None
+    etcd: tuple[str, str] | None = None
     slot: int = 0
     expected: int = 1
     starts: int = 1

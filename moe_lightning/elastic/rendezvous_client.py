@@ -15,7 +15,8 @@
 A thread sends heartbeats and aborts the groups of a world as soon as a failure is detected: by an
 error of this rank, by a launcher, by the host, or by dead links. A lost connection to the host aborts nothing: the
 thread reconnects and reports the present world to the host, which may have been restarted. Between several machines the
-launcher relays its messages (`moe_lightning.elastic.relay`). Timeouts are counted on the thread's own clock.
+launcher relays its messages (`moe_lightning.elastic.relay`); while it is silent, and the host moves, etcd is asked for
+the host's address. Timeouts are counted on the thread's own clock.
 
 While a world makes no step, every rank probes the other nodes by small signed packets (`Prober`), at most 500 a second
 in all: in a world of 1,000 nodes one packet to each in two seconds, 18 kB/s for a rank. A reply proves both directions.
@@ -36,6 +37,7 @@ from pathlib import Path
 
 from moe_lightning.elastic.client_state import ClientState, Endpoint
 from moe_lightning.elastic.connection import ClientConnection, RendezvousStore, StoreRequests
+from moe_lightning.elastic.etcd_rendezvous import LeaderLookup
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members
 from moe_lightning.elastic.preemption import PreemptionWatch
 from moe_lightning.elastic.protocol import Address, Message, ProcessClock, read_secret
@@ -154,11 +156,14 @@ class LinkChecker:
 
     Args:
         silence_s: see `ElasticSettings.silence_timeout_s`; a dead link is found within about as much.
+
+    Attributes:
+        prober: in use; None on one machine.
     """
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
-        self._prober: Prober | None = None
+        self.prober: Prober | None = None
         self._targets: dict[str, Endpoint] = {}
         self._progress = -1
         self._progress_at = 0.0
@@ -167,7 +172,7 @@ class LinkChecker:
 
     def use(self, prober: Prober | None) -> None:
         """Use this prober from now on."""
-        self._prober = prober
+        self.prober = prober
         self._probing_since = None
 
     def enter(self, targets: Mapping[str, Endpoint], now: float) -> None:
@@ -179,8 +184,8 @@ class LinkChecker:
     def wait(self, targets: Mapping[str, Endpoint], now: float) -> None:
         """Probe these nodes until they answer; for a process outside a world."""
         self._targets, self._is_waiting = dict(targets), True
-        if self._prober is not None:
-            self._prober.begin(self._targets, now)
+        if self.prober is not None:
+            self.prober.begin(self._targets, now)
 
     def unreachable(self, progress: int, now: float) -> frozenset[str]:
         """Return the nodes of the present world that do not answer; none while it makes steps.
@@ -191,13 +196,13 @@ class LinkChecker:
         if progress != self._progress:
             self._progress, self._progress_at = progress, now
             self._end()
-        if self._prober is None or not self._targets or now - self._progress_at < _STALL_SHARE * self._silence_s:
+        if self.prober is None or not self._targets or now - self._progress_at < _STALL_SHARE * self._silence_s:
             return frozenset()
         if self._probing_since is None:
             self._probing_since = now
-            self._prober.begin(self._targets, now)
-        self._prober.send(now, _INTERVAL_SHARE * self._silence_s)
-        since, last_reply, misses = self._probing_since, self._prober.last_reply, self._prober.misses
+            self.prober.begin(self._targets, now)
+        self.prober.send(now, _INTERVAL_SHARE * self._silence_s)
+        since, last_reply, misses = self._probing_since, self.prober.last_reply, self.prober.misses
         return frozenset(
             node
             for node in self._targets
@@ -207,18 +212,18 @@ class LinkChecker:
 
     def reached(self, now: float) -> frozenset[str]:
         """Return the nodes that a process outside a world waits for, once, when all of them answer; none before."""
-        if not self._is_waiting or self._prober is None:
+        if not self._is_waiting or self.prober is None:
             return frozenset()
-        self._prober.send(now, _INTERVAL_SHARE * self._silence_s)
-        if not self._targets or any(self._prober.answers[node] < _FEWEST_ANSWERS for node in self._targets):
+        self.prober.send(now, _INTERVAL_SHARE * self._silence_s)
+        if not self._targets or any(self.prober.answers[node] < _FEWEST_ANSWERS for node in self._targets):
             return frozenset()
         self._is_waiting = False
-        self._prober.end()
+        self.prober.end()
         return frozenset(self._targets)
 
     def _end(self) -> None:
-        if self._probing_since is not None and self._prober is not None:
-            self._prober.end()
+        if self._probing_since is not None and self.prober is not None:
+            self.prober.end()
         self._probing_since = None
 
 
@@ -252,7 +257,6 @@ class RendezvousClient:
         self._state = ClientState(task, multiple)
         self._clock = ProcessClock()
         self._links = LinkChecker(task.settings.silence_timeout_s)
-        self._prober: Prober | None = None
         self._abort_groups: Callable[[], None] | None = None  # of the guarded world
         self._connection = ClientConnection(
             Address.parse(task.address),
@@ -262,6 +266,7 @@ class RendezvousClient:
             silence_s=task.settings.silence_timeout_s,
             relay=None if task.relay is None else Address.parse(task.relay),
         )
+        self._leader = None if task.etcd is None else LeaderLookup(*task.etcd)
         self._requests = StoreRequests(self._connection.send)
         self._store: RendezvousStore | None = None
         self._closed = threading.Event()
@@ -487,6 +492,7 @@ class RendezvousClient:
             try:
                 losses = self._connection.losses
                 self._connection.step(self._clock.tick(), step_s)
+                self._look_for_host()
                 with self._changed:
                     if self._connection.losses != losses:
                         self._requests.end()
@@ -495,8 +501,16 @@ class RendezvousClient:
                 logger.exception("the rendezvous client could not do its work")
             self._end_if_hanging()
         self._connection.close()
-        if self._prober is not None:
-            self._prober.close()
+        if self._links.prober is not None:
+            self._links.prober.close()
+
+    def _look_for_host(self) -> None:
+        """Follow a host that moves, while the launcher is silent."""
+        link = self._connection
+        if self._leader is None or link.is_relayed or link.is_connected:
+            return
+        if (address := self._leader.look()) is not None:
+            link.move(address, self._clock.now)
 
     def _tick(self, now: float) -> None:
         state = self._state
@@ -512,19 +526,19 @@ class RendezvousClient:
         """Register at the host, on a new connection or under a new name."""
         with self._changed:
             self._listen_for_probes()
-            probe = self._prober.endpoint if self._prober is not None else None
+            probe = self._links.prober.endpoint if self._links.prober is not None else None
             send(self._state.introduction(probe, is_full=is_full))
             self._changed.notify_all()
 
     def _listen_for_probes(self) -> None:
         """Open the socket for probes of other nodes; on one machine there is none."""
-        host = self._connection.local_host
-        if host is None or (self._prober is not None and self._prober.endpoint[0] == host):
+        host, former = self._connection.local_host, self._links.prober
+        if host is None or (former is not None and former.endpoint[0] == host):
             return
-        if self._prober is not None:
-            self._connection.unwatch(self._prober.socket)
-            self._prober.close()
-        prober = self._prober = Prober(self._secret, host)
+        if former is not None:
+            self._connection.unwatch(former.socket)
+            former.close()
+        prober = Prober(self._secret, host)
         self._connection.watch(prober.socket, lambda: prober.receive(self._clock.now))
         self._links.use(prober)
 

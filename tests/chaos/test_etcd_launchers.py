@@ -28,6 +28,7 @@ from tests.chaos.test_launcher_elastic import Command, is_gone
 from tests.commands import SMALL_MODEL, WORDS, ForkedProgram, moe_train, run_script, write_words
 from tests.etcd import EtcdCluster, needs_etcd
 from tests.forks import PATIENCE_S
+from tests.network.hosts import wait_for
 from tests.network.trainings import COMPARED_STEPS, TOLERANCE, Step, set_pace, steps_in
 from tests.network.trainings import SCRIPT as TRAINING_SCRIPT
 from tests.programs import ROOT
@@ -121,6 +122,26 @@ def test_the_leader_is_killed(runs: Callable[..., Run]) -> None:
     assert "ended with its launcher" in alone["reason"]
     run.start(leader, 2)
     run.wait_for_world(2)
+    run.end_well()
+
+
+def test_the_leader_is_paused_for_longer_than_its_lease(runs: Callable[..., Run]) -> None:
+    """Its ranks find its successor by themselves, and are in the next world."""
+    run = runs("ab", ranks=2)
+    first = run.wait_for_world(4)
+    leader, client, key = run.leader, run.cluster.client(), get("/moe-lightning/run/leader")
+    before = client.transact([], [key]).found
+    os.kill(run.launchers[leader].process.pid, signal.SIGSTOP)
+    wait_for(lambda: client.transact([], [key]).found not in (before, (None,)), PATIENCE_S)
+    victim = next(each for each in first if each["nodes"][each["rank"]] != leader)
+    os.kill(victim["pid"], signal.SIGKILL)
+    three = run.wait_for_world(3)
+    assert {each["pid"] for each in three} == {each["pid"] for each in first} - {victim["pid"]}
+    assert {each["reason"] for each in three} == {
+        f"rank {victim['rank']} on node {victim['nodes'][victim['rank']]} was killed by SIGKILL"
+    }
+    os.kill(run.launchers[leader].process.pid, signal.SIGCONT)
+    run.wait_for_world(4)
     run.end_well()
 
 

@@ -41,8 +41,8 @@ def test_a_worker_sees_the_host_as_without_a_relay(host: RendezvousServer) -> No
         first, second = joined(task)
         first.store.set("key", "value")
         assert second.store.get("key") == b"value"
-        assert first._prober is not None
-        assert first._prober.endpoint[0] == "127.0.0.1"
+        assert first._links.prober is not None
+        assert first._links.prober.endpoint[0] == "127.0.0.1"
         broken: list[str] = []
         for worker in (first, second):
             world = worker._state.world
