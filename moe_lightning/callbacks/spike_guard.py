@@ -8,8 +8,9 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -24,14 +25,13 @@ from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import ConfigurationError, LossSpikeError
 from moe_lightning.files import append_rows
-from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import all_reduce_
 from moe_lightning.state.tensors import local
 from moe_lightning.state.transfer import install
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.step_data import first_sampler, training_slice
 from moe_lightning.strategies.watch import FEWEST_LOSSES, limit_of
-from moe_lightning.strategies.worlds import ExpertParallelCallback, call_hook
+from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport
 
 _MOST_SHOWN = 12
 _COLUMNS = ("step", "loss", "limit", "restored_step", "samples")
@@ -46,7 +46,7 @@ class StateCopy:
     Attributes:
         step: whose update is the last in it.
         position: samples of the data that were consumed by then; None where the loader has no position.
-        tensors: pairs of a live tensor and its values: weights and buffers.
+        tensors: pairs of a live tensor and the values of its part here: weights and buffers.
         states: for each optimizer the values of its state by parameter.
     """
 
@@ -60,7 +60,7 @@ class StateCopy:
     def of(cls, strategy: ExpertParallelStrategy, step: int, position: int | None) -> StateCopy:
         """Return a copy of the present state."""
         module = strategy.state.module
-        live = [local(p.detach()) for p in module.parameters() if p.requires_grad] + list(module.buffers())
+        live = [p for p in module.parameters() if p.requires_grad] + list(module.buffers())
         return cls(
             step=step,
             position=position,
@@ -74,7 +74,7 @@ class StateCopy:
     @torch.no_grad()
     def restore(self) -> None:
         """Write the values back."""
-        install(self.tensors)
+        install((local(tensor.detach()), values) for tensor, values in self.tensors)
         for optimizer, states in self.states:
             for parameter in optimizer.state.keys() - states.keys():  # updated for the first time since
                 del optimizer.state[parameter]
@@ -91,16 +91,46 @@ def _copied(value: Any) -> Any:
     return local(value.detach()).to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
+class _Spike(NamedTuple):
+    """A rollback in words and for the table.
+
+    Attributes:
+        step, loss, limit: of the spike.
+        restored: step whose state is restored.
+        samples: that are left out.
+    """
+
+    step: int
+    loss: float
+    limit: float
+    restored: int
+    samples: Sequence[int]
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.samples[:_MOST_SHOWN])) + (" ..." if len(self.samples) > _MOST_SHOWN else "")
+        return (
+            f"{_sentence(self.step, self.loss, self.limit)}: the state of step {self.restored} is restored, and "
+            f"training goes on without the {len(self.samples)} samples since: {shown}"
+        )
+
+
+def _sentence(step: int, loss: float, limit: float) -> str:
+    return f"the loss of step {step} is {loss:.4g}, above the limit of {limit:.4g}"
+
+
 @validated
 class SpikeGuard(ExpertParallelCallback):
     """Returns to an earlier state when the loss spikes or is not finite, and goes on without the samples since.
 
     Every `every_n_steps` steps each rank copies its weights, buffers and optimizer states to host memory, and keeps two
     copies. A loss of a step, over all ranks, is a spike above the median of the last `window` ones plus `threshold`
-    times their spread: 1.4826 times the median absolute deviation, at least 1 % of the median. All ranks then restore
-    the older copy, which at least `every_n_steps` calm steps have followed. Positions in the data, the count of steps
-    and schedules go on, so the result is that of a run that has left these updates out. The line of a rollback, and a
-    CSV, name the samples.
+    times their spread: 1.4826 times the median absolute deviation, at least 1 % of the median. Instead of the update of
+    that step all ranks then restore the older copy, which at least `every_n_steps` calm steps have followed. Positions
+    in the data, the count of steps and schedules go on, so the result is that of a run that has left these updates out.
+    The line of a rollback, and a CSV, name the samples.
+
+    In an elastic run a rollback is committed as an update is: if a rank is lost meanwhile, the others make it all, or
+    repeat the step and find the spike again.
 
     Args:
         every_n_steps: between two copies; at most twice as many steps are lost.
@@ -125,11 +155,24 @@ class SpikeGuard(ExpertParallelCallback):
     ) -> None:
         self._every, self._threshold, self._max_rollbacks = every_n_steps, threshold, max_rollbacks
         self._path = Path(path) if path else None
-        self._losses: deque[float] = deque(maxlen=window)
+        self._window = window
+        # By step. One more than is looked at: a step that is repeated has left its own on some ranks.
+        self._losses: deque[tuple[int, float]] = deque(maxlen=window + 1)
         self._copies: deque[StateCopy] = deque(maxlen=2)
-        self._of_step: list[tuple[float, float]] = []  # loss and weight of each micro-batch
-        self._position: int | None = None  # of the data after the running step
+        self._began: int | None = None  # position in the data before the running step
+        self._position: int | None = None  # and after it
+        self._spike: _Spike | None = None  # whose rollback rank 0 may not have reported
         self.rollbacks = 0
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": [list(entry) for entry in self._losses], "rollbacks": self.rollbacks}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._losses.clear()
+        self._losses.extend((step, loss) for step, loss in state_dict["losses"])
+        self.rollbacks = state_dict["rollbacks"]
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -148,69 +191,79 @@ class SpikeGuard(ExpertParallelCallback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._of_step.clear()
         self._copies.clear()
-        self._copies.append(StateCopy.of(own_strategy(trainer, "SpikeGuard"), trainer.global_step, None))
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         here, sampler = training_slice(trainer.train_dataloader), first_sampler(trainer.train_dataloader)
-        if here is None or sampler is None:
+        self._spike = None  # rank 0 has ended the last batch
+        self._began = began = None if here is None or sampler is None else sampler.begin_of(here)
+        self._position = None if here is None or began is None else began + here.step_total
+        if not self._copies:
+            self._copies.append(StateCopy.of(own_strategy(trainer, "SpikeGuard"), trainer.global_step, began))
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        strategy, step = own_strategy(trainer, "SpikeGuard"), trainer.global_step + 1
+        while self._losses and self._losses[-1][0] >= step:
+            self._losses.pop()
+        known = [known for _, known in self._losses][-self._window :]
+        loss, limit = _mean_loss(strategy), limit_of(known, self._threshold)
+        if loss is None:
             return
-        began = sampler.begin_of(here)
-        self._position = began + here.step_total
-        if self._copies and self._copies[-1].position is None:  # made before the first batch
-            self._copies[-1] = replace(self._copies[-1], position=began)
+        if math.isfinite(loss) and loss <= limit:
+            self._losses.append((step, loss))
+            return
+        if self.rollbacks >= self._max_rollbacks:
+            raise LossSpikeError(
+                f"{_sentence(step, loss, limit)}, after {self.rollbacks} rollbacks: look at the samples that were left "
+                "out, lower the learning rate, or raise callbacks.spike_guard.max_rollbacks"
+            )
+        source = self._copies[0] if self._copies else None  # none where experts have moved just now
+        sampler, first = first_sampler(trainer.train_dataloader), self._began if source is None else source.position
+        spike = _Spike(
+            step=step,
+            loss=loss,
+            limit=limit,
+            restored=step - 1 if source is None else source.step,
+            samples=_samples(sampler, first, self._position),
+        )
+        strategy.update.replace(partial(self._roll_back, strategy, source, spike, self.rollbacks + 1))
+
+    def _roll_back(
+        self, strategy: ExpertParallelStrategy, source: StateCopy | None, spike: _Spike, rollbacks: int
+    ) -> None:
+        self.rollbacks, self._spike = rollbacks, spike
+        self._copies.clear()
+        if source is not None:
+            source.restore()
+            strategy.state.find_twins()
+            self._copies.append(replace(source, position=self._position))
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        strategy = own_strategy(trainer, "SpikeGuard")
-        self._of_step.append(_own_loss(strategy, outputs))
         if private_lightning.is_accumulating(trainer):
             return
-        sums = torch.tensor(self._of_step, dtype=torch.float64, device=strategy.world.device).sum(dim=0)
-        all_reduce_(sums, strategy.world)
-        total, weight = strategy.world.read(sums).tolist()
-        self._of_step.clear()
-        loss, limit, step = total / max(weight, 1.0), limit_of(self._losses, self._threshold), trainer.global_step
-        if not math.isfinite(loss) or loss > limit:
-            self._roll_back(trainer, strategy, loss, limit)
-            return
-        self._losses.append(loss)
-        if step % self._every == 0 or not self._copies:
-            self._copies.append(StateCopy.of(strategy, step, self._position))
+        if self._spike is not None:
+            if trainer.is_global_zero:
+                self._report()
+        elif trainer.global_step % self._every == 0:
+            strategy = own_strategy(trainer, "SpikeGuard")
+            self._copies.append(StateCopy.of(strategy, trainer.global_step, self._position))
 
-    def _roll_back(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy, loss: float, limit: float) -> None:
-        step = trainer.global_step
-        spike = f"the loss of step {step} is {loss:.4g}, above the limit of {limit:.4g}"
-        held = all_gather_json([each.step for each in self._copies], strategy.world)  # one that has joined has fewer
-        common = set(held[0]).intersection(*held)
-        if self.rollbacks >= self._max_rollbacks or not common:
-            raise LossSpikeError(
-                f"{spike}, after {self.rollbacks} rollbacks: look at the samples that were left out, lower the "
-                "learning rate, or raise callbacks.spike_guard.max_rollbacks"
-            )
-        self.rollbacks += 1
-        source = next(each for each in self._copies if each.step == min(common))
-        call_hook(strategy.state.module, "on_before_experts_move")  # nobody copies rows meanwhile
-        source.restore()
-        strategy.state.find_twins()
-        self._copies.clear()
-        self._copies.append(replace(source, position=self._position))
-        samples = _samples(first_sampler(trainer.train_dataloader), source.position, self._position)
-        if trainer.is_global_zero:
-            if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                append_rows(self._path, _COLUMNS, [[step, loss, limit, source.step, " ".join(map(str, samples))]])
-            shown = ", ".join(map(str, samples[:_MOST_SHOWN])) + (" ..." if len(samples) > _MOST_SHOWN else "")
-            logger.warning(
-                "%s: the state of step %d is restored, and training goes on without the %d samples since: %s",
-                *(spike, source.step, len(samples), shown),
-            )
+    def _report(self) -> None:
+        spike, self._spike = self._spike, None
+        assert spike is not None
+        logger.warning("%s", spike)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            append_rows(self._path, _COLUMNS, [[*spike[:-1], " ".join(map(str, spike.samples))]])
 
     @override
     def on_before_experts_move(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -219,19 +272,22 @@ class SpikeGuard(ExpertParallelCallback):
     @override
     def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._copies.clear()
-        self._losses.clear()  # ranks that have joined know none
-        self._of_step.clear()
+
+    @override
+    def on_recovered(self, trainer: pl.Trainer, pl_module: pl.LightningModule, report: RecoveryReport) -> None:
+        if self._spike is not None and 0 in report.lost_ranks and trainer.is_global_zero:
+            self._report()
 
 
-def _own_loss(strategy: ExpertParallelStrategy, outputs: Any) -> tuple[float, float]:
-    """Return the loss of this rank's micro-batch, and 1; zeros if it has none."""
-    loss, factor = outputs.get("loss") if isinstance(outputs, Mapping) else outputs, 1
-    if strategy.worlds.axes.pp > 1:  # this rank's share of the mean
-        loss, factor = strategy.last_stage_loss, strategy.world.shape.dp
-    if strategy.is_dummy_batch or not isinstance(loss, Tensor):
-        return 0.0, 0.0
-    micros = strategy.state.trainer.accumulate_grad_batches  # both are divided by it
-    return float(loss.detach().double().mean()) * factor * micros, 1.0
+def _mean_loss(strategy: ExpertParallelStrategy) -> float | None:
+    """Return the mean over the running step's micro-batches of all ranks, None if they have no samples; collective."""
+    losses = [loss.double().mean() for loss in strategy.update.losses]
+    sums = torch.tensor([0.0, len(losses)], dtype=torch.float64, device=strategy.world.device)
+    if losses:
+        sums[0] = torch.stack(losses).sum()
+    all_reduce_(sums, strategy.world)
+    total, count = strategy.world.read(sums).tolist()
+    return total * strategy.state.trainer.accumulate_grad_batches / count if count else None
 
 
 def _samples(sampler: StepSampler | None, first: int | None, last: int | None) -> list[int]:

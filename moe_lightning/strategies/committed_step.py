@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.optim import Optimizer
 
 from moe_lightning.checkpoint.files import PlainValues
 from moe_lightning.checkpoint.recovery_plan import RecoveryPlan
@@ -272,7 +271,7 @@ class CommittedStep:
 
     Attributes:
         version: committed optimizer steps of the live state.
-        prepared: the optimizer whose update all ranks are ready for, from then until it is committed.
+        prepared: makes the update that all ranks are ready for; None: there is none, or it is committed.
         is_torn: values are part of the step and part of the next one, or of another rank's state.
         is_first: this process has committed no step yet.
         ended: the last step whose batch has ended here.
@@ -283,7 +282,7 @@ class CommittedStep:
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self.version = 0
-        self.prepared: Optimizer | None = None
+        self.prepared: Callable[[], None] | None = None
         self.is_torn = False
         self.is_first = True
         self.ended = -1
@@ -308,9 +307,9 @@ class CommittedStep:
             self.progress = FitProgress.of(trainer, after_step=False)
         self.version = self.ended = trainer.global_step
 
-    def prepare(self, optimizer: Optimizer) -> None:
+    def prepare(self, update: Callable[[], None]) -> None:
         """Note that this rank is ready for an update, and every other one is, or says why not."""
-        self.prepared = optimizer
+        self.prepared = update
 
     def begin_update(self) -> None:
         """Values change from here on: where optimizers are sharded, other ranks lack the updates of this one after a
@@ -352,7 +351,7 @@ class CommittedStep:
     def make_up(self) -> None:
         """Apply the update that others have applied."""
         assert self.prepared is not None
-        self._state.apply_update(self.prepared)
+        self.prepared()
         self.prepared = None
         self.version += 1
 

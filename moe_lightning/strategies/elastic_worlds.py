@@ -24,7 +24,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.optim import Optimizer
 
 from moe_lightning.balancing.repair import Repair
 from moe_lightning.checkpoint.memory import DamagedSnapshots, RecoverySources
@@ -396,9 +395,13 @@ class ElasticWorlds:
 
     # ------------------------------------------------------------------ steps
 
-    def prepare(self, optimizer: Optimizer) -> None:
-        """Every collective of the step is done: wait until all say so, and agree whether the world changes now."""
-        self.step.prepare(optimizer)
+    def prepare(self, update: Callable[[], None]) -> None:
+        """Every collective of the step is done: wait until all say so, and agree whether the world changes now.
+
+        Args:
+            update: makes the step's update outside of the step, if this rank fails and others have made it.
+        """
+        self.step.prepare(update)
         self.engine.record_progress()
         is_asked = self.engine.has_newcomers() or (self.engine.notice or self._departure) is not None
         (is_wished,) = any_says([is_asked], self._strategy.worlds.present)

@@ -842,8 +842,8 @@ class ExpertParallelStrategy(DDPStrategy):
         """Run and commit a step in the order that recoveries rely on: `closure` runs forward and backward, in which DDP
         sums the gradients of dense parameters over ranks and `Steps.summing` those of experts over their holders. Hooks
         follow, in which copies of the last state end, and clipping by the norm of the whole model. Then every rank
-        agrees that it is prepared, and none changes a value before all are. A skipped update leaves the optimizer's
-        step before it changes anything.
+        agrees that it is prepared, and none changes a value before all are. An update that is left out or replaced
+        leaves the optimizer's step before it changes anything.
         """
         state, elastic, output = self.state, self.elastic, None
         self.checkpoints.begin_update()
@@ -851,7 +851,8 @@ class ExpertParallelStrategy(DDPStrategy):
             prepare = partial(self.update.prepare, optimizer, elastic, begin)
             with private_lightning.before_update(self.precision_plugin, prepare):
                 output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        state.broadcast_updates(optimizer)
+        if not self.update.is_skipped:
+            state.broadcast_updates(optimizer)
         state.after_update(optimizer)
         self.steps.state_check.after_update()
         elastic.commit()

@@ -37,7 +37,8 @@ class StepUpdate:
 
     Attributes:
         finite: check of losses and gradients.
-        is_skipped: the last update was left out, because a loss or gradient was not finite.
+        is_skipped: the last update was left out or replaced.
+        losses: of the micro-batches of the running step that have samples of this rank, divided by their number.
     """
 
     def __init__(self, worlds: Worlds, state: TrainState, steps: Steps, stop_on_nan: StopOnNan | None) -> None:
@@ -45,6 +46,8 @@ class StepUpdate:
         self._check_state = steps.state_check.before_update
         self.finite = FiniteWatch(stop_on_nan)
         self.is_skipped = False
+        self.losses: list[Tensor] = []
+        self._replacement: Callable[[], None] | None = None
         self._scaler: AgreedScaler | None = None
         self._num_groups = -1
         self._clipped: int | None = None  # the optimizer whose gradients clipping has checked
@@ -76,6 +79,8 @@ class StepUpdate:
     def forget_step(self) -> None:
         """Forget the running step, which will be repeated."""
         self.finite.forget_step()
+        self.losses.clear()
+        self._replacement = None
         if self._scaler is not None:
             self._scaler.forget_step()
 
@@ -84,12 +89,22 @@ class StepUpdate:
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def check_loss(self, loss: Tensor, batch: StepSlice | None) -> None:
-        """Check that the loss of a micro-batch is finite."""
+        """Check that the loss of a micro-batch is finite, and keep it until the update."""
         trainer, rank = self._state.trainer, self._worlds.present.rank
         step = trainer.global_step
+        self.losses.append(loss.detach())
         self.finite.look(
             loss, lambda: f"on rank {rank} in the step after step {step}{samples_of(batch, trainer.train_dataloader)}"
         )
+
+    def replace(self, replacement: Callable[[], None]) -> None:
+        """Let the running step end with this instead of the optimizer's update. Called on every rank, in a hook before
+        the update.
+
+        Args:
+            replacement: changes values of this rank by itself, the same if it is called twice.
+        """
+        self._replacement = replacement
 
     def prepare(self, optimizer: Optimizer, elastic: ElasticWorlds | FixedWorld, begin: Callable[[], None]) -> None:
         """Agree with all ranks on the update that follows; no rank changes a value before all are prepared. Collective.
@@ -98,9 +113,11 @@ class StepUpdate:
             begin: called last, before values change.
 
         Raises:
-            UpdateSkipped: the update is left out, on every rank.
+            UpdateSkipped: the update is left out or replaced, on every rank.
         """
         state, scaler = self._state, self._scaler
+        replacement, self._replacement = self._replacement, None
+        self.losses.clear()
         overflows = scaler is not None and scaler.overflows(optimizer)
         if not overflows:
             self._check_update(optimizer)
@@ -110,15 +127,18 @@ class StepUpdate:
             if damage := self._check_state(optimizer):
                 elastic.repeat_step(damage)
                 is_bad = True
-        self.is_skipped = is_bad or overflows
-        if is_bad or (overflows and self._worlds.is_elastic):
+        self.is_skipped = is_bad or overflows or replacement is not None
+        if is_bad or replacement is not None or (overflows and self._worlds.is_elastic):
             state.forget_update()  # a recovery would apply it
         elif overflows:
             state.forget_counts()
-        elastic.prepare(optimizer)  # where ranks may be lost, a barrier: the last collective before the update
+        # Where ranks may be lost, a barrier: the last collective before the update.
+        elastic.prepare(replacement or partial(state.apply_update, optimizer))
         if self.is_skipped:
             if scaler is not None:
                 scaler.update()
+            if replacement is not None:
+                replacement()
             raise UpdateSkipped
         state.replay_update(optimizer)
         elastic.begin_update()

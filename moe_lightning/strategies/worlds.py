@@ -17,8 +17,6 @@ from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Groups, Layout, MeshShape
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from moe_lightning.checkpoint.protection import ProtectionLayout
     from moe_lightning.elastic.membership import Members
 
@@ -237,7 +235,7 @@ class FixedWorld:
     is_newcomer = change_is_due = has_rolled_back = is_broken = leaves_on_sigterm = False
     node = ""
 
-    def prepare(self, optimizer: Optimizer) -> None:
+    def prepare(self, update: Callable[[], None]) -> None:
         """Do nothing: no rank has to know that all others are ready for the update."""
 
     def repeat_step(self, reason: str) -> None:

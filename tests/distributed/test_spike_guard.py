@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from moe_lightning.callbacks.spike_guard import SpikeGuard
 from moe_lightning.errors import ConfigurationError, LossSpikeError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.watch import limit_of
+from moe_lightning.strategies.worlds import ExpertParallelCallback
 from tests.chaos.elastic_worker import state_digests
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, Warned, make_trainer
@@ -128,9 +130,39 @@ def test_the_loss_of_a_spike_is_the_mean_over_its_micro_batches(tmp_path: Path) 
 
 def test_too_many_spikes_end_the_run() -> None:
     for run in run_ranks(2, fit, {SPIKE - 1: math.nan, SPIKE: math.nan}, {}, {"max_rollbacks": 1}):
-        assert run["steps"] == SPIKE + 1
+        assert run["steps"] == SPIKE, "the next one has not updated anything"
         assert f"the loss of step {SPIKE + 1} is nan" in run["error"]
         assert "after 1 rollbacks" in run["error"]
+
+
+def test_losses_are_remembered_in_checkpoints(tmp_path: Path) -> None:
+    path, guards = str(tmp_path / "half.ckpt"), [SpikeGuard(), SpikeGuard()]
+    for guard, steps in zip(guards, (12, 14), strict=True):
+        trainer = make_trainer(0, 1, {}, callbacks=[guard], max_steps=steps)
+        loader = DataLoader(Numbered(), batch_size=BATCH, shuffle=True)
+        trainer.fit(Spiky({12: 50.0}), loader, ckpt_path=None if guard is guards[0] else path)
+        trainer.save_checkpoint(path)
+    assert [guard.rollbacks for guard in guards] == [0, 1], "the second one has seen no other loss of its own"
+
+
+class Moving(ExpertParallelCallback):
+    """Moves experts at the begin of the step that spikes."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ExpertParallelStrategy)
+        if trainer.global_step == SPIKE - 1:
+            strategy.replace_experts([layer.dispatcher.placement for layer in strategy.experts.layers])
+
+
+def test_where_experts_have_just_moved_the_update_alone_is_left_out(tmp_path: Path) -> None:
+    guard = SpikeGuard(every_n_steps=EVERY, path=str(tmp_path / "spikes.csv"))
+    trainer = make_trainer(0, 1, {}, callbacks=[guard, Moving()], max_steps=STEPS)
+    module = Spiky({SPIKE - 1: math.nan})
+    trainer.fit(module, DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    (row,) = csv.DictReader((tmp_path / "spikes.csv").read_text().splitlines())
+    assert (int(row["restored_step"]), len(row["samples"].split())) == (SPIKE - 1, BATCH)
+    assert all(bool(p.isfinite().all()) for p in module.parameters())
 
 
 def test_a_first_step_that_is_no_number_is_left_out() -> None:
