@@ -140,7 +140,7 @@ class SpeedFollower:
     def _micro_total(self) -> int:
         """Samples of a whole micro-batch, in a pipeline of each that it computes; 0 where the loader does not know."""
         sampler = first_sampler(self._strategy.state.trainer.train_dataloader)
-        return 0 if sampler is None else -(-sampler.global_batch_size // (sampler.num_micros * sampler.pieces))
+        return 0 if sampler is None else -(-sampler.cut.global_batch_size // sampler.cut.num_pieces)
 
     def close(self) -> None:
         """Measure no longer."""

@@ -278,7 +278,7 @@ class ViewSampler(StepSampler):
 
     def indices_at(self, consumed: int) -> list[int]:
         """The visits of `slice_at(consumed)`, in the order of the global batch."""
-        first = consumed // self.epoch_size * self.num_samples
+        first = consumed // self.epoch_size * self.order.num_samples
         indices = super().indices_at(consumed)
         return type(indices)(first + index for index in indices)
 

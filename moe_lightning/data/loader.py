@@ -90,7 +90,7 @@ class StepLoader:
             its content decides, a run that is resumed with other content is refused.
         sampler: which of them, and when.
         options: passed to torch's DataLoader (num_workers, collate_fn, ...). Without a `generator`, workers are seeded
-            by (sampler.seed, rank, position where the iterator begins), and the global random stream is left alone.
+            by (the order's seed, rank, position where the iterator begins), and the global random stream is left alone.
 
     Attributes:
         step_sampler: what decides the samples; it holds the position.
@@ -234,7 +234,7 @@ class StepLoader:
         sampler = self.step_sampler
         if sampler.evaluation:
             sampler.consumed = 0
-        elif self._trainer is not None and self._trainer.accumulate_grad_batches != sampler.num_micros:
+        elif self._trainer is not None and self._trainer.accumulate_grad_batches != sampler.cut.num_micros:
             self.bind(num_micros=self._trainer.accumulate_grad_batches)  # a schedule has changed it at this epoch
         end = sampler.epoch_end
         while sampler.consumed < end:
@@ -244,7 +244,7 @@ class StepLoader:
         sampler = self.step_sampler
         moves = sampler.moves
         if self._own_generator is not None:
-            self._own_generator.manual_seed(mixed_seed(sampler.seed, sampler.rank, sampler.consumed))
+            self._own_generator.manual_seed(mixed_seed(sampler.order.seed, sampler.cut.rank, sampler.consumed))
         for batch in _with_plain_errors(self._loader):
             current = sampler.slice_at(sampler.consumed)
             if current.micro == 0:
@@ -323,7 +323,7 @@ class StepLoader:
         self._trainer = trainer
         self.step_sampler.accepts_other_data = getattr(trainer.strategy, "resume_overrides", False)
         if getattr(trainer, "overfit_batches", 0):
-            self.step_sampler.shuffle = False
+            self.step_sampler.order.shuffle = False
         if not getattr(trainer, "fast_dev_run", False):
             self._limit_epoch(trainer.limit_train_batches)
 

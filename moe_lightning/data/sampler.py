@@ -17,7 +17,7 @@ import itertools
 import random
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -117,6 +117,133 @@ class StandIn(list[int]):
     of_samples: Sequence[int] = ()
 
 
+class EpochOrder:
+    """Order of the data set's samples in each epoch: given, drawn from (seed, epoch), or as they are.
+
+    Args:
+        num_samples: of an epoch.
+        given: the order by the epoch's number; without `shuffle` that of the first epoch is taken again.
+    """
+
+    def __init__(
+        self, num_samples: int, *, seed: int, shuffle: bool, given: Callable[[int], torch.Tensor] | None = None
+    ) -> None:
+        self.num_samples = num_samples
+        self.seed = seed
+        self.shuffle = shuffle
+        self._given = given
+        self._newest: tuple[int, torch.Tensor] | None = None  # (epoch, its order)
+
+    @property
+    def name(self) -> str | None:
+        """Name of the order, which a position in it is saved with; None: a given one has none."""
+        if self._given is not None:
+            return getattr(self._given, "name", None)
+        return f"shuffled with seed {self.seed}" if self.shuffle else "in the order of the data set"
+
+    def indices(self, epoch: int, first: int, count: int) -> list[int]:
+        """Return the data set's indices of `count` samples of an epoch, from its sample `first` on."""
+        if self._given is None and not self.shuffle:
+            return list(range(first, first + count))
+        indices: list[int] = self._of_epoch(epoch if self.shuffle else 0)[first : first + count].tolist()
+        return indices
+
+    def _of_epoch(self, epoch: int) -> torch.Tensor:
+        if self._newest is None or self._newest[0] != epoch:
+            if self._given is not None:
+                order = self._given(epoch)
+            else:
+                generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
+                order = torch.randperm(self.num_samples, generator=generator, device="cpu")
+            self._newest = epoch, order
+        return self._newest[1]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepCut:
+    """Cut of every step into micro-batches, their pieces, and the ranks' slices of them; see StepSampler."""
+
+    global_batch_size: int
+    num_micros: int
+    pieces: int
+    rank: int
+    world_size: int
+    speeds: IntArray | None = None  # int64 [world_size]; None: evenly
+    most: int | None = None  # samples of a rank in a micro-batch, where speeds are given
+    _bounds: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of a whole step."""
+        return self.num_micros * self.pieces
+
+    def micro_bounds(self, step_total: int) -> tuple[int, ...]:
+        """Return the beginnings of a step's micro-batches, and its end: a step of few samples has the first of them
+        only.
+        """
+        whole = cut(self.global_batch_size, self.num_micros)
+        return *(start for start in whole if start < step_total), step_total
+
+    def _piece_bounds(self, begin: int, end: int) -> tuple[int, ...]:
+        """Return the beginnings of the pieces of the micro-batch of a step from `begin` to `end`, and its end: one of
+        few samples has the first of them only.
+        """
+        whole = cut(self.global_batch_size, self.num_micros)
+        size = next(last - first for first, last in itertools.pairwise(whole) if first == begin)
+        return *(begin + start for start in cut(size, self.pieces) if begin + start < end), end
+
+    def _rank_bounds(self, total: int) -> tuple[int, ...]:
+        """Return the beginnings of the ranks' slices of a micro-batch, and its end."""
+        if total not in self._bounds:
+            if self.speeds is None:
+                self._bounds[total] = cut(total, self.world_size)
+            else:
+                self._bounds[total] = 0, *itertools.accumulate(shares(total, self.speeds, self.most).tolist())
+        return self._bounds[total]
+
+    def slice_at(self, inside_step: int, step_total: int, step: int) -> StepSlice:
+        """Return the rank's slice of the micro-batch that begins after `inside_step` samples of a step of `step_total`.
+
+        Raises:
+            ConfigurationError: no micro-batch begins there.
+        """
+        bounds = self.micro_bounds(step_total)
+        if inside_step not in bounds[:-1]:
+            raise ConfigurationError(
+                f"The data position is {inside_step} samples inside a step of {step_total}, where none of its "
+                f"{self.num_micros} micro-batches begins; resume with the accumulation and global batch it was saved "
+                "with, or from a checkpoint taken after a whole step."
+            )
+        micro = bounds.index(inside_step)
+
+        borders = [self._piece_bounds(*pair) for pair in itertools.pairwise(bounds)]
+        before, of_step = (sum(len(b) - 1 for b in some) for some in (borders[:micro], borders))
+        parts = []
+        for begin, end in itertools.pairwise(borders[micro]):
+            first, last = self._rank_bounds(end - begin)[self.rank : self.rank + 2]
+            parts.append(
+                StepSlice(
+                    step=step,
+                    micro=before + len(parts),
+                    num_micros=of_step,
+                    offset=begin + first,
+                    count=last - first,
+                    micro_total=end - begin,
+                    step_total=step_total,
+                )
+            )
+        if self.pieces == 1:
+            return parts[0]
+        return replace(
+            parts[0],
+            micro=micro,
+            num_micros=len(bounds) - 1,
+            count=sum(piece.count for piece in parts),
+            micro_total=bounds[micro + 1] - bounds[micro],
+            pieces=tuple(parts),
+        )
+
+
 @validated
 class StepSampler(Sampler[list[int]]):
     """A batch sampler with a constant global batch, exact on any number of ranks and resumable from one integer.
@@ -139,6 +266,7 @@ class StepSampler(Sampler[list[int]]):
             those of the data set.
 
     Attributes:
+        order, cut: of the samples of epochs, and of the samples of a step.
         data_size, data_key: the number of the data set's samples and a text that other content changes, as far as they
             are known: a position is that in these data.
         accepts_other_data: True goes on in other data than those of the position that is restored.
@@ -168,46 +296,36 @@ class StepSampler(Sampler[list[int]]):
         keeps_micro_batch: bool = False,
         order: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        self._micro_batch_size = global_batch_size // max(1, num_micros) if keeps_micro_batch else None
-        unit = self._micro_batch_size or global_batch_size
+        unit = (global_batch_size // num_micros if keeps_micro_batch else 0) or global_batch_size
         if drop_last and num_samples < unit:
             kind = "evaluation" if evaluation else "training"
             raise ConfigurationError(
                 f"The {kind} data has {num_samples} samples, fewer than one step of {unit} "
                 f"(global_batch_size); lower it to at most {num_samples}, set drop_last=False, or bring more data."
             )
-        self.num_samples = num_samples
         self.data_size: int | None = num_samples
         self.data_key: str | None = None
         self.accepts_other_data = False
-        self.global_batch_size = global_batch_size
-        self.seed = seed
-        self.shuffle = shuffle
+        self.order = EpochOrder(num_samples, seed=seed, shuffle=shuffle, given=order)
+        self.cut = StepCut(
+            global_batch_size=global_batch_size, num_micros=num_micros, pieces=pieces, rank=rank, world_size=world_size
+        )
+        self.keeps_micro_batch = keeps_micro_batch
         self.evaluation = evaluation
-        self._given_order = order
         self._unit = unit if drop_last else 1
-        self._usable = self.epoch_size = num_samples - num_samples % self._unit
+        self.epoch_size = self._usable(num_samples)
         self.consumed = 0
         self._epoch_offset = 0  # our epoch minus the announced one
         self._restored_at: int | None = None  # the position last restored
         self.moves = 0  # how often the position or the world was set from outside
-        self._permutation: tuple[int, torch.Tensor] | None = None  # (epoch, its order)
-        self._speeds: IntArray | None = None
-        self._most: int | None = None  # samples of a rank in a micro-batch, where speeds are given
-        self._cuts: dict[tuple[int, int], tuple[int, ...]] = {}  # of micro-batches, by their size and the ranks
-        self._set_world(rank, world_size, num_micros, pieces)
+        self.bind()
 
     # ------------------------------------------------------------------ the pure map from position to samples
 
     @property
-    def keeps_micro_batch(self) -> bool:
-        """True if another number of micro-batches changes the global batch, not the size of a micro-batch."""
-        return self._micro_batch_size is not None
-
-    @property
     def epoch_steps(self) -> int:
         """Steps of one epoch."""
-        return -(-self.epoch_size // self.global_batch_size)
+        return -(-self.epoch_size // self.cut.global_batch_size)
 
     @property
     def epoch(self) -> int:
@@ -220,7 +338,7 @@ class StepSampler(Sampler[list[int]]):
         Raises:
             ConfigurationError: no micro-batch begins there under the current `num_micros`.
         """
-        return self._slice(consumed, self.rank, self.world_size, self.num_micros, self.pieces)
+        return self._slice(consumed, self.cut)
 
     def indices_at(self, consumed: int) -> list[int]:
         """The data set's indices of `slice_at(consumed)`, in the order of the global batch; a StandIn where it is
@@ -228,7 +346,7 @@ class StepSampler(Sampler[list[int]]):
         """
         here = self.slice_at(consumed)
         epoch, inside = divmod(consumed, self.epoch_size)
-        step_began = inside - inside % self.global_batch_size
+        step_began = inside - inside % self.cut.global_batch_size
         found, own = list[int](), list[int]()
         for piece in here.pieces or (here,):
             found += (some := self._indices(epoch, step_began + piece.offset if piece.count else inside, piece.rows))
@@ -247,7 +365,7 @@ class StepSampler(Sampler[list[int]]):
     def begin_of(self, here: StepSlice) -> int:
         """The position of the stream at which the step of a slice begins."""
         epoch, step = divmod(here.step, self.epoch_steps)
-        return epoch * self.epoch_size + step * self.global_batch_size
+        return epoch * self.epoch_size + step * self.cut.global_batch_size
 
     def samples_between(self, first: int, last: int) -> list[int]:
         """Return the data set's indices of the samples of all ranks from one position of the stream to another."""
@@ -260,98 +378,23 @@ class StepSampler(Sampler[list[int]]):
         return found
 
     def _indices(self, epoch: int, first: int, count: int) -> list[int]:
-        if self._given_order is None and not self.shuffle:
-            return list(range(first, first + count))
-        indices: list[int] = self._order(epoch)[first : first + count].tolist()
-        return indices
+        return self.order.indices(epoch, first, count)
 
-    def _micro_bounds(self, step_total: int, num_micros: int) -> tuple[int, ...]:
-        """Return the beginnings of a step's micro-batches, and its end: a step of few samples has the first of them
-        only.
-        """
-        whole = cut(self.global_batch_size, num_micros)
-        return *(start for start in whole if start < step_total), step_total
-
-    def _piece_bounds(self, begin: int, end: int, num_micros: int, pieces: int) -> tuple[int, ...]:
-        """Return the beginnings of the pieces of the micro-batch of a step from `begin` to `end`, and its end: one of
-        few samples has the first of them only.
-        """
-        whole = cut(self.global_batch_size, num_micros)
-        size = next(last - first for first, last in itertools.pairwise(whole) if first == begin)
-        return *(begin + start for start in cut(size, pieces) if begin + start < end), end
-
-    def _slice(self, consumed: int, rank: int, world_size: int, num_micros: int, pieces: int) -> StepSlice:
+    def _slice(self, consumed: int, cut: StepCut) -> StepSlice:
         epoch, inside = divmod(consumed, self.epoch_size)
-        step, inside_step = divmod(inside, self.global_batch_size)
-        step_total = min(self.global_batch_size, self.epoch_size - step * self.global_batch_size)
-        bounds = self._micro_bounds(step_total, num_micros)
-        if inside_step not in bounds[:-1]:
-            raise ConfigurationError(
-                f"The data position is {inside_step} samples inside a step of {step_total}, where none of its "
-                f"{num_micros} micro-batches begins; resume with the accumulation and global batch it was saved with, "
-                "or from a checkpoint taken after a whole step."
-            )
-        micro, number = bounds.index(inside_step), epoch * self.epoch_steps + step
+        step, inside_step = divmod(inside, cut.global_batch_size)
+        step_total = min(cut.global_batch_size, self.epoch_size - step * cut.global_batch_size)
+        return cut.slice_at(inside_step, step_total, epoch * self.epoch_steps + step)
 
-        def part(micro: int, begin: int, end: int, num_micros: int) -> StepSlice:
-            first, last = self._cut(end - begin, world_size)[rank : rank + 2]
-            return StepSlice(
-                step=number,
-                micro=micro,
-                num_micros=num_micros,
-                offset=begin + first,
-                count=last - first,
-                micro_total=end - begin,
-                step_total=step_total,
-            )
-
-        if pieces == 1:
-            return part(micro, bounds[micro], bounds[micro + 1], len(bounds) - 1)
-        borders = [self._piece_bounds(*pair, num_micros, pieces) for pair in itertools.pairwise(bounds)]
-        before, of_step = (sum(len(b) - 1 for b in some) for some in (borders[:micro], borders))
-        pairs = itertools.pairwise(borders[micro])
-        parts = tuple(part(before + at, begin, end, of_step) for at, (begin, end) in enumerate(pairs))
-        return StepSlice(
-            step=number,
-            micro=micro,
-            num_micros=len(bounds) - 1,
-            offset=parts[0].offset,
-            count=sum(piece.count for piece in parts),
-            micro_total=bounds[micro + 1] - bounds[micro],
-            step_total=step_total,
-            pieces=parts,
-        )
-
-    def _cut(self, total: int, world_size: int) -> tuple[int, ...]:
-        """Return the beginnings of the slices of a micro-batch, and its end."""
-        key = total, world_size
-        if key not in self._cuts:
-            speeds = self._speeds
-            if speeds is None or len(speeds) != world_size:
-                self._cuts[key] = cut(total, world_size)
-            else:
-                self._cuts[key] = 0, *itertools.accumulate(shares(total, speeds, self._most).tolist())
-        return self._cuts[key]
-
-    def _order(self, epoch: int) -> torch.Tensor:
-        """The order of `epoch`, kept until another epoch is asked for; one that is given is not shuffled by taking
-        that of the first epoch again."""
-        epoch = epoch if self.shuffle else 0
-        if self._permutation is not None and self._permutation[0] == epoch:
-            return self._permutation[1]
-        if self._given_order is not None:
-            self._permutation = (epoch, self._given_order(epoch))
-        else:
-            generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-            self._permutation = (epoch, torch.randperm(self.num_samples, generator=generator, device="cpu"))
-        return self._permutation[1]
+    def _usable(self, num_samples: int) -> int:
+        return num_samples - num_samples % self._unit
 
     # ------------------------------------------------------------------ iteration
 
     def __len__(self) -> int:
         """Micro-batches in a whole epoch, also under `limit_epoch`: a Trainer applies its limit to this itself."""
-        whole, rest = divmod(self._usable, self.global_batch_size)
-        return whole * self.num_micros + (len(self._micro_bounds(rest, self.num_micros)) - 1 if rest else 0)
+        whole, rest = divmod(self._usable(self.order.num_samples), self.cut.global_batch_size)
+        return whole * self.cut.num_micros + (len(self.cut.micro_bounds(rest)) - 1 if rest else 0)
 
     def __iter__(self) -> Iterator[list[int]]:
         position = self.consumed
@@ -370,7 +413,7 @@ class StepSampler(Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """{"consumed": samples of the global stream consumed so far, "data_size", "data_key", "data_order": of which
         data in which order, as far as that is known}; the same on every rank."""
-        data = {"data_size": self.data_size, "data_key": self.data_key, "data_order": self._data_order}
+        data = {"data_size": self.data_size, "data_key": self.data_key, "data_order": self.order.name}
         return {"consumed": self.consumed, **{name: value for name, value in data.items() if value is not None}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -393,7 +436,7 @@ class StepSampler(Sampler[list[int]]):
                 "go on in the new ones."
             )
         if change:
-            consumed = self._position_from(consumed, state_dict.get("data_size", self.num_samples))
+            consumed = self._position_from(consumed, state_dict.get("data_size", self.order.num_samples))
         self.slice_at(consumed)
         self.consumed = consumed
         self._restored_at = consumed
@@ -407,49 +450,57 @@ class StepSampler(Sampler[list[int]]):
         if key is not None and self.data_key is not None and key != self.data_key:
             return "they have other content"
         order = saved.get("data_order")
-        if order is not None and self._data_order is not None and order != self._data_order:
-            return f"they were {order} and are {self._data_order}"
+        if order is not None and self.order.name is not None and order != self.order.name:
+            return f"they were {order} and are {self.order.name}"
         return ""
-
-    @property
-    def _data_order(self) -> str | None:
-        if self._given_order is not None:
-            return getattr(self._given_order, "name", None)
-        return f"shuffled with seed {self.seed}" if self.shuffle else "in the order of the data set"
 
     def _position_from(self, consumed: int, num_samples: int) -> int:
         """The step of the same number in the same epoch, or the end of that, as the Trainer counts them."""
-        former = max(1, num_samples - num_samples % self._unit)
-        if self.epoch_size < self._usable:
+        former = max(1, self._usable(num_samples))
+        if self.epoch_size < self._usable(self.order.num_samples):
             former = min(former, self.epoch_size)
         epoch, inside = divmod(consumed, former)
-        return epoch * self.epoch_size + min(inside - inside % self.global_batch_size, self.epoch_size)
+        return epoch * self.epoch_size + min(inside - inside % self.cut.global_batch_size, self.epoch_size)
 
-    def bind(
-        self,
-        *,
-        rank: int | None = None,
-        world_size: int | None = None,
-        num_micros: int | None = None,
-        pieces: int | None = None,
-    ) -> None:
-        """Cut the same stream for another world, from the same position; what is None stays as it is.
+    def bind(self, **place: int) -> None:
+        """Cut the same stream for another world, from the same position.
+
+        Args:
+            place: of rank, world_size, num_micros and pieces those that change.
 
         Raises:
             ConfigurationError: as the constructor, or the position lies inside a step that the new `num_micros` cannot
                 express; then nothing has changed.
         """
-        self._set_world(
-            self.rank if rank is None else rank,
-            self.world_size if world_size is None else world_size,
-            self.num_micros if num_micros is None else num_micros,
-            self.pieces if pieces is None else pieces,
-        )
+        former, cut = self.cut, replace(self.cut, **place)
+        if self.evaluation:
+            cut = replace(cut, num_micros=1)
+        require(cut.num_micros, PositiveInt, "num_micros")
+        require(cut.world_size, PositiveInt, "world_size")
+        if not 0 <= cut.rank < cut.world_size:
+            raise ConfigurationError(
+                f"rank={cut.rank} is outside 0..{cut.world_size - 1}; give the rank inside its world."
+            )
+        if self.keeps_micro_batch:
+            cut = replace(cut, global_batch_size=former.global_batch_size // former.num_micros * cut.num_micros)
+        micros, size = cut.num_pieces, cut.global_batch_size
+        if not self.evaluation and size // micros < cut.world_size:
+            raise ConfigurationError(
+                f"global_batch_size={size} in {micros} micro-batches leaves "
+                f"{size // micros} samples for {cut.world_size} ranks; set it to at least "
+                f"{micros * cut.world_size}, or use fewer ranks or micro-batches (num_micros, the "
+                "Trainer's accumulate_grad_batches" + ("; pieces, strategy.micro_batches)." if cut.pieces > 1 else ").")
+            )
+        if cut.world_size != former.world_size:
+            cut = replace(cut, speeds=None)
+        if not self.keeps_micro_batch:  # else a micro-batch begins there whatever their number is
+            self._slice(self.consumed, cut)
+        self.cut = cut
         self.moves += 1
 
     def keep_global_batch(self) -> None:
         """Let another `num_micros` from here on cut the steps as they are now, in place of making them larger."""
-        self._micro_batch_size = None
+        self.keeps_micro_batch = False
 
     def share_by(self, speeds: IntArray | None, most: int | None = None) -> None:
         """Cut micro-batches in proportion to the ranks' speeds from now on, until the world changes; the same on every
@@ -459,7 +510,9 @@ class StepSampler(Sampler[list[int]]):
             speeds: int64 [world_size], see `dispatch.quota`; None: as evenly as whole samples allow.
             most: samples of a rank in a micro-batch, see `dispatch.quota.shares`.
         """
-        self._speeds, self._most, self._cuts = uneven(speeds), most, {}
+        speeds = uneven(speeds)
+        fits = speeds is not None and len(speeds) == self.cut.world_size
+        self.cut = replace(self.cut, speeds=speeds if fits else None, most=most)
         self.moves += 1
 
     def limit_epoch(self, batches: int) -> None:
@@ -467,9 +520,9 @@ class StepSampler(Sampler[list[int]]):
         last step is what is left."""
         assert not self.evaluation
         assert 1 <= batches <= len(self)
-        steps, rest = divmod(batches, self.num_micros)
-        size = steps * self.global_batch_size + cut(self.global_batch_size, self.num_micros)[rest]
-        if (size := min(size, self._usable)) != self.epoch_size:
+        steps, rest = divmod(batches, self.cut.num_micros)
+        size = steps * self.cut.global_batch_size + cut(self.cut.global_batch_size, self.cut.num_micros)[rest]
+        if (size := min(size, self._usable(self.order.num_samples))) != self.epoch_size:
             self.epoch_size = size
             self.moves += 1
 
@@ -490,28 +543,6 @@ class StepSampler(Sampler[list[int]]):
     def sampler(self) -> StepSampler:
         """Itself: where a Trainer looks for `set_epoch`."""
         return self
-
-    def _set_world(self, rank: int, world_size: int, num_micros: int, pieces: int) -> None:
-        num_micros = 1 if self.evaluation else num_micros
-        require(num_micros, PositiveInt, "num_micros")
-        require(world_size, PositiveInt, "world_size")
-        if not 0 <= rank < world_size:
-            raise ConfigurationError(f"rank={rank} is outside 0..{world_size - 1}; give the rank inside its world.")
-        micros = num_micros * pieces
-        size = self.global_batch_size if self._micro_batch_size is None else self._micro_batch_size * num_micros
-        if not self.evaluation and size // micros < world_size:
-            raise ConfigurationError(
-                f"global_batch_size={size} in {micros} micro-batches leaves "
-                f"{size // micros} samples for {world_size} ranks; set it to at least "
-                f"{micros * world_size}, or use fewer ranks or micro-batches (num_micros, the "
-                "Trainer's accumulate_grad_batches" + ("; pieces, strategy.micro_batches)." if pieces > 1 else ").")
-            )
-        if self._micro_batch_size is None:  # else a micro-batch begins there whatever their number is
-            self._slice(self.consumed, rank, world_size, num_micros, pieces)
-        self.global_batch_size = size
-        if world_size != getattr(self, "world_size", world_size):
-            self._speeds, self._cuts = None, {}
-        self.rank, self.world_size, self.num_micros, self.pieces = rank, world_size, num_micros, pieces
 
 
 class NoCommonOrderError(ConfigurationError):

@@ -229,7 +229,7 @@ class StreamSampler(StepSampler):
 
     @override
     def _indices(self, epoch: int, first: int, count: int) -> list[int]:
-        first += epoch * self.epoch_size if self.shuffle else 0
+        first += epoch * self.epoch_size if self.order.shuffle else 0
         return list(range(first, first + count))
 
 
@@ -250,9 +250,9 @@ class StreamLoader(StepLoader):
         batches_ahead = 1 + (options.get("prefetch_factor") or 2) if workers else 1
         self._reader = StreamReader(
             stream,
-            seed=sampler.seed,
+            seed=sampler.order.seed,
             endless=not sampler.evaluation,
-            keep=0 if sampler.evaluation else batches_ahead * sampler.global_batch_size,
+            keep=0 if sampler.evaluation else batches_ahead * sampler.cut.global_batch_size,
         )
         self._mark: Mark | None = None
         # A worker that stays goes on in the stream; a new one would read a pass again.

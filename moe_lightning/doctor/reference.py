@@ -121,10 +121,10 @@ def one_process_loader(trainer: pl.Trainer) -> Any:
             )
         sampler = copy.copy(loader.step_sampler)
         sampler.load_state_dict({"consumed": 0})
-        pieces = sampler.num_micros * sampler.pieces
-        if sampler.num_micros > 1 and sampler.pieces > 1 and sampler.global_batch_size % pieces:
+        cut, pieces = sampler.cut, sampler.cut.num_pieces
+        if cut.num_micros > 1 and cut.pieces > 1 and cut.global_batch_size % pieces:
             raise ConfigurationError(
-                f"ParityDoctor cannot cut {sampler.global_batch_size} samples into {pieces} micro-batches as mesh.pp: "
+                f"ParityDoctor cannot cut {cut.global_batch_size} samples into {pieces} micro-batches as mesh.pp: "
                 f"give a multiple of {pieces}, or accumulate_grad_batches=1"
             )
         sampler.keep_global_batch()  # it takes the pieces of a step as micro-batches
@@ -202,7 +202,7 @@ def _strategy(trainer: pl.Trainer) -> tuple[Strategy, int]:
     theirs = trainer.strategy
     if isinstance(theirs, ExpertParallelStrategy):
         samplers = [loader.step_sampler for loader in private_torch.tree_leaves(trainer.train_dataloader)]
-        pieces = max(sampler.pieces for sampler in samplers)
+        pieces = max(sampler.cut.pieces for sampler in samplers)
         alone = ExpertParallelStrategy(seed=theirs.steps.stream.seed, stop_on_nan=theirs.options.stop_on_nan)
         return alone, trainer.accumulate_grad_batches * pieces
     return SingleDeviceStrategy(theirs.root_device), trainer.accumulate_grad_batches * trainer.world_size

@@ -119,7 +119,7 @@ class StepData:
         """
         self._speeds, self._most = speeds, most
         cut = [loader.step_sampler for loader in private_torch.tree_leaves(loaders) if isinstance(loader, StepLoader)]
-        for sampler in cut if len({sampler.global_batch_size for sampler in cut}) == 1 else []:
+        for sampler in cut if len({sampler.cut.global_batch_size for sampler in cut}) == 1 else []:
             sampler.share_by(speeds, most)
 
     def restore(self, states: Sequence[dict[str, Any]], loaders: object) -> None:
@@ -172,9 +172,9 @@ def require_accumulation(trainer: pl.Trainer) -> None:
         ConfigurationError: the Trainer's accumulation was changed within an epoch.
     """
     for loader in private_torch.tree_leaves(trainer.train_dataloader):
-        if isinstance(loader, StepLoader) and loader.step_sampler.num_micros != trainer.accumulate_grad_batches:
+        if isinstance(loader, StepLoader) and loader.step_sampler.cut.num_micros != trainer.accumulate_grad_batches:
             raise ConfigurationError(
-                f"accumulate_grad_batches was changed from {loader.step_sampler.num_micros} to "
+                f"accumulate_grad_batches was changed from {loader.step_sampler.cut.num_micros} to "
                 f"{trainer.accumulate_grad_batches} within an epoch, whose steps are cut already: change it in "
                 "on_train_epoch_start, or use GradientAccumulationScheduler"
             )
@@ -216,9 +216,9 @@ def samples_of(batch: StepSlice | None, loaders: object) -> str:
 
 
 def _require_common_weight(samplers: Sequence[StepSampler]) -> None:
-    parts = max(sampler.world_size * sampler.num_micros for sampler in samplers)
-    sizes = sorted({sampler.global_batch_size for sampler in samplers})
-    lengths = {(sampler.global_batch_size, sampler.epoch_size) for sampler in samplers}
+    parts = max(sampler.cut.world_size * sampler.cut.num_micros for sampler in samplers)
+    sizes = sorted({sampler.cut.global_batch_size for sampler in samplers})
+    lengths = {(sampler.cut.global_batch_size, sampler.epoch_size) for sampler in samplers}
     if len(sizes) > 1 and any(size % parts for size in sizes):
         raise ConfigurationError(
             f"training loaders of {sizes} samples a step cannot be cut into {parts} parts alike, so their "

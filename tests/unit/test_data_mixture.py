@@ -123,13 +123,13 @@ def test_a_mixture_of_text_and_records(sources: list[dict[str, Any]], tmp_path: 
     assert f"24.9% of the mixture, read {repeats:.3g} times in an epoch" in made.summary()
     assert sum(len(batch[0]) for batch in made.val_dataloader()) == (long[1] - 1) // 16 + (short[1] - 1) // 16
     packed = data(sources, tmp_path, packing=True)
-    assert len(packed.train_dataloader().step_sampler._order(0)) == len(packed.train_dataloader().dataset)  # type: ignore[arg-type]
+    assert packed.train_dataloader().step_sampler.order.num_samples == len(packed.train_dataloader().dataset)  # type: ignore[arg-type]
 
 
 def test_sources_without_weights_are_read_once_in_an_epoch(sources: list[dict[str, Any]], tmp_path: Path) -> None:
     made = data([sources[0]["path"], {**sources[1], "weight": None}], tmp_path)
     loader = made.train_dataloader()
-    order = loader.step_sampler._order(0).tolist()
+    order = loader.step_sampler.order.indices(0, 0, len(loader.dataset))  # type: ignore[arg-type]
     assert sorted(order) == list(range(len(loader.dataset)))  # type: ignore[arg-type]
     assert order != sorted(order)
     assert "read 1 times in an epoch" in made.summary()

@@ -185,8 +185,8 @@ def convert(loader: DataLoader[Any], training: bool = True, **options: Any) -> S
 )
 def test_a_stock_loader_keeps_its_shuffling(build: Any, shuffle: bool) -> None:
     loader = convert(build(Numbers(24)), num_micros=3, world_size=2)
-    assert loader.step_sampler.shuffle is shuffle
-    assert loader.step_sampler.global_batch_size == 12
+    assert loader.step_sampler.order.shuffle is shuffle
+    assert loader.step_sampler.cut.global_batch_size == 12
     assert len(loader) == 6
     assert loader.batch_size == 2
     assert isinstance(loader, _Stateful)

@@ -649,7 +649,7 @@ def test_the_data_module_under_a_trainer(book: Path, cache: Path, tmp_path: Path
     trainer = small_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=3, limit_train_batches=6)
     trainer.fit(module, data)
     assert trainer.global_step == 4
-    assert data.train_dataloader().step_sampler.num_micros == 3
+    assert data.train_dataloader().step_sampler.cut.num_micros == 3
     assert module.held_out == [12, 12] + [12, 12, 6] * 2  # the sanity check sees two batches, each validation all
     module.held_out.clear()
     trainer.test(module, data)

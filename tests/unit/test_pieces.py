@@ -56,7 +56,7 @@ def test_pieces_in_one_process_are_an_accumulation_of_the_same_samples() -> None
     sampler = StepSampler(num_samples=24, global_batch_size=12, shuffle=False, keeps_micro_batch=True, pieces=4)
     sampler.keep_global_batch()
     sampler.bind(num_micros=4, pieces=1)
-    assert (sampler.global_batch_size, len(sampler), sampler.epoch_steps) == (12, 8, 2)
+    assert (sampler.cut.global_batch_size, len(sampler), sampler.epoch_steps) == (12, 8, 2)
     assert sampler.indices_at(3) == [3, 4, 5]
 
 
