@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from moe_lightning import __version__
