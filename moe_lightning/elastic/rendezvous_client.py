@@ -18,8 +18,9 @@ thread reconnects and reports the present world to the host, which may have been
 launcher relays its messages (`moe_lightning.elastic.relay`); while it is silent, and the host moves, etcd is asked for
 the host's address. Timeouts are counted on the thread's own clock.
 
-While a world makes no step, every rank probes the other nodes by small signed packets (`Prober`), at most 500 a second
-in all: in a world of 1,000 nodes one packet to each in two seconds, 18 kB/s for a rank. A reply proves both directions.
+While a world makes no step for longer than several usual ones, the first rank of each node probes the other nodes by
+small signed packets (`Prober`), at most 500 a second in all: in a world of 1,000 nodes one packet to each in two
+seconds, 18 kB/s for a node. A reply proves both directions. A rank that has lost the host probes for itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import os
 import re
 import socket
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -144,7 +145,9 @@ class Prober:
         return kind + nonce + hmac.digest(self._key, kind + nonce, "sha256")[:_MAC_BYTES]
 
 
-_STALL_SHARE = 0.15  # of the silence timeout: a world without a step for so long is probed
+_STALL_SHARE = 0.15  # of the silence timeout: a world without a step for so long is probed,
+_STALL_STEPS = 3  # unless its steps are long: then after so many of the shortest
+_STEPS = 5  # of the last ones: one may hold a validation or the save of a checkpoint
 _INTERVAL_SHARE = 0.05  # between two packets to a node
 _UNREACHABLE_SHARE = 0.55  # no reply of a node for so long
 _FEWEST_MISSES = 10  # packets in a row: with 20 % of round trips lost, that many are by chance once in ten million
@@ -167,6 +170,8 @@ class LinkChecker:
         self._targets: dict[str, Endpoint] = {}
         self._progress = -1
         self._progress_at = 0.0
+        self._steps_s: deque[float] = deque(maxlen=_STEPS)
+        self._is_first = False
         self._probing_since: float | None = None
         self._is_waiting = False
 
@@ -175,9 +180,14 @@ class LinkChecker:
         self.prober = prober
         self._probing_since = None
 
-    def enter(self, targets: Mapping[str, Endpoint], now: float) -> None:
-        """Start a world with these other nodes."""
-        self._targets, self._is_waiting = dict(targets), False
+    def enter(self, targets: Mapping[str, Endpoint], now: float, *, is_first: bool) -> None:
+        """Start a world with these other nodes.
+
+        Args:
+            is_first: this process is the first of its node's.
+        """
+        self._targets, self._is_waiting, self._is_first = dict(targets), False, is_first
+        self._steps_s.clear()
         self._progress, self._progress_at = -1, now
         self._end()
 
@@ -187,16 +197,23 @@ class LinkChecker:
         if self.prober is not None:
             self.prober.begin(self._targets, now)
 
-    def unreachable(self, progress: int, now: float) -> frozenset[str]:
+    def unreachable(self, progress: int, now: float, *, is_connected: bool) -> frozenset[str]:
         """Return the nodes of the present world that do not answer; none while it makes steps.
 
         Args:
             progress: a count of this rank's steps.
+            is_connected: to the host; without it every rank probes, not the first of its node alone.
         """
         if progress != self._progress:
+            if self._progress >= 0:
+                self._steps_s.append((now - self._progress_at) / max(1, progress - self._progress))
             self._progress, self._progress_at = progress, now
             self._end()
-        if self.prober is None or not self._targets or now - self._progress_at < _STALL_SHARE * self._silence_s:
+        stall_s = max(_STALL_SHARE * self._silence_s, _STALL_STEPS * min(self._steps_s, default=0.0))
+        if self.prober is None or not self._targets or now - self._progress_at < stall_s:
+            return frozenset()
+        if is_connected and not self._is_first:
+            self._end()
             return frozenset()
         if self._probing_since is None:
             self._probing_since = now
@@ -375,7 +392,8 @@ class RendezvousClient:
             abort: called once, from any thread, when the world breaks; ends all waits for peers.
         """
         with self._changed:
-            self._links.enter(self._state.guard(members), self._clock.now)
+            is_first = members.nodes.index(members.nodes[members.rank]) == members.rank
+            self._links.enter(self._state.guard(members), self._clock.now, is_first=is_first)
             self._abort_groups = abort
             self._carry_out()
 
@@ -518,8 +536,9 @@ class RendezvousClient:
         if nodes := self._links.reached(now):
             state.report_reachable(nodes)
         if state.is_training:
-            unreachable = self._links.unreachable(state.progress, now)
-            state.report_links(unreachable, now, is_connected=self._connection.is_connected)
+            is_connected = self._connection.is_connected
+            unreachable = self._links.unreachable(state.progress, now, is_connected=is_connected)
+            state.report_links(unreachable, now, is_connected=is_connected)
         self._carry_out()
 
     def _introduce(self, send: Callable[[Message], object], *, is_full: bool = False) -> None:

@@ -35,9 +35,9 @@ def unreachable_at(share_lost: float, until_s: float, seed: int = 0) -> float | 
     watch, prober = LinkChecker(SILENCE_S), Lossy(share_lost, seed)
     try:
         watch.use(prober)
-        watch.enter({"b": prober.endpoint}, 0.0)
+        watch.enter({"b": prober.endpoint}, 0.0, is_first=True)
         for tick in range(round(until_s / _TICK_S)):
-            if watch.unreachable(1, tick * _TICK_S):
+            if watch.unreachable(1, tick * _TICK_S, is_connected=True):
                 return tick * _TICK_S
         return None
     finally:
@@ -55,9 +55,28 @@ def test_ten_percent_loss_in_both_directions_is_no_dead_link(seed: int) -> None:
     assert unreachable_at(1 - 0.9**2, 300.0, seed) is None
 
 
-def test_a_world_that_steps_is_not_looked_at() -> None:
+@pytest.mark.parametrize("step_s", [0.5, 10.0])
+def test_a_world_that_steps_is_not_looked_at(step_s: float) -> None:
+    """However long its steps are: three of them are no stall, one that lasts four is."""
     watch, prober = LinkChecker(SILENCE_S), Lossy(1.0)
     watch.use(prober)
-    watch.enter({"b": prober.endpoint}, 0.0)
-    assert not any(watch.unreachable(tick // 5, tick * _TICK_S) for tick in range(300))
+    watch.enter({"b": prober.endpoint}, 0.0, is_first=True)
+    ticks = round(4 * step_s / _TICK_S)
+    watch.unreachable(0, 0.0, is_connected=True)
+    watch.unreachable(1, step_s, is_connected=True)
+    for tick in range(20 * ticks):
+        now = step_s + tick * _TICK_S
+        assert not watch.unreachable(1 + int(tick * _TICK_S / step_s), now, is_connected=True)
+    assert not prober.misses, "nothing was sent"
+    assert any(watch.unreachable(80, now + tick * _TICK_S, is_connected=True) for tick in range(ticks + 100))
+    prober.close()
+
+
+def test_the_first_rank_of_a_node_probes_for_all_that_reach_the_host() -> None:
+    watch, prober = LinkChecker(SILENCE_S), Lossy(1.0)
+    watch.use(prober)
+    watch.enter({"b": prober.endpoint}, 0.0, is_first=False)
+    assert not any(watch.unreachable(1, tick * _TICK_S, is_connected=True) for tick in range(100))
+    assert not prober.misses, "nothing was sent"
+    assert any(watch.unreachable(1, 10.0 + tick * _TICK_S, is_connected=False) for tick in range(100))
     prober.close()
