@@ -32,6 +32,9 @@ class Options:
     flips: Annotated[int, Interval(ge=0, le=100_000)] = option(
         "instead of cases, so many random bit flips in the memory of trainings", 0
     )
+    products: Annotated[int, Interval(ge=0, le=100_000)] = option(
+        "instead of cases, so many times flipped bits in the matrix products of one rank", 0
+    )
     json: OutputFile | None = option("where to leave the results", None)
     page: OutputFile | None = option("where to write them as a page of the documentation (.md), of all cases", None)
 
@@ -51,6 +54,10 @@ def run(options: Options) -> int:
         from benchmarks.silent.flips import run_flips
 
         return run_flips(options.flips)
+    if options.products:
+        from benchmarks.silent.products import run_products
+
+        return run_products(options.products)
     kinds = {case.kind for case in CASES.values()}
     for name in options.case:
         if name not in CASES and name not in kinds:

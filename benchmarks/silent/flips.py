@@ -48,8 +48,10 @@ _LOWEST_BIT = 3
 _IN_STEP = 1 / 3
 """Part of the flips."""
 
-_TURN = 10
-_LARGE = {"vocab_size": 512, "context_length": 128, "num_layers": 4, "d_model": 256, "d_hidden": 512, "num_heads": 4}
+TURN = 10
+"""Steps with checks, and then without, where costs are measured."""
+
+LARGE = {"vocab_size": 512, "context_length": 128, "num_layers": 4, "d_model": 256, "d_hidden": 512, "num_heads": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,19 +170,28 @@ class Flips(pl.Callback):
 
 
 class Costs(pl.Callback):
-    """Seconds of the processor in steps, by whether they are checked: other work on the machine does not count."""
+    """Seconds of the processor in steps, by whether they are checked: other work on the machine does not count.
 
-    def __init__(self) -> None:
-        self._began = 0.0
+    Args:
+        check: name of the check among those of `Steps`.
+    """
+
+    def __init__(self, check: str) -> None:
+        self._check, self._began = check, 0.0
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         now, step = time.process_time(), trainer.global_step
-        if (step - 1) % _TURN > 1:  # the first of a turn may be checked in part
-            self.seconds[(step - 1) // _TURN % 2 == 0].append(now - self._began)
-        check: Any = trainer.strategy.steps.state_check  # type: ignore[attr-defined]
-        check._every = int(step // _TURN % 2 == 0)
+        if (step - 1) % TURN > 1:  # the first of a turn may be checked in part
+            self.seconds[(step - 1) // TURN % 2 == 0].append(now - self._began)
+        check: Any = getattr(trainer.strategy.steps, self._check)  # type: ignore[attr-defined]
+        check._schedule._every = int(step // TURN % 2 == 0)
         self._began = time.process_time()
+
+    @property
+    def medians(self) -> list[float]:
+        """Seconds of a step with and without checks."""
+        return [statistics.median(self.seconds[kind]) for kind in (True, False)]
 
 
 def _trained(
@@ -191,9 +202,9 @@ def _trained(
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     pl.seed_everything(7, verbose=False)
-    flips, costs = Flips(seed), Costs()
+    flips, costs = Flips(seed), Costs("state_check")
     trainer = quiet_trainer(
-        ExpertParallelStrategy(check_state_every=1, **strategy),
+        ExpertParallelStrategy(check_state_every=1, check_arithmetic_every=0, **strategy),
         steps=steps,
         callbacks=[flips, *[costs] * is_large, FaultRecovery(min_replicas=1)],
         devices=size,
@@ -201,9 +212,8 @@ def _trained(
         precision=precision,
     )
     data = Tokens(length=128, vocab=512) if is_large else Tokens()
-    trainer.fit(Language(_LARGE if is_large else {}), DataLoader(data, batch_size=16 if is_large else 8))
-    medians = [statistics.median(costs.seconds[kind]) if is_large else 0.0 for kind in (True, False)]
-    return flips.outcomes, flips.alarms, medians
+    trainer.fit(Language(LARGE if is_large else {}), DataLoader(data, batch_size=16 if is_large else 8))
+    return flips.outcomes, flips.alarms, costs.medians if is_large else []
 
 
 def run_flips(count: int) -> int:
@@ -223,7 +233,7 @@ def run_flips(count: int) -> int:
         alarms += calm[0][1]
         rows.append([f"no flip, {precision}", *_counts([]), len(calm[0][1])])
     print(table(["training", "flips", "noticed", "of copies", "repaired", "false alarms"], rows))
-    costs = run_ranks(2, _trained, {"replicas": 2}, 6 * _TURN, None, "32-true", True, timeout_s=3600.0)
+    costs = run_ranks(2, _trained, {"replicas": 2}, 6 * TURN, None, "32-true", True, timeout_s=3600.0)
     checked, unchecked = costs[0][2]
     share = checked / unchecked - 1
     print(f"a step takes {1e3 * unchecked:.1f} ms of the processor, one that is checked {100 * share:.2f} % more")

@@ -30,8 +30,8 @@ from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolic
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport
 
-_MOST_DAMAGED = 2
-"""Checks that find damage in the memory of a rank, after which it leaves."""
+_MOST_FAULTS = 2
+"""Checks that find damage in the memory of a rank, or wrong products of it, after which it leaves."""
 
 COLUMNS = (
     "step",
@@ -235,9 +235,14 @@ class FaultRecovery(ExpertParallelCallback):
         strategy = _strategy(trainer)
         if strategy.elastic.change_is_due:
             raise WorldChanged("ranks join or leave")
-        times = strategy.steps.state_check.times_damaged
-        if times >= _MOST_DAMAGED:
-            strategy.elastic.request_departure(strategy.world.rank, f"its memory was damaged {times} times")
+        steps = strategy.steps
+        faults = {
+            "its memory was damaged": steps.state_check.times_damaged,
+            "it computed wrong": steps.arithmetic_check.times_wrong,
+        }
+        for fault, times in faults.items():
+            if times >= _MOST_FAULTS:
+                strategy.elastic.request_departure(strategy.world.rank, f"{fault} {times} times")
 
     @override
     def on_train_batch_end(

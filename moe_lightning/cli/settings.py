@@ -166,6 +166,7 @@ class StrategyKeys(TypedDict, total=False):
     seed: int | None
     timeout_s: float
     check_state_every: int | Literal["auto"]
+    check_arithmetic_every: int | Literal["auto"]
     stop_on_nan: Literal["end", "skip"] | None
     hang_report_s: float | None
     resume_overrides: bool

@@ -6,7 +6,7 @@ Each function says why it is needed. `tests/unit/test_compat.py` has a canary fo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Self
@@ -20,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -210,6 +211,32 @@ def is_in_backward() -> bool:
 def is_view(tensor: Tensor) -> bool:
     """Return True if a tensor is a view. No public name says so."""
     return tensor._base is not None
+
+
+GROUPED_MM: Any = torch.ops.aten._grouped_mm.default
+CAST: Any = torch.ops.aten._to_copy.default
+"""The operations of `torch.nn.functional.grouped_mm` and of casts. No public name gives them."""
+
+
+class OperationMode(TorchDispatchMode):
+    """Context in which each operation of torch on plain tensors, in this thread and in backward passes begun there,
+    passes through `during`; inside of that it does not. What is compiled stays so. The base class has no public name.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) if types else self.during(func, args, kwargs or {})
+
+    def during(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what func(*args, **kwargs) returns."""
+        raise NotImplementedError
 
 
 # ---------------------------------------------------------------------- loss scaling

@@ -126,6 +126,9 @@ class ExpertParallelStrategy(DDPStrategy):
         check_state_every: steps between checks of the state in memory: dense parameters, moments, buffers of this
             library and experts are compared bit by bit between the ranks that hold them, and with what the last update
             has left. "auto": as few as cost 0.5 % of the time, at most 100; 0: never.
+        check_arithmetic_every: steps between checks of arithmetic: of the matrix products of a step each rank sends an
+            element to the next rank, which computes it again. "auto": as few as cost 0.5 % of the time, at most 1000;
+            0: never.
         stop_on_nan: action before the update of a step in which a rank's loss, or a gradient that the update would use,
             is not finite: "end" the run, or "skip" the update, which then changes no weight, no optimizer state and no
             buffer. Both let the host wait for the loss of every micro-batch and the norm of the gradients. None:
@@ -171,6 +174,7 @@ class ExpertParallelStrategy(DDPStrategy):
         seed: NonNegativeInt | None = None,
         timeout_s: Seconds = 600.0,
         check_state_every: CheckInterval = "auto",
+        check_arithmetic_every: CheckInterval = "auto",
         stop_on_nan: StopOnNan | None = None,
         hang_report_s: Seconds | None = 60.0,
         resume_overrides: bool = False,
@@ -198,6 +202,7 @@ class ExpertParallelStrategy(DDPStrategy):
             micro_batches=chosen_micro_batches(micro_batches, schedule, axes.pp),
             seed=seed,
             check_state_every=check_state_every,
+            check_arithmetic_every=check_arithmetic_every,
             stop_on_nan=stop_on_nan,
             hang_report_s=hang_report_s,
             resume_overrides=resume_overrides,
@@ -214,7 +219,12 @@ class ExpertParallelStrategy(DDPStrategy):
         self.state = TrainState(
             self.worlds, dense=options.dense, max_slots=options.slots, on_host=options.offload_optimizer
         )
-        self.steps = Steps(self.worlds, self.state, check_state_every=options.check_state_every)
+        self.steps = Steps(
+            self.worlds,
+            self.state,
+            check_state_every=options.check_state_every,
+            check_arithmetic_every=options.check_arithmetic_every,
+        )
         self.update = StepUpdate(self.worlds, self.state, self.steps, options.stop_on_nan)
         look = None if options.stop_on_nan is None else self.update.finite.look_at_own
         self._dense_sum = DenseGradientSum(options.ddp, look)

@@ -58,6 +58,7 @@ class RunOptions:
     micro_batches: int
     seed: int | None
     check_state_every: int | Literal["auto"]
+    check_arithmetic_every: int | Literal["auto"]
     stop_on_nan: StopOnNan | None
     hang_report_s: float | None
     resume_overrides: bool

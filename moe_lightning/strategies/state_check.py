@@ -46,6 +46,71 @@ _MOST_SHOWN = 3
 logger = logging.getLogger(__name__)
 
 
+class CheckSchedule:
+    """Steps that a check is made in: every so many, or as few as cost 0.5 % of the time. A context around its work.
+
+    Args:
+        worlds: the present world.
+        every: steps between checks; 0: none is made; "auto": by their cost.
+        most_steps: between two of them under "auto".
+        unchecked: first steps without a check under "auto" where ranks do not change.
+
+    Attributes:
+        at: generation of the world, and step.
+        is_new_world: the running step is the first one of its world.
+        spent_s: of the running step, on the check.
+    """
+
+    def __init__(self, worlds: Worlds, every: CheckInterval, *, most_steps: int, unchecked: int) -> None:
+        self._worlds, self._every = worlds, every
+        self._most_steps, self._unchecked = most_steps, unchecked
+        self._next = 0
+        self._began: float | None = None
+        self._entered = self._step_s = self.spent_s = 0.0
+        self.at, self.is_new_world = (-1, -1), True
+
+    def begins(self, step: int) -> bool:
+        """Return True when a step begins in the present world, and not again for its other micro-batches."""
+        generation = self._worlds.present.generation
+        if (generation, step) == self.at:
+            return False
+        self.is_new_world = generation != self.at[0]
+        if self.is_new_world:  # after a recovery all check again: newcomers have not
+            self._next = step if generation else step + self._unchecked
+        self.at = generation, step
+        now = time.perf_counter()
+        if self._began is not None:
+            self._step_s = now - self._began - self.spent_s
+        self._began, self.spent_s = now, 0.0
+        return True
+
+    def is_due(self, step: int) -> bool:
+        """Return True if a step is checked, on all ranks."""
+        if self._worlds.present.size == 1 or step < 1:
+            return False
+        return step >= self._next if self._every == "auto" else self._every > 0 and step % self._every == 0
+
+    def __enter__(self) -> None:
+        self._entered = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.spent_s += time.perf_counter() - self._entered
+
+    def measured(self, check_s: float) -> torch.Tensor:
+        """int64 [2]: microseconds of a check, and of the last step without it."""
+        return torch.tensor([round(1e6 * check_s), round(1e6 * self._step_s)])
+
+    def plan(self, measured: torch.Tensor) -> None:
+        """Choose the next step that is checked.
+
+        Args:
+            measured: summed over the ranks.
+        """
+        check, step = measured.tolist()
+        wait = math.ceil(check / (_SHARE * max(1, step))) if step else 1
+        self._next = self.at[1] + min(self._most_steps, max(1, wait))
+
+
 class StateCheck:
     """Compares the state every so many steps, with other ranks that hold the same and with itself a moment ago.
 
@@ -64,19 +129,17 @@ class StateCheck:
     """
 
     def __init__(self, worlds: Worlds, state: TrainState, *, every: CheckInterval) -> None:
-        self._worlds, self._state, self._every = worlds, state, every
-        self._at = -1, -1  # generation of the world, step
-        self._next = 0
+        self._worlds, self._state = worlds, state
+        self._schedule = CheckSchedule(worlds, every, most_steps=_MOST_STEPS, unchecked=_UNCHECKED)
         self._own: Sums | None = None  # after the last update or check
         self._counts_writes = True
         self._repaired_in: int | None = None  # world whose last check has repaired by majority: newcomers do not know
-        self._clock = _Clock()
         self.times_damaged = 0
         self.verified = -1
 
     def after_update(self) -> None:
         """Sum the state that the next step will check. Not collective."""
-        is_due = self._is_due(self._state.trainer.global_step + 1)
+        is_due = self._schedule.is_due(self._state.trainer.global_step + 1)
         self._own = self._sums() if is_due else None
 
     def before_step(self, step: int) -> None:
@@ -85,19 +148,16 @@ class StateCheck:
         Raises:
             StateDamagedError: on every rank, damage that no rank can repair.
         """
-        world = self._worlds.present
-        if (world.generation, step) == self._at:
+        if not self._schedule.begins(step):
             return
-        if world.generation != self._at[0]:  # after a recovery all check again: newcomers have not
-            first = step if world.generation else step + _UNCHECKED
-            self._own, self._next, self.verified = None, first, step - 1
-        self._at = world.generation, step
-        self._clock.begin_step()
-        if not self._is_due(step):
+        if self._schedule.is_new_world:
+            self._own, self.verified = None, step - 1
+        if not self._schedule.is_due(step):
             return
-        sums, measured = self._sums(), self._clock.measured
+        sums = self._sums()
+        measured = self._schedule.measured(_SUMS * self._schedule.spent_s)
         found = self._damage(sums, measured)
-        self._next = step + self._clock.interval(measured)
+        self._schedule.plan(measured)
         if found:
             self._repair(found, step)
             sums = self._sums()
@@ -117,7 +177,7 @@ class StateCheck:
         """
         if self._own is None:
             return ""
-        step, parameters = self._at[1], set(self._state.parameters_of(optimizer))
+        step, parameters = self._schedule.at[1], set(self._state.parameters_of(optimizer))
         gradients = gradient_units(self._state.training_state(), parameters)
         found, self._own = self._damage(self._sums(gradients)), None
         if found:
@@ -130,16 +190,11 @@ class StateCheck:
 
     # ------------------------------------------------------------------ sums
 
-    def _is_due(self, step: int) -> bool:
-        if self._worlds.present.size == 1 or step < 1:
-            return False
-        return step >= self._next if self._every == "auto" else self._every > 0 and step % self._every == 0
-
     def _units(self) -> list[StateUnit]:
         return state_units(self._state.training_state(), set(identical_buffers(self._state.module)))
 
     def _sums(self, others: Sequence[StateUnit] = ()) -> Sums:
-        with self._clock:
+        with self._schedule:
             return Sums([*self._units(), *others], self._worlds.present)
 
     def _damage(self, sums: Sums, measured: torch.Tensor | None = None) -> list[Damage]:
@@ -207,43 +262,3 @@ class StateCheck:
             is_here=any(self._worlds.present.rank in (damage.changed or damage.damaged) for damage in found),
             last_good=self.verified,
         )
-
-
-class _Clock:
-    """Time of steps and of sums in them, for the interval at which these cost a given part of the time.
-
-    A context around each sum of the state.
-    """
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._entered = self._sum_s = self._spent_s = self._step_s = 0.0
-
-    def begin_step(self) -> None:
-        """End the last step."""
-        now = time.perf_counter()
-        if self._began is not None:
-            self._step_s = now - self._began - self._spent_s
-        self._began, self._spent_s = now, 0.0
-
-    def __enter__(self) -> None:
-        self._entered = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._sum_s = time.perf_counter() - self._entered
-        self._spent_s += self._sum_s
-
-    @property
-    def measured(self) -> torch.Tensor:
-        """int64 [2]: microseconds of a check, and of the last step without its checks."""
-        return torch.tensor([round(1e6 * _SUMS * self._sum_s), round(1e6 * self._step_s)])
-
-    @staticmethod
-    def interval(measured: torch.Tensor) -> int:
-        """Return the steps between two checks.
-
-        Args:
-            measured: summed over the ranks.
-        """
-        check, step = measured.tolist()
-        return min(_MOST_STEPS, max(1, math.ceil(check / (_SHARE * max(1, step))))) if step else 1

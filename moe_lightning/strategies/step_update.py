@@ -32,7 +32,7 @@ class StepUpdate:
     Args:
         worlds: the present world.
         state: parameters, gradients and optimizers of this rank.
-        steps: their clipping and comparison between ranks, and the check of the state.
+        steps: their clipping and comparison between ranks, and the checks of state and arithmetic.
         stop_on_nan: see ExpertParallelStrategy.
 
     Attributes:
@@ -43,7 +43,7 @@ class StepUpdate:
 
     def __init__(self, worlds: Worlds, state: TrainState, steps: Steps, stop_on_nan: StopOnNan | None) -> None:
         self._worlds, self._state, self._gradients = worlds, state, steps.gradients
-        self._check_state = steps.state_check.before_update
+        self._check_gradients = steps.check_update
         self.finite = FiniteWatch(stop_on_nan)
         self.is_skipped = False
         self.losses: list[Tensor] = []
@@ -124,7 +124,7 @@ class StepUpdate:
         is_bad = self.finite.is_skipped(state.module, self._worlds.present)
         if not (is_bad or overflows):
             self._gradients.require_same_gradients(optimizer)
-            if damage := self._check_state(optimizer):
+            if damage := self._check_gradients(optimizer):
                 elastic.repeat_step(damage)
                 is_bad = True
         self.is_skipped = is_bad or overflows or replacement is not None

@@ -8,13 +8,14 @@ computes a dummy batch. Under mesh.cp the sequences of every batch are cut over 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from moe_lightning.compat import private_torch
 from moe_lightning.data.sampler import StepSlice
@@ -24,6 +25,7 @@ from moe_lightning.moe.randomness import SampleStream
 from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.sequence import SequenceParts
 from moe_lightning.state.tensors import local
+from moe_lightning.strategies.arithmetic_check import ArithmeticCheck
 from moe_lightning.strategies.dummy_batches import nothing_of, without_traces
 from moe_lightning.strategies.gradients import Gradients
 from moe_lightning.strategies.state_check import CheckInterval, StateCheck
@@ -179,18 +181,27 @@ class Steps:
         worlds: the present world, whose ranks share a batch.
         state: the state of this rank, with its gradients.
         check_state_every: steps after which all state is checked, see `StateCheck`.
+        check_arithmetic_every: steps after which products are checked, see `ArithmeticCheck`.
 
     Attributes:
         stream: position of keyed randomness.
         sequences: this rank's part of each sample's positions.
         gradients: clipping of gradients, and their comparison between ranks.
         state_check: check of the state in memory.
+        arithmetic_check: check of matrix products.
         batch: samples of the running batch; None if the loader has no position, and between batches.
         is_blocked: others follow the running micro-batch in its step: nothing is summed over ranks yet.
         is_dummy_batch: the batch that runs, or ran last, has no sample of this rank.
     """
 
-    def __init__(self, worlds: Worlds, state: TrainState, *, check_state_every: CheckInterval) -> None:
+    def __init__(
+        self,
+        worlds: Worlds,
+        state: TrainState,
+        *,
+        check_state_every: CheckInterval,
+        check_arithmetic_every: CheckInterval,
+    ) -> None:
         self._worlds, self._state = worlds, state
         self._weights = StepWeights()
         self.is_blocked = False
@@ -198,6 +209,7 @@ class Steps:
         self.sequences = SequenceParts()
         self.gradients = Gradients(worlds, state)
         self.state_check = StateCheck(worlds, state, every=check_state_every)
+        self.arithmetic_check = ArithmeticCheck(worlds, state, every=check_arithmetic_every)
         self.batch: StepSlice | None = None
         self.is_dummy_batch = False
 
@@ -221,12 +233,13 @@ class Steps:
         """Prepare and end the forward pass of a micro-batch with these arguments."""
         trainer, module = self._state.trainer, self._state.module
         self.state_check.before_step(trainer.global_step)
+        self.arithmetic_check.before_step(trainer.global_step)
         self._state.parts.broadcast_buffers(self._worlds.present.stage)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
         self._weights.begin(self.batch)
         traces = without_traces(module) if self.stream.is_dummy_batch else nullcontext()
-        with traces, self.sequences.watched(training=True):
+        with self._screened(), traces, self.sequences.watched(training=True):
             yield
         begin_batch(trainer.train_dataloader)  # one that the step itself has fetched
         if self._worlds.present.size > 1:
@@ -276,6 +289,23 @@ class Steps:
         self.batch = None
         self.stream.is_dummy_batch = False
         self.sequences.leave()
+
+    def _screened(self) -> AbstractContextManager[object]:
+        """Context in which the products of a step that is checked are screened."""
+        return self.arithmetic_check.products or nullcontext()
+
+    def check_update(self, optimizer: Optimizer) -> str:
+        """Check the state, gradients and arithmetic before an update, in steps in which that is due; collective then.
+
+        Returns:
+            What was found, in words: the gradients are not to be used. Empty: nothing, or it is repaired.
+
+        Raises:
+            StateDamagedError: on every rank, damage that no rank can repair.
+        """
+        damage = self.state_check.before_update(optimizer)
+        wrong = self.arithmetic_check.before_update() if self.arithmetic_check.products is not None else ""
+        return damage or wrong
 
     def require_stated_end(self, what: str) -> None:
         """
@@ -360,7 +390,8 @@ class Steps:
         earlier = _take_gradients(module) if is_summed and not module.automatic_optimization else {}
         if experts.shadow_transfers is not None:
             experts.shadow_transfers.begin_backward(is_last=not self.is_blocked)
-        yield
+        with self._screened():
+            yield
         if not module.automatic_optimization:
             self._state.parts.end_backward()
         self._state.parts.drop_frozen()

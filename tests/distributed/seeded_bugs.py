@@ -179,7 +179,14 @@ def _other_order(trainer: pl.Trainer, module: Any, rank: int, batch: Any) -> Non
 def _own_norms() -> Seed:
     def install(trainer: pl.Trainer, module: Any, rank: int) -> None:
         precision: Any = trainer.strategy.precision_plugin
-        precision.clip_grad_by_norm = lambda optimizer, most: nn.utils.clip_grad_norm_(module.parameters(), most)
+        precision.clip_grad_by_norm = lambda optimizer, most: clip(module, most)
+
+    @torch.no_grad()
+    def clip(module: Any, most: float) -> None:  # torch's own function takes the norm of the whole model here
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_((most / (norm + 1e-6)).clamp_max(1.0))
 
     return Seed(at_start=install)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import hydra
 import lightning
@@ -99,6 +100,7 @@ METHODS = {
     ),
     "torch.nn.utils.clip_grad._clip_grads_with_norm_": "parameters, max_norm, total_norm, foreach",
     "torch.nn.utils.clip_grad._get_total_norm": "tensors, norm_type, error_if_nonfinite, foreach",
+    "torch.utils._python_dispatch.TorchDispatchMode.__torch_dispatch__": "self, func, types, args, kwargs",
     "torch.utils._pytree.tree_leaves": "tree, is_leaf",
     "torch.utils._pytree.tree_map": "func, tree, rests, is_leaf",
 }
@@ -166,6 +168,8 @@ OTHERS = {
     "_foreach_norm",
     "_get_backend",
     "_get_sequence_number_for_group",
+    "_grouped_mm",
+    "_to_copy",
     "_group_end",
     "_group_start",
     "_parameters",
@@ -293,6 +297,30 @@ def test_gradients_are_divided_by_a_scale_and_watched_for_overflows() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     state = torch.amp.GradScaler("cpu")._per_optimizer_states[id(optimizer)]
     assert set(state) == {"stage", "found_inf_per_device"}, gone("torch.amp.GradScaler._per_optimizer_states")
+
+
+def test_operations_pass_through_a_mode_in_forward_and_backward_passes() -> None:
+    class Counting(private_torch.OperationMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def during(self, func: Any, args: Any, kwargs: Any) -> Any:
+            self.seen.append(func)
+            return func(*args, **kwargs)
+
+    x, w, mode = torch.ones(2, 3), torch.nn.Parameter(torch.ones(3, 4)), Counting()
+    compiled = torch.compile(lambda x: x.sin().cos(), backend="eager", fullgraph=True)
+    with mode:
+        (x @ w).sum().backward()
+        compiled(x)
+        torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        torch.nn.functional.grouped_mm(
+            torch.ones(8, 8).bfloat16(), torch.ones(1, 8, 8).bfloat16(), offs=torch.tensor([8]).int()
+        )
+    assert mode.seen.count(torch.ops.aten.mm.default) == 2, gone("TorchDispatchMode")
+    assert private_torch.GROUPED_MM in mode.seen, gone("torch.ops.aten._grouped_mm")
+    assert private_torch.CAST in mode.seen, gone("torch.ops.aten._to_copy")
 
 
 def test_tensors_without_memory() -> None:
