@@ -218,7 +218,7 @@ class StepCut:
 
         borders = [self._piece_bounds(*pair) for pair in itertools.pairwise(bounds)]
         before, of_step = (sum(len(b) - 1 for b in some) for some in (borders[:micro], borders))
-        parts = []
+        parts = list[StepSlice]()
         for begin, end in itertools.pairwise(borders[micro]):
             first, last = self._rank_bounds(end - begin)[self.rank : self.rank + 2]
             parts.append(
@@ -472,7 +472,8 @@ class StepSampler(Sampler[list[int]]):
             ConfigurationError: as the constructor, or the position lies inside a step that the new `num_micros` cannot
                 express; then nothing has changed.
         """
-        former, cut = self.cut, replace(self.cut, **place)
+        changed: dict[str, Any] = {**place}
+        former, cut = self.cut, replace(self.cut, **changed)
         if self.evaluation:
             cut = replace(cut, num_micros=1)
         require(cut.num_micros, PositiveInt, "num_micros")
