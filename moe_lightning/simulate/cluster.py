@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -77,6 +77,8 @@ class Accounts:
     partial_ns: int = 0
     provided_ns: int = 0
     lost_steps: int = 0
+    now_ns: int = 0
+    _unrecorded_steps: int = 0
 
     def work(self, duration_ns: int, nodes: int, live: int) -> None:
         """`nodes` of the `live` ones compute on the running step."""
@@ -89,6 +91,12 @@ class Accounts:
         self.partial_ns = 0
         self.step += count
         self.samples += samples
+        self._unrecorded_steps += count
+
+    def take_unrecorded(self) -> int:
+        """Return the steps that count since the last call."""
+        steps, self._unrecorded_steps = self._unrecorded_steps, 0
+        return steps
 
     def wait(self, duration_ns: int, nodes: int, live: int) -> None:
         """`nodes` wait for something that training needs; the other live ones are idle."""
@@ -100,6 +108,7 @@ class Accounts:
         assert 0 <= nodes <= live
         self.idle_ns += duration_ns * (live - nodes)
         self.provided_ns += duration_ns * live
+        self.now_ns += duration_ns
 
     def abort_step(self) -> None:
         """The running step is not applied."""
@@ -116,6 +125,7 @@ class Accounts:
         self.lost_ns += self.useful_ns - mark.useful_ns
         self.lost_steps += self.step - mark.step
         self.step, self.useful_ns, self.samples = mark.step, mark.useful_ns, mark.samples
+        self._unrecorded_steps = 0
 
     def close(self) -> None:
         """The simulation ends: a step that is half done was of no use. Checks that nothing is missing."""
@@ -260,7 +270,7 @@ class SavedState:
         planned_steps: int,
     ) -> None:
         experts = workload.num_experts
-        self.shape = (num_layers, experts)
+        self.interval_steps = interval_steps
         some = None if policy.lossless else policy.k_snapshot  # a window is one checkpoint of everything
         self.k_snapshot = min(experts, some or experts)
         self.k_persist = min(self.k_snapshot, policy.k_persist or experts)
@@ -270,12 +280,9 @@ class SavedState:
         self.newest: HeldSnapshot | None = None
         self.written: HeldSnapshot | None = None
         self.storage = Mark()
-        self._memory_versions: IntArray = np.zeros(self.shape, dtype=np.int64)
-        self._storage_versions: IntArray = np.zeros(self.shape, dtype=np.int64)
+        self._memory_versions: IntArray = np.zeros((num_layers, experts), dtype=np.int64)
+        self._storage_versions: IntArray = np.zeros((num_layers, experts), dtype=np.int64)
         self._pending: deque[_Pending] = deque()
-        self._ordinal = 0
-        self._everything = full_selection(num_layers, experts).mask()
-        self._windows: dict[tuple[int, int], Selection] = {}
         self._ledger = Ledger(num_layers=num_layers, num_experts=experts, planned_assignments=planned_assignments)
         self._dynamic: DynamicKRule | None = None
         if policy.plt_threshold is not None and self.partial:
@@ -291,6 +298,11 @@ class SavedState:
         return worst_case_plt(
             num_experts=self.shape[1], k=k, k_snapshot=copied, interval=interval, total_steps=total_steps
         )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        layers, experts = self._memory_versions.shape
+        return layers, experts
 
     @property
     def plt(self) -> float:
@@ -309,7 +321,6 @@ class SavedState:
         snapshot, persist = self._select()
         if self.partial:
             self._ledger.begin_checkpoint(mark.step, snapshot=snapshot, persist=persist)
-            self._ordinal += 1
         self._memory_versions = np.where(snapshot, mark.step, self._memory_versions)
         taken = HeldSnapshot(mark=mark, nodes=nodes, versions_LE=self._memory_versions, writer_LE=writer_LE)
         self.newest = taken
@@ -382,25 +393,23 @@ class SavedState:
     def _select(self) -> tuple[BoolArray, BoolArray]:
         """bool [L, E] each: the experts that this checkpoint copies, and those of them that it writes; the first one
         takes all."""
-        experts = self.shape[1]
-        if self._ordinal == 0 or self.k_persist >= experts:
-            return self._everything, self._everything
-        chosen = self._window((self._ordinal - 1) % experts)  # windows repeat after at most E checkpoints
+        layers, experts = self.shape
+        if self.saves == 1 or self.k_persist >= experts:
+            everything = np.ones(self.shape, dtype=np.bool_)
+            return everything, everything
+        chosen = _window((self.saves - 2) % experts, self.k_snapshot, layers, experts)
         written = chosen
         if self.k_persist < self.k_snapshot:
             written = persist_selection(chosen, k=self.k_persist, persisted_version=self._storage_versions)
         return chosen.mask(), written.mask()
 
-    def _window(self, ordinal: int) -> Selection:
-        key = ordinal, self.k_snapshot
-        if key not in self._windows:
-            layers, experts = self.shape
-            self._windows[key] = (
-                full_selection(layers, experts)
-                if self.k_snapshot >= experts
-                else sequential_selection(ordinal=ordinal, k=self.k_snapshot, num_layers=layers, num_experts=experts)
-            )
-        return self._windows[key]
+
+@cache
+def _window(ordinal: int, k: int, num_layers: int, num_experts: int) -> Selection:
+    """Return the experts that a partial checkpoint copies; they repeat after at most E checkpoints."""
+    if k >= num_experts:
+        return full_selection(num_layers, num_experts)
+    return sequential_selection(ordinal=ordinal, k=k, num_layers=num_layers, num_experts=num_experts)
 
 
 _MAX_PLANNED_CELLS = 1 << 21

@@ -18,6 +18,7 @@ from moe_lightning.checkpoint.recovery_plan import plan_recovery
 from moe_lightning.simulate.checkpoint_cost import SaveCost, WindowCost, cheapest_interval, save_cost, stall_of
 from moe_lightning.simulate.cluster import Accounts, ClusterState, Mark, SavedState, SimulatedWorld, inventories
 from moe_lightning.simulate.failures import NS, Event
+from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.scenario import Recovery, Report, Scenario, SteadyPhase, format_bytes, model_of
 from moe_lightning.simulate.step_model import StepCost
 
@@ -63,14 +64,23 @@ _SOURCES = {"live": "live replicas", "memory": "protected memory", "storage": "s
 
 def simulate(scenario: Scenario) -> Report:
     """Run a scenario to its end; the same scenario gives the same report."""
-    run = _Run(scenario)
+    run, end_ns = _Run(scenario), round(scenario.duration_s * NS)
     for event in scenario.events:
-        if event.time_ns >= run.end_ns:
+        if event.time_ns >= end_ns:
             break
         run.advance(event.time_ns)
         run.apply(event)
-    run.advance(run.end_ns)
+    run.advance(end_ns)
     return run.report()
+
+
+@dataclass(kw_only=True)
+class _RunningStep:
+    """The running step, and how much of its time is over."""
+
+    cost: StepCost
+    duration_ns: int
+    done_ns: int = 0
 
 
 class _Run:
@@ -78,46 +88,52 @@ class _Run:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.policy, self.hardware, self.workload = scenario.policy, scenario.hardware, scenario.workload
         self.model = model_of(scenario)
-        self.end_ns = round(scenario.duration_s * NS)
-        self.now_ns = 0
         self.live: set[int] = set()
         self.world: SimulatedWorld | None = None
         self.accounts = Accounts()
         self.history = History()
-        nodes = self.model.usable_nodes(scenario.num_nodes)
-        self.first_cost = self.model.cost(nodes, 0, 0)
-        self.interval_steps = cheapest_interval(
-            self.workload,
-            self.hardware,
-            self.policy,
-            self.model.ranks(nodes),
-            step_s=self.first_cost.step_s,
-            overlap_s=self.first_cost.overlap_s,
-            faults_per_s=max(scenario.faults_per_s, 1 / scenario.duration_s),
-        )
-        planned_steps = max(1, round(scenario.duration_s / self.first_cost.step_s))
-        ranks = self.model.ranks(nodes)
-        samples = self.workload.samples_per_step(ranks)
+        first, ranks = self._first
+        planned_steps = max(1, round(scenario.duration_s / first.step_s))
+        workload = scenario.workload
+        samples = workload.samples_per_step(ranks)
         self.saved = SavedState(
-            self.workload,
-            self.policy,
+            workload,
+            scenario.policy,
             num_layers=scenario.routing.num_layers,
-            planned_assignments=planned_steps * samples * self.workload.context_length * self.workload.top_k,
-            interval_steps=self.interval_steps,
+            planned_assignments=planned_steps * samples * workload.context_length * workload.top_k,
+            interval_steps=cheapest_interval(
+                workload,
+                scenario.hardware,
+                scenario.policy,
+                ranks,
+                step_s=first.step_s,
+                overlap_s=first.overlap_s,
+                faults_per_s=max(scenario.faults_per_s, 1 / scenario.duration_s),
+            ),
             planned_steps=planned_steps,
         )
         self._next: SimulatedWorld | None = None  # what is being formed until _ready_ns
         self._ready_ns = 0
         self._join_due_ns: int | None = None
-        self._progress_ns = 0  # of the running step
-        self._step_ns = 0
-        self._recorded_step = 0
+        self._step: _RunningStep
         self._due: dict[str, int] = {}
         self._opened: Mark | None = None  # where a window began that is not complete yet
-        self._changes_ns = [round(min(at, 1e9) * NS) for at in self.hardware.changes_s]
         self.worlds = ClusterState(scenario, self.model)
+
+    @property
+    def _first(self) -> tuple[StepCost, int]:
+        """Cost of the first step, and ranks, while nothing has failed."""
+        nodes = self.model.usable_nodes(self.scenario.num_nodes)
+        return self.model.cost(nodes, 0, 0), self.model.ranks(nodes)
+
+    @property
+    def now_ns(self) -> int:
+        return self.accounts.now_ns
+
+    @property
+    def policy(self) -> Policy:
+        return self.scenario.policy
 
     # ---------------------------------------------------------------- time
 
@@ -148,31 +164,27 @@ class _Run:
         if state != "stall":
             self.history.note(self.now_ns, until_ns, state, used=waiting, live=len(self.live))
         self.accounts.wait(until_ns - self.now_ns, waiting, len(self.live))
-        self.now_ns = until_ns
 
     def _train(self, until_ns: int) -> None:
         """Run whole steps up to what is due next, and a part of one up to the time given."""
         assert self.world is not None
         nodes, live = len(self.world.nodes), len(self.live)
-        samples = self.workload.samples_per_step(self.model.ranks(nodes))
+        samples = self.scenario.workload.samples_per_step(self.model.ranks(nodes))
         while self.now_ns < until_ns and self.now_ns >= self._ready_ns:
+            step, now_ns = self._step, self.now_ns
             left = min(self._due.values()) - self.accounts.step
-            count = min(left, (until_ns - self.now_ns + self._progress_ns) // self._step_ns)
+            count = min(left, (until_ns - now_ns + step.done_ns) // step.duration_ns)
             if count:
-                duration_ns = count * self._step_ns - self._progress_ns
-                self.accounts.work(duration_ns, nodes, live)
+                self.accounts.work(count * step.duration_ns - step.done_ns, nodes, live)
                 self.accounts.finish_steps(count, count * samples)
-                rate = samples * NS / self._step_ns
-                end_ns = self.now_ns + duration_ns
-                self.history.note(self.now_ns, end_ns, "train", used=nodes, live=live, samples_per_s=rate)
-                self.now_ns = end_ns
-                self._progress_ns = 0
+                rate = samples * NS / step.duration_ns
+                self.history.note(now_ns, self.now_ns, "train", used=nodes, live=live, samples_per_s=rate)
+                step.done_ns = 0
             if count == left:
                 self._after_step()
             elif self.now_ns < until_ns:
-                self._progress_ns += until_ns - self.now_ns
+                step.done_ns += until_ns - self.now_ns
                 self.accounts.work(until_ns - self.now_ns, nodes, live)
-                self.now_ns = until_ns
 
     # ---------------------------------------------------------------- what steps end with
 
@@ -195,17 +207,20 @@ class _Run:
         step = self.accounts.step
         routing = self.scenario.routing
         cost = self.model.cost(len(self.world.nodes), self.world.sample, routing.sample(step), is_slow=self._is_slow)
-        self._step_ns = max(1, round((cost.step_s + self._memory_stall_s(cost)) * NS))
+        self._step = _RunningStep(cost=cost, duration_ns=max(1, round((cost.step_s + self._memory_stall_s(cost)) * NS)))
         following = routing.next_change(step)
         never = 1 << 62
         self._due["refresh"] = never if following is None else max(following, step + self.scenario.refresh_steps)
-        self._cost = cost
 
     def _change_speed(self) -> None:
         """Rank 0 slows down or recovers; what is done of the running step stays done."""
-        before_ns = self._step_ns
+        former = self._step
         self._set_cost()
-        self._progress_ns = self._progress_ns * self._step_ns // before_ns
+        self._step.done_ns = former.done_ns * self._step.duration_ns // former.duration_ns
+
+    @property
+    def _changes_ns(self) -> list[int]:
+        return [round(min(at, 1e9) * NS) for at in self.scenario.hardware.changes_s]
 
     @property
     def _is_slow(self) -> bool:
@@ -224,7 +239,8 @@ class _Run:
         world = self.world or self._next
         assert world is not None
         ranks = self.model.ranks(len(world.nodes))
-        return save_cost(self.workload, self.hardware, self.policy, ranks, self.saved.k_snapshot, self.saved.k_persist)
+        scenario, saved = self.scenario, self.saved
+        return save_cost(scenario.workload, scenario.hardware, self.policy, ranks, saved.k_snapshot, saved.k_persist)
 
     def _save(self) -> None:
         """A checkpoint of the state after this step."""
@@ -239,7 +255,7 @@ class _Run:
         if self.policy.saving == "blocking":
             stall_s = written_s = save.snapshot_s + save.persist_s
         else:
-            stall_s = stall_of(save.copies_s, self._cost.overlap_s)
+            stall_s = stall_of(save.copies_s, self._step.cost.overlap_s)
             written_s = save.snapshot_s + save.persist_s
         stall_ns = round(stall_s * NS)
         self._begin_save(save, written_s, mark)
@@ -255,20 +271,20 @@ class _Run:
 
     def _effective_interval(self, written_s: float) -> int:
         """Storage must have finished one checkpoint before the next begins (MoC 5.3)."""
-        least = 1 if self.policy.saving == "blocking" else ceil(written_s * NS / self._step_ns)
-        return max(self.interval_steps, least)
+        least = 1 if self.policy.saving == "blocking" else ceil(written_s * NS / self._step.duration_ns)
+        return max(self.saved.interval_steps, least)
 
     def _record(self) -> None:
         """Tell the ledger what was trained since the last time."""
         assert self.world is not None
-        steps = self.accounts.step - self._recorded_step
+        steps = self.accounts.take_unrecorded()
         if steps and self.saved.partial:
             ranks = self.model.ranks(len(self.world.nodes))
             routing = self.scenario.routing
             loads = routing.loads(routing.sample(self.accounts.step)).astype(np.float64)
-            tokens = self.workload.samples_per_step(ranks) * self.workload.context_length * self.workload.top_k * steps
+            workload = self.scenario.workload
+            tokens = workload.samples_per_step(ranks) * workload.context_length * workload.top_k * steps
             self.saved.record(np.round(loads / loads.sum(axis=1, keepdims=True) * tokens).astype(np.int64))
-        self._recorded_step = self.accounts.step
 
     def _rebalance(self) -> None:
         """Experts move to where the present routing wants them."""
@@ -313,7 +329,6 @@ class _Run:
         """Some of the world's nodes are gone: find the freshest whole state, and who trains on."""
         self.saved.commit_written(self.now_ns)
         self.accounts.abort_step()
-        self._progress_ns = 0
         experts, everyone = self.worlds.experts_by_node(), sorted(self.live)
         now = self.accounts.mark()
         if self.policy.memory_interval_steps == 1 and self._next is None:
@@ -334,7 +349,6 @@ class _Run:
                 self._join_due_ns = self._ready_ns + round(self.policy.join_wait_s * NS)
             return
         self.accounts.roll_back(mark)
-        self._recorded_step = mark.step
         self.worlds.forget()
         self._join_due_ns = None
         self._form(everyone, _SOURCES[plan.level], now.step - mark.step)
@@ -345,7 +359,6 @@ class _Run:
         if self.model.usable_nodes(len(self.live)) <= len(self.world.nodes):
             return
         self.accounts.abort_step()
-        self._progress_ns = 0
         if not self.policy.live_recovery and self.policy.saving != "none":  # saved on purpose before the restart
             save = self._save_cost()
             self._record()
@@ -384,7 +397,6 @@ class _Run:
             layers, experts = self.saved.shape
             plan = plan_recovery([], self.saved.on_storage(), num_layers=layers, num_experts=experts)
             self.accounts.roll_back(self.saved.restore(plan, self.accounts.mark()))
-            self._recorded_step = self.accounts.step
         self.worlds.forget()
         self.saved.forget_memory()
         self.world = None
@@ -409,9 +421,9 @@ class _Run:
         """Close the accounts and return the result."""
         self.saved.commit_written(self.now_ns)
         self.accounts.close()
-        hardware, accounts, saved, first = self.hardware, self.accounts, self.saved, self.first_cost
-        ranks = self.model.ranks(self.model.usable_nodes(self.scenario.num_nodes))
-        save = save_cost(self.workload, hardware, self.policy, ranks, saved.k_snapshot, saved.k_persist)
+        scenario, accounts, saved, (first, ranks) = self.scenario, self.accounts, self.saved, self._first
+        hardware = scenario.hardware
+        save = save_cost(scenario.workload, hardware, scenario.policy, ranks, saved.k_snapshot, saved.k_persist)
         rank_bytes = self.model.memory().state
         host_bytes = _BUFFERS * save.snapshot_bytes * hardware.ranks_per_node
         window = None
@@ -441,7 +453,7 @@ class _Run:
             rebalance_s=self.history.rebalance_ns / NS,
             plt=saved.plt,
             k_persist=saved.k_persist,
-            interval_steps=self.interval_steps,
+            interval_steps=self.saved.interval_steps,
             checkpoints=saved.saves,
             written_bytes=saved.written_bytes,
             exchange_bytes=first.exchange_bytes,
