@@ -86,6 +86,33 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
+class _ExchangeTime:
+    """Time of a step in the token exchanges of the present world."""
+
+    def __init__(self) -> None:
+        self._clock: ExchangeClock | None = None
+        self._began_s, self._began_step = 0.0, 0
+
+    def watch(self, trainer: pl.Trainer) -> None:
+        """Count in a new world from the end of its first step, which all its ranks reach together."""
+        world = getattr(trainer.strategy, "world", None)
+        clock = world.exchanges if world is not None and world.is_connected else None
+        if clock is not self._clock:
+            self._clock, self._began_step = clock, trainer.global_step
+            if clock is not None:
+                clock.watch()
+                self._began_s = clock.seconds
+
+    def metrics(self, trainer: pl.Trainer) -> list[Metric]:
+        """Return the mean over the steps since the last call."""
+        if self._clock is None or trainer.global_step == self._began_step:
+            return []
+        steps, seconds = trainer.global_step - self._began_step, self._clock.seconds
+        step_s = (seconds - self._began_s) / steps
+        self._began_s, self._began_step = seconds, trainer.global_step
+        return [Metric(name="comm/exchange_ms", value=1e3 * step_s, over_ranks="max")]
+
+
 @validated
 class Telemetry(Callback):
     """Logs the metrics of a step every `log_every_n_steps` of the Trainer.
@@ -144,8 +171,7 @@ class Telemetry(Callback):
         self._steps, self._flops = 0, 0.0
         self._elapsed_s = 0.0
         self._resumed_at: float | None = None  # None: not training
-        self._clock: ExchangeClock | None = None
-        self._clock_s, self._clock_step = 0.0, 0
+        self._exchanges = _ExchangeTime()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -185,7 +211,7 @@ class Telemetry(Callback):
         if private_lightning.is_accumulating(trainer):
             return
         self._steps += 1
-        self._watch_exchanges(trainer)
+        self._exchanges.watch(trainer)
         if not private_lightning.logs_now(trainer):
             return
         self._warn_of_nan(trainer, outputs)
@@ -194,7 +220,7 @@ class Telemetry(Callback):
         health = self._health.observe({layer: shares_E.numpy() for layer, shares_E in loads.items()})
         metrics = [
             *self._pace(),
-            *self._exchanges(trainer),
+            *self._exchanges.metrics(trainer),
             *_device_metrics(trainer),
             *_optimizer_metrics(trainer),
             *layer_metrics(layers),
@@ -234,25 +260,6 @@ class Telemetry(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.tokens_seen = state_dict["tokens_seen"]
-
-    def _exchanges(self, trainer: pl.Trainer) -> list[Metric]:
-        """Time of a step in exchanges, since the last call."""
-        if self._clock is None or trainer.global_step == self._clock_step:
-            return []
-        steps, seconds = trainer.global_step - self._clock_step, self._clock.seconds
-        step_s = (seconds - self._clock_s) / steps
-        self._clock_s, self._clock_step = seconds, trainer.global_step
-        return [Metric(name="comm/exchange_ms", value=1e3 * step_s, over_ranks="max")]
-
-    def _watch_exchanges(self, trainer: pl.Trainer) -> None:
-        """Count in a new world from the end of its first step, which all its ranks reach together."""
-        world = getattr(trainer.strategy, "world", None)
-        clock = world.exchanges if world is not None and world.is_connected else None
-        if clock is not self._clock:
-            self._clock, self._clock_step = clock, trainer.global_step
-            if clock is not None:
-                clock.watch()
-                self._clock_s = clock.seconds
 
     def _pace(self) -> Iterator[Metric]:
         """Throughput since the last call."""
