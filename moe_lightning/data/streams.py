@@ -65,7 +65,6 @@ class StreamReader(Dataset[Any]):
 
     def __init__(self, stream: Any, *, seed: int, endless: bool, keep: int) -> None:
         self._stream, self._seed, self._endless = stream, seed, endless
-        self._name = type(stream).__name__
         self._has_state = has_exact_state(stream)
         self._random = OwnGenerators(seed)
         self._iterator: Iterator[Any] | None = None
@@ -75,6 +74,10 @@ class StreamReader(Dataset[Any]):
         self._marks = deque([_START], maxlen=_MARKS)
         self._recent: deque[tuple[int, Any]] = deque(maxlen=0 if self._has_state else keep)
         self._is_checked = False
+
+    @property
+    def _name(self) -> str:
+        return type(self._stream).__name__
 
     def know(self, mark: Mark) -> None:
         """Read on from a mark of a reader like this one, where that is nearer."""
