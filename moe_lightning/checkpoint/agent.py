@@ -196,6 +196,29 @@ _LONGEST_PAUSE_S = 60.0
 _LAST_ATTEMPTS = 3  # failures in a row after which an agent that should leave gives up
 
 
+class _Backoff:
+    """Pause after a failure; it doubles with every further one in a row, up to a minute."""
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+        self._retry_at = 0.0
+        self.failures = 0  # in a row
+
+    @property
+    def is_over(self) -> bool:
+        """True if the next attempt is due."""
+        return time.monotonic() >= self._retry_at
+
+    def failed(self) -> None:
+        """Begin a pause."""
+        self._retry_at = time.monotonic() + min(_LONGEST_PAUSE_S, self._pause_s * 2 ** min(self.failures, 10))
+        self.failures += 1
+
+    def succeeded(self) -> None:
+        """Begin the row anew."""
+        self.failures = 0
+
+
 class Agent:
     """The agent's loop.
 
@@ -203,8 +226,6 @@ class Agent:
         arenas: directory of the arena files.
         root: directory of the checkpoints.
         keep_last: whole checkpoints to keep.
-        poll_s: pause between two looks at the arenas.
-        grace_s: after the last worker's death, how long to wait for new ones before exiting.
         retry_s: pause after a failed attempt; it doubles with every further one, up to a minute.
         commit_timeout_s: how long to wait for the parts of other nodes.
         identity: of the very directory that the snapshots are for (`Storage.identity`); None: of the one that is there.
@@ -216,27 +237,28 @@ class Agent:
         root: Place,
         *,
         keep_last: int = 2,
-        poll_s: float = 0.02,
-        grace_s: float = 30.0,
         retry_s: float = 1.0,
         commit_timeout_s: float = 600.0,
         identity: str | None = None,
     ) -> None:
         self.arenas_path, self.root, self.keep_last = arenas, root, keep_last
-        self.poll_s, self.grace_s, self.retry_s, self.commit_timeout_s = poll_s, grace_s, retry_s, commit_timeout_s
+        self.commit_timeout_s = commit_timeout_s
         self._own_root, self._verifier = OwnRoot(root, identity), CarriedFileVerifier()
         self.status = AgentStatus()
         self._arenas: dict[Path, Arena] = {}
         self._damaged: set[Path] = set()  # arenas that were passed over
         self._job: Job | None = None
-        self._retry_at = 0.0
-        self._failures = 0  # in a row
+        self._backoff = _Backoff(retry_s)
         self._seen: tuple[list[tuple[TripleBuffer, bool]], Agreement | None] | None = None
         self._stop = threading.Event()
 
-    def run(self) -> int:
+    def run(self, *, poll_s: float = 0.02, grace_s: float = 30.0) -> int:
         """Serve until stopped, or until the workers have been gone for the grace period; then persist what waits.
         Arenas that are deleted end it at once.
+
+        Args:
+            poll_s: pause between two looks at the arenas.
+            grace_s: after the last worker's death, how long to wait for new ones before exiting.
 
         Returns:
             0, or 1 where a snapshot could not be persisted (its arena file is kept).
@@ -248,13 +270,13 @@ class Agent:
             if any(arena.writer_alive for arena in self._arenas.values()):
                 alive_at = now
             is_stopping = self._stop.is_set() or (self.arenas_path / STOP).exists()
-            gone = now - alive_at > self.grace_s
+            gone = now - alive_at > grace_s
             if not self.arenas_path.exists():
                 return self._leave()  # somebody took the node's snapshots away
-            if (is_stopping or gone) and not busy and (self._failures >= _LAST_ATTEMPTS or not self._pending()):
+            if (is_stopping or gone) and not busy and (self._backoff.failures >= _LAST_ATTEMPTS or not self._pending()):
                 return self._leave()
             if not busy and (is_stopping or not self.verify_carried()):
-                time.sleep(self.poll_s)
+                time.sleep(poll_s)
 
     def stop(self) -> None:
         """Persist what waits and return from `run`."""
@@ -263,7 +285,7 @@ class Agent:
     def serve_once(self) -> bool:
         """Look at the arenas once and do what can be done; True if something was done."""
         self._find_arenas()
-        if time.monotonic() < self._retry_at:
+        if not self._backoff.is_over:
             return False
         try:
             if self._job is not None or any(has_work(arena) for arena in self._arenas.values()):
@@ -283,7 +305,7 @@ class Agent:
             if is_own and self._job is not None and self._is_fenced(self._job.world):
                 return True
             # Storage may recover; a snapshot that makes no complete checkpoint stays as it is.
-            keep = isinstance(error, OSError) or self._failures < _LAST_ATTEMPTS
+            keep = isinstance(error, OSError) or self._backoff.failures < _LAST_ATTEMPTS
             self._fail(complaint_of(error, self.root), keep=keep, withdraw=is_own)
             return True
 
@@ -380,7 +402,7 @@ class Agent:
         if committed is None:
             return False
         self._end_job(success=True)
-        self._failures = 0
+        self._backoff.succeeded()
         self._own_root.made()
         self._report(
             replace(
@@ -460,8 +482,7 @@ class Agent:
                         withdraw_part(self.root, job.session, job.step, table.rank, world=job.world)
             self._end_job(success=False, keep=keep)
         self._seen = None
-        self._retry_at = time.monotonic() + min(_LONGEST_PAUSE_S, self.retry_s * 2 ** min(self._failures, 10))
-        self._failures += 1
+        self._backoff.failed()
         self._report(replace(self.status, error=problem, errors=self.status.errors + 1))
 
     def _pending(self) -> bool:
@@ -519,10 +540,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(served)
             return 0
         record_root(lock, root, options["identity"])
+        pauses = {name: options.pop(name) for name in ("poll_s", "grace_s") if name in options}
         agent = Agent(arenas, root, **options)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: agent.stop())
-        return agent.run()
+        return agent.run(**pauses)
 
 
 if __name__ == "__main__":
