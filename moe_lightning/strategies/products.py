@@ -122,6 +122,8 @@ class Products(private_torch.OperationMode):
         """Compute, and screen what was computed."""
         result = func(*args, **kwargs)
         if (products_of := _PRODUCTS.get(func)) is not None and result.is_floating_point() and result.numel():
+            if result.is_cuda and torch.cuda.is_current_stream_capturing():  # the host cannot wait for numbers
+                return result
             began = time.perf_counter()
             with torch.no_grad(), torch.autocast(result.device.type, enabled=False):
                 for product in products_of(args, kwargs, result):
@@ -185,13 +187,13 @@ def _worst_of(product: _Product, number: int, row: int, wide: torch.dtype, place
         own = beta * added[row % len(added)]
         again = again + own
     column = int((c[row] - again).abs().nan_to_num(nan=math.inf).argmax())
-    left, right = alpha * a[row].double(), b[:, column].double()
+    left, right = alpha * a[row].cpu().double(), b[:, column].cpu().double()
     if added is not None:
-        left, right = torch.cat([left, own[column].double()[None]]), torch.cat([right, right.new_ones(1)])
+        left, right = torch.cat([left, own[column].cpu().double()[None]]), torch.cat([right, right.new_ones(1)])
     element = Element(
         place=place,
         value=float(c[row, column]),
-        terms=torch.stack([left, right]).cpu(),
+        terms=torch.stack([left, right]),
         unit=product.unit,
         most=torch.finfo(c.dtype).max,
     )
