@@ -267,6 +267,7 @@ def _train_and_save(rank: int, world_size: int, root: str, *, callbacks: Sequenc
         own_module=True,
         callbacks=[*callbacks, _saver(root)],
         trainer={"enable_checkpointing": True},
+        strategy={"check_state_every": 0},
         **options,
     )
 

@@ -364,6 +364,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         """Begin a checkpoint now, between two steps; every rank must call it."""
         strategy = trainer.strategy
         assert isinstance(strategy, ExpertParallelStrategy)
+        strategy.steps.state_check.before_save(trainer.global_step)
         self.lost.counts.total = strategy.state.stages.counts_of_all(self.lost.counts.total)
         if self._experts_moved:
             self._experts_moved = False

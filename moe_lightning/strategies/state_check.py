@@ -37,8 +37,8 @@ _SUMS = 3
 
 _MOST_STEPS = 100
 _UNCHECKED = 2
-"""First steps without a check under "auto" where ranks do not change: in the second one DDP names parameters that the
-loss does not use, which leave replicas different after the first.
+"""First steps in a world without a check under "auto": in the second one DDP names parameters that the loss does not
+use, which leave replicas different after the first.
 """
 
 _MOST_SHOWN = 3
@@ -53,9 +53,10 @@ class CheckSchedule:
         worlds: the present world.
         every: steps between checks; 0: none is made; "auto": by their cost.
         most_steps: between two of them under "auto".
-        unchecked: first steps without a check under "auto" where ranks do not change.
+        unchecked: first steps in a world without a check under "auto".
 
     Attributes:
+        first: step that may be checked first in the present world under "auto".
         at: generation of the world, and step.
         is_new_world: the running step is the first one of its world.
         spent_s: of the running step, on the check.
@@ -64,7 +65,7 @@ class CheckSchedule:
     def __init__(self, worlds: Worlds, every: CheckInterval, *, most_steps: int, unchecked: int) -> None:
         self._worlds, self._every = worlds, every
         self._most_steps, self._unchecked = most_steps, unchecked
-        self._next = 0
+        self.first = self._next = 0
         self._began: float | None = None
         self._entered = self._step_s = self.spent_s = 0.0
         self.at, self.is_new_world = (-1, -1), True
@@ -75,8 +76,8 @@ class CheckSchedule:
         if (generation, step) == self.at:
             return False
         self.is_new_world = generation != self.at[0]
-        if self.is_new_world:  # after a recovery all check again: newcomers have not
-            self._next = step if generation else step + self._unchecked
+        if self.is_new_world:  # after a recovery all begin again: newcomers have not checked
+            self.first = self._next = step + self._unchecked
         self.at = generation, step
         now = time.perf_counter()
         if self._began is not None:
@@ -89,6 +90,15 @@ class CheckSchedule:
         if self._worlds.present.size == 1 or step < 1:
             return False
         return step >= self._next if self._every == "auto" else self._every > 0 and step % self._every == 0
+
+    def stop(self) -> None:
+        """Let no further step be checked."""
+        self._every = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if no step is checked."""
+        return self._every == 0
 
     def __enter__(self) -> None:
         self._entered = time.perf_counter()
@@ -116,7 +126,7 @@ class StateCheck:
 
     In a step that is checked all state is summed by its bits after the update before it, before the step uses it, and
     before the next update; gradients that several ranks hold are compared there, too. What differs is overwritten from
-    a healthy rank if a callback repairs replicas.
+    a healthy rank if a callback repairs replicas. Before a checkpoint begins ranks compare once more.
 
     Args:
         worlds: the present world.
@@ -136,6 +146,10 @@ class StateCheck:
         self._repaired_in: int | None = None  # world whose last check has repaired by majority: newcomers do not know
         self.times_damaged = 0
         self.verified = -1
+
+    def stop(self) -> None:
+        """Check no more: the ranks are compared otherwise, by what also names a cause."""
+        self._schedule.stop()
 
     def after_update(self) -> None:
         """Sum the state that the next step will check. Not collective."""
@@ -164,6 +178,20 @@ class StateCheck:
         else:
             self._repaired_in = None
         self._own, self.verified = sums, step - 1
+
+    def before_save(self, step: int) -> None:
+        """Compare the state after a step with other ranks, and with what the update has left if that was summed,
+        before it is saved; collective.
+
+        Raises:
+            StateDamagedError: as `before_step`.
+        """
+        if self._schedule.is_stopped or self._worlds.present.size == 1 or step < self._schedule.first:
+            return
+        if found := self._damage(self._sums()):
+            self._repair(found, step)
+            self._own = None if self._own is None else self._sums()
+        self.verified = step
 
     def before_update(self, optimizer: Optimizer) -> str:
         """Check the state and the gradients before an update, in a step that `before_step` has checked; collective

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,35 @@ def test_a_rank_that_is_damaged_twice_leaves(tmp_path: Path) -> None:
         assert "Preempted: its memory was damaged 2 times" in run.words()
         assert_same_losses(run, reference(STEPS))
         assert all(report["ranks_after"] == 2 and report["steps_lost"] == 0 for report in run.reports())
+
+
+class KilledWhenFound(pl.Callback):
+    """Every rank is killed before it can mark what was saved."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        def die(*_: Any) -> None:
+            (self._folder / f"kill-{trainer.global_rank}").write_text(str(trainer.global_step))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        trainer.strategy.steps.state_check._error = die  # type: ignore[attr-defined]
+
+
+def flipped_and_killed(folder: Path) -> list[pl.Callback]:
+    return [Flip(folder, "model.norm.weight", (5,), in_step=False), KilledWhenFound(folder)]
+
+
+def test_damage_is_not_saved_where_the_run_is_killed_before_its_next_check(tmp_path: Path) -> None:
+    with elastic_run(
+        tmp_path, workers=2, steps=STEPS, strategy={"check_state_every": 100}, callbacks=flipped_and_killed,
+        recovery={"min_replicas": 1, "protection": "none"}, saving={"every_n_steps": 2},
+    ) as run:  # fmt: skip
+        run.supervise(restart=range(2), together=True)
+        assert [(tmp_path / f"kill-{rank}").read_text() for rank in range(2)] == ["5", "5"], "its save finds it"
+        assert damaged_after(checkpoints_of(tmp_path)) == {}
+        assert_same_losses(run, reference(STEPS))
 
 
 @pytest.mark.parametrize(
