@@ -8,7 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.chaos.elastic_runs import ElasticRun, elastic_run
 from tests.forks import PATIENCE_S
@@ -32,6 +34,17 @@ class OwnStore(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 3:
             raise dist.DistNetworkError("The client socket has failed to connect")
+
+
+class Unused(pl.Callback):
+    """Adds a parameter that the loss does not use."""
+
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        module.unused = nn.Parameter(torch.zeros(3))
+
+
+def unused(_: Path) -> list[Any]:
+    return [Unused()]
 
 
 def refused(_: Path) -> list[Any]:
@@ -64,6 +77,13 @@ def test_a_refused_connection_of_the_users_ends_its_rank_once(tmp_path: Path, ca
         assert "tokenizer service at 10.0.0.7:80: connection refused" in words
         assert "in the step after step 3" in words
         assert len(run.recoveries(codes.index(0))) == 1
+
+
+def test_unused_parameters_are_named_before_replicas_that_differ_by_them(tmp_path: Path) -> None:
+    with elastic_run(tmp_path, workers=2, steps=6, callbacks=unused) as run:
+        ends(run, {0, 1})
+        assert "use ExpertParallelStrategy(find_unused_parameters=True)" in run.words()
+        assert "differ between ranks" not in run.words()
 
 
 def test_a_step_that_fails_in_the_same_way_three_times_ends_the_run(tmp_path: Path) -> None:

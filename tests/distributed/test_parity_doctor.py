@@ -68,9 +68,9 @@ def examine(rank: int, world_size: int, names: list[str]) -> list[tuple[str, str
     found = []
     for name in names:
         doctor, bug = ParityDoctor(), BUGS[name]
-        unchecked = {"check_state_every": 0, **bug.options.get("strategy", {})}  # the check ends some before the doctor
+        checked = {"check_state_every": 1, **bug.options.get("strategy", {})}  # which would end some before the doctor
         try:
-            train(rank, world_size, steps=6, callbacks=[bug.seed(), doctor], **bug.options | {"strategy": unchecked})
+            train(rank, world_size, steps=6, callbacks=[bug.seed(), doctor], **bug.options | {"strategy": checked})
         except ParityError as error:
             first = doctor.comparison.partings[0] if doctor.comparison is not None else None
             found.append((first.kind, first.name, str(error), first.step) if first else ("", "", str(error), 0))
