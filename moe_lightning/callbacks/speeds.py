@@ -4,6 +4,9 @@ Every rank sends its own measurements with the counts of the first MoE layer. Af
 integers, from what all of them received. In a pipeline the ranks of a stage share its rows, and slices of the batch,
 which pass through all stages, follow the slowest. A step has the same samples whatever the slices, and so the same
 loss.
+
+`slow_ranks` compares whole steps, for people. Shares need the time of one row and of one sample, known to all ranks at
+the same step: the whole step of a rank that has got fewer is no longer slow.
 """
 
 from __future__ import annotations
