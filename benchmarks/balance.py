@@ -244,9 +244,9 @@ def _copies(trainer: pl.Trainer) -> dict[str, float]:
     planner = balancer.planner if shadow_transfers is not None and balancer is not None else None
     expected = planner.predicted_step() if planner is not None else None
     return {
-        "copy_bytes": shadow_transfers.sent_bytes if shadow_transfers else 0,
-        "exposed_trans_s": shadow_transfers.trans_wait_s if shadow_transfers else 0.0,
-        "exposed_agg_s": shadow_transfers.agg_wait_s if shadow_transfers else 0.0,
+        "copy_bytes": shadow_transfers.costs.sent_bytes if shadow_transfers else 0,
+        "exposed_trans_s": shadow_transfers.costs.trans_wait_s if shadow_transfers else 0.0,
+        "exposed_agg_s": shadow_transfers.costs.agg_wait_s if shadow_transfers else 0.0,
         "expected_copy_s": expected.transfer_s if expected else 0.0,
         "expected_exposed_s": expected.exposed_s if expected else 0.0,
     }

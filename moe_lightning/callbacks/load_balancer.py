@@ -34,7 +34,7 @@ from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, valid
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
-from moe_lightning.dispatch.shadow_exchange import StepShadowTransfers
+from moe_lightning.dispatch.shadow_exchange import StepShadowTransfers, TransferCosts
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json
@@ -180,12 +180,10 @@ def movement_metrics(reports: Sequence[MigrationReport], transfers: StepShadowTr
     yield Metric(name="balance/migrated_bytes", value=float(sum(r.sent_bytes for r in reports)), over_ranks="sum")
     migration_ms = 1e3 * sum(report.migration_s for report in reports)
     yield Metric(name="balance/migration_ms", value=migration_ms, over_ranks="max")
-    sent, trans_s, agg_s = (
-        (transfers.sent_bytes, transfers.trans_wait_s, transfers.agg_wait_s) if transfers else (0, 0.0, 0.0)
-    )
-    yield Metric(name="balance/shadow_bytes", value=float(sent), over_ranks="sum")
-    yield Metric(name="balance/exposed_trans_ms", value=1e3 * trans_s, over_ranks="max")
-    yield Metric(name="balance/exposed_agg_ms", value=1e3 * agg_s, over_ranks="max")
+    costs = transfers.costs if transfers else TransferCosts()
+    yield Metric(name="balance/shadow_bytes", value=float(costs.sent_bytes), over_ranks="sum")
+    yield Metric(name="balance/exposed_trans_ms", value=1e3 * costs.trans_wait_s, over_ranks="max")
+    yield Metric(name="balance/exposed_agg_ms", value=1e3 * costs.agg_wait_s, over_ranks="max")
 
 
 def _layer_numbers(layer: MoELayer) -> dict[str, float]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +23,20 @@ from torch import Tensor, nn
 from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PendingExchange
+
+
+@dataclass
+class TransferCosts:
+    """Costs of the transfers of shadow experts.
+
+    Attributes:
+        sent_bytes: that left this rank so far.
+        trans_wait_s, agg_wait_s: host seconds that transfers were waited for, which is what they cost.
+    """
+
+    sent_bytes: int = 0
+    trans_wait_s: float = 0.0
+    agg_wait_s: float = 0.0
 
 
 class ShadowTransfers:
@@ -37,8 +52,7 @@ class ShadowTransfers:
             its dense layers; in [0, 1].
 
     Attributes:
-        sent_bytes: that left this rank so far.
-        trans_wait_s, agg_wait_s: host seconds that transfers were waited for, which is what they cost.
+        costs: so far; of all layers of a step together.
     """
 
     def __init__(
@@ -68,25 +82,23 @@ class ShadowTransfers:
         self._gradients_seen = 0
         self._agg: PendingExchange | None = None
         self._step: StepShadowTransfers | None = None
-        self._next: ShadowTransfers | None = None
-        self.sent_bytes = 0
-        self.trans_wait_s = self.agg_wait_s = 0.0
+        self.costs = TransferCosts()
 
-    def join(self, step: StepShadowTransfers, next_layer: ShadowTransfers | None) -> None:
-        """Set the step and the transfers of the next layer."""
-        self._step, self._next = step, next_layer
+    def join(self, step: StepShadowTransfers) -> None:
+        """Set the step of the layer, which is not under way."""
+        self._step, self.costs = step, step.costs
 
     # ------------------------------------------------------------------ called by the layer
 
     def before_experts(self) -> None:
         """Start the early part of the next layer's Trans."""
-        if self._next is not None:
-            self._next.start_trans(early=True)
+        if self._step is not None:
+            self._step.start_after(self, early=True)
 
     def before_dense(self) -> None:
         """Start the rest of the next layer's Trans."""
-        if self._next is not None:
-            self._next.start_trans()
+        if self._step is not None:
+            self._step.start_after(self)
 
     def weights(self) -> dict[str, Tensor]:
         """Wait for the shadows' weights and return them: stacks [H, ...] by parameter name, ascending by expert, leaves
@@ -96,7 +108,7 @@ class ShadowTransfers:
             self.start_trans()
             began = time.perf_counter()
             arrived = [pending.wait() for pending in self._pending]
-            self.trans_wait_s += time.perf_counter() - began
+            self.costs.trans_wait_s += time.perf_counter() - began
             lengths = [last - first for first, last in self._parts]
             rows = [part.view(len(self._received_from), length) for part, length in zip(arrived, lengths, strict=True)]
             self._stacks = self._stack(torch.cat(rows, dim=1))
@@ -140,7 +152,7 @@ class ShadowTransfers:
             return
         began = time.perf_counter()
         arrived = self._agg.wait()
-        self.agg_wait_s += time.perf_counter() - began
+        self.costs.agg_wait_s += time.perf_counter() - began
         start = 0
         for _, expert in self._sent_to:
             for name in self._trained():
@@ -169,7 +181,7 @@ class ShadowTransfers:
         for rank, _ in source:
             recv[rank] += length
         flat = torch.cat(list(rows)) if rows else torch.empty(0, dtype=dtype, device=self._world.device)
-        self.sent_bytes += flat.numel() * flat.element_size()
+        self.costs.sent_bytes += flat.numel() * flat.element_size()
         return PendingExchange(flat, send, recv, self._world)
 
     # ------------------------------------------------------------------ rows and stacks
@@ -214,18 +226,26 @@ class StepShadowTransfers:
         layers: one for each MoE layer, in the order of the forward pass.
 
     Attributes:
+        costs: of all layers.
         is_last_backward: True if the running backward pass is the step's last, so that Agg may start in it.
     """
 
     def __init__(self, layers: Sequence[ShadowTransfers]) -> None:
         self._layers = list(layers)
+        self.costs = TransferCosts()
         self.is_last_backward = False
-        for layer, next_layer in zip(self._layers, [*self._layers[1:], None], strict=True):
-            layer.join(self, next_layer)
+        for layer in self._layers:
+            layer.join(self)
 
     def begin(self) -> None:
         """Start the first layer's Trans, which no MoE layer precedes; collective."""
         self._layers[0].start_trans()
+
+    def start_after(self, layer: ShadowTransfers, *, early: bool = False) -> None:
+        """Start the Trans of the layer behind a layer, or only its early part; collective."""
+        index = self._layers.index(layer) + 1
+        if index < len(self._layers):
+            self._layers[index].start_trans(early=early)
 
     def begin_backward(self, *, is_last: bool) -> None:
         """Begin a backward pass of the step; in the last one Agg starts."""
@@ -242,15 +262,3 @@ class StepShadowTransfers:
         """Free the shadows of all layers; counters stay."""
         for layer in self._layers:
             layer.release()
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(layer.sent_bytes for layer in self._layers)
-
-    @property
-    def trans_wait_s(self) -> float:
-        return sum(layer.trans_wait_s for layer in self._layers)
-
-    @property
-    def agg_wait_s(self) -> float:
-        return sum(layer.agg_wait_s for layer in self._layers)

@@ -126,8 +126,8 @@ def visit_and_return(rank: int, world_size: int) -> dict[str, Any]:
     step.finish()
     return {
         "gradients": [{name: p.grad for name, p in stacks.items()} for stacks, _ in layers],
-        "sent_bytes": step.sent_bytes,
-        "waits": (step.trans_wait_s, step.agg_wait_s),
+        "sent_bytes": step.costs.sent_bytes,
+        "waits": (step.costs.trans_wait_s, step.costs.agg_wait_s),
     }
 
 
