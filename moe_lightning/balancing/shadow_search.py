@@ -235,6 +235,11 @@ class Layer:
         tables[:, ranks, slot] = pairs.experts[order], self.quotas[order]
         return tables[0], tables[1]
 
+    @cached_property
+    def pace(self) -> Pace:
+        """Of the ranks."""
+        return Pace.of(self.speeds, self.placement.num_ranks)
+
     def predict_s(self, plan: ShadowPlan, costs: BlockCosts, scheduled: bool) -> float:
         """Predicted seconds under a plan for this layer."""
         volumes = plan_volumes(self.tokens, self.placement.pairs, plan, self.load, self.own, self.speeds)
@@ -252,6 +257,26 @@ class Layer:
         kept *= plan.shadows[moved]
         travel_s = sending_s(self.homeless - kept.sum(axis=0), costs)
         return float(least_s(forward_s, times, costs, scheduled, travel_s))
+
+
+@dataclass(kw_only=True, eq=False)
+class _Searches:
+    """The searches that go on, R of them.
+
+    Attributes:
+        rows: int64 [R]: which n they are of.
+        volumes: int64 [4, R, N]: rows computed, sent, received; experts.
+        copies: of their plans.
+    """
+
+    rows: IntArray
+    volumes: IntArray
+    copies: CopyTotals
+
+    def keep(self, goes_on: BoolArray) -> None:
+        """Continue these [R] only."""
+        self.rows, self.volumes = self.rows[goes_on], self.volumes[:, goes_on]
+        self.copies.keep(goes_on)
 
 
 class GreedyMoves:
@@ -272,15 +297,15 @@ class GreedyMoves:
     def __init__(self, layer: Layer, costs: BlockCosts, values_B: IntArray, scheduled: bool) -> None:
         self._layer, self._costs, self._scheduled, self._values = layer, costs, scheduled, values_B
         num_values, num_ranks = len(values_B), layer.placement.num_ranks
-        self._volumes = np.repeat(layer.unmoved[:, None], num_values, axis=1)  # rows computed, sent, received; experts
-        self._copies = CopyTotals(num_values, num_ranks, costs.transfer)
+        self._searches = _Searches(
+            rows=np.arange(num_values),
+            volumes=np.repeat(layer.unmoved[:, None], num_values, axis=1),
+            copies=CopyTotals(num_values, num_ranks, costs.transfer),
+        )
         lacking = num_ranks - layer.placement.pairs.num_holders
         self._targets = np.maximum(lacking - values_B[:, None], 0)  # [B, E], ranks that a moved expert is copied to
         self._useless = self._targets == 0  # or moved already
-        self._rows = np.arange(num_values)  # int64 [R]: which n the volumes and copies are of
         self._orders: dict[int, tuple[IntArray, IntArray]] = {}
-        self._pace = Pace.of(layer.speeds, num_ranks)
-        self._forward_s = even_forward_s(int(layer.load.sum()), costs, num_ranks)
         self._made: list[tuple[IntArray, IntArray]] = []  # of each round, rows and the experts that they moved
         self._best_rounds = np.zeros(num_values, dtype=np.int64)
         self._num_copies = np.zeros(num_values, dtype=np.int64)
@@ -288,22 +313,26 @@ class GreedyMoves:
         self.best_s = self._predict().total_s
         self.unmoved_s = self.best_s[0]
 
+    @cached_property
+    def _forward_s(self) -> float:
+        return even_forward_s(int(self._layer.load.sum()), self._costs, self._layer.placement.num_ranks)
+
     def make(self, alpha: float) -> None:
         """Relieve the busiest rank of its heaviest unused expert, until the loads differ by less than alpha times their
         mean, that rank has none, or the copies alone take longer than the best plan."""
-        residents, quotas = self._layer.residents
-        while self._rows.size:
-            times = self._pace.times(self._volumes[0])
+        (residents, quotas), searches = self._layer.residents, self._searches
+        while searches.rows.size:
+            times = self._layer.pace.times(searches.volumes[0])
             busiest = times.argmax(axis=1)
             experts = residents[busiest]
             relief = quotas[busiest]
-            relief[self._useless[self._rows[:, None], experts]] = 0
+            relief[self._useless[searches.rows[:, None], experts]] = 0
             slot = relief.argmax(axis=1)
             index = np.arange(len(slot))
             goes_on = (relief[index, slot] > 0) & self._is_uneven(times, times[index, busiest], alpha)
             experts = experts[index, slot]
             if not goes_on.all():
-                self._keep(goes_on)
+                searches.keep(goes_on)
                 experts = experts[goes_on]
             if experts.size:
                 self._move(experts)
@@ -311,7 +340,7 @@ class GreedyMoves:
 
     def _judge(self) -> None:
         """Record the searches that have improved, and end those that cannot."""
-        times, rows = self._predict(), self._rows
+        times, rows = self._predict(), self._searches.rows
         best_s = self.best_s[rows]
         better = times.total_s < best_s
         if better.any():
@@ -321,21 +350,16 @@ class GreedyMoves:
             self.num_copies[gained] = self._num_copies[gained]
         goes_on = least_s(self._forward_s, times, self._costs, self._scheduled) < best_s
         if not goes_on.all():
-            self._keep(goes_on)
+            self._searches.keep(goes_on)
 
     def _is_uneven(self, times: IntArray, most: IntArray, alpha: float) -> BoolArray:
         """bool [R]: whether times int64 [R, N] differ by alpha times their mean or more; `most`: int64 [R], the
         largest."""
-        mean = int(self._layer.load.sum()) * self._pace.fastest / self._pace.total
+        mean = int(self._layer.load.sum()) * self._layer.pace.fastest / self._layer.pace.total
         uneven: BoolArray = most - mean >= alpha * mean + 1  # the least load is below the mean: no need to look for it
         if not uneven.all():
             uneven |= most - times.min(axis=1) >= alpha * mean
         return uneven
-
-    def _keep(self, goes_on: BoolArray) -> None:
-        """Continue these searches [R] only."""
-        self._rows, self._volumes = self._rows[goes_on], self._volumes[:, goes_on]
-        self._copies.keep(goes_on)
 
     def shadows(self, index: int) -> BoolArray:
         """bool [E, N]: the best plan of the n with this index."""
@@ -351,7 +375,7 @@ class GreedyMoves:
     def _move(self, experts: IntArray) -> None:
         """Move an expert int64 [R] in each search: its shadows keep their ranks' tokens, residents share the rest in
         proportion to what they had."""
-        layer, rows, (computed, sent, _, touched) = self._layer, self._rows, self._volumes
+        layer, rows, (computed, sent, _, touched) = self._layer, self._searches.rows, self._searches.volumes
         shadows, kept = np.empty(computed.shape, dtype=np.int64), np.empty(computed.shape, dtype=np.int64)
         groups = [(expert, np.flatnonzero(experts == expert)) for expert in dict.fromkeys(experts.tolist())]
         for expert, same in groups:
@@ -370,7 +394,7 @@ class GreedyMoves:
         for expert, same in groups:
             self._share_rest(expert, same, rest[same])
         targets = self._targets[rows, experts]
-        self._copies.add(shadows, layer.homes[experts], targets)
+        self._searches.copies.add(shadows, layer.homes[experts], targets)
         self._useless[rows, experts] = True
         self._num_copies[rows] += targets
         self._made.append((rows, experts))
@@ -383,7 +407,7 @@ class GreedyMoves:
         after = share[0] - share[1]
         fewer = after - before
         more_sent = np.maximum(own - after, 0) - np.maximum(own - before, 0)
-        where, (computed, sent, received, touched) = (rows[:, None], holders), self._volumes
+        where, (computed, sent, received, touched) = (rows[:, None], holders), self._searches.volumes
         computed[where] += fewer
         sent[where] += more_sent
         received[where] += more_sent + fewer  # computed is own, less sent, and received
@@ -403,8 +427,8 @@ class GreedyMoves:
         return self._orders[expert]
 
     def _predict(self) -> BlockTimes:
-        computed, *exchanged, touched = self._volumes
-        return predict_totals(computed, touched, exchanged, self._copies.phases, self._costs, self._scheduled)
+        computed, *exchanged, touched = self._searches.volumes
+        return predict_totals(computed, touched, exchanged, self._searches.copies.phases, self._costs, self._scheduled)
 
 
 _MAX_VALUES = 16
