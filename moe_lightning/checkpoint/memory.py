@@ -513,20 +513,8 @@ def fetch(
         for rank, entry in enumerate(gathered)
         for i, rows in entry["pieces"].items()
     }
-    deliveries = list(_deliveries(plan, [{(la, e) for la, e in entry["experts"]} for entry in gathered]))
-    arrived = {
-        way.read: [(piece, _bytes(piece.nbytes)) for piece in listing[way.read]]
-        for way in deliveries
-        if way.target == world.rank
-    }
-    transfer(
-        deliveries,
-        lambda way: [data for _, data in units[way.read] or ()],
-        lambda way: [data for _, data in arrived[way.read]],
-        world,
-        of_all=True,
-    )
-    units |= arrived
+    needed = [{(la, e) for la, e in entry["experts"]} for entry in gathered]
+    units |= _deliver(list(_deliveries(plan, needed)), units, listing, world)
     fetched = [(piece, data) for unit in units.values() for piece, data in unit or ()]
     elsewhere = [(piece, None) for i in listing.keys() - units.keys() for piece in listing[i]]
     return MemoryCheckpoint(
@@ -539,6 +527,28 @@ def fetch(
         rest_on_storage=plan.level == "storage",
         is_trusted=is_trusted,
     )
+
+
+def _deliver(
+    deliveries: Sequence[_Delivery],
+    units: Mapping[int, list[tuple[Piece, torch.Tensor]] | None],
+    listing: Mapping[int, Sequence[Piece]],
+    world: World,
+) -> dict[int, list[tuple[Piece, torch.Tensor]]]:
+    """Send units to the ranks that need them, and return those that this rank receives; collective."""
+    arrived = {
+        way.read: [(piece, _bytes(piece.nbytes)) for piece in listing[way.read]]
+        for way in deliveries
+        if way.target == world.rank
+    }
+    transfer(
+        deliveries,
+        lambda way: [data for _, data in units[way.read] or ()],
+        lambda way: [data for _, data in arrived[way.read]],
+        world,
+        of_all=True,
+    )
+    return arrived
 
 
 def _raise_if_damaged(damaged: Collection[tuple[str, str, int, int]]) -> None:
