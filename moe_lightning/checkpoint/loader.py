@@ -220,7 +220,7 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Damage:
+class DamagedFile:
     """A file that is not as the manifest says.
 
     Attributes:
@@ -303,7 +303,7 @@ class Checkpoint(CheckpointSource):
         for _, problem in self._file_problems():
             raise CheckpointError(problem)
 
-    def damages(self) -> list[Damage]:
+    def damages(self) -> list[DamagedFile]:
         """Every file that is not as it should be, and what of its contents is wrong.
 
         Raises:
@@ -311,7 +311,7 @@ class Checkpoint(CheckpointSource):
         """
         self._check_structure()
         return [
-            Damage(
+            DamagedFile(
                 problem=problem,
                 keys=frozenset(
                     piece.key for piece in self.manifest.stored if piece.at.file == name and not self.is_intact(piece)
@@ -529,12 +529,12 @@ def _costs(before: Checkpoint, after: Checkpoint) -> Mapping[tuple[int, int], in
     return {(layer, expert): int(lost[layer, expert]) for layer, expert in np.argwhere(lost).tolist()}
 
 
-def _harmless(damage: Damage) -> str:
+def _harmless(damage: DamagedFile) -> str:
     return f"{damage.problem}; it holds no state, so nothing is lost"
 
 
 def _sentence(
-    damage: Damage, before: Checkpoint, after: Checkpoint, costs: Mapping[tuple[int, int], int] | None
+    damage: DamagedFile, before: Checkpoint, after: Checkpoint, costs: Mapping[tuple[int, int], int] | None
 ) -> str:
     """Describe the damage, the version that is read instead of each expert, and the tokens lost."""
     experts = sorted({parse_expert_key(key)[:2] for key in damage.keys})
@@ -544,7 +544,7 @@ def _sentence(
     return f"{damage.problem}; {', '.join(fates)}{rest}; {lost}"
 
 
-def _fate(expert: tuple[int, int], damage: Damage, before: Checkpoint, after: Checkpoint) -> str:
+def _fate(expert: tuple[int, int], damage: DamagedFile, before: Checkpoint, after: Checkpoint) -> str:
     keys = [key for key in damage.keys if parse_expert_key(key)[:2] == expert]
     who = f"expert {expert[1]} of layer {expert[0]}"
     worst = min(keys, key=after.version)

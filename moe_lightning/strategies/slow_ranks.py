@@ -61,7 +61,7 @@ class Begun(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
+class RankTimeline:
     """Some steps of one rank.
 
     Attributes:
@@ -85,13 +85,13 @@ class StepRecord:
         return b64encode(zlib.compress(json.dumps(asdict(self)).encode())).decode()
 
     @classmethod
-    def decode(cls, text: str | bytes) -> StepRecord:
+    def decode(cls, text: str | bytes) -> RankTimeline:
         """Return what `encode` has encoded."""
         values = json.loads(zlib.decompress(b64decode(text)))
         return cls(**values | {"calls": [Begun(*call) for call in values["calls"]]})
 
 
-def clock_offsets_us(ranks: Sequence[StepRecord]) -> list[float]:
+def clock_offsets_us(ranks: Sequence[RankTimeline]) -> list[float]:
     """Return how far each rank's clock is ahead of that of the first, in microseconds; 0 where it may be the same.
 
     No rank begins its next collective before all have begun the last one. For each two ranks that bounds the offset in
@@ -109,7 +109,7 @@ def clock_offsets_us(ranks: Sequence[StepRecord]) -> list[float]:
     return [0.0 if least <= 0 <= upper or least > upper else (least + upper) / 2 for least, upper in bounds]
 
 
-def own_times(ranks: Sequence[StepRecord]) -> dict[str, np.ndarray]:
+def own_times(ranks: Sequence[RankTimeline]) -> dict[str, np.ndarray]:
     """Return the own time of each rank in each step by phase, in seconds, float64 [ranks, steps]."""
     offsets = clock_offsets_us(ranks)
     last: dict[tuple[str, int], float] = {}
@@ -175,7 +175,7 @@ class SlowRank:
         )
 
 
-def slowest(ranks: Sequence[StepRecord]) -> SlowRank:
+def slowest(ranks: Sequence[RankTimeline]) -> SlowRank:
     """Return the rank with the longest own time. The longest steps of each rank do not count."""
     found = own_times(ranks)
     totals = sum(found.values(), start=np.zeros((len(ranks), 1)))
@@ -198,7 +198,7 @@ def slowest(ranks: Sequence[StepRecord]) -> SlowRank:
     )
 
 
-def _cause(rank: int, ranks: Sequence[StepRecord], excess: Mapping[str, float], step_s: float) -> str:
+def _cause(rank: int, ranks: Sequence[RankTimeline], excess: Mapping[str, float], step_s: float) -> str:
     own = ranks[rank]
     waiting = own.waiting - statistics.median(each.waiting for index, each in enumerate(ranks) if index != rank)
     if waiting * step_s > _LEAST_EVIDENCE * sum(excess.values()):
@@ -269,7 +269,7 @@ class SlowRankWatch:
         if self._awaited_until is None:
             return
         keys = [f"slow/{rank}" for rank in range(self._size)]
-        found = [StepRecord.decode(self._store.get(key)) for key in keys] if self._store.check(keys) else []
+        found = [RankTimeline.decode(self._store.get(key)) for key in keys] if self._store.check(keys) else []
         if not found or any(steps.first != self._first for steps in found):
             if time.monotonic() > self._awaited_until:
                 self._awaited_until = None
@@ -288,12 +288,12 @@ def chosen_steps(
     *,
     waiting: float,
     places: Mapping[str, tuple[str, float]],
-) -> StepRecord | None:
+) -> RankTimeline | None:
     """Return the last whole steps that all ranks choose alike; None if they are not recorded.
 
     Args:
         marks, calls: see `SlowRankWatch.publish`.
-        waiting, places: see `StepRecord`.
+        waiting, places: see `RankTimeline`.
     """
     begins = [
         index
@@ -312,7 +312,7 @@ def chosen_steps(
     inside = [call._replace(at=call.at // 1000) for call in calls if begin_ns <= call.at <= end_ns]
     if not inside or calls[0].at > begin_ns:
         return None
-    return StepRecord(
+    return RankTimeline(
         first=first,
         marks=[(at // 1000, phase) for at, _, phase in marks[chosen[0] : chosen[-1] + 1]],
         begun=[index - chosen[0] for index in chosen[1:-1]],

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from moe_lightning.strategies import slow_ranks
 from moe_lightning.strategies.slow_ranks import (
     Begun,
+    RankTimeline,
     SlowRank,
-    StepRecord,
     chosen_steps,
     clock_offsets_us,
     own_times,
@@ -33,7 +33,7 @@ PHASES = ("forward", "backward", "update", "callbacks and data")
 STEPS = 16
 
 
-def simulated(own_us: np.ndarray, offsets: list[int]) -> list[StepRecord]:
+def simulated(own_us: np.ndarray, offsets: list[int]) -> list[RankTimeline]:
     """The records of ranks that need so many microseconds before each collective, int64 [ranks, steps, calls]; every
     phase begins with the end of a collective, and clocks are ahead by the offsets.
     """
@@ -54,7 +54,7 @@ def simulated(own_us: np.ndarray, offsets: list[int]) -> list[StepRecord]:
                     begun[rank].append(Begun("all", step * calls + call, int(now[rank]) + offsets[rank]))
                 now[:] = now.max()
     return [
-        StepRecord(first=0, marks=marks[r], begun=begins[r][1:-1], calls=begun[r], waiting=0.0, places={})
+        RankTimeline(first=0, marks=marks[r], begun=begins[r][1:-1], calls=begun[r], waiting=0.0, places={})
         for r in range(ranks)
     ]
 
@@ -68,7 +68,7 @@ def test_own_times_are_those_that_ranks_have_needed_whatever_their_clocks_say(se
     offsets = [0, *rng.integers(-3_600_000_000, 3_600_000_000, size=ranks - 1).tolist()]
     steps = simulated(own_us, offsets)
     assert np.abs(np.array(clock_offsets_us(steps)) - offsets).max() <= 30
-    found = own_times([StepRecord.decode(each.encode()) for each in steps])
+    found = own_times([RankTimeline.decode(each.encode()) for each in steps])
     for index, phase in enumerate(PHASES):
         assert np.abs(found[phase] * 1e6 - own_us[:, :, index]).max() <= 120, phase
 
@@ -117,7 +117,7 @@ def test_the_reason_is_in_the_line(facts: dict[str, Any], cause: str) -> None:
 
 
 def test_ranks_choose_the_same_steps_at_different_moments() -> None:
-    def record(last: int, step_ns: int) -> StepRecord | None:
+    def record(last: int, step_ns: int) -> RankTimeline | None:
         marks = [(step * step_ns + i * step_ns // 4, step, p) for step in range(last) for i, p in enumerate(PHASES)]
         calls = [Begun("all", step, step * step_ns + 1) for step in range(last)]
         return chosen_steps(marks, [Begun("all", -1, -1), *calls], waiting=0.0, places={})
