@@ -326,3 +326,32 @@ def test_strategies_set_no_other_attributes_of_other_objects() -> None:
             if is_set and ast.unparse(node.value) not in ("self", "cls"):
                 found.add(ast.unparse(node))
     assert found == set(WRITTEN_BY_STRATEGIES)
+
+
+LARGE_CLASSES = {
+    "RendezvousState": 24,
+    "ClientConnection": 24,
+    "TrainState": 19,
+    "Dispatcher": 18,
+    "ExpertParallelStrategy": 18,
+    "PartialExpertsCheckpoint": 17,
+    "ServerThread": 17,
+    "_Workers": 17,
+}
+"""Classes with more attributes than 14, and the most that each may have."""
+
+
+def test_classes_have_few_attributes() -> None:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(tree(path)):
+            own = {
+                each.attr
+                for each in (ast.walk(node) if isinstance(node, ast.ClassDef) else ())
+                if isinstance(each, ast.Attribute)
+                and isinstance(each.ctx, ast.Store)
+                and ast.unparse(each.value) == "self"
+            }
+            if len(own) > LARGE_CLASSES.get(getattr(node, "name", ""), 14):
+                found[f"{path.name}: {ast.unparse(node).partition(':')[0]}"] = sorted(own)
+    assert not found, "find the attributes that change together, and give them a class"
