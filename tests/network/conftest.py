@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.etcd import needs_etcd
 from tests.network.hosts import Hosts, why_not
 from tests.network.trainings import CALM, Training
 
@@ -29,23 +30,24 @@ class Shared:
         self._stack = contextlib.ExitStack()
         self._training: Training | None = None
 
-    def take(self, members: str, rendezvous: str = RENDEZVOUS) -> Training:
+    def take(self, members: str, rendezvous: str = RENDEZVOUS, *, uses_etcd: bool = False) -> Training:
         """The training with these members, restored or started."""
         training = self._training
-        if training is not None and self._serves(training, members, rendezvous):
+        if training is not None and self._serves(training, members, rendezvous, uses_etcd):
             training.restore()
             return training
         self.drop()
         hosts = self._stack.enter_context(Hosts(*dict.fromkeys([*members, rendezvous, STRANGER, CALM])))
-        training = Training(hosts, self._folders(), list(members), rendezvous, STRANGER, PACE_S)
+        etcd = [rendezvous] if uses_etcd else []
+        training = Training(hosts, self._folders(), list(members), rendezvous, STRANGER, PACE_S, etcd=etcd)
         training.begin()
         self._training = training
         return training
 
     @staticmethod
-    def _serves(training: Training, members: str, rendezvous: str) -> bool:
-        is_same = (training.members, training.rendezvous) == (list(members), rendezvous)
-        return is_same and training.newest() < _LAST_BEGIN
+    def _serves(training: Training, members: str, rendezvous: str, uses_etcd: bool) -> bool:
+        made = (training.members, training.rendezvous, bool(training.etcd))
+        return made == (list(members), rendezvous, uses_etcd) and training.newest() < _LAST_BEGIN
 
     def drop(self) -> None:
         """End it as it is."""
@@ -68,22 +70,28 @@ def _shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
         shared.drop()
 
 
+@pytest.fixture(scope="module", params=["rendezvous_host", pytest.param("etcd", marks=needs_etcd)])
+def uses_etcd(request: pytest.FixtureRequest) -> bool:
+    """True if the launchers elect the rendezvous host in etcd, which runs in its place."""
+    return bool(request.param == "etcd")
+
+
 @pytest.fixture
-def three(request: pytest.FixtureRequest, _shared: Shared) -> Iterator[Training]:
+def three(request: pytest.FixtureRequest, _shared: Shared, uses_etcd: bool) -> Iterator[Training]:
     """A training on the hosts a, b and c."""
-    yield from _lent(request, _shared, "abc")
+    yield from _lent(request, _shared, "abc", uses_etcd=uses_etcd)
 
 
 @pytest.fixture
-def four(request: pytest.FixtureRequest, _shared: Shared) -> Iterator[Training]:
+def four(request: pytest.FixtureRequest, _shared: Shared, uses_etcd: bool) -> Iterator[Training]:
     """A training on the hosts a, b, c and d."""
-    yield from _lent(request, _shared, "abcd")
+    yield from _lent(request, _shared, "abcd", uses_etcd=uses_etcd)
 
 
 @pytest.fixture
-def apart(request: pytest.FixtureRequest, _shared: Shared) -> Iterator[Training]:
+def apart(request: pytest.FixtureRequest, _shared: Shared, uses_etcd: bool) -> Iterator[Training]:
     """A training on the hosts a, b and c, whose rendezvous host is on a."""
-    yield from _lent(request, _shared, "abc", "a")
+    yield from _lent(request, _shared, "abc", "a", uses_etcd=uses_etcd)
 
 
 @pytest.fixture
@@ -94,10 +102,10 @@ def measured(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 def _lent(
-    request: pytest.FixtureRequest, shared: Shared, members: str, rendezvous: str = RENDEZVOUS
+    request: pytest.FixtureRequest, shared: Shared, members: str, rendezvous: str = RENDEZVOUS, *, uses_etcd: bool
 ) -> Iterator[Training]:
     try:
-        training = shared.take(members, rendezvous)
+        training = shared.take(members, rendezvous, uses_etcd=uses_etcd)
     except BaseException:
         shared.drop()
         raise

@@ -17,9 +17,9 @@ Measured = Callable[[str, str], None]
 
 
 def _kill(training: Training) -> None:
-    assert training.service is not None
-    training.service.send(signal.SIGKILL)
-    training.service.wait(10)
+    service = training.services[training.rendezvous]
+    service.send(signal.SIGKILL)
+    service.wait(10)
 
 
 def test_it_is_silent_for_30_s(three: Training, measured: Measured) -> None:
@@ -70,7 +70,7 @@ def test_it_is_killed_for_ever(three: Training, measured: Measured) -> None:
     measured(goal, f"{pause:.1f} s; {ended:.1f} s with {sentences}")
     assert pause <= 1
     assert ended <= END_S
-    assert all(three.rdzv_endpoint in sentence for sentence in sentences)
+    assert three.etcd or all(three.rdzv_endpoint in sentence for sentence in sentences)
     three.assert_losses()
 
 

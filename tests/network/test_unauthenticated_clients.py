@@ -272,4 +272,4 @@ def test_a_launcher_with_another_secret_stays_out(three: Training, measured: Mea
     measured("it ends in a sentence, the run does not notice", f"{pause:.1f} s, {sentence!r}")
     assert len(three.worlds_since("a", began)) == 1
     assert pause <= 1
-    assert Address.parse(three.rdzv_endpoint).host in sentence
+    assert three.etcd or Address.parse(three.rdzv_endpoint).host in sentence

@@ -73,12 +73,12 @@ class Training:
         stranger: a host that has no part in it.
         pace_s: that each step takes at least.
         settings: of the elastic run that differ from their defaults.
-        uses_etcd: the rendezvous host's machine runs etcd instead, and launchers elect the host.
+        etcd: hosts of a cluster of etcd, where the launchers elect the rendezvous host; none for one on `rendezvous`.
 
     Attributes:
         launchers: the newest of each member.
         launches: how many were started.
-        service: the newest rendezvous host.
+        services: the newest rendezvous host or member of etcd of each host that has one.
     """
 
     hosts: Hosts
@@ -88,17 +88,18 @@ class Training:
     stranger: str
     pace_s: float = 0.05
     settings: Mapping[str, object] = field(default_factory=dict)
-    uses_etcd: bool = False
+    etcd: Sequence[str] = ()
     launchers: dict[str, Process] = field(default_factory=dict)
-    service: Process | None = None
+    services: dict[str, Process] = field(default_factory=dict)
     launches: int = 0
     _reference: Process | None = None
 
     @property
     def rdzv_endpoint(self) -> str:
         """Where members meet."""
-        scheme = "http://" if self.uses_etcd else ""
-        return f"{scheme}{self.hosts.address(self.rendezvous)}:{PORT}"
+        if self.etcd:
+            return ",".join(f"http://{self.hosts.address(name)}:{PORT}" for name in self.etcd)
+        return f"{self.hosts.address(self.rendezvous)}:{PORT}"
 
     @property
     def secret_file(self) -> Path:
@@ -116,18 +117,31 @@ class Training:
         wait_for(lambda: checkpoints(self.folder / "checkpoints"), _START_S, self.words, poll_s=0.2)
 
     def serve(self) -> None:
-        """Start the rendezvous host, for the first time or again, and wait until it says that it listens."""
-        output = self.folder / f"rendezvous-{time.monotonic_ns()}"
-        command = [sys.executable, "-m", "moe_lightning.elastic.rendezvous_host", "--bind", self.rdzv_endpoint]
-        command += ["--secret-file", str(self.secret_file)]
-        if self.uses_etcd:
-            create_secret(self.secret_file)
-            command = ["etcd", "--data-dir", str(self.folder / "etcd"), "--listen-client-urls", self.rdzv_endpoint]
-            command += ["--advertise-client-urls", self.rdzv_endpoint]
-        service = self.start_on(self.rendezvous, command, output)
-        wait_for(lambda: service.text() or service.poll() is not None, _START_S)
-        assert service.poll() is None, service.text()
-        self.service = service
+        """Start the rendezvous host or the members of etcd that do not run, and wait until they say something."""
+        create_secret(self.secret_file)
+        started = []
+        for name in self.etcd or [self.rendezvous]:
+            if (former := self.services.get(name)) is not None and former.poll() is None:
+                continue
+            output = self.folder / f"rendezvous-{name}-{time.monotonic_ns()}"
+            started.append(self.start_on(name, self._service_command(name), output))
+            self.services[name] = started[-1]
+        wait_for(lambda: all(service.text() or service.poll() is not None for service in started), _START_S)
+        for service in started:
+            assert service.poll() is None, service.text()
+
+    def _service_command(self, name: str) -> list[str]:
+        if not self.etcd:
+            command = [sys.executable, "-m", "moe_lightning.elastic.rendezvous_host", "--bind", self.rdzv_endpoint]
+            return [*command, "--secret-file", str(self.secret_file)]
+        peers = {other: f"http://{self.hosts.address(other)}:{PORT + 1}" for other in self.etcd}
+        clients = f"http://{self.hosts.address(name)}:{PORT}"
+        return [
+            *("etcd", "--name", name, "--data-dir", str(self.folder / f"etcd-{name}")),
+            *("--listen-client-urls", clients, "--advertise-client-urls", clients),
+            *("--listen-peer-urls", peers[name], "--initial-advertise-peer-urls", peers[name]),
+            *("--initial-cluster", ",".join(f"{other}={peer}" for other, peer in peers.items())),
+        ]
 
     def launch(self, name: str) -> Process:
         """Start the launcher of a host, for the first time or again."""
@@ -142,7 +156,7 @@ class Training:
         command += ["--num-nodes", str(len(self.members))]
         command += ["--rdzv-endpoint", self.rdzv_endpoint, "--secret-file", str(secret_file), "--node", name]
         command += ["--log-dir", str(self.folder / f"logs-{name}-{self.launches}")]
-        if self.uses_etcd:
+        if self.etcd:
             command += ["--set", "membership=etcd", "--rdzv-id", "run"]
         for setting, value in self.settings.items():
             command += ["--set", f"{setting}={value}"]
@@ -203,8 +217,7 @@ class Training:
                 if host.is_off:
                     self.hosts.power_on(host.name)
                 self.hosts.thaw(host.name)
-        if self.service is None or self.service.poll() is not None:
-            self.serve()
+        self.serve()
         for name in self.members:
             if self.launchers[name].poll() is not None:
                 self.launch(name)
