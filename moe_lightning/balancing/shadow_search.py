@@ -237,7 +237,7 @@ class Layer:
 
     @cached_property
     def pace(self) -> Pace:
-        """Of the ranks."""
+        """Pace of the ranks."""
         return Pace.of(self.speeds, self.placement.num_ranks)
 
     def predict_s(self, plan: ShadowPlan, costs: BlockCosts, scheduled: bool) -> float:

@@ -108,7 +108,7 @@ class AgentHandle:
     Args:
         arenas: directory that it serves.
         root: of the checkpoints.
-        options: `keep_last`, `poll_s`, `grace_s`, `retry_s`, `commit_timeout_s` of `Agent`, and others of its numbers.
+        options: numbers of `Agent` and its `run`: `keep_last`, `poll_s`, `grace_s`, `retry_s`, `commit_timeout_s`, ...
     """
 
     def __init__(self, arenas: Path, root: Place, **options: float) -> None:
@@ -179,7 +179,7 @@ def start_agent(arenas: Path, root: Place, **options: float) -> subprocess.Popen
     the arenas.
 
     Args:
-        options: `keep_last`, `poll_s`, `grace_s`, `retry_s`, `commit_timeout_s` of `Agent`.
+        options: `keep_last`, `poll_s`, `grace_s`, `retry_s`, `commit_timeout_s` of `Agent` and its `run`.
     """
     command = [
         sys.executable,
