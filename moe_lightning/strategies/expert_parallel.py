@@ -861,8 +861,7 @@ class ExpertParallelStrategy(DDPStrategy):
             prepare = partial(self.update.prepare, optimizer, elastic, begin)
             with private_lightning.before_update(self.precision_plugin, prepare):
                 output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if not self.update.is_skipped:
-            state.broadcast_updates(optimizer)
+        state.broadcast_updates(optimizer)
         state.after_update(optimizer)
         self.steps.state_check.after_update()
         elastic.commit()
