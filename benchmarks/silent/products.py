@@ -151,7 +151,7 @@ class Faults(pl.Callback):
         )
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._wrong.__enter__()
+        self._wrong.__enter__()  # type: ignore[no-untyped-call]
         check: Any = trainer.strategy.steps.arithmetic_check  # type: ignore[attr-defined]
         own = check.before_update
 
@@ -196,7 +196,7 @@ class Faults(pl.Callback):
             self._is_named, self._wrong.flips = False, 0
 
     def on_train_end(self, *_: Any) -> None:
-        self._wrong.__exit__(None, None, None)
+        self._wrong.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _trained(

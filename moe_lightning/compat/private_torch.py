@@ -218,7 +218,7 @@ CAST: Any = torch.ops.aten._to_copy.default
 """The operations of `torch.nn.functional.grouped_mm` and of casts. No public name gives them."""
 
 
-class OperationMode(TorchDispatchMode):
+class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context in which each operation of torch on plain tensors, in this thread and in backward passes begun there,
     passes through `during`; inside of that it does not. What is compiled stays so. The base class has no public name.
     """

@@ -92,7 +92,7 @@ class _Product(NamedTuple):
         """Relative rounding of operands and result."""
         backend = torch.backends.cuda if self.a.device.type == "cuda" else torch.backends.mkldnn
         is_faster = self.a.dtype is torch.float32
-        faster = _FASTER.get(backend.matmul.fp32_precision, 0.0) if is_faster else 0.0  # type: ignore[attr-defined]
+        faster = _FASTER.get(backend.matmul.fp32_precision, 0.0) if is_faster else 0.0
         return max(torch.finfo(self.c.dtype).eps / 2, faster)
 
 
@@ -205,21 +205,23 @@ def _projected(matrix: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     if matrix.dtype is vector.dtype:
         projected = matrix @ vector if vector.ndim == 1 else torch.bmm(matrix, vector.unsqueeze(2)).squeeze(2)
         return projected, torch.linalg.vector_norm(matrix, dim=-1)
-    blocks = matrix.split(max(1, _BLOCK // matrix[0].numel()))
-    vectors = [vector] * len(blocks) if vector.ndim == 1 else vector.split(len(blocks[0]))
+    blocks = matrix.split(max(1, _BLOCK // matrix[0].numel()))  # type: ignore[no-untyped-call]
+    vectors = [vector] * len(blocks) if vector.ndim == 1 else vector.split(len(blocks[0]))  # type: ignore[no-untyped-call]
     found = [_projected(block.to(vector.dtype), own) for block, own in zip(blocks, vectors, strict=True)]
     projected, norms = (torch.cat(parts) for parts in zip(*found, strict=True))
     return projected, norms
 
 
 def _of_two(args: Sequence[Any], kwargs: Mapping[str, Any], c: Tensor) -> Iterator[_Product]:
-    yield _Product(*args[:2], c)
+    a, b = args[:2]
+    yield _Product(a, b, c)
 
 
 def _of_sum(args: Sequence[Any], kwargs: Mapping[str, Any], c: Tensor) -> Iterator[_Product]:
     added, a, b = args
     alpha, beta = float(kwargs.get("alpha", 1)), float(kwargs.get("beta", 1))
-    yield _Product(a, b, c, torch.atleast_2d(added).expand(-1, c.shape[1]) if beta else None, alpha, beta)
+    rows = added if added.ndim == 2 else added.reshape(1, -1)
+    yield _Product(a, b, c, rows.expand(-1, c.shape[1]) if beta else None, alpha, beta)
 
 
 def _of_groups(args: Sequence[Any], kwargs: Mapping[str, Any], c: Tensor) -> Iterator[_Product]:
