@@ -191,7 +191,7 @@ class CountedSaves(PartialExpertsCheckpoint):
 def saved_often(rank: int, world_size: int, folder: str, kind: str, dense: str) -> list[int]:
     callback = CountedSaves(folder, every_n_steps=1, k_snapshot=6, keep_last=9, save_on_train_end=False)
     options = {"max_steps": 6, "enable_checkpointing": True, "callbacks": [callback]}
-    strategy = {"dense": dense, "find_unused_parameters": kind == "frozen"}
+    strategy = {"dense": dense, "find_unused_parameters": kind == "frozen", "check_state_every": 0}  # it would ask, too
     fitted(make_trainer(rank, world_size, strategy, **options), LateModule(kind))
     return callback.counts
 

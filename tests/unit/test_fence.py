@@ -192,7 +192,7 @@ def test_a_lock_of_an_older_world_holds_nobody_up(root: Path) -> None:
 
 
 def test_an_agent_stands_aside_and_ends(tmp_path: Path) -> None:
-    with node(tmp_path, world=4, grace_s=0.0) as old:
+    with node(tmp_path, world=4) as old:
         old.snapshot(1)
         old.persist()
         assert find_newest(old.root).checkpoint.manifest.world == 4  # type: ignore[union-attr]
@@ -200,6 +200,6 @@ def test_an_agent_stands_aside_and_ends(tmp_path: Path) -> None:
         enter_world(old.root, 5)
         old.persist()
         assert "world 4 may not write" in (old.agent.status.error or "")
-    assert old.agent.run() == 0, "nothing of it is waited for"
+    assert old.agent.run(grace_s=0.0) == 0, "nothing of it is waited for"
     assert [path.name for path in old.root.glob("step-*")] == ["step-00000001"]
     assert not list(old.arenas.glob("*.arena"))

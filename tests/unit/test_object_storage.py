@@ -170,7 +170,7 @@ def test_what_is_cut_short_in_the_store_is_found(root: URL, tmp_path: Path) -> N
 
 def test_an_older_world_commits_nothing_once_a_newer_one_has_begun(root: URL, tmp_path: Path) -> None:
     storage = storage_of(root)
-    with node(tmp_path, root=root, world=4, grace_s=0.0) as old:
+    with node(tmp_path, root=root, world=4) as old:
         old.snapshot(1)
         old.persist()
         staging = make_staging(root, "9", 7, 4)
