@@ -12,7 +12,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,25 +194,59 @@ class Costs(pl.Callback):
         return [statistics.median(self.seconds[kind]) for kind in (True, False)]
 
 
-def _trained(
-    rank: int, size: int, strategy: Mapping[str, Any], steps: int, seed: int | None, precision: Any, is_large: bool
-) -> tuple[list[Outcome], list[str], list[float]]:
-    """Return flips of this rank, false alarms, and median seconds of steps with and without checks."""
+def fit(
+    rank: int,
+    size: int,
+    options: Mapping[str, Any],
+    callbacks: Sequence[pl.Callback],
+    steps: int,
+    precision: Any,
+    *,
+    is_large: bool,
+) -> None:
+    """Train a small model, or a large one, on this rank, without a word.
+
+    Args:
+        options: of the strategy.
+    """
     describe_rank(rank, size)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     pl.seed_everything(7, verbose=False)
-    flips, costs = Flips(seed), Costs("state_check")
     trainer = quiet_trainer(
-        ExpertParallelStrategy(check_state_every=1, check_arithmetic_every=0, **strategy),
+        ExpertParallelStrategy(**options),
         steps=steps,
-        callbacks=[flips, *[costs] * is_large, FaultRecovery(min_replicas=1)],
+        callbacks=list(callbacks),
         devices=size,
         max_epochs=-1,
         precision=precision,
     )
     data = Tokens(length=128, vocab=512) if is_large else Tokens()
     trainer.fit(Language(LARGE if is_large else {}), DataLoader(data, batch_size=16 if is_large else 8))
+
+
+def print_costs(trained: Callable[..., Any]) -> None:
+    """Print what a checked step costs more, by a `_trained` of a large model."""
+    costs = run_ranks(2, trained, {"replicas": 2}, 6 * TURN, None, "32-true", True, timeout_s=3600.0)
+    checked, unchecked = costs[0][2]
+    share = checked / unchecked - 1
+    print(f"a step takes {1e3 * unchecked:.1f} ms of the processor, one that is checked {100 * share:.2f} % more")
+
+
+def print_goals(verdicts: Sequence[str]) -> int:
+    """Print lines of `goal`; 0 if all are met."""
+    print("\n".join(verdicts))
+    return int(any(line.startswith("missed") for line in verdicts))
+
+
+def _trained(
+    rank: int, size: int, strategy: Mapping[str, Any], steps: int, seed: int | None, precision: Any, is_large: bool
+) -> tuple[list[Outcome], list[str], list[float]]:
+    """Return flips of this rank, false alarms, and median seconds of steps with and without checks."""
+    flips, costs = Flips(seed), Costs("state_check")
+    callbacks = [flips, *[costs] * is_large, FaultRecovery(min_replicas=1)]
+    options = {"check_state_every": 1, "check_arithmetic_every": 0, **strategy}
+    fit(rank, size, options, callbacks, steps, precision, is_large=is_large)
     return flips.outcomes, flips.alarms, costs.medians if is_large else []
 
 
@@ -233,18 +267,15 @@ def run_flips(count: int) -> int:
         alarms += calm[0][1]
         rows.append([f"no flip, {precision}", *_counts([]), len(calm[0][1])])
     print(table(["training", "flips", "noticed", "of copies", "repaired", "false alarms"], rows))
-    costs = run_ranks(2, _trained, {"replicas": 2}, 6 * TURN, None, "32-true", True, timeout_s=3600.0)
-    checked, unchecked = costs[0][2]
-    share = checked / unchecked - 1
-    print(f"a step takes {1e3 * unchecked:.1f} ms of the processor, one that is checked {100 * share:.2f} % more")
+    print_costs(_trained)
     _, noticed, copies, repaired = _counts(everything)
-    verdicts = [
-        goal("flips that were not noticed", len(everything) - noticed, 0),
-        goal("flips of copies that were not repaired, %", 100 * (1 - repaired / max(1, copies)), 10),
-        goal("false alarms", len(alarms), 0),
-    ]
-    print("\n".join(verdicts))
-    return int(any(line.startswith("missed") for line in verdicts))
+    return print_goals(
+        [
+            goal("flips that were not noticed", len(everything) - noticed, 0),
+            goal("flips of copies that were not repaired, %", 100 * (1 - repaired / max(1, copies)), 10),
+            goal("false alarms", len(alarms), 0),
+        ]
+    )
 
 
 def _counts(outcomes: Sequence[Outcome]) -> list[int]:

@@ -7,8 +7,6 @@ the product by a part of its largest element. In the steps between faults no ala
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +15,10 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from benchmarks.measuring import goal
-from benchmarks.silent.flips import LARGE, MESHES, TURN, Costs
-from benchmarks.silent.model import Language, Tokens
-from benchmarks.silent.ranks import describe_rank, run_ranks
-from moe_lightning import ExpertParallelStrategy
-from moe_lightning.cli.short_training import quiet_trainer
+from benchmarks.silent.flips import MESHES, Costs, fit, print_costs, print_goals
+from benchmarks.silent.ranks import run_ranks
 from moe_lightning.compat import private_torch
 from moe_lightning.state.sums import BITS
 from moe_lightning.text_table import table
@@ -150,36 +144,36 @@ class Faults(pl.Callback):
             share=float(draw.random()),
         )
 
+    def _running(self, trainer: pl.Trainer) -> _Fault | None:
+        """Return the fault of the running step, on whatever rank it is; None: there is none."""
+        fault = self._fault(trainer, trainer.global_step)
+        return fault if fault is not None and fault.is_on(trainer.global_step) else None
+
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._wrong.__enter__()  # type: ignore[no-untyped-call]
         check: Any = trainer.strategy.steps.arithmetic_check  # type: ignore[attr-defined]
         own = check.before_update
 
         def watched() -> str:
-            before, words, step = check.times_wrong, own(), trainer.global_step
-            fault, is_named = self._fault(trainer, step), check.times_wrong > before
-            is_on = fault is not None and fault.is_on(step)
-            if fault is not None and is_on and fault.rank == trainer.global_rank:
+            before, words, fault = check.times_wrong, own(), self._running(trainer)
+            is_named = check.times_wrong > before
+            if fault is not None and fault.rank == trainer.global_rank:
                 self._is_named |= is_named
-            elif is_named or (words and not is_on):
+            elif is_named or (words and fault is None):
                 self.alarms.append(words)
             return str(words)
 
         check.before_update = watched
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        step = trainer.global_step
-        fault = self._fault(trainer, step)
-        is_on = fault is not None and fault.is_on(step)
-        self._products = self._products if is_on else max(1, self._wrong.count)
+        fault = self._running(trainer)
+        self._products = max(1, self._wrong.count) if fault is None else self._products
         self._wrong.count = 0
-        is_here = fault is not None and is_on and fault.rank == trainer.global_rank
+        is_here = fault is not None and fault.rank == trainer.global_rank
         self._wrong.number = int(fault.share * self._products) if fault is not None and is_here else None
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        step = trainer.global_step
-        fault = self._fault(trainer, step)
-        if fault is not None and fault.is_on(step):  # in steps without a check it would be trained on
+        if self._running(trainer) is not None:  # in steps without a check it would be trained on
             for parameter in module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
@@ -203,21 +197,9 @@ def _trained(
     rank: int, size: int, strategy: Mapping[str, Any], steps: int, seed: int | None, precision: Any, is_large: bool
 ) -> tuple[list[Outcome], list[str], list[float]]:
     """Return faults of this rank, false alarms, and median seconds of steps with and without checks."""
-    describe_rank(rank, size)
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    pl.seed_everything(7, verbose=False)
     faults, costs = Faults(seed), Costs("arithmetic_check")
-    trainer = quiet_trainer(
-        ExpertParallelStrategy(check_state_every=0, check_arithmetic_every=_EVERY, **strategy),
-        steps=steps,
-        callbacks=[costs] if is_large else [faults],
-        devices=size,
-        max_epochs=-1,
-        precision=precision,
-    )
-    data = Tokens(length=128, vocab=512) if is_large else Tokens()
-    trainer.fit(Language(LARGE if is_large else {}), DataLoader(data, batch_size=16 if is_large else 8))
+    options = {"check_state_every": 0, "check_arithmetic_every": _EVERY, **strategy}
+    fit(rank, size, options, [costs if is_large else faults], steps, precision, is_large=is_large)
     return faults.outcomes, faults.alarms, costs.medians if is_large else []
 
 
@@ -239,18 +221,15 @@ def run_products(count: int) -> int:
         alarms += calm[0][1]
         rows.append([f"no fault, {precision}", *_counts([]), len(calm[0][1])])
     print(table(["training", "lasting", "named", "one step", "checked", "named", "false alarms"], rows))
-    costs = run_ranks(2, _trained, {"replicas": 2}, 6 * TURN, None, "32-true", True, timeout_s=3600.0)
-    checked, unchecked = costs[0][2]
-    share = checked / unchecked - 1
-    print(f"a step takes {1e3 * unchecked:.1f} ms of the processor, one that is checked {100 * share:.0f} % more")
+    print_costs(_trained)
     lasting, named, _, checks, named_once = _counts(everything)
-    verdicts = [
-        goal("lasting faults whose rank was not named", lasting - named, 0),
-        goal("faults in a step that was checked whose rank was not named", checks - named_once, 0),
-        goal("false alarms", len(alarms), 0),
-    ]
-    print("\n".join(verdicts))
-    return int(any(line.startswith("missed") for line in verdicts))
+    return print_goals(
+        [
+            goal("lasting faults whose rank was not named", lasting - named, 0),
+            goal("faults in a step that was checked whose rank was not named", checks - named_once, 0),
+            goal("false alarms", len(alarms), 0),
+        ]
+    )
 
 
 def _counts(outcomes: Sequence[Outcome]) -> list[int]:
