@@ -21,7 +21,7 @@ _UNCHECKED = 10
 """First steps without a check under "auto": they allocate and compile, which would be taken for the time of steps."""
 
 _MOST_REPEATS = 3
-"""Of a step: with the third one a rank leaves that FaultRecovery lets go after two errors."""
+"""Repetitions of one step, after which it is used as it is: a rank that FaultRecovery lets go has left by then."""
 
 logger = logging.getLogger(__name__)
 
@@ -146,28 +146,22 @@ class ArithmeticCheck:
     def _exchanged(self, own: Element) -> Element:
         """Return the element of the rank before this one; collective."""
         world = self._worlds.present
-        row = [own.place, own.value, own.again, own.unit, own.most, own.terms.shape[1]]
         before = (world.rank - 1) % world.size
-        place, value, again, unit, most, length = all_gather_json(row, world)[before]
+        header, length = all_gather_json([own.header, own.terms.shape[1]], world)[before]
         terms = torch.empty(2, length, dtype=torch.float64)
         ways = [_Way(source, (source + 1) % world.size) for source in sorted({before, world.rank})]
         transfer(ways, lambda way: [own.terms], lambda way: [terms], world)
-        return Element(place=place, value=value, again=again, terms=terms, unit=unit, most=most)
+        return Element.of(header, terms)
 
     def _decided(self, own: Dispute | None) -> str:
         """Ask all ranks for their results, and return the findings in words; collective."""
         world = self._worlds.present
-        row = None
-        if own is not None:
-            element = own.element
-            fields = element.place, element.value, element.again, element.unit, element.most, element.terms.tolist()
-            row = [own.judged, *fields]
+        row = None if own is None else [own.judged, own.element.header, own.element.terms.tolist()]
         disputes = []
         for judge, listed in enumerate(all_gather_json(row, world)):
             if listed is not None:
-                judged, place, value, again, unit, most, terms = listed
-                terms = torch.tensor(terms, dtype=torch.float64)
-                element = Element(place=place, value=value, again=again, terms=terms, unit=unit, most=most)
+                judged, header, terms = listed
+                element = Element.of(header, torch.tensor(terms, dtype=torch.float64))
                 disputes.append(Dispute((judge - 1) % world.size, judge, element, judged))
         votes = all_gather_json([dispute.element.computed for dispute in disputes], world)
         words, wrong = [], set[int]()
