@@ -198,7 +198,7 @@ class FaultRecovery(ExpertParallelCallback):
         replicated = all(len({node_of[rank] for rank in ranks}) > self._failures for ranks in holders)
         failures = min(self._failures, len(set(node_of)) - 1)
         return choose_protection(
-            node_of, replicated=replicated and not strategy.state.shards_optimizers, failures=failures
+            node_of, replicated=replicated and not strategy.state.shards.shares_optimizers, failures=failures
         )
 
     @override
@@ -216,7 +216,7 @@ class FaultRecovery(ExpertParallelCallback):
     def _replay_next_rank(self, trainer: pl.Trainer) -> None:
         """Begin to repeat the updates of the next rank's shard, from its present state; collective."""
         strategy = _strategy(trainer)
-        if strategy.state.is_shared:
+        if strategy.state.shards.shares_weights:
             sizes = {"mesh.pp": strategy.worlds.axes.pp, "mesh.tp": strategy.worlds.axes.tp}
             cut = next((f"{axis}={size}" for axis, size in sizes.items() if size > 1), "dense=fsdp or hsdp")
             raise ConfigurationError(
@@ -224,9 +224,9 @@ class FaultRecovery(ExpertParallelCallback):
                 "use optimizer_replay=false, and for what only one rank keeps protection=arc, which copies snapshots, "
                 "or dense=hsdp, which has copies anyway"
             )
-        if strategy.state.shards_optimizers:
-            strategy.state.replay_peer((strategy.world.rank + 1) % strategy.world.size)
-            strategy.state.verify_replay()
+        if strategy.state.shards.shares_optimizers:
+            strategy.state.shards.replay_peer((strategy.world.rank + 1) % strategy.world.size)
+            strategy.state.shards.verify_replay()
 
     @override
     def on_train_batch_start(
@@ -256,7 +256,7 @@ class FaultRecovery(ExpertParallelCallback):
             and self.replays
             and trainer.global_step % self._verify_every == 0
         ):
-            pl_module.log("recovery/replay_corrections", float(strategy.state.verify_replay()))
+            pl_module.log("recovery/replay_corrections", float(strategy.state.shards.verify_replay()))
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:

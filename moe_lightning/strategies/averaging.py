@@ -7,7 +7,7 @@ as a part of it: ranks that a fault stops before their callbacks' hooks then agr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from moe_lightning.compat import private_lightning
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.mesh import MeshShape
 from moe_lightning.state.averages import AVERAGE, Averages, set_aside
+from moe_lightning.strategies.dense_parameters import DenseShards
 from moe_lightning.strategies.worlds import call_hook
 
 CURRENT, REST = "current_model_state", "averaging_state"
@@ -35,19 +36,14 @@ class AveragedState(Protocol):
     optimizers: Sequence[Optimizer]
 
     @property
-    def shards_optimizers(self) -> bool: ...
+    def shards(self) -> DenseShards: ...
 
     @property
     def module(self) -> pl.LightningModule: ...
 
-    @property
-    def unowned(self) -> Collection[nn.Parameter]: ...
-
     def home_of(self, parameter: nn.Parameter) -> torch.device: ...
 
     def reshard_weights(self) -> None: ...
-
-    def broadcast_updates(self, optimizer: Optimizer) -> None: ...
 
     def find_twins(self) -> None: ...
 
@@ -211,7 +207,7 @@ class Averaging:
         assert self.averages is not None
         call_hook(self._state.module, "on_before_weights_swap")
         self._state.reshard_weights()
-        unowned = self._state.unowned
+        unowned = self._state.shards.unowned
         if not self.are_in_module:
             self._set_aside = [(p, p.detach().clone(), p.grad) for p in unowned]
         self.averages.swap(self._state.module, self._state.optimizers)
@@ -219,9 +215,9 @@ class Averaging:
             for parameter, weight, _ in self._set_aside:
                 parameter.copy_(weight)
             self._set_aside = []
-        elif self._state.shards_optimizers:
+        elif self._state.shards.shares_optimizers:
             for optimizer in self._state.optimizers:
-                self._state.broadcast_updates(optimizer)
+                self._state.shards.broadcast_updates(optimizer)
             for parameter, _, gradient in self._set_aside:  # accumulated so far
                 parameter.grad = gradient
         self.are_in_module = not self.are_in_module

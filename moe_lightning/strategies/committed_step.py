@@ -315,7 +315,7 @@ class CommittedStep:
         """Values change from here on: where optimizers are sharded, other ranks lack the updates of this one after a
         fault.
         """
-        self.is_torn = self._state.shards_optimizers
+        self.is_torn = self._state.shards.shares_optimizers
 
     def commit(self) -> None:
         """Count a step whose update is applied, on this rank and where others compute it."""

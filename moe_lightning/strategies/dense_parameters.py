@@ -11,6 +11,8 @@ positions of each sequence or all, and gets the sum of the gradients of all rank
 
 In a new world nothing is changed before everything has arrived: a fault during the transfer leaves the parts of the
 former world unchanged. Parts are transferred block by block, so no rank ever has the values of a whole model.
+A rank may also repeat the optimizer updates of a peer on its host, and so hold the optimizer states of the peer's dense
+parameters (REFT's AOR).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, verify_replays
 from moe_lightning.checkpoint.sharding import longest_processing_time
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.fsdp import end_backward
@@ -46,6 +49,7 @@ from moe_lightning.parallel.tensor import (
     undo_parts,
 )
 from moe_lightning.registry import Registry
+from moe_lightning.state.pieces import Block
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import (
     blocks_of,
@@ -58,7 +62,7 @@ from moe_lightning.state.tensors import (
     part_of_whole,
     whole_shape,
 )
-from moe_lightning.state.transfer import Unit, Units, install, reshard, without_memory
+from moe_lightning.state.transfer import Unit, Units, install, reshard, unit_of, unit_row, without_memory
 from moe_lightning.strategies.checks import identical_buffers
 from moe_lightning.strategies.fsdp import (
     is_sharded,
@@ -70,6 +74,7 @@ from moe_lightning.strategies.fsdp import (
     undo_shard,
 )
 from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
+from moe_lightning.strategies.worlds import Worlds
 
 
 class DenseSharding(Protocol):
@@ -272,7 +277,9 @@ def has_index(parameter: nn.Parameter) -> bool:
 
 
 class ParameterHolder(Protocol):
-    """State of a rank, `TrainState`, as far as shards of parameters need it."""
+    """State of a rank, `TrainState`, as far as shards of dense state need it."""
+
+    optimizers: Sequence[Optimizer]
 
     @property
     def module(self) -> pl.LightningModule: ...
@@ -288,6 +295,10 @@ class ParameterHolder(Protocol):
     def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None: ...
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]: ...
+
+    def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]: ...
+
+    def fill_groups(self) -> None: ...
 
 
 class DenseParts:
@@ -606,3 +617,279 @@ class DenseParts:
         after = dict(module.named_parameters())
         self._state.replace_parameters({old: after[name] for name, old in before.items()})
         return after
+
+
+class DenseShards:
+    """Dense state of a rank that others lack, from world to world: parts of stages, and optimizer states.
+
+    Args:
+        state: of the rank.
+        parts: its dense parameters that ranks share.
+        worlds: the present world.
+        kind: sharding of dense parameters and their optimizer states, a name of DENSE_SHARDINGS.
+
+    Attributes:
+        kind: as given.
+        replay: copy of another rank's optimizer states; None without one.
+    """
+
+    def __init__(self, state: ParameterHolder, parts: DenseParts, worlds: Worlds, kind: str) -> None:
+        self._state, self._parts, self._worlds, self.kind = state, parts, worlds, kind
+        self._sharding: DenseSharding = ReplicatedDense((), World.single())
+        self._numbers: Sequence[int] = ()  # in the whole world, of the ranks that the sharding counts
+        self._detached: dict[str, Units] = {}  # what this rank keeps for the next world, by name in inventories
+        self.replay: AdamWReplay | None = None
+
+    @property
+    def shares_weights(self) -> bool:
+        """True if ranks share copies of the dense parameters, given enough ranks."""
+        return self._state.stages.num_stages > 1 or self._parts.is_wished
+
+    @property
+    def shares_optimizers(self) -> bool:
+        """True if one rank has the optimizer state of each dense parameter for all."""
+        return bool(self._sharding.owners) and self._worlds.present.size > 1
+
+    @property
+    def unowned(self) -> list[nn.Parameter]:
+        """Dense parameters whose updates another rank computes."""
+        rank = self._worlds.present.rank
+        return [parameter for parameter, owner in self._sharding.owners.items() if owner != rank]
+
+    @property
+    def ranks(self) -> dict[nn.Parameter, int]:
+        """The rank that has the optimizer state of each dense parameter; empty if all have all."""
+        return {parameter: self._numbers[owner] for parameter, owner in self._sharding.owners.items()}
+
+    def begin(self) -> None:
+        """Reduce each new optimizer of a fit to this rank's share of the dense parameters."""
+        sharers, numbers = self._state.stages.sharers(self._worlds.present)
+        self._shard(self._built(sharers), numbers)
+
+    def broadcast_updates(self, optimizer: Optimizer) -> None:
+        """Broadcast the updates that one rank has computed for all of an optimizer's parameters; collective."""
+        if self._sharding.owners:
+            self._sharding.spread_updates(self._state.parameters_of(optimizer))
+
+    def _built(self, ranks: World) -> DenseSharding:
+        """Build the sharding of the dense parameters among the ranks that hold them."""
+        state = self._state
+        dense = [p for p in state.module.parameters() if p.requires_grad and p not in state.experts.stack_of]
+        leaving = self._worlds.spares if state.stages.num_stages == 1 else 0  # they hold nothing for others
+        staying = replace(ranks, size=ranks.size - leaving)
+        sharding: DenseSharding = DENSE_SHARDINGS.make(self.kind, dense, staying)
+        return sharding
+
+    def _shard(self, sharding: DenseSharding, numbers: Sequence[int]) -> None:
+        """Reduce each optimizer to this rank's share of the dense parameters."""
+        self._sharding, self._numbers = sharding, numbers
+        if sharding.owners:
+            for optimizer in self._state.optimizers:
+                sharding.shard(optimizer)
+
+    # ------------------------------------------------------------------ updates of a peer
+
+    def replay_peer(self, peer: int) -> None:
+        """Repeat a peer's updates from now on.
+
+        Raises:
+            ConfigurationError: no sharding, several optimizers, or one whose updates cannot be repeated exactly.
+        """
+        owners, state, module = self._owners(), self._state.training_state(), self._state.module
+        if state.averages is not None:
+            raise ConfigurationError(
+                "optimizer_replay repeats a peer's moments and not its averages: use optimizer_replay=false, and "
+                "protection=arc for what only one rank keeps, or drop the averages"
+            )
+        if not owners or len(state.optimizers) != 1:
+            raise ConfigurationError("updates of a peer can be repeated for one optimizer under dense=zero1 only")
+        names = {id(p): name for name, p in module.named_parameters()}
+        optimizer, groups = state.optimizers[0]
+        own = [{names[id(p)]: p.detach() for p in group if owners.get(names[id(p)]) == peer} for group in groups]
+        self.replay = AdamWReplay(optimizer, own, version=module.trainer.global_step)
+
+    def replay_update(self, optimizer: Optimizer) -> None:
+        """Repeat the update that the peer is about to make, if there is one."""
+        if self.replay is not None:
+            parameters = self._state.module.named_parameters()
+            self.replay.replay({name: p.grad for name, p in parameters if p.grad is not None}, optimizer)
+
+    def verify_replay(self) -> int:
+        """Compare every repeated shard with its owner, and return the number of corrections. Collective."""
+        module, world = self._state.module, self._worlds.present
+        version = module.trainer.global_step
+        if self.replay is None or version == 0:  # at first there are no states yet, and the weights are alike
+            return 0
+        owners, optimizer = self._owners(), self._state.optimizers[0]
+        owned = {
+            name: {"weight": p.detach(), **optimizer.state[p]}
+            for name, p in module.named_parameters()
+            if owners.get(name) == world.rank and p in optimizer.state
+        }
+        return sum(len(names) for names in verify_replays(self.replay, owned, version, world).values())
+
+    # ------------------------------------------------------------------ inventories
+
+    def names(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of all dense state that some ranks only have, and of what this rank has of it: parts of
+        stages, and optimizer states.
+
+        Args:
+            former: the former world of this rank.
+        """
+        stages, cut, parted = self._state.stages, former.row_cut, cuts_of(self._state.module)
+        everyones, own = set[str](), {*self._owned_states(), *self._detached}
+        if self.shares_weights:
+            everyones |= {_part_name(stage, part) for stage in range(stages.num_stages) for part in cut.parts}
+            own |= {_part_name(stage, cut.part) for stage in stages.held}
+        for name in self._owners():
+            tensors = range(cut.tensors) if name in parted else (None,)
+            everyones |= {_state_name(name, tensor) for tensor in tensors}
+        return tuple(sorted(everyones)), tuple(sorted(own))
+
+    def _owners(self) -> dict[str, int]:
+        """Return the rank that has the optimizer state of each dense parameter, by name; empty without sharding."""
+        names = {parameter: name for name, parameter in self._state.module.named_parameters()}
+        owners = self._sharding.owners.items()
+        return {names[parameter]: rank for parameter, rank in owners if parameter in names}  # others have left
+
+    def _owned_states(self) -> dict[str, Units]:
+        """Return the optimizer states that this rank has for others, by their names in inventories."""
+        owners, found = self._owners(), dict[str, Units]()
+        if not owners:
+            return found
+        state, dense = self._state.training_state(), dict(self._state.module.named_parameters())
+        for name, owner in owners.items():
+            if self._numbers[owner] == state.rank:
+                tensor = state.cut.part.tensor if is_cut(dense[name]) else None
+                found[_state_name(name, tensor)] = {
+                    (f"{name}/moments", block): {
+                        scope: value[here] if value.shape == dense[name].shape else value
+                        for scope, value in self._state.state_of(dense[name]).items()
+                    }
+                    for here, block in _places(dense[name], state.cut.part)
+                }
+        return found
+
+    # ------------------------------------------------------------------ from world to world
+
+    def detach_states(self) -> None:
+        """Keep the optimizer states that this rank has for others until the next world has them: their parameters may
+        leave.
+        """
+        self._detached |= self._owned_states()
+
+    def detached(self) -> dict[Unit, Mapping[str, Tensor]]:
+        """Return what this rank keeps of ranks that have left, and its optimizer states for others once detached."""
+        return {unit: tensors for units in self._detached.values() for unit, tensors in units.items()}
+
+    def hand_over(self, staying: Sequence[int], world: World) -> None:
+        """Transfer the dense state that only leaving ranks have to ranks that stay; collective."""
+        own, is_pipeline = self._owned_states(), self._state.stages.num_stages > 1
+        if is_pipeline:
+            self._detached |= own
+        elif self._parts.is_wished:
+            own[_part_name(0, world.row_cut.part)] = self._parts.held()
+        listed = all_gather_json({name: [unit_row(unit) for unit in units] for name, units in own.items()}, world)
+        kept = {name for rank in staying for name in listed[rank]}
+        lost = sorted({name: rows for one in listed for name, rows in one.items() if name not in kept}.items())
+        next_one = {name: staying[number % len(staying)] for number, (name, _) in enumerate(lost)}
+        coming = {name: [unit_of(row) for row in rows] for name, rows in lost if next_one[name] == world.rank}
+        have = {unit: tensors for name in own.keys() - kept for unit, tensors in own[name].items()}
+        arrived = reshard(have, without_memory(unit for units in coming.values() for unit in units), world)
+        self._detached |= {name: {unit: arrived[unit] for unit in units} for name, units in coming.items()}
+        if is_pipeline:
+            self._sharding = ReplicatedDense((), world)  # all states are detached: parameters may leave now
+
+    def reshard(self, sources: Sequence[tuple[str, int]]) -> None:
+        """Give optimizer states to the ranks of the present world that have them for others; collective if they move.
+
+        Args:
+            sources: (name, rank) of all dense state that a rank has, live or replayed, and others may lack; what no
+                rank has is restored later.
+        """
+        world = self._worlds.present
+        ranks, numbers = self._state.stages.sharers(world)
+        self._share([name for name, rank in sources if rank == world.rank], world, ranks, numbers)
+        self._detached = {}
+
+    def gather(self, world: World, most_bytes: int) -> None:
+        """Give every rank whole dense parameters after training, unless they take more than this on some rank;
+        collective if they are cut.
+        """
+        self.detach_states()
+        if self._parts.gather(world, most_bytes):
+            groups = {name: group for name, group in world.groups.items() if name != "copy"}
+            world, numbers = replace(world, shards=(), groups=groups), self._numbers
+            self._share(list(self._detached), world, world, range(world.size))
+            self._numbers = numbers
+        self._detached = {}
+
+    def _share(self, names: Collection[str], world: World, ranks: World, numbers: Sequence[int]) -> None:
+        """Transfer optimizer states to the ranks of a world that hold them from now on, if any holds them for others;
+        collective.
+
+        Args:
+            names: of the states, detached or replayed, that this rank sends.
+            ranks, numbers: those that hold the same parameters as this one, and their numbers in the world.
+        """
+        state, sharding, have = self._state, self._built(ranks), self._detached_states(names)
+        if not sharding.owners and (state.stages.num_stages == 1 or self._parts.with_moments):
+            return
+        dense = {name: p for name, p in state.module.named_parameters() if p not in state.experts.stack_of}
+        homes = {p: optimizer for optimizer in state.optimizers for p in state.parameters_of(optimizer)}
+        state.fill_groups()
+        self._shard(sharding, numbers)
+        for parameter in dense.values():
+            homes[parameter].state.pop(parameter, None)
+        table, own = state.training_state(), dict[nn.Parameter, list[Unit]]()
+        for name, owner in self._owners().items():
+            if numbers[owner] == world.rank:
+                places = _places(dense[name], ranks.row_cut.part)
+                own[dense[name]] = [(f"{name}/moments", block) for _, block in places]
+        arrived = reshard(have, without_memory(unit for units in own.values() for unit in units), world)
+        for parameter, units in own.items():
+            if units and all(arrived.get(unit) for unit in units):
+                states = _joined([arrived[unit] for unit in units], cut_of(parameter))
+                homes[parameter].state[parameter] = table.placed(homes[parameter], parameter, states)
+        self.replay = None  # of a rank of the former world
+
+    def _detached_states(self, names: Collection[str]) -> Units:
+        """Return optimizer states by name, detached or replayed for a lost peer."""
+        found, replay = dict[Unit, Mapping[str, Tensor]](), self.replay
+        for name in names:
+            if name in self._detached:
+                found |= self._detached[name]
+            elif replay is not None and name in replay.names:
+                states = replay.states(name)
+                block = Block.of(states.pop("weight").shape)
+                found[f"{name}/moments", block] = states
+        return found
+
+
+def _places(parameter: nn.Parameter, part: Part) -> list[tuple[tuple[slice, ...], Block]]:
+    """Return the blocks of a parameter that a rank with a part of the tensor indices has, see `blocks_of`."""
+    cut = cut_of(parameter)
+    if cut is None:
+        return [((), Block.of(parameter.shape))]
+    return list(blocks_of(cut, replace(part, row=0, rows=1)))
+
+
+def _joined(blocks: Sequence[Mapping[str, Tensor]], cut: TensorCut | None) -> dict[str, Tensor]:
+    """Return the states of a part of a parameter from those of its blocks."""
+    if cut is None or len(blocks) == 1:
+        return dict(blocks[0])
+    return {
+        scope: torch.cat([states[scope] for states in blocks], cut.dim) if value.ndim else value
+        for scope, value in blocks[0].items()
+    }
+
+
+def _part_name(stage: int, part: Part) -> str:
+    """Return the name of a part of a stage in inventories."""
+    return f"stage {stage}, {part.name}"
+
+
+def _state_name(name: str, tensor: int | None) -> str:
+    """Return the name of the optimizer state of a parameter, or of one of its parts by tensor index, in inventories."""
+    return name if tensor is None else f"{name}, part {tensor}"

@@ -421,7 +421,7 @@ class ElasticWorlds:
 
     def commit(self) -> None:
         """The update is applied, and spread where one rank computes it for others."""
-        if self._state.shards_optimizers:
+        if self._state.shards.shares_optimizers:
             self._strategy.worlds.present.synchronize()  # the updates of other ranks for this one have arrived
         self.step.commit()
         self.engine.record_progress()
@@ -440,7 +440,6 @@ class ElasticWorlds:
             RunFinished: this process comes too late.
             WorldTooSmall: fewer than `min_ranks` are left, and no others came; the state is saved.
         """
-        self._state.remember_forward()
         fault: BaseException | None = None
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
         trainer, worlds = self._state.trainer, self._strategy.worlds

@@ -374,10 +374,10 @@ class ExpertParallelStrategy(DDPStrategy):
         self._hangs.end()
         self.state.averaging.withdraw()
         call_hook(self.state.module, "on_before_experts_move")
-        self.model = self.state.module  # DDP's reducer holds a group
+        self.model = self._dense_sum.unwrapped(self.state.module)
         self.state.parts.leave()
         self.steps.leave_world()
-        self.state.forget_step()
+        self.experts.forget_step()
         if self._pipeline is not None:
             self._pipeline.forget_step()
         self.update.forget_step()
@@ -573,7 +573,7 @@ class ExpertParallelStrategy(DDPStrategy):
         # In an elastic run a rank that is lost now must not end the others.
         if not self.worlds.is_elastic and self.world.size > 1:
             room, ranks = gather_limit(self.num_processes), self.world.stage
-            self.state.gather(ranks, room)
+            self.state.shards.gather(ranks, room)
             self._gathered = GatheredExperts(self.experts, self.state.stages)
             self._gathered.gather(room)  # in a pipeline dense parameters, too
 
@@ -861,7 +861,7 @@ class ExpertParallelStrategy(DDPStrategy):
             prepare = partial(self.update.prepare, optimizer, elastic, begin)
             with private_lightning.before_update(self.precision_plugin, prepare):
                 output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        state.broadcast_updates(optimizer)
+        state.shards.broadcast_updates(optimizer)
         state.after_update(optimizer)
         self.steps.state_check.after_update()
         elastic.commit()

@@ -311,6 +311,7 @@ class DenseGradientSum:
         self._options, self._look = options, look
         self._ignored: Collection[str] = ()
         self._frozen: Sequence[nn.Parameter] = ()
+        self._forward: Mapping[str, Any] | None = None  # the attribute of the module in DDP, if it has its own
 
     def ignore(self, module: nn.Module, names: Collection[str]) -> None:
         """Exclude parameters and buffers of the module from DDP's broadcasts and sums."""
@@ -335,9 +336,20 @@ class DenseGradientSum:
         # On a stream of its own as in stock Lightning: https://pytorch.org/docs/stable/notes/cuda.html#id5
         with nullcontext() if devices is None else _side_stream(world.device):
             ddp = DistributedDataParallel(model, devices, process_group=world.dense, **self._options)
+        self._forward = {name: value for name, value in model.__dict__.items() if name == "forward"}
         assert world.dense is not None
         ddp.register_comm_hook(DenseSum(world.dense, self._look), sum_over_ranks)
         return ddp
+
+    def unwrapped(self, module: nn.Module) -> nn.Module:
+        """Return the module without DDP, whose reducer holds a group, and without the attribute `forward` that
+        Lightning leaves there when DDP fails.
+        """
+        if self._forward is not None:
+            module.__dict__.pop("forward", None)
+            module.__dict__.update(self._forward)
+        self._forward = None
+        return module
 
     @property
     def lacks_unfrozen(self) -> bool:

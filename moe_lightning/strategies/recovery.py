@@ -184,7 +184,7 @@ def inventory_of(
         counts: True if that state is whole and of this run.
         is_prepared: True if it was ready for the update after that.
     """
-    experts, (sharded, owned) = state.experts, state.shards(former)
+    experts, (sharded, owned) = state.experts, state.shards.names(former)
     numbers = {layer: number for number, layer in enumerate(state.stages.layers)}
     stacks = zip(experts.layers, experts.stacks, strict=True)
     held = [(numbers[layer], expert) for layer, stack in stacks for _, expert in stack.held()]
@@ -194,10 +194,10 @@ def inventory_of(
         live_version=version if counts else -1,
         prepared=counts and is_prepared,
         experts=tuple(held),
-        sharded_dense=sharded if counts or not state.is_shared else (),
+        sharded_dense=sharded if counts or not state.shards.shares_weights else (),
         owned_dense=owned,
-        replayed_dense=state.replay.names if state.replay is not None else (),
-        replay_version=state.replay.version if state.replay is not None and counts else -1,
+        replayed_dense=state.shards.replay.names if state.shards.replay is not None else (),
+        replay_version=state.shards.replay.version if state.shards.replay is not None and counts else -1,
     )
 
 
@@ -246,7 +246,7 @@ def fetch_dense(state: TrainState, plan: RecoveryPlan, world: World) -> Units:
     lack any. Values of live ranks stay unchanged.
     """
     units = state.transfer.fetch(world, plan.live_ranks, plan.apply_prepared)
-    if state.is_shared:
+    if state.shards.shares_weights:
         agree(world)  # all have theirs and continue, or none does
     return units
 

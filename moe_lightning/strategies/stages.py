@@ -786,7 +786,7 @@ class StageTransfer(StateTransfer):
     @override
     def hand_over(self, staying: Sequence[int], world: World, nodes: Sequence[str], *, min_replicas: int) -> None:
         """Transfer to the ranks that stay the stages that they will hold, see `StateTransfer`."""
-        self._state.hand_over(staying, world)
+        self._state.shards.hand_over(staying, world)
         stages, ranks = self._stages, self._stages.ranks_in(staying)
         self._state.parts.leave()
         held = held_among([stack.placement for stack in stages.stacks(self._state.experts)], world.size)

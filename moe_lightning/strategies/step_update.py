@@ -140,7 +140,7 @@ class StepUpdate:
             if replacement is not None:
                 replacement()
             raise UpdateSkipped
-        state.replay_update(optimizer)
+        state.shards.replay_update(optimizer)
         elastic.begin_update()
         begin()
 

@@ -1,8 +1,7 @@
-"""State of a rank: module, experts in slots, optimizers, and states that it holds for others.
+"""State of a rank: module, experts in slots, optimizers, and its shards of dense state.
 
 `StateTransfer` moves it between worlds in which every rank has the whole model; `stages.py` has the transfer of a
-pipeline. A rank may also repeat the optimizer updates of a peer on its host, and so hold the optimizer state of the
-peer's dense parameters (REFT's AOR).
+pipeline.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,34 +23,25 @@ from moe_lightning.balancing.migration import held_states
 from moe_lightning.balancing.repair import repair_placements
 from moe_lightning.checkpoint.full_state import broadcast_optimizers
 from moe_lightning.checkpoint.loader import CheckpointSource
-from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, verify_replays
 from moe_lightning.checkpoint.training_state import TrainingState, WindowReplay, replay_of, restore_random_state
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.router import Router
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.mesh import Part, TensorCut
+from moe_lightning.parallel.mesh import Part
 from moe_lightning.state.averages import AVERAGE
 from moe_lightning.state.pieces import Block
 from moe_lightning.state.tensors import (
     Updates,
-    blocks_of,
-    cut_of,
-    cuts_of,
     home_of_moments,
-    is_cut,
     local,
     swap_parameters,
 )
-from moe_lightning.state.transfer import NO_UNITS, Unit, Units, reshard, unit_of, unit_row, without_memory
+from moe_lightning.state.transfer import NO_UNITS, Units, reshard, without_memory
 from moe_lightning.strategies.averaging import Averaging
 from moe_lightning.strategies.checks import check_for_recovery, require_host_updates, require_updates_by_expert
-from moe_lightning.strategies.dense_parameters import (
-    DENSE_SHARDINGS,
-    DenseParts,
-    DenseSharding,
-)
+from moe_lightning.strategies.dense_parameters import DENSE_SHARDINGS, DenseParts, DenseShards
 from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
 from moe_lightning.strategies.worlds import Worlds
 
@@ -74,33 +63,29 @@ class TrainState:
     Attributes:
         max_slots: as given.
         parts: the dense parameters that ranks share.
+        shards: the dense state that only some ranks have.
         transfer: transfer of this state between worlds.
         stages: of the module, those on this rank; of an empty one before one is placed.
         optimizers: of the running fit.
         updates: parameters as the optimizers update them.
         averaging: averages of the weights, of a fit that has them.
-        replay: copy of another rank's optimizer shard; None without one.
         restored: the directory checkpoint, or the snapshots, restored last; None without any.
         window_replay: the steps that are repeated until the state is whole; None if it is.
     """
 
     def __init__(self, worlds: Worlds, *, dense: str, max_slots: int | None, on_host: bool = False) -> None:
-        self._worlds, self._dense, self.max_slots, tensors = worlds, dense, max_slots, worlds.axes.tp
+        self._worlds, self.max_slots, tensors = worlds, max_slots, worlds.axes.tp
         in_rows = hasattr(DENSE_SHARDINGS.find(dense), "cut_size")
         self._module: pl.LightningModule | None = None
         self._experts: PlacedExperts | None = None
         self._recorded: list[list[list[nn.Parameter]]] = []
-        self._shards: DenseSharding | None = None
-        self._numbers: Sequence[int] = ()  # in the whole world, of the ranks that those count
-        self._detached: dict[str, Units] = {}  # what this rank keeps for the next world, by name in inventories
-        self._own_forward: Any = None
         self.stages = StageMap(nn.Module(), worlds)
         self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=dense != "zero1")
+        self.shards = DenseShards(self, self.parts, worlds, dense)
         self.transfer = StateTransfer(self)
         self.optimizers: Sequence[Optimizer] = ()
         self.updates = Updates(on_host=on_host)
         self.averaging = Averaging(self)
-        self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
         self.window_replay: WindowReplay | None = None
 
@@ -139,7 +124,7 @@ class TrainState:
     ) -> None:
         """Set the module whose experts are placed, or some stages of it; raises as `check_for_recovery`."""
         if self._worlds.is_elastic:
-            check_for_recovery(self._worlds.axes, self._dense)
+            check_for_recovery(self._worlds.axes, self.shards.kind)
         self._module, self._experts, self.stages, self.transfer = module, experts, stages, transfer
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -153,18 +138,16 @@ class TrainState:
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._recorded = _groups_of(optimizers)
         self.fill_groups()
-        sharers, self._numbers = self.stages.sharers(self._worlds.present)
-        self._shard(self._dense_sharding(sharers))
+        self.shards.begin()
 
     def training_state(self) -> TrainingState:
         """Return the live tensors of the run under their checkpoint keys."""
-        ranks, numbers = self._worlds.present, self._numbers
-        owners = {} if self._shards is None else self._shards.owners
+        ranks = self._worlds.present
         return TrainingState(
             self.module,
             self.stages.stacks(self.experts),
             list(zip(self.optimizers, self._groups, strict=True)),
-            state_ranks={parameter: numbers[rank] for parameter, rank in owners.items()},
+            state_ranks=self.shards.ranks,
             rank=ranks.rank,
             world_size=ranks.size,
             cut=ranks.row_cut,
@@ -176,7 +159,7 @@ class TrainState:
     def find_twins(self) -> None:
         """Find the experts with equal router rows after values have arrived, see `Router.find_twins`."""
         for layer in self.experts.layers:
-            if isinstance(layer.router, Router) and not self.is_shared:  # sharded rows are not compared
+            if isinstance(layer.router, Router) and not self.shards.shares_weights:  # sharded rows are not compared
                 layer.router.find_twins()
 
     def require_one_stage(self, what: str) -> None:
@@ -192,7 +175,7 @@ class TrainState:
         """True if parameter groups must stay as `configure_optimizers` made them, because optimizers here have a part
         of them, or ranks that join later have only these.
         """
-        is_whole = self._dense == "ddp" and self._worlds.axes.pp == self._worlds.axes.tp == 1
+        is_whole = self.shards.kind == "ddp" and self._worlds.axes.pp == self._worlds.axes.tp == 1
         return self._worlds.is_elastic or (self._worlds.present.size > 1 and not is_whole)
 
     @property
@@ -280,11 +263,6 @@ class TrainState:
 
     # ------------------------------------------------------------------ a step
 
-    def broadcast_updates(self, optimizer: Optimizer) -> None:
-        """Broadcast the updates that one rank has computed for all of an optimizer's parameters; collective."""
-        if self._shards is not None:
-            self._shards.spread_updates(self.parameters_of(optimizer))
-
     @contextmanager
     def updating(self, optimizer: Optimizer) -> Generator[Callable[[], None], None, None]:
         """From the call of what it yields to its end, the optimizer sees what it is to update: see `Updates.around`."""
@@ -319,19 +297,6 @@ class TrainState:
         """Forget the steps that are repeated: the state comes from elsewhere."""
         self.window_replay = None
 
-    def remember_forward(self) -> None:
-        """Remember the module's own attribute `forward`, if it differs from that of its class: Lightning sets its own
-        when DDP fails.
-        """
-        self._own_forward = self.module.__dict__.get("forward")
-
-    def forget_step(self) -> None:
-        """Release what an aborted step has left in the module."""
-        self.module.__dict__.pop("forward", None)
-        if self._own_forward is not None:
-            self.module.forward = self._own_forward  # type: ignore[method-assign]
-        self.experts.forget_step()
-
     def forget_update(self) -> None:
         """Drop the gradients and counts of an update that is left out, or of a former world."""
         for parameter in self.module.parameters():
@@ -343,80 +308,7 @@ class TrainState:
         for layer in self.experts.layers:
             layer.router.forget_counts()
 
-    # ------------------------------------------------------------------ updates of a peer
-
-    def replay_peer(self, peer: int) -> None:
-        """Repeat a peer's updates from now on.
-
-        Raises:
-            ConfigurationError: no sharding, several optimizers, or one whose updates cannot be repeated exactly.
-        """
-        owners, optimizers = self.shard_owners, self.training_state().optimizers
-        if self.averaging.averages is not None:
-            raise ConfigurationError(
-                "optimizer_replay repeats a peer's moments and not its averages: use optimizer_replay=false, and "
-                "protection=arc for what only one rank keeps, or drop the averages"
-            )
-        if not owners or len(optimizers) != 1:
-            raise ConfigurationError("updates of a peer can be repeated for one optimizer under dense=zero1 only")
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        optimizer, groups = optimizers[0]
-        own = [{names[id(p)]: p.detach() for p in group if owners.get(names[id(p)]) == peer} for group in groups]
-        self.replay = AdamWReplay(optimizer, own, version=self.trainer.global_step)
-
-    def replay_update(self, optimizer: Optimizer) -> None:
-        """Repeat the update that the peer is about to make, if there is one."""
-        if self.replay is not None:
-            parameters = self.module.named_parameters()
-            self.replay.replay({name: p.grad for name, p in parameters if p.grad is not None}, optimizer)
-
-    def verify_replay(self) -> int:
-        """Compare every repeated shard with its owner, and return the number of corrections. Collective."""
-        version, world = self.trainer.global_step, self._worlds.present
-        if self.replay is None or version == 0:  # at first there are no states yet, and the weights are alike
-            return 0
-        owners, optimizer = self.shard_owners, self.optimizers[0]
-        owned = {
-            name: {"weight": p.detach(), **optimizer.state[p]}
-            for name, p in self.module.named_parameters()
-            if owners.get(name) == world.rank and p in optimizer.state
-        }
-        return sum(len(names) for names in verify_replays(self.replay, owned, version, world).values())
-
     # ------------------------------------------------------------------ sharded dense parameters
-
-    @property
-    def is_shared(self) -> bool:
-        """True if ranks share copies of the dense parameters, given enough ranks."""
-        return self.stages.num_stages > 1 or self.parts.is_wished
-
-    def shards(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names of all dense state that some ranks only have, and of what this rank has of it: parts of
-        stages, and optimizer states.
-
-        Args:
-            former: the former world of this rank.
-        """
-        stages, cut, parted = self.stages, former.row_cut, cuts_of(self.module)
-        everyones, own = set[str](), {*self._owned_states(), *self._detached}
-        if self.is_shared:
-            everyones |= {_part_name(stage, part) for stage in range(stages.num_stages) for part in cut.parts}
-            own |= {_part_name(stage, cut.part) for stage in stages.held}
-        for name in self.shard_owners:
-            tensors = range(cut.tensors) if name in parted else (None,)
-            everyones |= {_state_name(name, tensor) for tensor in tensors}
-        return tuple(sorted(everyones)), tuple(sorted(own))
-
-    @property
-    def shards_optimizers(self) -> bool:
-        """True if one rank has the optimizer state of each dense parameter for all."""
-        return self._shards is not None and self._worlds.present.size > 1
-
-    @property
-    def unowned(self) -> list[nn.Parameter]:
-        """Dense parameters whose updates another rank computes."""
-        owners, rank = ({} if self._shards is None else self._shards.owners), self._worlds.present.rank
-        return [parameter for parameter, owner in owners.items() if owner != rank]
 
     def home_of(self, parameter: nn.Parameter) -> torch.device:
         """Return the device of the moments of a parameter, as `State.home_of`."""
@@ -426,171 +318,16 @@ class TrainState:
         """Drop dense weights that were gathered for a forward pass."""
         self.parts.reshard()
 
-    @property
-    def shard_owners(self) -> dict[str, int]:
-        """Return the rank that has the optimizer state of each dense parameter, by name; empty without sharding."""
-        if self._shards is None:
-            return {}
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        owners = self._shards.owners.items()
-        return {names[parameter]: rank for parameter, rank in owners if parameter in names}  # others have left
-
-    def _owned_states(self) -> dict[str, Units]:
-        """Return the optimizer states that this rank has for others, by their names in inventories."""
-        owners, found = self.shard_owners, dict[str, Units]()
-        if not owners:
-            return found
-        state, dense = self.training_state(), dict(self.module.named_parameters())
-        for name, owner in owners.items():
-            if self._numbers[owner] == state.rank:
-                tensor = state.cut.part.tensor if is_cut(dense[name]) else None
-                found[_state_name(name, tensor)] = {
-                    (f"{name}/moments", block): {
-                        scope: value[here] if value.shape == dense[name].shape else value
-                        for scope, value in self.state_of(dense[name]).items()
-                    }
-                    for here, block in self._places(dense[name], state.cut.part)
-                }
-        return found
-
-    def _places(self, parameter: nn.Parameter, part: Part) -> list[tuple[tuple[slice, ...], Block]]:
-        """Return the blocks of a parameter that a rank with a part of the tensor indices has, see `blocks_of`."""
-        cut = cut_of(parameter)
-        if cut is None:
-            return [((), Block.of(parameter.shape))]
-        return list(blocks_of(cut, replace(part, row=0, rows=1)))
-
-    def _dense_sharding(self, ranks: World) -> DenseSharding:
-        """Build the sharding of the dense parameters among the ranks that hold them."""
-        dense = [p for p in self.module.parameters() if p.requires_grad and p not in self.experts.stack_of]
-        leaving = self._worlds.spares if self.stages.num_stages == 1 else 0  # they hold nothing for others
-        staying = replace(ranks, size=ranks.size - leaving)
-        sharding: DenseSharding = DENSE_SHARDINGS.make(self._dense, dense, staying)
-        return sharding
-
-    def _shard(self, sharding: DenseSharding) -> None:
-        """Reduce each optimizer to this rank's share of the dense parameters."""
-        if not sharding.owners:
-            return
-        self._shards = sharding
-        for optimizer in self.optimizers:
-            self._shards.shard(optimizer)
-
     def reshard(self, sources: Sequence[tuple[str, int]], units: Units) -> None:
         """Reshard the dense state over the ranks of the present world; collective if optimizer states move.
 
         Args:
-            sources: (name, rank) of all dense state that a rank has, live or replayed, and others may lack; what no
-                rank has is restored later.
+            sources: see `DenseShards.reshard`.
             units: the values that have arrived.
         """
-        world = self._worlds.present
-        ranks, numbers = self.stages.sharers(world)
+        ranks, _ = self.stages.sharers(self._worlds.present)
         self.transfer.install(units, ranks)
-        self._share_states([name for name, rank in sources if rank == world.rank], world, ranks, numbers)
-        self._detached = {}
-
-    def gather(self, world: World, most_bytes: int) -> None:
-        """Give every rank whole dense parameters after training, unless they take more than this on some rank;
-        collective if they are cut.
-        """
-        self.detach_states()
-        if self.parts.gather(world, most_bytes):
-            groups = {name: group for name, group in world.groups.items() if name != "copy"}
-            world, numbers = replace(world, shards=(), groups=groups), self._numbers
-            self._share_states(list(self._detached), world, world, range(world.size))
-            self._numbers = numbers
-        self._detached = {}
-
-    def _share_states(self, names: Collection[str], world: World, ranks: World, numbers: Sequence[int]) -> None:
-        """Transfer optimizer states to the ranks of a world that hold them from now on, if any holds them for others;
-        collective.
-
-        Args:
-            names: of the states, detached or replayed, that this rank sends.
-            ranks, numbers: those that hold the same parameters as this one, and their numbers in the world.
-        """
-        sharding, have = self._dense_sharding(ranks), self._detached_states(names)
-        if not sharding.owners and (self.stages.num_stages == 1 or self.parts.with_moments):
-            return
-        dense = {name: p for name, p in self.module.named_parameters() if p not in self.experts.stack_of}
-        homes = {p: o for o, groups in zip(self.optimizers, self._groups, strict=True) for g in groups for p in g}
-        self.fill_groups()
-        self._shards, self._numbers = None, numbers
-        self._shard(sharding)
-        for parameter in dense.values():
-            homes[parameter].state.pop(parameter, None)
-        table, own = self.training_state(), dict[nn.Parameter, list[Unit]]()
-        for name, owner in self.shard_owners.items():
-            if numbers[owner] == world.rank:
-                places = self._places(dense[name], ranks.row_cut.part)
-                own[dense[name]] = [(f"{name}/moments", block) for _, block in places]
-        arrived = reshard(have, without_memory(unit for units in own.values() for unit in units), world)
-        for parameter, units in own.items():
-            if units and all(arrived.get(unit) for unit in units):
-                states = _joined([arrived[unit] for unit in units], cut_of(parameter))
-                homes[parameter].state[parameter] = table.placed(homes[parameter], parameter, states)
-        self.replay = None  # of a rank of the former world
-
-    def _detached_states(self, names: Collection[str]) -> Units:
-        """Return optimizer states by name, detached or replayed for a lost peer."""
-        found, replay = dict[Unit, Mapping[str, Tensor]](), self.replay
-        for name in names:
-            if name in self._detached:
-                found |= self._detached[name]
-            elif replay is not None and name in replay.names:
-                states = replay.states(name)
-                block = Block.of(states.pop("weight").shape)
-                found[f"{name}/moments", block] = states
-        return found
-
-    def hand_over(self, staying: Sequence[int], world: World) -> None:
-        """Transfer the dense state that only leaving ranks have to ranks that stay; collective."""
-        own = self._owned_states()
-        if self.stages.num_stages > 1:
-            self._detached |= own
-        elif self.parts.is_wished:
-            own[_part_name(0, world.row_cut.part)] = self.parts.held()
-        listed = all_gather_json({name: [unit_row(unit) for unit in units] for name, units in own.items()}, world)
-        kept = {name for rank in staying for name in listed[rank]}
-        lost = sorted({name: rows for one in listed for name, rows in one.items() if name not in kept}.items())
-        next_one = {name: staying[number % len(staying)] for number, (name, _) in enumerate(lost)}
-        coming = {name: [unit_of(row) for row in rows] for name, rows in lost if next_one[name] == world.rank}
-        have = {unit: tensors for name in own.keys() - kept for unit, tensors in own[name].items()}
-        arrived = reshard(have, without_memory(unit for units in coming.values() for unit in units), world)
-        self._detached |= {name: {unit: arrived[unit] for unit in units} for name, units in coming.items()}
-        if self.stages.num_stages > 1:
-            self._shards = None  # all states are detached: parameters may leave now
-
-    def detach_states(self) -> None:
-        """Keep the optimizer states that this rank has for others until the next world has them: their parameters may
-        leave.
-        """
-        self._detached |= self._owned_states()
-
-    def detached(self) -> dict[Unit, Mapping[str, Tensor]]:
-        """Return what this rank keeps of ranks that have left, and its optimizer states for others once detached."""
-        return {unit: tensors for units in self._detached.values() for unit, tensors in units.items()}
-
-
-def _joined(blocks: Sequence[Mapping[str, Tensor]], cut: TensorCut | None) -> dict[str, Tensor]:
-    """Return the states of a part of a parameter from those of its blocks."""
-    if cut is None or len(blocks) == 1:
-        return dict(blocks[0])
-    return {
-        scope: torch.cat([states[scope] for states in blocks], cut.dim) if value.ndim else value
-        for scope, value in blocks[0].items()
-    }
-
-
-def _part_name(stage: int, part: Part) -> str:
-    """Return the name of a part of a stage in inventories."""
-    return f"stage {stage}, {part.name}"
-
-
-def _state_name(name: str, tensor: int | None) -> str:
-    """Return the name of the optimizer state of a parameter, or of one of its parts by tensor index, in inventories."""
-    return name if tensor is None else f"{name}, part {tensor}"
+        self.shards.reshard(sources)
 
 
 class StateTransfer:
@@ -616,10 +353,10 @@ class StateTransfer:
         """
         state, stages = self._state, self._state.stages
         if world.rank in live:
-            state.detach_states()
+            state.shards.detach_states()
         else:
             stages.lose_values()
-        if not (state.is_shared or behind or len(live) < world.size):
+        if not (state.shards.shares_weights or behind or len(live) < world.size):
             return NO_UNITS
         return self._fetch(stages.ranks_in(range(world.size)), world, world.row_cut.part, behind)
 
@@ -653,7 +390,7 @@ class StateTransfer:
         have |= {unit: tensors for unit, tensors in parts.held().items() if stages.stage_of(unit[0]) in held}
         want = {unit: tensors for stage in lacking for unit, tensors in self._units(stage).items()}
         blocks = (unit for unit in parts.blocks(part) if stages.stage_of(unit[0]) in own)
-        return reshard({**have, **self._state.detached()}, {**want, **without_memory(blocks)}, world)
+        return reshard({**have, **self._state.shards.detached()}, {**want, **without_memory(blocks)}, world)
 
     def _units(self, stage: int) -> Units:
         """Return the tensors of a stage that are equal on all of its ranks: dense parameters, with their moments, and
@@ -710,7 +447,7 @@ class StateTransfer:
             max_slots=state.max_slots,
         )
         state.experts.hand_over(staying, repair.placements, state.optimizers, nodes)
-        state.hand_over(staying, world)
+        state.shards.hand_over(staying, world)
 
 
 def wanted_stages(ranks: Sequence[Sequence[int]], rank: int) -> list[int]:

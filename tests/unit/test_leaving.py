@@ -10,9 +10,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from moe_lightning.parallel.context import World
-from moe_lightning.strategies import elastic_worlds
+from moe_lightning.strategies import elastic_worlds, gradients
 from moe_lightning.strategies.committed_step import CommittedStep
 
 
@@ -52,3 +53,20 @@ def test_a_rank_whose_values_a_fault_left_half_overwritten_does_not_offer_them(
     with pytest.raises(dist.DistNetworkError):
         worlds._move(plan, None, World.offline(rank, 3, torch.device("cpu")))
     assert worlds.step.is_torn is is_torn
+
+
+@pytest.mark.parametrize("own", [{}, {"forward": len}], ids=["of its class", "its own"])
+def test_a_module_has_its_forward_again_after_a_failure_in_ddp(
+    monkeypatch: pytest.MonkeyPatch, own: dict[str, Any]
+) -> None:
+    """Lightning sets another one for the call of DDP, which calls it back."""
+    monkeypatch.setattr(gradients, "DistributedDataParallel", MagicMock())
+    module, dense_sum = nn.Linear(1, 1), gradients.DenseGradientSum({}, None)
+    module.__dict__.update(own)
+    for _ in range(2):
+        dense_sum.wrapped(module, MagicMock(), None)
+        module.forward = print  # type: ignore[method-assign,assignment]
+        assert dense_sum.unwrapped(module) is module
+        assert {name: value for name, value in module.__dict__.items() if name == "forward"} == own
+    module.__dict__.update(forward=max)
+    assert dense_sum.unwrapped(module).forward is max, "DDP was not in this world"
