@@ -138,7 +138,8 @@ class Telemetry(Callback):
     Numbers of MoE layers are those of the step's last micro-batch. W&B also gets moe/layerNN/expert_load, a histogram
     over the experts, which it draws as a heat map over time. Every logger's configuration gets the model's numbers of
     parameters, each expert once (`parameters/whole`), and of those that a token passes (`parameters/active`). The
-    first loss that is not finite, and layers whose routing collapses, are reported in a warning.
+    first loss that is not finite, layers whose routing collapses, and ranks whose losses or gradients differ from those
+    of the others, are reported in a warning.
 
     Args:
         expert_load_path: CSV of step, layer and the share of each expert, a row for every layer on logging steps; None:
@@ -215,6 +216,8 @@ class Telemetry(Callback):
         if not private_lightning.logs_now(trainer):
             return
         self._warn_of_nan(trainer, outputs)
+        if (compare := getattr(trainer.strategy, "compare_ranks", None)) is not None:
+            compare()
         layers = moe_layers(pl_module)
         loads = expert_loads(layers)
         health = self._health.observe({layer: shares_E.numpy() for layer, shares_E in loads.items()})

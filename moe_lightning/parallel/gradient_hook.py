@@ -13,17 +13,16 @@ class DenseSum:
 
     Attributes:
         group: of the ranks.
-        look: called with this rank's gradients before they are summed; None: not needed.
+        look: called with this rank's gradients before they are summed.
     """
 
     group: dist.ProcessGroup
-    look: Callable[[torch.Tensor], None] | None = None
+    look: Callable[[torch.Tensor], None]
 
 
 def sum_over_ranks(dense: DenseSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """DDP's all-reduce without its division: the loss of each rank is already its share of the global mean."""
-    if dense.look is not None:
-        dense.look(bucket.buffer())
+    dense.look(bucket.buffer())
     future = dist.all_reduce(bucket.buffer(), group=dense.group, async_op=True).get_future()
     summed: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
     return summed

@@ -226,8 +226,7 @@ class ExpertParallelStrategy(DDPStrategy):
             check_arithmetic_every=options.check_arithmetic_every,
         )
         self.update = StepUpdate(self.worlds, self.state, self.steps, options.stop_on_nan)
-        look = None if options.stop_on_nan is None else self.update.finite.look_at_own
-        self._dense_sum = DenseGradientSum(options.ddp, look)
+        self._dense_sum = DenseGradientSum(options.ddp, self.update.look_at_own)
         self._hangs = HangWatch(options.hang_report_s)
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.failures = TrainerFailures(self.worlds)
@@ -815,6 +814,10 @@ class ExpertParallelStrategy(DDPStrategy):
     def slowest_rank(self) -> SlowRank | None:
         """The slowest rank of the last minute, on rank 0; None elsewhere, and before it is known."""
         return self._hangs.slowest
+
+    def compare_ranks(self) -> None:
+        """Report ranks whose losses or gradients differ from those of the others; collective."""
+        self.update.ranks.compare(self.world)
 
     @property
     def last_gradient_norm(self) -> Tensor | None:

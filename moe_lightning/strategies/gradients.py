@@ -304,10 +304,10 @@ class DenseGradientSum:
 
     Args:
         options: of DistributedDataParallel.
-        look: called with gradients of this rank before they are summed; None: nothing is.
+        look: called with gradients of this rank before they are summed.
     """
 
-    def __init__(self, options: Mapping[str, Any], look: Callable[[Tensor], None] | None) -> None:
+    def __init__(self, options: Mapping[str, Any], look: Callable[[Tensor], None]) -> None:
         self._options, self._look = options, look
         self._ignored: Collection[str] = ()
         self._frozen: Sequence[nn.Parameter] = ()

@@ -15,6 +15,7 @@ from moe_lightning.state.tensors import local
 from moe_lightning.strategies.checks import require_separate_updates
 from moe_lightning.strategies.gradients import scale_gradients
 from moe_lightning.strategies.precision import AgreedScaler, own_scale, share_scale
+from moe_lightning.strategies.rank_outliers import RankWatch
 from moe_lightning.strategies.step_data import samples_of
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import TrainState
@@ -37,6 +38,7 @@ class StepUpdate:
 
     Attributes:
         finite: check of losses and gradients.
+        ranks: losses and gradients of this rank beside those of others.
         is_skipped: the last update was left out or replaced.
         losses: of the micro-batches of the running step that have samples of this rank, divided by their number.
     """
@@ -45,6 +47,7 @@ class StepUpdate:
         self._worlds, self._state, self._gradients = worlds, state, steps.gradients
         self._check_gradients = steps.check_update
         self.finite = FiniteWatch(stop_on_nan)
+        self.ranks = RankWatch()
         self.is_skipped = False
         self.losses: list[Tensor] = []
         self._replacement: Callable[[], None] | None = None
@@ -79,6 +82,7 @@ class StepUpdate:
     def forget_step(self) -> None:
         """Forget the running step, which will be repeated."""
         self.finite.forget_step()
+        self.ranks.forget_step()
         self.losses.clear()
         self._replacement = None
         if self._scaler is not None:
@@ -93,9 +97,16 @@ class StepUpdate:
         trainer, rank = self._state.trainer, self._worlds.present.rank
         step = trainer.global_step
         self.losses.append(loss.detach())
+        self.ranks.look_at_loss(loss, 0 if batch is None else batch.count)
         self.finite.look(
             loss, lambda: f"on rank {rank} in the step after step {step}{samples_of(batch, trainer.train_dataloader)}"
         )
+
+    def look_at_own(self, gradients: Tensor) -> None:
+        """Look at dense gradients of this rank, before they are summed over ranks."""
+        if self.finite.stop is not None:
+            self.finite.look_at_own(gradients)
+        self.ranks.look_at_gradients(gradients, self._state.trainer.global_step)
 
     def replace(self, replacement: Callable[[], None]) -> None:
         """Let the running step end with this instead of the optimizer's update. Called on every rank, in a hook before
@@ -118,6 +129,7 @@ class StepUpdate:
         state, scaler = self._state, self._scaler
         replacement, self._replacement = self._replacement, None
         self.losses.clear()
+        self.ranks.end_step()
         overflows = scaler is not None and scaler.overflows(optimizer)
         if not overflows:
             self._check_update(optimizer)

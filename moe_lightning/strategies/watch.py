@@ -32,8 +32,8 @@ _MOST_SKIPPED = 10
 FEWEST_LOSSES = 10
 """Losses that a spike is compared with."""
 
-_MAD_TO_STD = 1.4826  # of normally distributed numbers
-_LEAST_SPREAD = 0.01  # of the median
+MAD_TO_STD = 1.4826  # of normally distributed numbers
+LEAST_SPREAD = 0.01  # of the median
 _SPIKE, _LOSSES = 20.0, 100
 """Spreads above the median of so many losses from which one of a micro-batch is reported."""
 
@@ -54,7 +54,7 @@ def limit_of(losses: Sequence[float], threshold: float) -> float:
         return math.inf
     median = statistics.median(losses)
     deviation = statistics.median(abs(loss - median) for loss in losses)
-    return median + threshold * max(_MAD_TO_STD * deviation, _LEAST_SPREAD * abs(median))
+    return median + threshold * max(MAD_TO_STD * deviation, LEAST_SPREAD * abs(median))
 
 
 class UpdateSkipped(Exception):
