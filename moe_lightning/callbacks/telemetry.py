@@ -36,6 +36,8 @@ from moe_lightning.models.gpt import model_size, whole_parameters
 from moe_lightning.models.gpt_module import SupervisedModule
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.context import ExchangeClock
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.rank_outliers import RankComparison
 
 
 class PlacementTable:
@@ -113,6 +115,35 @@ class _ExchangeTime:
         return [Metric(name="comm/exchange_ms", value=1e3 * step_s, over_ranks="max")]
 
 
+class _Pace:
+    """Work and time of this rank since the last logging step."""
+
+    def __init__(self) -> None:
+        self.tokens: int | Tensor = 0
+        self.steps, self.flops = 0, 0.0
+        self._elapsed_s = 0.0
+        self._resumed_at: float | None = None  # None: not training
+
+    def resume(self) -> None:
+        """Training begins, or goes on."""
+        self._resumed_at = time.perf_counter()
+
+    def pause(self) -> None:
+        """A validation begins; it may come before training, to try it or to finish an epoch."""
+        if self._resumed_at is not None:
+            self._elapsed_s += time.perf_counter() - self._resumed_at
+        self._resumed_at = None
+
+    def end(self) -> float:
+        """Return the seconds of training, and begin anew."""
+        now = time.perf_counter()
+        assert self._resumed_at is not None, "steps are made in training only"
+        elapsed_s = self._elapsed_s + now - self._resumed_at
+        self.tokens, self.steps, self.flops = 0, 0, 0.0
+        self._elapsed_s, self._resumed_at = 0.0, now
+        return elapsed_s
+
+
 @validated
 class Telemetry(Callback):
     """Logs the metrics of a step every `log_every_n_steps` of the Trainer.
@@ -168,30 +199,26 @@ class Telemetry(Callback):
         self.train_s = 0.0
         self._has_warned = False
         self._health = RoutingHealth()
-        self._tokens: int | Tensor = 0
-        self._steps, self._flops = 0, 0.0
-        self._elapsed_s = 0.0
-        self._resumed_at: float | None = None  # None: not training
+        self._comparison = RankComparison()
+        self._pace = _Pace()
         self._exchanges = _ExchangeTime()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._peak_flops_per_s is None:
             self._peak_flops_per_s = known_peak(trainer.strategy.root_device, str(trainer.precision))
-        self._resumed_at = time.perf_counter()
+        self._pace.resume()
         size = model_size(pl_module)
         for logger in trainer.loggers:
             logger.log_hyperparams({"parameters/whole": size.whole, "parameters/active": size.active})
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._resumed_at is not None:  # a validation may come before training, to try it or to finish an epoch
-            self._elapsed_s += time.perf_counter() - self._resumed_at
-        self._resumed_at = None
+        self._pace.pause()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._resumed_at = time.perf_counter()
+        self._pace.resume()
         loss = trainer.callback_metrics.get("val/loss")
         is_language = isinstance(pl_module, SupervisedModule) and pl_module.attention_width is not None
         if loss is None or not is_language or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
@@ -207,22 +234,23 @@ class Telemetry(Callback):
     ) -> None:
         if not getattr(trainer.strategy, "is_dummy_batch", False):
             part, parts = _part_of_layers(trainer)
-            self._tokens += _num_tokens(batch) if part == 0 else 0  # those who compute the other parts have them, too
-            self._flops += (getattr(pl_module, "flops_per_batch", None) or 0) / parts
+            if part == 0:  # those who compute the other parts have the same tokens
+                self._pace.tokens += _num_tokens(batch)
+            self._pace.flops += (getattr(pl_module, "flops_per_batch", None) or 0) / parts
         if private_lightning.is_accumulating(trainer):
             return
-        self._steps += 1
+        self._pace.steps += 1
         self._exchanges.watch(trainer)
         if not private_lightning.logs_now(trainer):
             return
         self._warn_of_nan(trainer, outputs)
-        if (compare := getattr(trainer.strategy, "compare_ranks", None)) is not None:
-            compare()
+        if isinstance(trainer.strategy, ExpertParallelStrategy):
+            self._comparison.compare(trainer.strategy.update.own, trainer.strategy.world)
         layers = moe_layers(pl_module)
         loads = expert_loads(layers)
         health = self._health.observe({layer: shares_E.numpy() for layer, shares_E in loads.items()})
         metrics = [
-            *self._pace(),
+            *self._pace_metrics(),
             *self._exchanges.metrics(trainer),
             *_device_metrics(trainer),
             *_optimizer_metrics(trainer),
@@ -264,22 +292,17 @@ class Telemetry(Callback):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.tokens_seen = state_dict["tokens_seen"]
 
-    def _pace(self) -> Iterator[Metric]:
+    def _pace_metrics(self) -> Iterator[Metric]:
         """Throughput since the last call."""
-        now = time.perf_counter()
-        assert self._resumed_at is not None, "steps are made in training only"
-        elapsed_s = self._elapsed_s + now - self._resumed_at
-        tokens = int(self._tokens)
+        tokens, steps, flops = int(self._pace.tokens), self._pace.steps, self._pace.flops
+        elapsed_s = self._pace.end()
         yield Metric(name="train/tokens_per_s", value=tokens / elapsed_s, over_ranks="sum")
         yield Metric(name="train/tokens_seen", value=tokens, over_ranks="sum")  # since the last call
-        yield Metric(name="train/step_ms", value=1e3 * elapsed_s / self._steps, over_ranks="max")
-        if self._peak_flops_per_s is not None and self._flops:
-            ratio = self._flops / elapsed_s / self._peak_flops_per_s
-            yield Metric(name="train/mfu_ratio", value=ratio, over_ranks="mean")
+        yield Metric(name="train/step_ms", value=1e3 * elapsed_s / steps, over_ranks="max")
+        if self._peak_flops_per_s is not None and flops:
+            yield Metric(name="train/mfu_ratio", value=flops / elapsed_s / self._peak_flops_per_s, over_ranks="mean")
         self.tokens_trained += tokens
         self.train_s += elapsed_s
-        self._tokens, self._steps, self._flops = 0, 0, 0.0
-        self._elapsed_s, self._resumed_at = 0.0, now
 
 
 def known_peak(device: torch.device, precision: str) -> float | None:

@@ -815,10 +815,6 @@ class ExpertParallelStrategy(DDPStrategy):
         """The slowest rank of the last minute, on rank 0; None elsewhere, and before it is known."""
         return self._hangs.slowest
 
-    def compare_ranks(self) -> None:
-        """Report ranks whose losses or gradients differ from those of the others; collective."""
-        self.update.ranks.compare(self.world)
-
     @property
     def last_gradient_norm(self) -> Tensor | None:
         """Gradient norm of the last clipped step, over the whole model."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
@@ -20,12 +19,11 @@ from torch import Tensor
 from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
-from moe_lightning.strategies.watch import LEAST_SPREAD, MAD_TO_STD
+from moe_lightning.strategies.watch import LEAST_SPREAD, MAD_TO_STD, OwnNumbers
 
-_KEPT, _FEWEST = 64, 16
-"""Numbers of a rank that are kept, and that are needed for a comparison."""
+_FEWEST = 16
+"""Numbers of a rank that are needed for a comparison."""
 
-_STEPS = 8  # of which one has its gradients looked at
 _FEWEST_RANKS = 3  # two that differ do not show which one is wrong
 _LIMIT = 10.0  # spreads
 _ERROR_OF_MEDIAN = math.sqrt(math.pi / 2)  # of normally distributed numbers, times their deviation over sqrt(count)
@@ -99,52 +97,24 @@ def outliers(ranks: Sequence[Summary | None], kinds: Sequence[Hashable]) -> list
     return found
 
 
-class RankWatch:
-    """Losses and gradient norms of this rank, and their comparison with those of the others."""
+class RankComparison:
+    """Comparison of this rank's numbers with those of the others."""
 
     def __init__(self) -> None:
-        self._losses: deque[Tensor] = deque(maxlen=_KEPT)
-        self._norms: deque[Tensor] = deque(maxlen=_KEPT)
-        self._squares: list[Tensor] = []  # of the running step's gradients, bucket by bucket
-        self._count = 0  # samples of a micro-batch; norms with more or fewer ones differ
         self._reported: set[tuple[int, int, str]] = set()
 
-    def look_at_loss(self, loss: Tensor, count: int) -> None:
-        """Keep the loss of a micro-batch with so many samples of this rank."""
-        self._losses.append(loss.detach().float().mean())
-        if count != self._count:
-            self._norms.clear()
-            self._count = count
-
-    def look_at_gradients(self, gradients: Tensor, step: int) -> None:
-        """Keep the norm of some of this rank's dense gradients, before they are summed over the ranks."""
-        if step % _STEPS == 0:
-            self._squares.append(torch.linalg.vector_norm(gradients, dtype=torch.float32).square())
-
-    def end_step(self) -> None:
-        """The gradients of the running step are complete."""
-        squares, self._squares = self._squares, []
-        if squares:
-            self._norms.append(torch.stack(squares).sum().sqrt())
-
-    def forget_step(self) -> None:
-        """Forget the gradients of the running step, which will be repeated."""
-        self._squares.clear()
-
-    def compare(self, world: World) -> None:
+    def compare(self, own: OwnNumbers, world: World) -> None:
         """Report each rank of a world that differs from the others once, on rank 0; collective."""
-        numbers = {"median loss": self._losses, "median norm of its own gradients": self._norms}
+        numbers = {"median loss": own.losses, "median norm of its own gradients": own.norms}
         axes = [axis for axis in world.shape.axes if axis != "dp"]
-        own = {
-            "place": [world.shape.index(world.rank, axis) for axis in axes],
-            "count": self._count,
+        message = {
+            "kind": [own.count, *(world.shape.index(world.rank, axis) for axis in axes)],
             **{what: _summary(known) for what, known in numbers.items()},
         }
-        found = all_gather_json(own, world)
+        found = all_gather_json(message, world)
         for what in numbers:
             summaries = [None if each[what] is None else Summary(*each[what]) for each in found]
-            kinds = [(*each["place"], each["count"]) for each in found]
-            for outlier in outliers(summaries, kinds):
+            for outlier in outliers(summaries, [tuple(each["kind"]) for each in found]):
                 key = (world.generation, outlier.rank, what)
                 if world.rank == 0 and key not in self._reported:
                     write_to_terminal(f"warning: {_sentence(what, outlier)}")

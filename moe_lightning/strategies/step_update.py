@@ -15,11 +15,10 @@ from moe_lightning.state.tensors import local
 from moe_lightning.strategies.checks import require_separate_updates
 from moe_lightning.strategies.gradients import scale_gradients
 from moe_lightning.strategies.precision import AgreedScaler, own_scale, share_scale
-from moe_lightning.strategies.rank_outliers import RankWatch
 from moe_lightning.strategies.step_data import samples_of
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import TrainState
-from moe_lightning.strategies.watch import FiniteWatch, StopOnNan, UpdateSkipped, dense_values
+from moe_lightning.strategies.watch import FiniteWatch, OwnNumbers, StopOnNan, UpdateSkipped, dense_values
 from moe_lightning.strategies.worlds import FixedWorld, Worlds
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class StepUpdate:
 
     Attributes:
         finite: check of losses and gradients.
-        ranks: losses and gradients of this rank beside those of others.
+        own: recent losses and gradients of this rank.
         is_skipped: the last update was left out or replaced.
         losses: of the micro-batches of the running step that have samples of this rank, divided by their number.
     """
@@ -47,7 +46,7 @@ class StepUpdate:
         self._worlds, self._state, self._gradients = worlds, state, steps.gradients
         self._check_gradients = steps.check_update
         self.finite = FiniteWatch(stop_on_nan)
-        self.ranks = RankWatch()
+        self.own = OwnNumbers()
         self.is_skipped = False
         self.losses: list[Tensor] = []
         self._replacement: Callable[[], None] | None = None
@@ -82,7 +81,6 @@ class StepUpdate:
     def forget_step(self) -> None:
         """Forget the running step, which will be repeated."""
         self.finite.forget_step()
-        self.ranks.forget_step()
         self.losses.clear()
         self._replacement = None
         if self._scaler is not None:
@@ -97,7 +95,7 @@ class StepUpdate:
         trainer, rank = self._state.trainer, self._worlds.present.rank
         step = trainer.global_step
         self.losses.append(loss.detach())
-        self.ranks.look_at_loss(loss, 0 if batch is None else batch.count)
+        self.own.add_loss(loss, 0 if batch is None else batch.count)
         self.finite.look(
             loss, lambda: f"on rank {rank} in the step after step {step}{samples_of(batch, trainer.train_dataloader)}"
         )
@@ -106,7 +104,7 @@ class StepUpdate:
         """Look at dense gradients of this rank, before they are summed over ranks."""
         if self.finite.stop is not None:
             self.finite.look_at_own(gradients)
-        self.ranks.look_at_gradients(gradients, self._state.trainer.global_step)
+        self.own.add_gradients(gradients, self._state.trainer.global_step)
 
     def replace(self, replacement: Callable[[], None]) -> None:
         """Let the running step end with this instead of the optimizer's update. Called on every rank, in a hook before
@@ -129,7 +127,7 @@ class StepUpdate:
         state, scaler = self._state, self._scaler
         replacement, self._replacement = self._replacement, None
         self.losses.clear()
-        self.ranks.end_step()
+        self.own.end_step()
         overflows = scaler is not None and scaler.overflows(optimizer)
         if not overflows:
             self._check_update(optimizer)

@@ -37,6 +37,11 @@ LEAST_SPREAD = 0.01  # of the median
 _SPIKE, _LOSSES = 20.0, 100
 """Spreads above the median of so many losses from which one of a micro-batch is reported."""
 
+_KEPT = 64
+"""Numbers of a rank that are kept for a comparison with others."""
+
+_NORM_STEPS = 8  # of which one has its gradients looked at
+
 _WARNED = "warned of a number"
 _WARNED_OF_SPIKE = "warned of a spike"
 _NORM = "the norm of the gradients"
@@ -74,6 +79,42 @@ class _Finding:
     what: str
     place: str
     is_cause: bool
+
+
+class OwnNumbers:
+    """Recent losses and gradient norms of this rank.
+
+    Attributes:
+        losses: of micro-batches, scalars.
+        norms: of dense gradients before they are summed over the ranks, scalars, of every eighth step.
+        count: samples of this rank in a micro-batch. Norms with more or fewer ones differ, and are not kept.
+    """
+
+    def __init__(self) -> None:
+        self.losses: deque[Tensor] = deque(maxlen=_KEPT)
+        self.norms: deque[Tensor] = deque(maxlen=_KEPT)
+        self.count = 0
+        # Of the running step's gradients, bucket by bucket. A step that is repeated adds to them: one wrong number in a
+        # median of many.
+        self._squares: list[Tensor] = []
+
+    def add_loss(self, loss: Tensor, count: int) -> None:
+        """Keep the loss of a micro-batch with so many samples of this rank."""
+        self.losses.append(loss.detach().float().mean())
+        if count != self.count:
+            self.norms.clear()
+            self.count = count
+
+    def add_gradients(self, gradients: Tensor, step: int) -> None:
+        """Add some dense gradients of a step."""
+        if step % _NORM_STEPS == 0:
+            self._squares.append(torch.linalg.vector_norm(gradients, dtype=torch.float32).square())
+
+    def end_step(self) -> None:
+        """The gradients of the running step are complete."""
+        squares, self._squares = self._squares, []
+        if squares:
+            self.norms.append(torch.stack(squares).sum().sqrt())
 
 
 class FiniteWatch:
