@@ -34,11 +34,11 @@ from moe_lightning.elastic.protocol import (
     CONNECT_S,
     HANDSHAKE_S,
     Address,
+    Backoff,
     Channel,
     Message,
     WireError,
     read_secret,
-    reconnect_delay_s,
 )
 
 _STEP_S = 0.02
@@ -128,10 +128,10 @@ class Launcher:
         self._keys = itertools.count(1)
         self._targets: list[int] | None = None
         self._is_registered = False
-        self.next_at = self.attempt_at = 0.0
+        self.attempt_at = 0.0
         self.next_beat = time.monotonic()
         self._is_connecting = False
-        self._failures = 0
+        self._backoff = Backoff()
 
     def add(self, member: Member) -> None:
         """Carry a member, under a new key."""
@@ -149,7 +149,7 @@ class Launcher:
     def step(self, now: float) -> None:
         """Connect, give up an attempt, or send a heartbeat, whatever is due."""
         if self.socket is None:
-            if now >= self.next_at:
+            if now >= self._backoff.due:
                 self._connect(now)
         elif not self.channel.is_open:
             if now - self.attempt_at > (CONNECT_S if self._is_connecting else HANDSHAKE_S):
@@ -168,7 +168,7 @@ class Launcher:
         if self.socket.connect_ex(target) not in (0, errno.EINPROGRESS):
             self.socket.close()
             self.socket = None
-            self._delay(now)
+            self._backoff.delay(now)
             return
         self._is_connecting = True
         self.crowd.report.connections += 1
@@ -187,7 +187,7 @@ class Launcher:
                 was_open = self.channel.is_open
                 messages = self.channel.receive(data)
                 if self.channel.is_open and not was_open:
-                    self._failures = 0
+                    self._backoff.reset()
                     self.send({"t": "launcher", "token": self.token, "expected": self.crowd.plan.expected})
                     for member in self.members.values():
                         member.introduce()
@@ -248,11 +248,7 @@ class Launcher:
         for member in self.members.values():
             member.note_loss()
         self.crowd.note_change()
-        self._delay(time.monotonic())
-
-    def _delay(self, now: float) -> None:
-        self.next_at = now + reconnect_delay_s(self._failures)
-        self._failures += 1
+        self._backoff.delay(time.monotonic())
 
 
 class Member:

@@ -34,14 +34,15 @@ from moe_lightning.elastic.protocol import (
     CONNECT_S,
     HANDSHAKE_S,
     Address,
+    Backoff,
     Channel,
     Message,
     ProcessClock,
     Refused,
+    WakingSelector,
     WireError,
     encode,
     read_secret,
-    reconnect_delay_s,
 )
 from moe_lightning.elastic.relay import Relay
 from moe_lightning.errors import ConfigurationError
@@ -178,6 +179,139 @@ _RELAY_SHARE = 0.4  # of the silence timeout: a worker whose launcher is silent 
 logger = logging.getLogger(__name__)
 
 
+class _Link:
+    """One connection of a client, from the attempt on.
+
+    Args:
+        opened: its socket, which does not block.
+        secret: of the run.
+        now: the owner's time.
+
+    Attributes:
+        socket: as given.
+        is_introduced: the rendezvous host is authenticated and knows this client, so messages can be sent.
+    """
+
+    def __init__(self, opened: socket.socket, secret: bytes, now: float) -> None:
+        self.socket, self._channel = opened, Channel(secret, is_server=False)
+        self._began_at = self._last_received = now
+        self._is_connecting = True
+        self.is_introduced = False
+
+    def connect(self, target: Any) -> None:
+        """Begin to connect.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        tune(self.socket)
+        code = self.socket.connect_ex(target)
+        if code not in (0, errno.EINPROGRESS):
+            raise OSError(code, os.strerror(code))
+
+    @property
+    def is_open(self) -> bool:
+        """True once the other end is authenticated."""
+        return self._channel.is_open
+
+    def refusal(self, now: float, silence_s: float, *, is_relayed: bool) -> str | None:
+        """Return why this connection is given up for another one, as the end of a sentence; None while it is not."""
+        if self.is_open:
+            return f"it said nothing for {silence_s:g} s" if now - self._last_received > silence_s else None
+        limit_s = silence_s if is_relayed else CONNECT_S if self._is_connecting else HANDSHAKE_S
+        return "it does not answer" if now - self._began_at > limit_s else None
+
+    def finish_connecting(self) -> None:
+        """
+        Raises:
+            OSError: the attempt has failed.
+        """
+        if self._is_connecting and (code := self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+            raise OSError(code, os.strerror(code))
+        self._is_connecting = False
+
+    def receive(self, now: float) -> list[Message]:
+        """Return the messages that have arrived.
+
+        Raises:
+            OSError: the connection is lost.
+            WireError: it has ended, or the other end violates the protocol.
+        """
+        data = self.socket.recv(_CHUNK)
+        if not data:
+            raise WireError("it ended the connection")
+        messages = self._channel.receive(data)
+        self._last_received = now
+        return messages
+
+    def introduce(self, message: Message) -> None:
+        """Queue the first message."""
+        self._channel.send(message)
+        self.is_introduced = True
+
+    def end_introduction(self) -> bool:
+        """Send no message until the next introduction; return True if messages could be sent before."""
+        was_introduced, self.is_introduced = self.is_introduced, False
+        return was_introduced
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Queue messages, together."""
+        for payload in [encode(message) for message in messages]:  # none is sent if one is too long
+            self._channel.send_encoded(payload)
+
+    def flush(self) -> int:
+        """Send what the system accepts, and return the events to wait for. Errors show when the thread reads."""
+        outgoing = self._channel.outgoing
+        if self._is_connecting:
+            return selectors.EVENT_READ | selectors.EVENT_WRITE
+        with suppress(OSError):
+            if outgoing:
+                del outgoing[: self.socket.send(outgoing)]
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
+
+    def close(self) -> None:
+        """Close the socket; what the system has accepted is sent first."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+        self.socket.close()
+
+
+class _Route:
+    """Way to the rendezvous host: through the relay of the launcher, or to the host itself.
+
+    Args:
+        address: of the rendezvous host.
+        relay: of the launcher; None for none.
+
+    Attributes:
+        address: as given; a relay corrects it.
+        is_relayed: the present connection, or attempt, is one to the relay.
+        local_host: address of this machine on the way to the host, as the relay knows it.
+    """
+
+    def __init__(self, address: Address, relay: Address | None) -> None:
+        self.address, self._relay = address, relay
+        self.is_relayed = relay is not None
+        self.local_host: str | None = None
+
+    @property
+    def next_address(self) -> Address:
+        """Address of the next attempt."""
+        return self._relay if self._relay is not None and self.is_relayed else self.address
+
+    def correct(self, address: Address, local_host: str | None) -> None:
+        """Set what the relay knows of the host."""
+        self.address, self.local_host = address, local_host
+
+    def turn(self) -> None:
+        """Try the other way after a loss."""
+        self.is_relayed = self._relay is not None and not self.is_relayed
+
+    def move(self, address: Address) -> None:
+        """Connect to another host, without the relay."""
+        self.address, self.is_relayed = address, False
+
+
 class ClientConnection:
     """Connection to the rendezvous host, driven by one thread; other threads may call `send` and `wake` only.
 
@@ -190,9 +324,6 @@ class ClientConnection:
         relay: of the launcher, which is tried first, and again when a connection to the host is lost; None for none.
 
     Attributes:
-        address: of the rendezvous host; a relay corrects it.
-        is_relayed: the present connection, or attempt, is one to the relay.
-        is_connected: the rendezvous host is authenticated, and messages can be sent.
         error: why there is no connection, as the end of a sentence; "" while there is one.
         is_refused: the last attempt was refused for good: another secret, another version.
         losses: number of connections that were lost.
@@ -209,24 +340,32 @@ class ClientConnection:
         silence_s: float,
         relay: Address | None = None,
     ) -> None:
-        self.address, self._relay, self._secret = address, relay, secret
-        self.is_relayed, self._relays_host = relay is not None, None
-        self._introduce, self._handle, self._silence_s = introduce, handle, silence_s
+        self._route, self._secret, self._silence_s = _Route(address, relay), secret, silence_s
+        self._introduce, self._handle = introduce, handle
         self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._channel: Channel | None = None
-        self._is_connecting = False
-        self._last_received = self._attempt_at = self._next_attempt = 0.0
-        self._failures = 0
-        self._selector = selectors.DefaultSelector()
-        self._woken, self._waker = socket.socketpair()
-        self._woken.setblocking(False)
-        self._waker.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
-        self.is_connected = self.is_refused = False
+        self._link: _Link | None = None
+        self._backoff = Backoff()
+        self._selector = WakingSelector()
+        self.is_refused = False
         self.error = "it was not tried yet"
         self.losses = 0
         self.lost_at: float | None = None
+
+    @property
+    def address(self) -> Address:
+        """Address of the rendezvous host; a relay corrects it."""
+        return self._route.address
+
+    @property
+    def is_relayed(self) -> bool:
+        """True if the present connection, or attempt, is one to the relay."""
+        return self._route.is_relayed
+
+    @property
+    def is_connected(self) -> bool:
+        """True if the rendezvous host is authenticated, and messages can be sent."""
+        link = self._link
+        return link is not None and link.is_introduced
 
     def watch(self, other: socket.socket, ready: Callable[[], None]) -> None:
         """Call a function whenever another socket has something to read."""
@@ -240,34 +379,32 @@ class ClientConnection:
     def local_host(self) -> str | None:
         """Address of this machine on the way to the rendezvous host; None without a connection or on one machine."""
         if self.is_relayed:
-            return self._relays_host
-        if self._socket is None or self._socket.family == socket.AF_UNIX:
+            return self._route.local_host
+        if self._link is None or self._link.socket.family == socket.AF_UNIX:
             return None
         with suppress(OSError):
-            return str(self._socket.getsockname()[0])
+            return str(self._link.socket.getsockname()[0])
         return None
 
     def send(self, *messages: Message) -> bool:
         """Queue messages, together; return False if there is no connection, and drop them."""
         with self._lock:
-            if not self.is_connected or self._channel is None:
+            if self._link is None or not self._link.is_introduced:
                 return False
-            for payload in [encode(message) for message in messages]:  # none is sent if one is too long
-                self._channel.send_encoded(payload)
-            self._flush()
+            self._link.send(messages)
+            self._flush(self._link)
         return True
 
     def move(self, address: Address, now: float) -> None:
         """Connect to a host at this address from now on."""
         if address != self.address:
-            self.address, self._failures = address, 0
+            self._backoff.reset()
             self._disconnect("another launcher hosts it now", now)
-            self.is_relayed = False
+            self._route.move(address)
 
     def wake(self) -> None:
         """Make `step` return at once."""
-        with suppress(OSError):  # it is full already, or the thread has ended and closed its end
-            self._waker.send(b"\0")
+        self._selector.wake()
 
     def step(self, now: float, timeout_s: float) -> None:
         """Wait for at most `timeout_s` for input or output, and handle it.
@@ -277,63 +414,48 @@ class ClientConnection:
         """
         self.lost_at = now if self.lost_at is None else self.lost_at
         silence_s = self._silence_s * (_RELAY_SHARE if self.is_relayed else 1.0)
-        if self._socket is None or self._channel is None:
-            if now >= self._next_attempt:
+        if self._link is None:
+            if now >= self._backoff.due:
                 self._connect(now)
-        elif self._channel.is_open:
-            if now - self._last_received > silence_s:
-                self._disconnect(f"it said nothing for {silence_s:g} s", now)
-        elif now - self._attempt_at > (
-            silence_s if self.is_relayed else CONNECT_S if self._is_connecting else HANDSHAKE_S
-        ):
-            self._disconnect("it does not answer", now)
+        elif (why := self._link.refusal(now, silence_s, is_relayed=self.is_relayed)) is not None:
+            self._disconnect(why, now)
         for key, events in self._selector.select(timeout_s):
-            if key.fileobj is not self._socket:
+            if key.data is not None:
                 key.data()
-            else:
-                self._serve(events, now)
+            elif self._link is not None and key.fileobj is self._link.socket:
+                self._serve(self._link, events, now)
 
     def close(self) -> None:
         """Close the connection; queued messages are sent first, as far as the system accepts them."""
         self._drop()
         self._selector.close()
-        self._woken.close()
-        self._waker.close()
 
     # ------------------------------------------------------------------ the connection
 
     def _connect(self, now: float) -> None:
-        self._attempt_at = now
         try:
-            family, target = (self._relay if self._relay and self.is_relayed else self.address).resolve()
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
-            self._socket.setblocking(False)
-            tune(self._socket)
-            code = self._socket.connect_ex(target)
+            family, target = self._route.next_address.resolve()
+            opened = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
             self._disconnect(_describe_error(error), now)
             return
-        if code not in (0, errno.EINPROGRESS):
-            self._disconnect(os.strerror(code).lower(), now)
-            return
-        self._is_connecting = True
-        self._channel = Channel(self._secret, is_server=False)
-        self._selector.register(self._socket, selectors.EVENT_READ | selectors.EVENT_WRITE, None)
-
-    def _serve(self, events: int, now: float) -> None:
-        assert self._socket is not None
-        assert self._channel is not None
-        if self._is_connecting:
-            code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                self._disconnect(os.strerror(code).lower(), now)
-                return
-            self._is_connecting = False
+        opened.setblocking(False)
+        self._link = _Link(opened, self._secret, now)
         try:
+            self._link.connect(target)
+        except OSError as error:
+            self._disconnect(_describe_error(error), now)
+            return
+        self._selector.register(opened, selectors.EVENT_READ | selectors.EVENT_WRITE, None)
+
+    def _serve(self, link: _Link, events: int, now: float) -> None:
+        try:
+            link.finish_connecting()
             if events & selectors.EVENT_READ:
-                self._read(now)
+                self._read(link, now)
             with self._lock:
-                self._flush()
+                if self._link is link:  # no message has ended it
+                    self._flush(link)
         except BlockingIOError:
             return
         except Refused as error:
@@ -342,16 +464,10 @@ class ClientConnection:
         except (OSError, WireError) as error:
             self._disconnect(_describe_error(error), now)
 
-    def _read(self, now: float) -> None:
-        assert self._socket is not None
-        assert self._channel is not None
-        data, was_open = self._socket.recv(_CHUNK), self._channel.is_open
-        if not data:
-            raise WireError("it ended the connection")
-        messages = self._channel.receive(data)
-        self._last_received = now
-        if self._channel.is_open and not was_open:
-            self._failures = 0
+    def _read(self, link: _Link, now: float) -> None:
+        was_open, messages = link.is_open, link.receive(now)
+        if link.is_open and not was_open:
+            self._backoff.reset()
             if not self.is_relayed:
                 self._introduce(self._open)
         for message in messages:
@@ -363,58 +479,45 @@ class ClientConnection:
     def _follow_relay(self, message: Message, now: float) -> None:
         """Follow the relay's own connection to the rendezvous host, which it has made, lost or not made yet."""
         self._note_loss(now)
-        self.address, self._relays_host = Address.parse(message["address"]), message["host"]
+        self._route.correct(Address.parse(message["address"]), message["host"])
         self.error = message["error"]
         if not self.error:
             self._introduce(self._open)
 
     def _note_loss(self, now: float) -> None:
         with self._lock:
-            was_connected, self.is_connected = self.is_connected, False
+            was_connected = self._link is not None and self._link.end_introduction()
         if was_connected:
             self.losses, self.lost_at = self.losses + 1, now
 
     def _open(self, introduction: Message) -> None:
         with self._lock:
-            assert self._channel is not None
-            self._channel.send(introduction)
-            self.is_connected, self.is_refused, self.error = True, False, ""
+            assert self._link is not None
+            self._link.introduce(introduction)
+            self.is_refused, self.error = False, ""
 
-    def _flush(self) -> None:
-        """Send what the system accepts; the selector sends the rest. Errors show when the thread reads."""
-        if self._socket is None or self._channel is None or self._is_connecting:
-            return
-        outgoing = self._channel.outgoing
-        with suppress(OSError):
-            if outgoing:
-                del outgoing[: self._socket.send(outgoing)]
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
+    def _flush(self, link: _Link) -> None:
+        """Send what the system accepts; the selector sends the rest."""
+        events = link.flush()
         with suppress(KeyError):  # another thread sends while this one is being closed
-            self._selector.modify(self._socket, wanted, None)
+            self._selector.modify(link.socket, events, None)
 
     def _disconnect(self, error: str, now: float) -> None:
         if self.is_connected:
             logger.info("the connection to %s is lost: %s", self.address, error)
         self._note_loss(now)
         self._drop()
-        self.error, self.is_relayed = error, self._relay is not None and not self.is_relayed
-        self._next_attempt = now + reconnect_delay_s(self._failures)
-        self._failures += 1
+        self.error = error
+        self._route.turn()
+        self._backoff.delay(now)
 
     def _drop(self) -> None:
         with self._lock:
-            self.is_connected = self._is_connecting = False
-            connection, self._socket, self._channel = self._socket, None, None
-        if connection is not None:
+            link, self._link = self._link, None
+        if link is not None:
             with suppress(KeyError):
-                self._selector.unregister(connection)
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_WR)
-            connection.close()
-
-    def _drain(self) -> None:
-        with suppress(BlockingIOError):
-            self._woken.recv(_CHUNK)
+                self._selector.unregister(link.socket)
+            link.close()
 
 
 def _describe_error(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Protocol of the rendezvous service: addresses, the secret, authenticated frames, and the clock for its timeouts.
+"""Protocol of the rendezvous service: addresses, the secret, authenticated frames, and what its threads wait with.
 
 `Channel` is the protocol without sockets. Both ends prove with an HMAC over two fresh nonces that they know the run's
 secret, the server first, and derive a key for each direction. Every frame after that carries an HMAC over its number
@@ -24,6 +24,7 @@ import os
 import random
 import re
 import secrets
+import selectors
 import socket
 import stat
 import struct
@@ -34,6 +35,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
+
+from typing_extensions import override
 
 from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
@@ -68,15 +71,62 @@ CONNECT_S = 2.0
 HANDSHAKE_S = 10.0
 """Longest wait of a client for the host to authenticate it: a host that thousands connect to at once may be late."""
 
+_CHUNK = 1 << 16
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 
-def reconnect_delay_s(failures: int) -> float:
-    """Return the time from a failed connection to the next attempt, after so many failures in a row before it.
+class Backoff:
+    """Wait before the next attempt to connect, longer after each failure in a row.
 
     It is random, so that thousands of clients that lose a host at one moment do not return at one moment.
+
+    Attributes:
+        due: the owner's time of the next attempt.
     """
-    return _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)] * random.uniform(0.5, 1.5)
+
+    def __init__(self) -> None:
+        self.due = 0.0
+        self._failures = 0
+
+    def delay(self, now: float) -> None:
+        """Wait after a failure."""
+        self.due = now + _BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)] * random.uniform(0.5, 1.5)
+        self._failures += 1
+
+    def reset(self) -> None:
+        """Wait shortly after the next failure: an attempt has succeeded, or the next one goes elsewhere."""
+        self._failures = 0
+
+
+class WakingSelector(selectors.DefaultSelector):
+    """Selector whose `select` other threads end with `wake`.
+
+    Attributes:
+        woken: readable until `drain`, which is its data.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.woken, self._waker = socket.socketpair()
+        self.woken.setblocking(False)
+        self._waker.setblocking(False)
+        self.register(self.woken, selectors.EVENT_READ, self.drain)
+
+    def wake(self) -> None:
+        """End the present `select`, or the next one."""
+        with suppress(OSError):  # it is full already, or closed
+            self._waker.send(b"\0")
+
+    def drain(self) -> None:
+        """Let `select` wait again."""
+        with suppress(BlockingIOError):
+            self.woken.recv(_CHUNK)
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self.woken.close()
+        self._waker.close()
 
 
 _UNIX = "unix:"

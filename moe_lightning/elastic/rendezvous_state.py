@@ -3,8 +3,9 @@
 `RendezvousState` registers members, forms worlds, reports why one breaks, and admits newcomers. All of its state can be
 reported again by the members, so a host that was restarted goes on with their world. The decisions are pure functions:
 which members form the next world (`next_world`), who is overdue (`overdue_members`), and which nodes stay if links
-between nodes are dead although both ends reach the host (`largest_clique`). Messages are dictionaries with a kind "t";
-`RendezvousState.receive` lists those of clients. Times are seconds of the host's own clock.
+between nodes are dead although both ends reach the host (`largest_clique`). `Clients` has the connections, `Announced`
+and `UnknownWorlds` what these clients know. Messages are dictionaries with a kind "t"; `RendezvousState.receive` lists
+those of clients. Times are seconds of the host's own clock.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,9 +31,6 @@ from moe_lightning.elastic.protocol import Message, WireError
 
 Link = frozenset[str]
 """Two nodes."""
-
-RECONNECT_S = 3.0
-"""A client that has lost its connection tries again within this time, if it can."""
 
 _EXACT_CONFLICTS = 16  # nodes with dead links up to which the largest part is found exactly
 _HANG_MARGIN_S = 2.0  # a process that hangs ends itself first
@@ -129,11 +127,6 @@ class CurrentWorld:
     def is_over(self) -> bool:
         """True if all its members are gone."""
         return len(self.gone) >= len(self.ids)
-
-
-def next_number(last: int, wall_clock_s: float) -> int:
-    """Return a number above those of all former worlds, also of worlds that a restarted host does not know."""
-    return max(last + 1, int(wall_clock_s * 1000))
 
 
 def next_world(
@@ -377,6 +370,15 @@ def describe_dead_links(node: str, others: Iterable[str]) -> str:
     return f"the link between nodes {node} and {names} is dead, though both reach the rendezvous host"
 
 
+RECONNECT_S = 3.0
+"""A client that has lost its connection tries again within this time, if it can."""
+
+
+def next_number(last: int, wall_clock_s: float) -> int:
+    """Return a number above those of all former worlds, also of worlds that a restarted host does not know."""
+    return max(last + 1, int(wall_clock_s * 1000))
+
+
 LONGEST_WORD = 200
 
 
@@ -436,6 +438,186 @@ _OUTAGE_S = 2 * HEARTBEAT_S  # without a message of any client: the host itself 
 logger = logging.getLogger(__name__)
 
 
+class Clients:
+    """Connections of members and launchers, and the messages to them.
+
+    Attributes:
+        outbox: (connection, message) to be sent, in order.
+        dropped: connections to be closed.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[int, str] = {}  # connection -> member
+        self._of_member: dict[str, int] = {}  # member -> its connection
+        self._launchers: dict[int, str] = {}  # connection -> token
+        self._of_launcher: dict[str, int] = {}  # token -> connection
+        self.outbox: list[tuple[int, Message]] = []
+        self.dropped: list[int] = []
+
+    @property
+    def num_members(self) -> int:
+        """Number of members that are connected."""
+        return len(self._of_member)
+
+    @property
+    def members(self) -> list[tuple[int, str]]:
+        """The connections of members, each with the member."""
+        return list(self._members.items())
+
+    def member(self, connection: int) -> str:
+        """Return the member of a connection; "" if it has none."""
+        return self._members.get(connection, "")
+
+    def of_member(self, member_id: str) -> int | None:
+        """Return the connection of a member; None if it has none."""
+        return self._of_member.get(member_id)
+
+    def connect_member(self, connection: int, member_id: str) -> None:
+        """Set the connection of a member."""
+        self._members[connection], self._of_member[member_id] = member_id, connection
+
+    def disconnect_member(self, connection: int) -> None:
+        """Forget a connection of a member, which may have another one by now."""
+        member_id = self._members.pop(connection, None)
+        if member_id is not None and self._of_member.get(member_id) == connection:
+            del self._of_member[member_id]
+
+    def connect_launcher(self, connection: int, token: str) -> None:
+        """Set the connection of a launcher."""
+        self._launchers[connection], self._of_launcher[token] = token, connection
+
+    def disconnect_launcher(self, connection: int) -> None:
+        """Forget a connection of a launcher, which may have another one by now."""
+        token = self._launchers.pop(connection, None)
+        if token is not None and self._of_launcher.get(token) == connection:
+            del self._of_launcher[token]
+
+    def is_launcher(self, connection: int) -> bool:
+        """Return True if a connection is one of a launcher."""
+        return connection in self._launchers
+
+    def send(self, connection: int, **message: Any) -> None:
+        """Queue a message."""
+        self.outbox.append((connection, message))
+
+    def send_to(self, ids: Iterable[str], message: Message) -> None:
+        """Queue a message for those of these members that are connected."""
+        connections = (self._of_member.get(member_id) for member_id in ids)
+        self.outbox += [(connection, message) for connection in connections if connection is not None]
+
+    def send_to_all(self, message: Message) -> None:
+        """Queue a message for all members and launchers."""
+        self.outbox += [(connection, message) for connection in (*self._members, *self._launchers)]
+
+    def send_to_launcher(self, member_id: str, kind: str) -> None:
+        """Queue for the launcher of a member, if it is connected, what happened to that."""
+        token = token_of(member_id)
+        if (connection := self._of_launcher.get(launcher_of(token))) is not None:
+            self.send(connection, t=kind, token=token)
+
+    def send_workers(self, ids: Iterable[str]) -> None:
+        """Queue for every launcher which of its workers are in a world of these members."""
+        workers: dict[str, list[str]] = {token: [] for token in self._of_launcher}
+        for member_id in ids:
+            token = token_of(member_id)
+            workers.setdefault(launcher_of(token), []).append(token)
+        for token, connection in self._of_launcher.items():
+            self.send(connection, t="formed", tokens=workers[token])
+
+
+class Announced:
+    """What clients know already, so that only changes are sent.
+
+    Attributes:
+        waiting: newcomers, as the members of the present world know them.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self._finished = 0
+        self._former: CurrentWorld | None = None  # the world before the present one
+        self._known: dict[int, int] = {}  # connection -> number of the last world whose members it knows
+
+    def begin(self, former: CurrentWorld | None) -> None:
+        """Start a world.
+
+        Args:
+            former: the world before it, if it is known here.
+        """
+        self._former, self.waiting = former, 0
+
+    def note(self, connection: int, number: int) -> None:
+        """Record that a client knows the members of a world."""
+        self._known[connection] = number
+
+    def forget(self, connection: int) -> None:
+        """Drop a connection."""
+        self._known.pop(connection, None)
+
+    def formed(self, connections: Iterable[int], world: CurrentWorld) -> Iterator[tuple[int, Message]]:
+        """Return the messages with the members of a world: for those that know the former one with the difference."""
+        former = self._former
+        whole = difference = None
+        for connection in connections:
+            if former is not None and self._known.get(connection) == former.number:
+                message = difference = difference or _difference(former, world)
+            else:
+                message = whole = whole or _formed(world, pack_ids(world.ids), {})
+            self._known[connection] = world.number
+            yield connection, message
+
+    def is_new(self, *, waiting: int | None = None, finished: int | None = None) -> bool:
+        """Record a number, and return True if clients do not know it."""
+        before = self.waiting, self._finished
+        self.waiting = self.waiting if waiting is None else waiting
+        self._finished = self._finished if finished is None else finished
+        return (self.waiting, self._finished) != before
+
+
+class UnknownWorlds:
+    """Clients of a host that was restarted, which know a newer world than it: one of them is asked for its members, and
+    the others introduce themselves without.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}  # connection -> number of its world
+        self._asked: int | None = None
+        self._asked_at = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._numbers)
+
+    def add(self, connection: int, number: int) -> None:
+        """Let a client wait whose world is not known here."""
+        self._numbers[connection] = number
+
+    def forget(self, connection: int) -> None:
+        """Drop a client that introduces itself, or has gone."""
+        self._numbers.pop(connection, None)
+
+    def known(self, is_known: Callable[[int], bool]) -> list[int]:
+        """Return the clients whose world is known by now, and drop them."""
+        found = [connection for connection, number in self._numbers.items() if is_known(number)]
+        for connection in found:
+            del self._numbers[connection]
+        return found
+
+    def silent(self, now: float) -> int | None:
+        """Return the client that was asked and does not answer, and drop it; None without one."""
+        asked = self._asked
+        if asked is None or asked not in self._numbers or now - self._asked_at <= _ANSWER_S:
+            return None
+        del self._numbers[asked]
+        return asked
+
+    def ask(self, now: float) -> int | None:
+        """Return the client to be asked now; None if one is, or none waits."""
+        if not self._numbers or self._asked in self._numbers:
+            return None
+        self._asked, self._asked_at = max(self._numbers, key=self._numbers.__getitem__), now
+        return self._asked
+
+
 class RendezvousState:
     """State of the rendezvous host. Times are seconds of one clock of the owner.
 
@@ -445,38 +627,28 @@ class RendezvousState:
 
     Attributes:
         world: the newest one; None before the first, or when all its members are gone.
-        outbox: (connection, message) to be sent, in order.
-        dropped: connections to be closed.
+        clients: those that are connected, with the messages to them.
     """
 
     def __init__(self, *, startup_grace_s: float = 0.0, wall_clock_s: Callable[[], float] = time.time) -> None:
         self._startup_grace_s, self._wall_clock_s = startup_grace_s, wall_clock_s
         self._members: dict[str, Member] = {}
-        self._connections: dict[int, str] = {}  # connection -> member
-        self._connection_of: dict[str, int] = {}  # member -> its connection
-        self._launchers: dict[int, str] = {}  # connection -> token
-        self._launcher_connections: dict[str, int] = {}  # token -> connection
         self._expected = 0  # members of the largest run that has introduced itself
-        self._former: CurrentWorld | None = None  # the world before the present one
-        self._known: dict[int, int] = {}  # connection -> number of the last world whose members it knows
-        self._deferred: dict[int, int] = {}  # connection that introduced itself with a world unknown here -> its number
-        self._asked: int | None = None  # the one of them that shall report its world
-        self._asked_at = 0.0
+        self._announced = Announced()
+        self._unknown = UnknownWorlds()
         self._evicted: dict[str, str] = {}  # member -> why, in order of time
         self._last_number = 0
-        self._finished = self._finished_sent = 0
-        self._waiting = 0  # newcomers, as the members were told
+        self._finished = 0
         self._last_received = 0.0
         self._links = DeadLinks()
         self._nodes: dict[int, NodeHealth] = {}  # connection of a launcher -> its node, as it came
         self.world: CurrentWorld | None = None
-        self.outbox: list[tuple[int, Message]] = []
-        self.dropped: list[int] = []
+        self.clients = Clients()
 
     @property
     def missing(self) -> int:
         """Number of members that are expected and not connected."""
-        return max(0, self._expected - len(self._connection_of))
+        return max(0, self._expected - self.clients.num_members)
 
     # ------------------------------------------------------------------ input
 
@@ -490,7 +662,7 @@ class RendezvousState:
             WireError: the message is malformed.
         """
         self._exclude_own_outage(now)
-        member = self._members.get(self._connections.get(connection, ""))
+        member = self._members.get(self.clients.member(connection))
         if member is not None:
             member.last_seen = now
         match message:
@@ -498,14 +670,13 @@ class RendezvousState:
                 self._register(connection, message, now, is_local=is_local)
             case {"t": "launcher", "token": str(token), "expected": int(expected)}:
                 self._expected = max(self._expected, expected)
-                self._launchers[connection] = token
-                self._launcher_connections[token] = connection
-            case {"t": "health", "time_s": float(time_s)} if connection in self._launchers:
+                self.clients.connect_launcher(connection, token)
+            case {"t": "health", "time_s": float(time_s)} if self.clients.is_launcher(connection):
                 self._judge_node(connection, message, time_s - self._wall_clock_s())
-            case {"t": "died", "token": str(token), "how": str(how)} if connection in self._launchers:
+            case {"t": "died", "token": str(token), "how": str(how)} if self.clients.is_launcher(connection):
                 self._record_death(token, how[:LONGEST_WORD], now)
             case {"t": "beat", "progress": int(progress)}:
-                self.outbox.append((connection, _BEAT))
+                self.clients.outbox.append((connection, _BEAT))
                 if member is not None:
                     self._record_progress(member, progress, now)
             case {"t": "alive", "progress": int(progress)}:  # a heartbeat that its launcher has answered
@@ -513,7 +684,7 @@ class RendezvousState:
                     self._record_progress(member, progress, now)
             case {"t": "sync", "n": int(number)}:
                 exists = self.world is not None and not self.world.is_over
-                self._send(connection, t="synced", n=number, exists=exists, finished=self._finished)
+                self.clients.send(connection, t="synced", n=number, exists=exists, finished=self._finished)
             case {"t": str(kind)} if member is not None:
                 self._receive_from_member(member, kind, message, now)
             case {"t": "join" | "leave" | "broken" | "withdraw" | "unreachable" | "reachable" | "finish"}:
@@ -568,22 +739,18 @@ class RendezvousState:
 
     def disconnect(self, connection: int, now: float) -> None:
         """Record that a connection has ended."""
-        token = self._launchers.pop(connection, None)
+        self.clients.disconnect_launcher(connection)
         self._nodes.pop(connection, None)
-        if token is not None and self._launcher_connections.get(token) == connection:
-            del self._launcher_connections[token]
-        member = self._members.get(self._connections.get(connection, ""))
+        member = self._members.get(self.clients.member(connection))
         self._unlink(connection)
-        if member is not None and member.id not in self._connection_of:
+        if member is not None and self.clients.of_member(member.id) is None:
             member.lost_at = now
 
     def _unlink(self, connection: int) -> None:
         """Remove a connection of a member."""
-        self._known.pop(connection, None)
-        self._deferred.pop(connection, None)
-        member_id = self._connections.pop(connection, None)
-        if member_id is not None and self._connection_of.get(member_id) == connection:
-            del self._connection_of[member_id]
+        self._announced.forget(connection)
+        self._unknown.forget(connection)
+        self.clients.disconnect_member(connection)
 
     def tick(self, now: float) -> None:
         """Make the decisions that are due; call it after all input is handled."""
@@ -594,15 +761,13 @@ class RendezvousState:
             self.world = None
             self._links.known.clear()
         self._ask_for_world(now)
-        if now >= self._startup_grace_s and not self._deferred:
+        if now >= self._startup_grace_s and not self._unknown:
             ids = next_world(self._members.values(), self.world, self._links.known, now)
             if ids:
                 self._form(ids, now)
         self._announce_newcomers()
-        if self._finished != self._finished_sent:
-            self._finished_sent = self._finished
-            message = {"t": "finished", "finished": self._finished}
-            self.outbox += [(connection, message) for connection in (*self._connections, *self._launchers)]
+        if self._announced.is_new(finished=self._finished):
+            self.clients.send_to_all({"t": "finished", "finished": self._finished})
 
     def _judge_node(self, connection: int, message: Message, clock_offset_s: float) -> None:
         """Compare a launcher's node with the others, and answer whether it may join."""
@@ -611,7 +776,7 @@ class RendezvousState:
         except ValueError as error:
             raise WireError(str(error)) from None
         for launcher, node in judged(self._nodes, connection, all_may_leave=self.world is None).items():
-            self._send(launcher, t="health", refused=node.refused, clock_offset_s=node.clock_offset_s)
+            self.clients.send(launcher, t="health", refused=node.refused, clock_offset_s=node.clock_offset_s)
             if node.refused:
                 del self._nodes[launcher]
 
@@ -633,16 +798,12 @@ class RendezvousState:
 
     def _ask_for_world(self, now: float) -> None:
         """Let one of those that know a newer world introduce itself with its members, then the others without."""
-        for connection, number in list(self._deferred.items()):
-            if self._is_known(number):
-                del self._deferred[connection]
-                self._send(connection, t="introduce", full=False)
-        if self._asked in self._deferred and now - self._asked_at > _ANSWER_S:
-            del self._deferred[self._asked]
-            self.dropped.append(self._asked)
-        if self._deferred and self._asked not in self._deferred:
-            self._asked, self._asked_at = max(self._deferred, key=self._deferred.__getitem__), now
-            self._send(self._asked, t="introduce", full=True)
+        for connection in self._unknown.known(self._is_known):
+            self.clients.send(connection, t="introduce", full=False)
+        if (silent := self._unknown.silent(now)) is not None:
+            self.clients.dropped.append(silent)
+        if (asked := self._unknown.ask(now)) is not None:
+            self.clients.send(asked, t="introduce", full=True)
 
     def _is_known(self, number: int) -> bool:
         """Return True if a world is the present one, or older."""
@@ -659,25 +820,25 @@ class RendezvousState:
             case _:
                 raise WireError("a malformed introduction")
         self._last_number = max(self._last_number, number)
-        self._deferred.pop(connection, None)
+        self._unknown.forget(connection)
         match world:
             case {"number": int(reported)} if "members" not in world and not self._is_known(reported):
-                self._deferred[connection] = reported
+                self._unknown.add(connection, reported)
                 return
-        older = self._connection_of.get(member_id)
+        older = self.clients.of_member(member_id)
         if older is not None and older != connection:
             self._unlink(older)
-            self.dropped.append(older)
+            self.clients.dropped.append(older)
         self._unlink(connection)  # of the member under its former name
-        self._connections[connection], self._connection_of[member_id] = member_id, connection
+        self.clients.connect_member(connection, member_id)
         self._expected = max(self._expected, expected)
         self._restore_world(world, member_id, now)
         if world is not None:
-            self._known[connection] = world["number"]
-        self._send(connection, t="state", finished=self._finished)
+            self._announced.note(connection, world["number"])
+        self.clients.send(connection, t="state", finished=self._finished)
         if (why := self._eviction_reason(member_id, world)) is not None:
             self._evicted[member_id] = why
-            self._send(connection, t="expelled", reason=why)
+            self.clients.send(connection, t="expelled", reason=why)
             return
         member = self._members.get(member_id)
         if member is None:
@@ -689,7 +850,7 @@ class RendezvousState:
         if joins:
             member.joining_since = now if member.joining_since is None else member.joining_since
         member.has_set_up |= is_ready or (world is not None and bool(world))
-        self._send_to_launcher(member_id, "arrived")
+        self.clients.send_to_launcher(member_id, "arrived")
         self._send_missed(connection, member, world, now)
 
     def _restore_world(self, value: Any, reporter: str, now: float) -> None:
@@ -712,8 +873,8 @@ class RendezvousState:
         if not ids or not all(map(is_member_id, ids)):
             raise WireError("a malformed world")
         self._last_number = number
-        self._former, self.world = None, CurrentWorld(number=number, ids=ids, progress_at=now)
-        self._waiting = 0
+        self.world = CurrentWorld(number=number, ids=ids, progress_at=now)
+        self._announced.begin(None)
         grace_s = RECONNECT_S + _RECONNECT_EACH_S * len(ids)
         for member_id in ids:
             if member_id not in self._members and member_id not in self._evicted:
@@ -725,7 +886,7 @@ class RendezvousState:
                     grace_s=grace_s,
                     progress=-1,
                 )
-        for connection, owner in list(self._connections.items()):
+        for connection, owner in self.clients.members:
             if owner in self._members and owner != reporter:  # it has missed that this world formed
                 self._send_missed(connection, self._members[owner], None, now)
 
@@ -745,20 +906,20 @@ class RendezvousState:
             return
         if reported is None or reported["number"] < world.number:
             member.joining_since = None
-            self._send_formed([connection], world)
+            self.clients.outbox.extend(self._announced.formed([connection], world))
         elif reported.get("broken") and reported["number"] == world.number:
             self._break(str(reported["broken"])[:_LONGEST_REASON], 1, now)
         if world.broken_at is not None:
-            self._send(connection, **_broken(world))
+            self.clients.send(connection, **_broken(world))
         else:
-            self._send(connection, t="waiting", count=self._waiting)
+            self.clients.send(connection, t="waiting", count=self._announced.waiting)
 
     def _forget(self, member: Member) -> None:
         """Remove a member that leaves in order: its world goes on without it."""
         self._members.pop(member.id, None)
         if self.world is not None and member.id in self.world.ranks:
             self.world.gone.add(member.id)
-        if (connection := self._connection_of.get(member.id)) is not None:
+        if (connection := self.clients.of_member(member.id)) is not None:
             self._unlink(connection)
 
     def _evict(self, member: Member, reason: str, rating: int, now: float) -> None:
@@ -772,8 +933,8 @@ class RendezvousState:
         self._evicted[member.id] = reason
         while len(self._evicted) > _MAX_EVICTED:
             del self._evicted[next(iter(self._evicted))]
-        self._send_to([member.id], {"t": "expelled", "reason": reason})
-        self._send_to_launcher(member.id, "expelled")
+        self.clients.send_to([member.id], {"t": "expelled", "reason": reason})
+        self.clients.send_to_launcher(member.id, "expelled")
 
     def _record_death(self, token: str, how: str, now: float) -> None:
         """Record the end of a process that a launcher saw; this reason replaces errors of survivors."""
@@ -797,7 +958,7 @@ class RendezvousState:
         self._last_number = next_number(self._last_number, self._wall_clock_s())
         has_set_up = any(self._members[member_id].has_set_up for member_id in ids)
         members = [self._members[member_id] for member_id in ids]
-        self._former = self.world
+        self._announced.begin(self.world)
         self.world = CurrentWorld(
             number=self._last_number,
             ids=ids,
@@ -806,28 +967,11 @@ class RendezvousState:
             probes={m.node: m.probe for m in members if m.probe is not None},  # one for each node
         )
         self._links.forget_reports()
-        self._waiting = 0
         for member in members:
             member.joining_since, member.has_set_up, member.is_spare = None, True, False
-        self._send_formed([c for m in ids if (c := self._connection_of.get(m)) is not None], self.world)
-        workers: dict[str, list[str]] = {token: [] for token in self._launcher_connections}
-        for member_id in ids:
-            token = token_of(member_id)
-            workers.setdefault(launcher_of(token), []).append(token)
-        for token, connection in self._launcher_connections.items():
-            self._send(connection, t="formed", tokens=workers[token])
-
-    def _send_formed(self, connections: Iterable[int], world: CurrentWorld) -> None:
-        """Send the members of a world, to connections that know those of the former one their difference."""
-        former = self._former
-        whole = difference = None
-        for connection in connections:
-            if former is not None and self._known.get(connection) == former.number:
-                message = difference = difference or _difference(former, world)
-            else:
-                message = whole = whole or _formed(world, pack_ids(world.ids), {})
-            self._known[connection] = world.number
-            self.outbox.append((connection, message))
+        connections = [c for m in ids if (c := self.clients.of_member(m)) is not None]
+        self.clients.outbox.extend(self._announced.formed(connections, self.world))
+        self.clients.send_workers(ids)
 
     def _break(self, reason: str, rating: int, now: float) -> None:
         """Break the world, or record a better reason for its break."""
@@ -838,7 +982,7 @@ class RendezvousState:
         world.broken_at = now if world.broken_at is None else world.broken_at
         world.reason, world.rating = reason, rating
         self._links.forget_reports()
-        self._send_to(world.ids, _broken(world))
+        self.clients.send_to(world.ids, _broken(world))
 
     def _describe(self, member_id: str) -> str:
         """Describe a member by rank and node."""
@@ -863,7 +1007,7 @@ class RendezvousState:
         if others and member.rejected_by != world.number:
             member.rejected_by = world.number
             probes = {m.node: list(m.probe) for m in inside if m.node in others and m.probe is not None}
-            self._send_to(
+            self.clients.send_to(
                 [member.id], {"t": "kept out", "reason": describe_dead_links(member.node, others), "probes": probes}
             )
 
@@ -881,25 +1025,9 @@ class RendezvousState:
                 self._send_rejection(member, world)
             if member.id not in admitted and not member.is_spare:
                 member.is_spare = True
-                self._send_to([member.id], {"t": "spare"})
-        if len(waiting) != self._waiting:
-            self._waiting = len(waiting)
-            self._send_to(world.ids, {"t": "waiting", "count": len(waiting)})
-
-    # ------------------------------------------------------------------ output
-
-    def _send(self, connection: int, **message: Any) -> None:
-        self.outbox.append((connection, message))
-
-    def _send_to(self, ids: Iterable[str], message: Message) -> None:
-        connections = (self._connection_of.get(member_id) for member_id in ids)
-        self.outbox += [(connection, message) for connection in connections if connection is not None]
-
-    def _send_to_launcher(self, member_id: str, kind: str) -> None:
-        """Send the launcher of a member, if it is connected, what happened to that."""
-        token = token_of(member_id)
-        if (connection := self._launcher_connections.get(launcher_of(token))) is not None:
-            self._send(connection, t=kind, token=token)
+                self.clients.send_to([member.id], {"t": "spare"})
+        if self._announced.is_new(waiting=len(waiting)):
+            self.clients.send_to(world.ids, {"t": "waiting", "count": len(waiting)})
 
 
 def _difference(former: CurrentWorld, world: CurrentWorld) -> Message:

@@ -37,6 +37,7 @@ from moe_lightning.elastic.protocol import (
     Message,
     ProcessClock,
     Refused,
+    WakingSelector,
     WireError,
     encode,
 )
@@ -123,21 +124,16 @@ class ServerThread:
         self._paused_until = 0.0
         self._decide_at = 0.0
         self._has_input = False
-        self._payload: tuple[Message, bytes] | None = None  # the last message and its encoding
-        self._selector = selectors.DefaultSelector()
+        self._selector = WakingSelector()
         self._closed = threading.Event()
-        self._waker, self._woken = socket.socketpair()
-        for each in (listener, self._waker, self._woken):
-            each.setblocking(False)
+        listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._run, name="elastic-server", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
         """Let the service decide at once; from any thread."""
-        with suppress(OSError):  # it is full already, or the thread has ended and closed its end
-            self._waker.send(b"\0")
+        self._selector.wake()
 
     def close(self) -> None:
         """End the thread and close all connections."""
@@ -154,8 +150,7 @@ class ServerThread:
         finally:
             for connection in list(self._connections):
                 self._close(connection)
-            for each in (self._listener, self._waker, self._woken):
-                each.close()
+            self._listener.close()
             self._selector.close()
 
     def _round(self) -> None:
@@ -166,9 +161,9 @@ class ServerThread:
         for key, events in ready:
             if key.fileobj is self._listener:
                 self._accept(now)
-            elif key.fileobj is self._woken:
+            elif key.fileobj is self._selector.woken:
                 self._has_input = True
-                self._woken.recv(_CHUNK)
+                self._selector.drain()
             elif key.data in self._connections:
                 if events & selectors.EVENT_READ:
                     self._read(key.data, now)
@@ -201,7 +196,7 @@ class ServerThread:
     def _queue(self, entries: Sequence[tuple[int, Message]], touched: dict[int, None]) -> None:
         """Queue one message for all its clients: once for those that one connection carries."""
         carried: dict[int, list[int]] = {}
-        payload = self._encode(entries[0][1])
+        payload = encode(entries[0][1])
         for client, _ in entries:
             if client in self._carriers:
                 number, key = self._carriers[client]
@@ -214,12 +209,6 @@ class ServerThread:
             channel.send({"t": "for", "clients": keys})
             channel.send_encoded(payload)
             touched[number] = None
-
-    def _encode(self, message: Message) -> bytes:
-        """Encode a message once for all connections that it goes to in turn."""
-        if self._payload is None or self._payload[0] is not message:
-            self._payload = message, encode(message)
-        return self._payload[1]
 
     # ------------------------------------------------------------------ connections
 
@@ -557,7 +546,7 @@ class RendezvousService:
 
     def __init__(self, state: RendezvousState, commit: Callable[[CurrentWorld], bool] | None = None) -> None:
         self._state, self._commit = state, commit
-        self.outbox, self.dropped = state.outbox, state.dropped
+        self.outbox, self.dropped = state.clients.outbox, state.clients.dropped
         self._store = WorldStore(self.outbox)
 
     @property

@@ -218,13 +218,13 @@ class Crowd:
     def tick(self, seconds: float) -> None:
         self.now += seconds
         self.roster.tick(self.now)
-        for connection, message in self.roster.outbox:
+        for connection, message in self.roster.clients.outbox:
             self.told.setdefault(connection, []).append(message)
             if message["t"] == "formed" and "members" in message:
                 known = (message["since"], self.formed[message["since"]]) if "since" in message else None
                 ids = self.formed[message["number"]] = formed_ids(message, known)
                 self.worlds[connection] = message["number"], ids
-        self.roster.outbox.clear()
+        self.roster.clients.outbox.clear()
 
     def last(self, connection: int, kind: str) -> Message | None:
         return next((m for m in reversed(self.told.get(connection, [])) if m["t"] == kind), None)
@@ -266,7 +266,7 @@ def test_a_host_that_was_started_anew_asks_one_after_another_for_their_world() -
     assert crowd.last(3, "introduce") is None
     crowd.tick(1.1)  # the first one does not answer
     crowd.tick(0.0)
-    assert crowd.roster.dropped == [2]
+    assert crowd.roster.clients.dropped == [2]
     assert crowd.last(3, "introduce") == {"t": "introduce", "full": True}
     crowd.tick(0.9)
     crowd.tick(0.9)

@@ -169,7 +169,7 @@ def test_forged_lines_do_no_harm_to_the_host_or_to_other_members() -> None:
             assert len(str(sentence)) < 400
             assert "\n" not in str(sentence)
             roster.tick(0.3)
-        json.dumps(roster.outbox)
+        json.dumps(roster.clients.outbox)
         roster.receive(1, {"t": "beat", "progress": 1}, 0.4)
         roster.tick(0.5)
     assert refused > 300

@@ -126,7 +126,8 @@ class Host:
         """The refusals that are answered."""
         self.state.receive(connection, {"t": "launcher", "token": f"t{connection}", "expected": 1}, 0.0)
         self.state.receive(connection, {"t": "health", "time_s": time_s, **vars(health)}, 0.0)
-        found, self.state.outbox = self.state.outbox, []
+        found = list(self.state.clients.outbox)
+        self.state.clients.outbox.clear()
         return {to: message["refused"] for to, message in found if message["t"] == "health"}
 
 
