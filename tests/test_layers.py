@@ -306,7 +306,6 @@ WRITTEN_BY_STRATEGIES = {
     "io.checkpoint_io": "Lightning's",
     "saver.save_on_exception": "Lightning's",
     "precision.scaler": "Lightning's",
-    "layer.dispatcher.speeds": "checked by its owner",
     "self.stream.part": "the position in the samples, which only the steps set",
     "self.stream.parts": "as above",
     "self.stream.is_dummy_batch": "as above",
@@ -328,7 +327,6 @@ def test_strategies_set_no_other_attributes_of_other_objects() -> None:
 
 
 LARGE_CLASSES = {
-    "Dispatcher": 18,
     "ExpertParallelStrategy": 18,
     "PartialExpertsCheckpoint": 17,
     "_Workers": 17,

@@ -289,7 +289,7 @@ class BalancePlanner:
             for costs, forward, backward in zip(self.costs, forward_s, backward_s, strict=True)
         ]
 
-    def take_speeds(self, speeds: IntArray | None) -> None:
+    def set_speeds(self, speeds: IntArray | None) -> None:
         """Plan for ranks of these speeds, int64 [N], from now on, and soon for new placements; the same on every rank,
         after the same step."""
         speeds = uneven(speeds)

@@ -399,7 +399,7 @@ class LoadBalancer(Callback):
         if self._restored is not None:
             self.planner.load_state_dict(self._layers.part(self._restored))
         self.follower = SpeedFollower(self._speed_policy, strategy, self.follower)
-        self.planner.take_speeds(self.follower.experts.speeds)
+        self.planner.set_speeds(self.follower.experts.speeds)
         self._counts = StepCounts(len(layers))
         for index, layer in enumerate(layers):
             layer.overlap_fn = partial(self._observe, index, layer, strategy.steps if stages.num_stages > 1 else None)
@@ -548,7 +548,7 @@ class LoadBalancer(Callback):
             local = torch.tensor(times, device=trainer.strategy.root_device, dtype=torch.float64)
             self.planner.take_dense_times(*trainer.strategy.reduce(local, reduce_op="max").tolist())
         if self._following.end_step():
-            self.planner.take_speeds(self._following.experts.speeds)
+            self.planner.set_speeds(self._following.experts.speeds)
         if private_lightning.logs_now(trainer):
             pl_module.log_dict(reduced(list(self._metrics(trainer, self.planner)), trainer))
 

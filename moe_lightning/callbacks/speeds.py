@@ -91,7 +91,7 @@ class SpeedFollower:
         self._clock: RankClock | None = None
         self._steps = 0
         if before is not None:  # an earlier fit, or an earlier world
-            strategy.experts.take_speeds(None)
+            strategy.experts.set_speeds(None)
             strategy.share_samples(None)
         self._stages, self._world = strategy.state.stages, strategy.world.stage
         nodes, is_pipeline = self._stages.nodes(strategy.node_of), self._stages.num_stages > 1
@@ -106,7 +106,7 @@ class SpeedFollower:
             bubbles = self._world.bubbles if is_pipeline else None
             self._clock = RankClock(strategy.experts.layers, strategy.root_device, bubbles)
         elif given is not None:
-            strategy.experts.take_speeds(self.experts.speeds)
+            strategy.experts.set_speeds(self.experts.speeds)
             self._share_samples()
 
     def _given(self) -> IntArray | None:
@@ -183,7 +183,7 @@ class SpeedFollower:
             has_changed = self.experts.take(experts)
             has_changed, samples = self._over_stages(has_changed, samples)
             if has_changed:
-                self._strategy.experts.take_speeds(self.experts.speeds)
+                self._strategy.experts.set_speeds(self.experts.speeds)
             if self.samples.take(samples):
                 self._share_samples()
         self._look_after_stragglers()

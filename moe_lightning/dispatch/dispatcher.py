@@ -65,6 +65,55 @@ class Dispatched:
     handle: Any
 
 
+class _Quotas:
+    """Division of each expert's tokens over its holders in the groups, by the shadows and speeds of the running step.
+
+    Args:
+        placement: replicas [E, N].
+        groups: dispatch groups.
+        is_balanced: True if quotas are balanced over ranks, False if equal for each replica.
+
+    Attributes:
+        shadows: None without any.
+        speeds: int64 [N], of the ranks; None: all are equally fast.
+    """
+
+    def __init__(self, placement: Placement, groups: Sequence[Sequence[int]], *, is_balanced: bool) -> None:
+        self._rule = balanced_split if is_balanced else equal_split
+        self._groups = [
+            (list(group), Pairs.of_table(np.ascontiguousarray(placement.replicas[:, list(group)]))) for group in groups
+        ]
+        self.shadows: ShadowPlan | None = None
+        self.speeds: IntArray | None = None
+        self._rules_print = self._last_print = 0
+
+    @property
+    def fingerprint(self) -> int:
+        """Hash of shadows, speeds and the last quotas: a quota's is sent with the next counts, not by itself."""
+        return self._rules_print ^ self._last_print
+
+    def set_rules(self, shadows: ShadowPlan | None, speeds: IntArray | None) -> None:
+        """Divide by these from now on."""
+        self.shadows, self.speeds, self._rules_print = shadows, speeds, 0
+        if shadows is not None:
+            self._rules_print ^= fingerprint(shadows.shadows, shadows.homes, shadows.quota_rule)
+        if speeds is not None:
+            self._rules_print ^= fingerprint(speeds)
+
+    def divide(self, tokens_EN: IntArray) -> IntArray:
+        """int64 [E, N]: tokens of each expert that each rank computes for its group.
+
+        Args:
+            tokens_EN: assignments of every rank.
+        """
+        quota_EN = np.zeros_like(tokens_EN)
+        for ranks, pairs in self._groups:
+            split = partial(self._rule, speeds=None if self.speeds is None else self.speeds[ranks])
+            quota_EN[:, ranks] = divide(np.ascontiguousarray(tokens_EN[:, ranks]), pairs, self.shadows, split)
+        self._last_print = fingerprint(quota_EN)
+        return quota_EN
+
+
 class Dispatcher:
     """Dispatcher of one layer under its placement; between micro-batches it keeps only statistics of the last one.
 
@@ -111,21 +160,18 @@ class Dispatcher:
         self.placement = placement
         self.world = world
         self.groups = tuple(tuple(group) for group in groups)
-        self._is_balanced = quota == "balanced"
+        is_balanced = quota == "balanced"
+        self._quotas = _Quotas(placement, groups, is_balanced=is_balanced)
         held = placement.experts_on(world.rank)
         self.slot_experts = held if slot_experts is None else tuple(slot_experts)
         assert sorted(expert for expert in self.slot_experts if expert >= 0) == list(held)
         self._layer = layer
-        self._shadows: ShadowPlan | None = None
-        self._speeds: IntArray | None = None
         self._local_word = 0
         self.gathered_words: list[int] = []
-        self._pairs = [Pairs.of_table(np.ascontiguousarray(placement.replicas[:, list(group)])) for group in groups]
         self._backend: DispatchBackend = DISPATCH_BACKENDS.make(backend, world)
         self.plans_on_device = plan_on == "device"
         placed = (placement.replicas, repr(self.groups), quota, backend, *([plan_on] if self.plans_on_device else []))
-        self._placement_print = self._plan_print = fingerprint(*placed)
-        self._quota_print = 0
+        self._placement_print = fingerprint(*placed)
         self.last_rank_loads: IntArray | None = None
         self._planner: DevicePlanner | None = None
         if self.plans_on_device and world.size > 1:
@@ -135,7 +181,7 @@ class Dispatcher:
             self._planner = DevicePlanner(
                 placement,
                 world,
-                is_balanced=self._is_balanced,
+                is_balanced=is_balanced,
                 slot_experts=self.slot_experts,
                 fingerprint=self._placement_print,
                 what=f"the placement of MoE layer {layer}",
@@ -159,10 +205,14 @@ class Dispatcher:
     @property
     def shadows(self) -> ShadowPlan | None:
         """Shadow experts of the running step; None without any."""
-        return self._shadows
+        return self._quotas.shadows
 
-    @shadows.setter
-    def shadows(self, plan: ShadowPlan | None) -> None:
+    def set_shadows(self, plan: ShadowPlan | None) -> None:
+        """Set the shadow experts of the next micro-batches; None: there are none.
+
+        Raises:
+            ConfigurationError: a plan that does not fit the placement, the dispatch groups or a plan on the device.
+        """
         if plan is not None:
             self._refuse_on_device(plan.num_copies > 0, "does not support shadows: use shadows=none")
             plan.check(self.placement)
@@ -170,19 +220,22 @@ class Dispatcher:
                 raise ConfigurationError(
                     f"shadows need one dispatch group, but ep_size cuts the ranks into {len(self.groups)}: drop ep_size"
                 )
-        self._shadows = plan if plan is not None and plan.num_copies else None
-        self._sign()
+        self._quotas.set_rules(plan if plan is not None and plan.num_copies else None, self.speeds)
 
     @property
     def speeds(self) -> IntArray | None:
         """int64 [N]: of the ranks, see `dispatch.quota`; None: all are equally fast."""
-        return self._speeds
+        return self._quotas.speeds
 
-    @speeds.setter
-    def speeds(self, speeds: IntArray | None) -> None:
-        self._speeds = uneven(speeds)
-        self._refuse_on_device(self._speeds is not None, "shares tokens out among equally fast ranks: give no speeds")
-        self._sign()
+    def set_speeds(self, speeds: IntArray | None) -> None:
+        """Share tokens out by the speeds of the ranks from the next micro-batch on; the same on every rank.
+
+        Raises:
+            ConfigurationError: plans are made on the device.
+        """
+        speeds = uneven(speeds)
+        self._refuse_on_device(speeds is not None, "shares tokens out among equally fast ranks: give no speeds")
+        self._quotas.set_rules(self.shadows, speeds)
 
     @property
     def local_word(self) -> int:
@@ -198,14 +251,6 @@ class Dispatcher:
         if is_wanted and self.plans_on_device and self.world.size > 1:
             raise ConfigurationError(f"plan='device' {lack}, or use plan='host'")
 
-    def _sign(self) -> None:
-        """Update the fingerprint of this rank's placement, shadows and speeds."""
-        self._plan_print = self._placement_print
-        if self._shadows is not None:
-            self._plan_print ^= fingerprint(self._shadows.shadows, self._shadows.homes, self._shadows.quota_rule)
-        if self._speeds is not None:
-            self._plan_print ^= fingerprint(self._speeds)
-
     def gather_counts(self, counts_E: Tensor) -> Tensor:
         """All ranks' assignments per expert, int64 [N, E], on the host; the layer's one synchronisation of host and
         device with several ranks. On the device, and no synchronisation, where plans are made there.
@@ -219,7 +264,7 @@ class Dispatcher:
             return counts_E.unsqueeze(0)
         if self._planner is not None:
             return self._planner.gather_counts(counts_E)
-        own = torch.tensor([self._plan_print ^ self._quota_print, self.local_word])
+        own = torch.tensor([self._placement_print ^ self._quotas.fingerprint, self.local_word])
         gathered_NE2 = all_gather_counts(torch.cat([counts_E, ops.upload(own, counts_E.device)]), self.world)
         prints = gathered_NE2[:, -2].tolist()
         if prints.count(prints[0]) < len(prints):
@@ -234,20 +279,20 @@ class Dispatcher:
             counts_NE: assignments of every rank after drops, from `gather_counts`.
         """
         tokens_EN = counts_NE.numpy().T
-        quota_EN = self._quotas(tokens_EN)
-        self._quota_print = fingerprint(quota_EN)  # travels with the next counts, not in an exchange of its own
+        quota_EN = self._quotas.divide(tokens_EN)
+        self.last_rank_loads = loads_N = quota_EN.sum(axis=0)
         send_EN, recv_EN = self._send_and_receive(tokens_EN, quota_EN)
         num_experts_N, shadow_experts = np.bincount(self.placement.pairs.ranks, minlength=self.world.size), []
-        if self._shadows is not None:
-            num_experts_N += self._shadows.shadows.sum(axis=0)
-            shadow_experts = np.flatnonzero(self._shadows.shadows[:, self.world.rank]).tolist()
+        if self.shadows is not None:
+            num_experts_N += self.shadows.shadows.sum(axis=0)
+            shadow_experts = np.flatnonzero(self.shadows.shadows[:, self.world.rank]).tolist()
         return DispatchPlan(
             tokens_EN=tokens_EN,
             send_EN=send_EN,
             recv_EN=recv_EN,
             experts_C=(*self.slot_experts, *shadow_experts),
             num_experts_N=num_experts_N,
-            loads_N=quota_EN.sum(axis=0),
+            loads_N=loads_N,
         )
 
     def dispatch(
@@ -282,7 +327,7 @@ class Dispatcher:
         return Dispatched(
             rows_MD=rows_MD,
             tokens_per_slot_S=tokens_C[:num_slots],
-            tokens_per_shadow_H=tokens_C[num_slots:] if self._shadows is not None else None,
+            tokens_per_shadow_H=tokens_C[num_slots:] if self.shadows is not None else None,
             resident_rows=int(plan.recv_EN[[expert for expert in self.slot_experts if expert >= 0]].sum()),
             handle=handle,
         )
@@ -308,17 +353,6 @@ class Dispatcher:
         slots = [self.slot_experts.index(expert) for expert in range(self.placement.num_experts)]
         slot_E = torch.tensor([*slots, -1], device=expert_ids_TK.device)  # a dropped choice, -1, takes the last entry
         return slot_E[expert_ids_TK]
-
-    def _quotas(self, tokens_EN: IntArray) -> IntArray:
-        """int64 [E, N]: tokens of each expert that each rank computes for its group; remembers every rank's load."""
-        quota_EN = np.zeros_like(tokens_EN)
-        rule = balanced_split if self._is_balanced else equal_split
-        for group, pairs in zip(self.groups, self._pairs, strict=True):
-            ranks = list(group)
-            split = partial(rule, speeds=None if self._speeds is None else self._speeds[ranks])
-            quota_EN[:, ranks] = divide(np.ascontiguousarray(tokens_EN[:, ranks]), pairs, self._shadows, split)
-        self.last_rank_loads = quota_EN.sum(axis=0)
-        return quota_EN
 
     def _send_and_receive(self, tokens_EN: IntArray, quota_EN: IntArray) -> tuple[IntArray, IntArray]:
         """This rank's row and column of the dispatch tensor, zero outside its group."""

@@ -255,12 +255,14 @@ class MoELayer(nn.Module):
         self.dispatcher = Dispatcher.local(self.num_experts)
 
     def start_shadows(self, plan: ShadowPlan, transfers: ShadowTransfers) -> None:
-        """Have these shadow experts in the running step; raises as `Dispatcher.shadows`."""
-        self.dispatcher.shadows, self.shadow_transfers = plan, transfers
+        """Have these shadow experts in the running step; raises as `Dispatcher.set_shadows`."""
+        self.dispatcher.set_shadows(plan)
+        self.shadow_transfers = transfers
 
     def drop_shadows(self) -> None:
         """End the shadow experts of a step."""
-        self.shadow_transfers = self.dispatcher.shadows = None
+        self.dispatcher.set_shadows(None)
+        self.shadow_transfers = None
 
     def forget_step(self) -> None:
         """Release what an aborted step has left: shadow experts, losses with their graphs, counts."""

@@ -247,11 +247,11 @@ class PlacedExperts:
             self._drop_shadows()
         self._replica_sum()
 
-    def take_speeds(self, speeds: IntArray | None) -> None:
+    def set_speeds(self, speeds: IntArray | None) -> None:
         """Split tokens by the speeds of the ranks from the next step on; the same on every rank."""
         self.speeds = speeds
         for layer in self.layers:
-            layer.dispatcher.speeds = speeds
+            layer.dispatcher.set_speeds(speeds)
 
     # ------------------------------------------------------------------ new placements
 
@@ -395,7 +395,7 @@ class PlacedExperts:
             layer.move(dispatcher, arrived={t.expert for t in here if t.layer == index})
         self.placements = list(placements)
         self._set_stacks(stacks)
-        self.take_speeds(self.speeds)
+        self.set_speeds(self.speeds)
         return MigrationReport(
             moved_states=len(transfers),
             sent_bytes=sent_bytes,

@@ -11,7 +11,7 @@ import torch
 
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import Placement, uniform_placement
-from moe_lightning.dispatch.quota import ShadowPlan
+from moe_lightning.dispatch.quota import ShadowPlan, equal_split
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel import collectives
 from moe_lightning.parallel.collectives import check_versions, fingerprint, require_agreement
@@ -40,11 +40,11 @@ def disagree(rank: int, world_size: int, about: str) -> list[str]:
     policy: Any = "equal" if about == "policy" and rank == 2 else "balanced"
     dispatcher = Dispatcher(Placement(replicas=replicas), connect(), [(0, 1, 2)], policy, layer=7)
     if about == "speeds":
-        dispatcher.speeds = np.array([4096, 2048, 4096 if rank == 2 else 4095])
+        dispatcher.set_speeds(np.array([4096, 2048, 4096 if rank == 2 else 4095]))
     if about == "shadows":
-        dispatcher.shadows = shadow_plan(rank)
+        dispatcher.set_shadows(shadow_plan(rank))
     if about == "quota" and rank == 2:
-        dispatcher._is_balanced = False
+        dispatcher._quotas._rule = equal_split
     ended = []
     for _ in range(2):
         try:

@@ -38,7 +38,7 @@ def dispatch_with_shadows(rank: int, world_size: int) -> int:
         slots = rng.permutation([*placement.experts_on(rank), -1]).tolist()
         backend = ("exchange", PADDED)[seed % 2]
         dispatcher = Dispatcher(placement, world, [tuple(range(world_size))], "balanced", slots, backend=backend)
-        dispatcher.shadows = plan
+        dispatcher.set_shadows(plan)
         counts_NE = torch.stack([torch.bincount(peer[peer >= 0], minlength=6) for peer in ids])
         x_TD = torch.randn(len(ids[rank]), 3)
         sent = dispatcher.dispatch(x_TD, ids[rank], counts_NE)
