@@ -534,6 +534,75 @@ class _Worker:
     silent_since: float | None = None
 
 
+class _Failures:
+    """Failures of the workers of a run, and whether another worker is started after one.
+
+    Args:
+        max_restarts: of the run.
+
+    Attributes:
+        restarts: workers that were started again.
+        crash: the first since the last world; None without one.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self.restarts = 0
+        self.crash: RankFailure | None = None
+        self._last_signature, self._repeats = "", 0  # of crashes
+
+    def begin_world(self) -> None:
+        """Forget the crash before a world: the others have recovered from it."""
+        self.crash = None
+
+    def add(self, failure: RankFailure, *, is_last: bool) -> RankFailure:
+        """Return a failure, a crash with its traceback only if that is new.
+
+        Args:
+            is_last: no other worker runs.
+
+        Raises:
+            RanksFailed: it would come again.
+        """
+        if failure.kind == "mistake":
+            raise RanksFailed(failure)
+        if failure.kind == "crash":
+            failure = self._count_crash(failure)
+            self.crash = self.crash or failure
+        if failure.kind == "peer" or (failure.kind == "crash" and is_last):
+            raise RanksFailed(self.crash or failure)
+        return failure
+
+    def restart(self, failure: RankFailure) -> None:
+        """Count a worker that is started again.
+
+        Raises:
+            RanksFailed: there were as many as `max_restarts` before.
+        """
+        if self.restarts >= self._max_restarts:
+            message = f"{failure.message}, after {self._max_restarts} restarts (max_restarts)"
+            raise RanksFailed(replace(failure, message=message))
+        self.restarts += 1
+
+    def show(self, failure: RankFailure) -> None:
+        """Print the traceback of a crash, once."""
+        if failure.kind == "crash" and failure.details:
+            _print_line(failure.details)
+            if self.crash is failure:
+                self.crash = replace(failure, details="")
+
+    def _count_crash(self, failure: RankFailure) -> RankFailure:
+        is_known = bool(failure.signature) and failure.signature == self._last_signature
+        self._last_signature, self._repeats = failure.signature, self._repeats + 1 if is_known else 1
+        if not is_known:
+            return failure
+        failure = replace(failure, details="")
+        if self._repeats < _MOST_REPEATS:
+            return failure
+        message = f"{failure.message}, {_MOST_REPEATS} times in the same way: see its traceback above"
+        raise RanksFailed(replace(failure, message=message))
+
+
 class _Workers:
     """Workers of one run."""
 
@@ -548,11 +617,9 @@ class _Workers:
         self._due: dict[int, float] = {}  # slot -> when it is started again
         self._began_ns = time.time_ns() // 1_000_000 * 1_000_000  # the names of all members are sent to all
         self._starts = dict.fromkeys(range(launcher.num_ranks), 0)
-        self._restarts = 0
+        self._failures = _Failures(launcher.max_restarts)
         self._finished = 0
         self._world: frozenset[str] | None = None  # tokens of this machine's workers in the last world
-        self._crash: RankFailure | None = None  # the first since the last world
-        self._last_signature, self._repeats = "", 0  # of crashes
 
     def run(self) -> None:
         """Run until all that live have ended well."""
@@ -648,44 +715,16 @@ class _Workers:
         is_reported = failure.kind == "death" and failure.time_s > 0  # by the worker itself
         why = f" ({failure.message})" if failure.kind in ("mistake", "crash") or is_reported else ""
         self._connection.report_death(worker.token, how_it_ended(code) + why)
-        if failure.kind == "mistake":
-            raise RanksFailed(failure)
-        if failure.kind == "crash":
-            failure = self._count_crash(failure)
-            self._crash = self._crash or failure
-        if failure.kind == "peer" or (failure.kind == "crash" and not self._running):
-            raise RanksFailed(self._crash or failure)  # it would come again
+        failure = self._failures.add(failure, is_last=not self._running)
         if self._finished:
             return
-        limit = self._launcher.max_restarts
-        if self._restarts >= limit:
-            raise RanksFailed(replace(failure, message=f"{failure.message}, after {limit} restarts (max_restarts)"))
-        if failure.kind == "crash" and failure.details:
-            _print_line(failure.details)
-            if self._crash is failure:
-                self._crash = replace(failure, details="")  # it has been shown
-        self._restarts += 1
+        self._failures.restart(failure)
+        self._failures.show(failure)
         self._due[slot] = time.monotonic() + self._launcher.cool_down_s
         _print_line(
             f"{self._launcher.program}: {failure.message}; started again in {self._launcher.cool_down_s:g} s "
-            f"({self._restarts} of {self._launcher.max_restarts})"
+            f"({self._failures.restarts} of {self._launcher.max_restarts})"
         )
-
-    def _count_crash(self, failure: RankFailure) -> RankFailure:
-        """Return the failure, with its traceback only if that is new.
-
-        Raises:
-            RanksFailed: it has come so often in a row that it would come again.
-        """
-        is_known = bool(failure.signature) and failure.signature == self._last_signature
-        self._last_signature, self._repeats = failure.signature, self._repeats + 1 if is_known else 1
-        if not is_known:
-            return failure
-        failure = replace(failure, details="")
-        if self._repeats < _MOST_REPEATS:
-            return failure
-        message = f"{failure.message}, {_MOST_REPEATS} times in the same way: see its traceback above"
-        raise RanksFailed(replace(failure, message=message))
 
     def _read_messages(self) -> None:
         """Handle messages of the host, and kill an evicted worker that does not register again.
@@ -700,7 +739,7 @@ class _Workers:
                 case {"t": "formed", "tokens": list(tokens)}:
                     self._world = frozenset(tokens)
                     self._mark(self._world, None)
-                    self._crash = None
+                    self._failures.begin_world()
                 case {"t": "arrived", "token": str(token)}:
                     self._mark({token}, None)
                 case {"t": "expelled", "token": str(token)}:
