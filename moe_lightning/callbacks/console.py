@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -57,6 +59,7 @@ class Console(ProgressBar):
         self._is_described = False
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._began = (0, 0.0)  # the step at which this process began to train, and when
 
     @override
     def disable(self) -> None:
@@ -77,6 +80,7 @@ class Console(ProgressBar):
             self._bar.update(self._task, completed=trainer.global_step)
             return
         if not is_described:  # a recovery has a line of its own
+            self._began = (trainer.global_step, time.monotonic())
             print(in_columns(describe(trainer, pl_module)), flush=True)
         if self._style == "bar" or (self._style == "auto" and sys.stdout.isatty()):
             self._bar = _progress_bar(RichConsole())
@@ -97,12 +101,22 @@ class Console(ProgressBar):
             if logs:
                 self._show(trainer, _status(trainer))
         elif logs:
-            print(f"{_position(trainer)}  {'  '.join(_status(trainer))}", flush=True)
+            print("  ".join([_position(trainer), *_status(trainer), *self._time_left(trainer)]), flush=True)
+
+    def _time_left(self, trainer: pl.Trainer) -> list[str]:
+        """Return the time until the last step at the mean speed so far, validation included; [] if it is unknown."""
+        (first, began), total = self._began, private_lightning.steps_of_training(trainer)
+        done = trainer.global_step - first
+        if not total or done <= 0 or trainer.global_step >= total:
+            return []
+        seconds = (time.monotonic() - began) / done * (total - trainer.global_step)
+        return [f"{timedelta(seconds=round(seconds))} left"]
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "validate":
-            self.tell(f"validates on {sum(trainer.num_val_batches):,} batches")
+            batches = sum(trainer.num_val_batches)
+            self.tell(f"validates on {batches:,} {'batch' if batches == 1 else 'batches'}")
         elif not trainer.sanity_checking:
             self._show(trainer, ["validates", *_status(trainer)])
 

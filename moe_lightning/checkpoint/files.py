@@ -115,7 +115,8 @@ def check_end(path: Path) -> None:
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
-        return MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file")
+        cure = "give the path of a .ckpt file or of a directory of checkpoints"
+        return MissingCheckpointError(f"the checkpoint {path} does not exist: {cure}")
     return CheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})")
 
 

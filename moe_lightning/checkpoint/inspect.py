@@ -85,7 +85,14 @@ def resolve(path: Place, report: Callable[[str], None] | None = None) -> Checkpo
         return found.checkpoint
     if found.problems:
         raise CheckpointError(f"{path} holds no complete checkpoint: {found.problems[0]}")
-    raise ConfigurationError(f"{path} holds no checkpoint: name a checkpoint, or the directory that holds them")
+    raise _none_in(path)
+
+
+def _none_in(path: Place) -> ConfigurationError:
+    """The error of a directory without checkpoints, which may hold runs that have some."""
+    runs = sorted(path.glob("*/checkpoints/step-*")) if isinstance(path, Path) else []
+    cure = f"give a run in it, such as {runs[-1].parents[1]}" if runs else "name a checkpoint, or the directory of some"
+    return ConfigurationError(f"{path} holds no checkpoint: {cure}")
 
 
 def scope_bytes(manifest: Manifest) -> dict[str, int]:
@@ -124,7 +131,7 @@ def _directories(path: Place) -> list[Place]:
     readable = [found for found, _ in checkpoints(path)]
     paths = [*readable, *(found for found in directories(path) if found not in readable and has_manifest(found))]
     if not paths:
-        raise ConfigurationError(f"{path} holds no checkpoint: name a checkpoint, or the directory that holds them")
+        raise _none_in(path)
     return paths
 
 

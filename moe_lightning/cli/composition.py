@@ -536,7 +536,8 @@ def _about_choice(error: MissingConfigException) -> str:
     if group == "hydra":
         folder, _, name = name.rpartition("/")
         group = f"hydra/{folder}"
-    options = [option for option in error.options or () if not option.startswith("_")]
+    found = error.options or choices(group)  # Hydra names none for a list of choices
+    options = [option for option in found if not option.startswith("_")]
     if f"{group}={name}" in _EXTRAS:
         return f"{group}={name} needs a plugin of Hydra: run pip install 'moe-lightning[{_EXTRAS[f'{group}={name}']}]'"
     if not options:

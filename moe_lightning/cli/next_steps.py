@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,7 +36,8 @@ def _steps(directory: RunDirectory, config: Mapping[str, Any]) -> Iterator[tuple
     if newest is not None and newest.step >= max_steps > 0:
         yield f"the same command with trainer.max_steps={2 * newest.step}", "train on"
     if directory.config.is_file():
-        yield f"moe-bench report {place}", "charts and facts of the run as one HTML page"
+        install = "" if importlib.util.find_spec("matplotlib") else 'pip install "moe-lightning[plots]" && '
+        yield f"{install}moe-bench report {place}", "charts and facts of the run as one HTML page"
     export = config["callbacks"].get("huggingface_export") or {}
     folder = Path(export.get("dirpath", ""))
     if export and folder.is_dir():

@@ -530,7 +530,7 @@ def _numbers(summary: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, st
         if name not in numbers and metric in last:
             numbers[name] = last[metric]
     found = [(title, form.format(numbers[name])) for name, (title, form) in _CARDS.items() if name in numbers]
-    found.append(("recoveries", f"{len(metrics.get('recovery/total_ms', {})):,}"))
+    found.append(("recoveries from lost ranks", f"{len(metrics.get('recovery/lost_rank', {})):,}"))
     if "checkpoint/plt" in last:
         found.append(("lost tokens (PLT)", f"{100 * last['checkpoint/plt']:.4g} %"))
     return found

@@ -219,8 +219,8 @@ def _check_swin(config: SwinConfig, memory_bytes: int, optimizer: str) -> None:
 
 class GracefulStop(Callback):
     """Takes SIGINT and SIGTERM while training runs: the ranks agree at the next logging step to stop, and callbacks
-    save what they save at the end of a training. A second SIGINT ends at once; SIGTERM may come from a scheduler that
-    signals the launcher as well as its ranks.
+    save what they save at the end of a training, without the validation before it: a scheduler may not wait. A second
+    SIGINT ends at once; SIGTERM may come from a scheduler that signals the launcher as well as its ranks.
 
     The ranks agree every `log_every_n_steps`, one rank alone after every step: asking in between would cost a
     collective of its own in each step.
@@ -232,10 +232,16 @@ class GracefulStop(Callback):
     def __init__(self) -> None:
         self.stopped_by: signal.Signals | None = None
         self._asked_by: signal.Signals | None = None
+        self._limit: int | float = 1.0
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.stopped_by = self._asked_by = None
+        self._limit = trainer.limit_val_batches  # type: ignore[attr-defined]
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.limit_val_batches = self._limit  # type: ignore[attr-defined]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -257,7 +263,7 @@ class GracefulStop(Callback):
             if decide(self._asked_by is not None, all=False):
                 is_term = decide(self._asked_by == signal.SIGTERM, all=False)
                 self.stopped_by = signal.SIGTERM if is_term else signal.SIGINT
-                trainer.should_stop = True
+                trainer.should_stop, trainer.limit_val_batches = True, 0  # type: ignore[attr-defined]
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if number == self._asked_by == signal.SIGINT:

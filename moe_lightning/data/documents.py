@@ -145,7 +145,8 @@ def source_files(sources: Sequence[str]) -> tuple[SourceFile, ...]:
             version = str(path.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
             files.append(SourceFile(name=name, path=path, size_bytes=status.st_size, version=version))
     if not files:
-        raise ConfigurationError(f"The {len(paths)} files of source={shown!r} are all empty; give files with text.")
+        empty = "its file is" if len(paths) == 1 else f"all its {len(paths)} files are"
+        raise ConfigurationError(f"source={shown!r} has no text, {empty} empty; give files with text.")
     _check_kinds(shown, files)
     return tuple(sorted(files, key=lambda file: (-_hash(file.name), file.name)))
 

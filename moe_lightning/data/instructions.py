@@ -565,6 +565,10 @@ def read(record: bytes) -> Conversation:
         return Conversation.of(json.loads(decoded(record.removeprefix(codecs.BOM_UTF8))))
     except KeyError as error:
         raise ValueError(f"it lacks {error}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"it is not JSON ({error.msg}, character {error.pos + 1}): write a JSON object a line"
+        ) from error
     except RecursionError as error:
         raise ValueError(str(error)) from error
 
@@ -686,7 +690,8 @@ class InstructionData(StepDataModule):
 
     def summary(self) -> str:
         """Lines about the file, and once it is set up, about its packs and one conversation."""
-        return "\n".join([f"{self._path}", *self._packs.splitlines(), *self._example.splitlines()])
+        passes = self.passes(len(self._train)) if hasattr(self, "_train") else []  # type: ignore[arg-type]
+        return "\n".join([f"{self._path}", *self._packs.splitlines(), *passes, *self._example.splitlines()])
 
     def prepare_data(self) -> None:
         """Check every conversation, once on every node."""

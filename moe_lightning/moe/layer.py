@@ -20,8 +20,10 @@ from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.dispatch.shadow_exchange import ShadowTransfers
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import VACANT, Activation, Experts, FeedForward
-from moe_lightning.moe.losses import RealTokens, load_balancing_loss, router_z_loss
+from moe_lightning.moe.losses import RealTokens, load_balancing_loss, router_z_loss, warn_of_unused_loss
 from moe_lightning.moe.router import ROUTERS, RouterConfig, Routing, TokenRouter
+
+_MOST_UNUSED_LOSSES = 20  # a few steps may be left out on purpose
 
 
 class EndedWorld:
@@ -140,6 +142,7 @@ class MoELayer(nn.Module):
         down_init_std: Coefficient | None = None,
     ) -> None:
         super().__init__()
+        self.d_model = d_model
         config = build_config(RouterConfig, router)
         self.experts = Experts(
             num_experts,
@@ -170,7 +173,7 @@ class MoELayer(nn.Module):
         self.auxiliary_loss: Tensor | None = None
         self.statistics: LayerStatistics | None = None
         self._open_at: object = None  # the micro-batch of the passes that auxiliary_loss and statistics are of
-        self._passes_without_graph = 0
+        self._passes_without_graph = self._unused_losses = 0
         self.shadow_transfers: ShadowTransfers | None = None
         self.ended: EndedWorld | None = None
         self.overlap_fn: Callable[[], None] | None = None
@@ -297,8 +300,13 @@ class MoELayer(nn.Module):
             is_token: bool [...], False for padding, which no expert gets and no statistic counts; None: there is none.
 
         Raises:
-            ConfigurationError: is_token has another shape than x without its last size.
+            ConfigurationError: rows of another width, or is_token has another shape than x without its last size.
         """
+        if x.shape[-1] != self.d_model:
+            raise ConfigurationError(
+                f"an input of shape {tuple(x.shape)} has rows of {x.shape[-1]} features, and this MoELayer has "
+                f"d_model={self.d_model}: give MoELayer d_model={x.shape[-1]}, or the layer rows of {self.d_model}"
+            )
         x_TD = x.reshape(-1, x.shape[-1])
         is_token_T = None if is_token is None else _flat_mask(is_token, x)
         dispatcher, stacks = self._where(x.device)
@@ -390,6 +398,13 @@ class MoELayer(nn.Module):
             counts = LayerStatistics(
                 tokens_NE=before.tokens_NE + tokens_NE, computed_NE=before.computed_NE + computed_NE
             )
+        if is_trained and not is_further and loss is not None:
+            is_unused = (
+                self._open_at is not None and self.auxiliary_loss is not None and self.auxiliary_loss.requires_grad
+            )
+            self._unused_losses = self._unused_losses + 1 if is_unused else 0
+            if self._unused_losses == _MOST_UNUSED_LOSSES and self.dispatcher.world.rank == 0:
+                warn_of_unused_loss(_MOST_UNUSED_LOSSES)
         if is_trained or not is_further:
             self.statistics, self.auxiliary_loss = counts, loss
             self._open_at = now if is_trained else None

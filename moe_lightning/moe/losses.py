@@ -152,6 +152,17 @@ def _warn_of_lost_gradient() -> None:
     )
 
 
+@cache
+def warn_of_unused_loss(steps: int) -> None:
+    """Warn once that no backward pass went through the auxiliary losses of so many steps."""
+    logger.warning(
+        "the auxiliary loss of an MoE layer was in no loss of %d steps, and without it a few experts may get nearly "
+        "all tokens: return loss + moe_lightning.auxiliary_loss(self) in training_step, or give the layer router="
+        '{"aux_loss_coef": 0.0}',
+        steps,
+    )
+
+
 def global_mean(module: nn.Module, loss: Tensor, weight: Tensor | float) -> Tensor:
     """A mean over something else than samples, such as the targets that are not ignored, as the mean over the global
     batch; every rank must call it.

@@ -448,7 +448,8 @@ def _newest_usable(path: Place, report: Callable[[str], None]) -> Checkpoint:
     if has_manifest(path):
         return repaired(path, report=report)
     if isinstance(path, Path) and not path.exists():
-        raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file")
+        cure = "give the path of a .ckpt file or of a directory of checkpoints"
+        raise MissingCheckpointError(f"the checkpoint {path} does not exist: {cure}")
     found = find_usable(path, report=report)
     if found.checkpoint is None:
         reason = f"it has no {MANIFEST}" if storage_of(path).names(path) else "it is empty"

@@ -130,7 +130,8 @@ def missing(rank: int, world_size: int, path: Path) -> Any:
 @pytest.mark.parametrize("name", ["none.ckpt", "none"])
 def test_a_missing_checkpoint_is_a_missing_file(name: str, tmp_path: Path) -> None:
     for said in run_ranks(2, missing, tmp_path / name):
-        assert said == (f"the checkpoint {tmp_path / name} does not exist: give the path of a .ckpt file", True)
+        cure = "give the path of a .ckpt file or of a directory of checkpoints"
+        assert said == (f"the checkpoint {tmp_path / name} does not exist: {cure}", True)
 
 
 def with_objects(rank: int, world_size: int, path: Path, weights_only: bool | None) -> Any:

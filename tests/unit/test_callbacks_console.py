@@ -83,8 +83,9 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "6 experts in 2 of 2 layers, top-2" in lines[0]
     assert lines[1] == "ranks  1 rank on cpu, 32-true precision"
     assert lines[2].startswith("step 2/4  loss ")
-    assert re.search(r"tokens/s  imbalance \d\.\d\d$", lines[2])
+    assert re.search(r"tokens/s  imbalance \d\.\d\d  0:0\d:\d\d left$", lines[2])
     assert lines[3].startswith("step 4/4  loss ")
+    assert "left" not in lines[3]
     assert lines[4].startswith("step 4/4  validation loss ")
 
 

@@ -148,6 +148,10 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         assert capsys.readouterr().err.count("\n") == 1
         assert main([command, str(tmp_path)]) == 2
         assert "holds no checkpoint" in capsys.readouterr().err
+    (tmp_path / "outputs/mine/checkpoints/step-0000004").mkdir(parents=True)
+    assert main(["inspect", str(tmp_path / "outputs")]) == 2
+    run = tmp_path / "outputs/mine"
+    assert f"outputs holds no checkpoint: give a run in it, such as {run}\n" in capsys.readouterr().err
     assert main([]) == 2
     assert main(["--help"]) == 0
 

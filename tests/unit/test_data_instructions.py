@@ -228,7 +228,7 @@ def test_a_tokenizer_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 3, is not a conversation: Expecting property name"),
+        ("{", r"line 3, is not a conversation: it is not JSON \(Expecting property name .*, character 3\): write a"),
         ("[1]", "it is not an object"),
         ('{"text": "x"}', "it has neither messages, conversations, prompt and response"),
         ('{"messages": [{"role": "user"}]}', "it lacks 'content'"),

@@ -459,7 +459,7 @@ def write_case(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("empty.txt", {}, "are all empty"),
+        ("empty.txt", {}, "has no text, its file is empty; give files with text"),
         ("tiny.txt", {}, "leaves a part empty"),
         ("latin.txt", {}, "not UTF-8 text"),
         ("odd.bin", {"dtype": "uint16"}, "5 bytes, not a multiple of the 2 bytes of a uint16"),

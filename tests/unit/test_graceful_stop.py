@@ -60,6 +60,19 @@ def test_training_ends_after_the_step_and_is_saved(
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def test_a_stop_does_not_wait_for_validation(tmp_path: Path) -> None:
+    validated: list[int] = []
+    count = pl.callbacks.LambdaCallback(on_validation_start=lambda trainer, _: validated.append(trainer.global_step))
+    callbacks = [GracefulStop(), Impatient(5), count, LatestCheckpoint(tmp_path, every_n_train_steps=100)]
+    trainer = make_trainer(0, 1, callbacks=callbacks, max_steps=40, enable_checkpointing=True, val_check_interval=4)
+    loaders = [DataLoader(RandomTokens(96), batch_size=12) for _ in range(2)]
+    trainer.fit(GPTModule(TINY), *loaders)
+    assert trainer.global_step == 6
+    assert validated == [4]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000006.ckpt"]
+    assert trainer.limit_val_batches == 1.0
+
+
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     stop = GracefulStop()
     with pytest.raises(SystemExit):  # Lightning's answer to Ctrl-C

@@ -21,6 +21,7 @@ from moe_lightning.moe.losses import (
     mean_over_targets,
     num_targets,
     router_z_loss,
+    warn_of_unused_loss,
 )
 from moe_lightning.moe.randomness import SampleStream
 
@@ -105,6 +106,22 @@ def test_a_frozen_router_loses_no_gradient(caplog: pytest.LogCaptureFixture) -> 
     layer(torch.randn(6, 8))
     assert not auxiliary_loss(layer).requires_grad
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("uses", [True, False])
+def test_a_loss_that_nobody_adds_is_told_once(uses: bool, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_unused_loss.cache_clear()
+    layers = [MoELayer(8, 8, 4), MoELayer(8, 8, 4, router={"aux_loss_coef": 0.0})]
+    optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.1)
+    for _ in range(30):
+        y = torch.randn(6, 8)
+        for layer in layers:
+            y = layer(y)
+        loss = y.square().mean()
+        (loss + auxiliary_loss(torch.nn.ModuleList(layers)) if uses else loss).backward()
+        optimizer.step()
+    told = [text for text in caplog.messages if "was in no loss of 20 steps" in text]
+    assert len(told) == (not uses)
 
 
 def test_evaluation_has_no_auxiliary_loss() -> None:

@@ -260,3 +260,11 @@ def test_float64_stays_float64(router: dict[str, Any]) -> None:
     assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *weights.values()), eps=1e-6, atol=1e-7)
     layer.train()
     assert layer(x).dtype == torch.float64
+
+
+def test_rows_of_another_width_are_refused() -> None:
+    layer = MoELayer(8, 8, 4)
+    with pytest.raises(
+        ConfigurationError, match=r"shape \(2, 3, 6\) has rows of 6 features, .* give MoELayer d_model=6"
+    ):
+        layer(torch.randn(2, 3, 6))

@@ -88,6 +88,11 @@ def test_an_export_that_is_there_is_named(form: str, library: str, directory: Ru
     assert "moe-ckpt" not in text
 
 
+def test_a_report_needs_what_draws_it(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install \"moe-lightning[plots]\" && moe-bench report 'outputs/my run'" in steps(directory)
+
+
 def test_upcycled_models_have_no_class_in_transformers(directory: RunDirectory) -> None:
     upcycled = {"config": PRETRAINED["config"] | {"upcycling": {"num_experts": 8}}}
     assert "moe-ckpt export 'outputs/my run' model.safetensors" in steps(directory, module=upcycled)

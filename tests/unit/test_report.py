@@ -100,6 +100,12 @@ def test_the_page_says_how_long_it_ran_and_where_ranks_were_lost(run: Path) -> N
     assert "Experts had no replicas: callbacks=load_balancer" in report.render(run)
 
 
+def test_ranks_that_join_are_no_recovery(run: Path) -> None:
+    write_metrics(run, 1, [{**recovery(14, 200.0), "recovery/lost_rank": 2}, recovery(16, 100.0)])
+    words = " ".join(ElementTree.fromstring(report.render(run)).itertext())
+    assert "recoveries from lost ranks 1 " in " ".join(words.split())
+
+
 def test_a_table_without_a_head_is_refused(run: Path) -> None:
     (run / "placement.csv").write_text("2,0,2,0,1 1\n")
     with pytest.raises(ConfigurationError, match="no lines of step, layer, ranks, holders"):
