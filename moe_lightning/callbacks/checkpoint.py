@@ -198,7 +198,9 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._strategy: ExpertParallelStrategy | None = None
         self._growth, self._times = StateGrowth(), StepTimes()
         self._is_interrupted = self._is_saving = self._experts_moved = False
-        self._saved_at = -1  # the step of the last checkpoint, at which its window began
+        # The step of the last checkpoint, at which its window began; None: no step has begun in this world yet. Ranks
+        # then end the last one, each what it has left of it, so a checkpoint would be begun by some of them only.
+        self._saved_at: int | None = None
         self._world_number = 0  # of this start of a run in which worlds do not change, once it has one
 
     # ------------------------------------------------------------------ resuming
@@ -288,7 +290,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Other ranks write from now on: the session ends where it is, and the next checkpoint opens another."""
         self._close(wait=False)
-        self._experts_moved = False
+        self._experts_moved, self._saved_at = False, None
         self._is_interrupted = True
         if own_strategy(trainer, "PartialExpertsCheckpoint").elastic.has_rolled_back:
             self.lost.forget()
@@ -338,7 +340,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             self.lost.counts.end_step(is_skipped=self._strategy is not None and self._strategy.update.is_skipped)
         if self._windows is not None:
             (self._windows.updated if is_update else self._windows.end_batch)()
-        if trainer.global_step == self._saved_at or not is_update or self._keeps_nothing(trainer):
+        saved_at = self._saved_at
+        if saved_at in (None, trainer.global_step) or not is_update or self._keeps_nothing(trainer):
             return
         self._times.end_step()
         if self.session is not None:
@@ -346,7 +349,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         if self.session is not None and self.session.in_window and not self._experts_moved:
             self.session.save_more(trainer.global_step)
             log_checkpoint(trainer, self.session, self.plt)
-        elif self.session is None or self.session.in_window or trainer.global_step - self._saved_at >= self._interval():
+        elif self.session is None or self.session.in_window or trainer.global_step - saved_at >= self._interval():
             self.save(trainer, pl_module)
 
     def _keeps_nothing(self, trainer: pl.Trainer) -> bool:
@@ -403,7 +406,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def _open(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy) -> None:
         state = strategy.state.training_state()
         restored = None if self.lost.has_begun else strategy.state.restored
-        self.lost.begin(trainer, state, trainer.global_step - max(0, self._saved_at))
+        self.lost.begin(trainer, state, trainer.global_step - (self._saved_at or 0))
         ledger = self.lost.checkpoint_ledger
         contents = SnapshotContents(
             state,

@@ -160,3 +160,19 @@ def test_who_makes_up_for_an_update_ends_its_step(tmp_path: Path) -> None:
         assert run.kills_done() == 1
         assert_same_losses(run, reference(9))
         assert_each_once(tmp_path, 3, 9, lost=1)
+
+
+def own_counters_and_interruption(folder: Path) -> list[Any]:
+    return [Counting(folder, "first"), Counting(folder, "last"), Interrupted()]
+
+
+def test_who_ends_a_step_that_another_has_ended_begins_no_checkpoint(tmp_path: Path) -> None:
+    """Worker 0 has ended the step when it hears of the death: what worker 2 has left to do, it does alone."""
+    kills = [Kill(worker=1, step=Interrupted.step + 1, place="batch_end")]
+    options: dict[str, Any] = {"kills": kills, "callbacks": own_counters_and_interruption}
+    with elastic_run(tmp_path, workers=3, steps=9, saving={"every_n_steps": 4}, **options) as run:
+        run.supervise()
+        assert run.kills_done() == 1
+        assert_same_losses(run, reference(9))
+    for name in ("first", "last"):
+        assert [ended(tmp_path, name, worker) for worker in (0, 2)] == [[[step, step] for step in range(1, 10)]] * 2
