@@ -85,6 +85,11 @@ class CheckSchedule:
         self._began, self.spent_s = now, 0.0
         return True
 
+    @property
+    def has_begun(self) -> bool:
+        """True if a step has begun in the present world."""
+        return self.at[0] == self._worlds.present.generation
+
     def is_due(self, step: int) -> bool:
         """Return True if a step is checked, on all ranks."""
         if self._worlds.present.size == 1 or step < 1:
@@ -186,7 +191,11 @@ class StateCheck:
         Raises:
             StateDamagedError: as `before_step`.
         """
-        if self._schedule.is_stopped or self._worlds.present.size == 1 or step < self._schedule.first:
+        if self._schedule.is_stopped or self._worlds.present.size == 1:
+            return
+        if not self._schedule.has_begun:  # training has ended: what is known is of other worlds, on some ranks only
+            self._own = None
+        elif step < self._schedule.first:
             return
         if found := self._damage(self._sums()):
             self._repair(found, step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,11 +20,14 @@ from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError, StateDamagedError
+from moe_lightning.parallel.context import World
 from moe_lightning.state.sums import Damage, Sums, differing, state_units
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies import state_check
 from moe_lightning.strategies.checks import require_updates_by_expert
+from moe_lightning.strategies.train_state import TrainState
+from moe_lightning.strategies.worlds import Worlds
 from tests.chaos.elastic_worker import state_digests
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, Warned, make_trainer, train
@@ -235,6 +239,32 @@ def test_a_meddled_replica_ends_the_run_at_the_next_comparison() -> None:
     assert first[0].startswith(
         "after step 6 the replicas of expert 4 of MoE layer 0 differ between ranks [0] and ranks"
     )
+
+
+@pytest.mark.parametrize("begun", [None, 29, 30], ids=["a newcomer", "a survivor", "one that was further"])
+def test_all_ranks_compare_before_a_save_in_which_no_step_has_begun(
+    begun: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault comes after the last step: what a rank knows of its world before must not keep it from comparing."""
+    worlds = Worlds()
+    compared: list[Any] = []
+    check = state_check.StateCheck(worlds, TrainState(worlds, dense="ddp", max_slots=None), every="auto")
+    monkeypatch.setattr(check, "_sums", lambda *_: None)
+
+    def compare(*_: Any) -> list[Damage]:
+        compared.append(check._own)
+        return []
+
+    monkeypatch.setattr(check, "_damage", compare)
+    world = World.offline(0, 2, torch.device("cpu"))
+    if begun is not None:
+        worlds.take_place(replace(world, generation=1))
+        check.before_step(begun)
+        check.before_save(begun + 1)
+        assert compared == [], "in the first steps of a world nothing is compared"
+    worlds.take_place(replace(world, generation=2))
+    check.before_save(31)
+    assert compared == [None]
 
 
 @pytest.mark.parametrize(("replicas", "every", "compared"), [(2, 3, 4), slow(2, 0, 0), slow(2, 100, 0), (1, 3, 4)])
