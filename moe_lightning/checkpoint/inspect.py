@@ -364,15 +364,15 @@ def checkpoint_values(path: Place) -> dict[str, Any]:
 
 def trained_tokenizer(values: Any) -> str | None:
     """The tokenizer.json that the run of a checkpoint has trained, from `checkpoint_values`; None where it has not."""
-    return _kept_by_data(values, "trained_tokenizer")
+    return _recorded_by_data(values, "trained_tokenizer")
 
 
 def chat_template(values: Any) -> str | None:
     """The chat template that no file of a run's tokenizer has, from `checkpoint_values`; None where one has it."""
-    return _kept_by_data(values, "chat_template")
+    return _recorded_by_data(values, "chat_template")
 
 
-def _kept_by_data(values: Any, name: str) -> str | None:
+def _recorded_by_data(values: Any, name: str) -> str | None:
     states = (value for value in values.values() if isinstance(value, Mapping)) if isinstance(values, Mapping) else ()
     found = next((state[name] for state in states if name in state), None)
     return found if isinstance(found, str) else None

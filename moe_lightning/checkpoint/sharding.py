@@ -126,15 +126,13 @@ class ModuleRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """Writers of experts and of pieces of modules.
+    """Writers of pieces of modules.
 
     Attributes:
-        expert_writer: (layer, expert) -> rank, for every selected expert.
         pieces: every module exactly once, cut into one or more pieces.
         rank_bytes: predicted payload bytes of each rank.
     """
 
-    expert_writer: Mapping[tuple[int, int], int]
     pieces: tuple[ModuleRows, ...]
     rank_bytes: tuple[int, ...]
 
@@ -241,7 +239,7 @@ def shard_checkpoint(
     pieces = _one_range_a_rank(modules, parts, ranks)
     for piece in pieces:
         load[piece.rank] += piece.nbytes
-    return ShardPlan(expert_writer=dict(expert_writer), pieces=tuple(pieces), rank_bytes=tuple(load))
+    return ShardPlan(pieces=tuple(pieces), rank_bytes=tuple(load))
 
 
 def _split(module: Module, fair_share: int) -> list[ModuleRows]:

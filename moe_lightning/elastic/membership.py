@@ -189,7 +189,7 @@ class Membership(Protocol):
         """Leave the former world and wait for the next one, whose processes all get the same members. A spare process
         waits until there are enough for a multiple."""
 
-    def withdraw_if_early(self, members: Members) -> bool:
+    def withdraw_if_early(self) -> bool:
         """Leave this first world again if others are training in it and this process has not set up; True if so."""
 
     def guard(self, members: Members, abort: Callable[[], None]) -> None:

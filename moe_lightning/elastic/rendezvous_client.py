@@ -351,12 +351,9 @@ class RendezvousClient:
             self._store = RendezvousStore(self._requests, members.number)
             return members
 
-    def withdraw_if_early(self, members: Members) -> bool:
+    def withdraw_if_early(self) -> bool:
         """Leave this first world again if others had set up before it: they train in it, and this process cannot
         receive their state yet. The others go on without it until it joins; True if so.
-
-        Args:
-            members: from `join`.
         """
         with self._changed:
             is_early = self._state.withdraw_if_early(self._clock.now)

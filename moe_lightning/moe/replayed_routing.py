@@ -126,10 +126,6 @@ def _whole(parts: dict[tuple[int, int], Tensor]) -> Tensor | None:
     return None
 
 
-CHOOSES_ITSELF = -1
-"""In the place of an expert: the router chooses for this token, as for a prompt that no engine routed."""
-
-
 @dataclass
 class Choices:
     """Choices of a model's routers in the forward passes of a context, the last one for each.

@@ -52,7 +52,7 @@ def cuts_of(module: nn.Module) -> dict[str, TensorCut]:
 
 
 @contextmanager
-def kept_marks(module: nn.Module) -> Iterator[None]:
+def preserved_marks(module: nn.Module) -> Iterator[None]:
     """Mark the parameters that take the places of others in a module as those were."""
     cuts = cuts_of(module)
     yield

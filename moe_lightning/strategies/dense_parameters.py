@@ -56,10 +56,10 @@ from moe_lightning.state.tensors import (
     cut_of,
     cuts_of,
     is_cut,
-    kept_marks,
     local,
     mark,
     part_of_whole,
+    preserved_marks,
     whole_shape,
 )
 from moe_lightning.state.transfer import Unit, Units, install, reshard, unit_of, unit_row, without_memory
@@ -437,7 +437,7 @@ class DenseParts:
 
     def _shard(self, world: World) -> None:
         module, stack_of = self._state.module, self._state.experts.stack_of
-        with kept_marks(module):
+        with preserved_marks(module):
             shard_dense(module, stack_of, world)
         alike = set(identical_buffers(module))
         self._buffers = [name for name, _ in module.named_buffers() if name not in alike]

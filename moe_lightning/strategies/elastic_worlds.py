@@ -166,7 +166,7 @@ def first_world(engine: Membership, build: Callable[[Members], World]) -> tuple[
     while True:
         attempts += 1
         members = engine.join()
-        if engine.withdraw_if_early(members):
+        if engine.withdraw_if_early():
             return None
         try:
             return members, build(members)

@@ -29,7 +29,7 @@ from moe_lightning.compat import private_lightning
 from moe_lightning.compat.private_torch import SharedScaler
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import all_reduce_
-from moe_lightning.state.tensors import kept_marks, local
+from moe_lightning.state.tensors import local, preserved_marks
 from moe_lightning.strategies.worlds import Worlds
 
 _DECLARATIONS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -46,8 +46,8 @@ def convert_by_rule(precision: Precision) -> None:
 
 
 def _convert(convert: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
-    kept = [(part, name, part.get_buffer(name).data) for part, name in _kept_buffers(module)]
-    with kept_marks(module):  # a DTensor is replaced by another one
+    kept = [(part, name, part.get_buffer(name).data) for part, name in _declared_buffers(module)]
+    with preserved_marks(module):  # a DTensor is replaced by another one
         converted = convert(module)
     for part, name, values in kept:
         buffer = part.get_buffer(name)
@@ -63,8 +63,8 @@ def _convert(convert: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn
     return converted
 
 
-def _kept_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the names of buffers that are kept, with the modules that have them under these names."""
+def _declared_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the names of buffers that keep their precision, with the modules that have them under these names."""
     for part in module.modules():
         declared = [getattr(part, attribute, None) or () for attribute in _DECLARATIONS]
         patterns = [name for names in declared for name in ([names] if isinstance(names, str) else names)]

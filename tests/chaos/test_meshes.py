@@ -265,7 +265,6 @@ STORES: dict[str, Any] = {"options": SNAPSHOTS, "loses_steps": True, "compares":
 NO_STAGE: dict[str, Any] = {
     **STORES, "options": {**SNAPSHOTS, "recovery": {"failures": 2, "min_replicas": 1}}, "sizes": {STEPS: 2},
 }  # fmt: skip
-MOVED: dict[str, Any] = {"model": {**LAYERS, **SKEWED}, "holds": [Hold(step=6, ranks=4)], "returns": 0}
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def _train(engine: RendezvousClient, pipe: Connection, behaviour: str) -> None:
     while not stop:
         members = engine.join(is_ready=is_ready)
         if behaviour == "sets up" and not is_ready:
-            is_ready, is_early = True, engine.withdraw_if_early(members)
+            is_ready, is_early = True, engine.withdraw_if_early()
             pipe.send({"event": "first", "early": is_early})
             if is_early:
                 continue

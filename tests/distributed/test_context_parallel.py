@@ -23,7 +23,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.test_meshes import CASES, CP2, LLAMA, reference, run
 from tests.distributed.test_uneven_ranks import Slices
-from tests.distributed.training import BRIEF, OwnModule, RandomTokens, Recorder, make_trainer, train
+from tests.distributed.training import BRIEF, OwnModule, RandomTokens, Recorder, make_trainer, stepped, train
 from tests.parameters import slow
 
 
@@ -85,13 +85,7 @@ class OwnModel(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = nn.functional.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
         self.log("train/loss", loss, sync_dist=True)
-        loss = loss + auxiliary_loss(self)
-        if not self.automatic_optimization:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
+        return stepped(self, loss + auxiliary_loss(self))
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         logits = self(batch[0])

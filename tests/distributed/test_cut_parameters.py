@@ -24,7 +24,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.same_training import reference as plain_reference
 from tests.distributed.test_meshes import CASES, hooks_of, reference, run
-from tests.distributed.training import BRIEF, train
+from tests.distributed.training import BRIEF, stepped, train
 from tests.parameters import slow
 
 
@@ -71,14 +71,7 @@ class Mixed(pl.LightningModule):
         self.seen += 1
         loss = nn.functional.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
         self.log("train/loss", loss, sync_dist=True)
-        loss = loss + auxiliary_loss(self)
-        if not self.automatic_optimization:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-            optimizer.step()
-        return loss
+        return stepped(self, loss + auxiliary_loss(self), clip=0.5)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3, foreach=True)

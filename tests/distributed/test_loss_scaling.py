@@ -19,7 +19,7 @@ from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.compat.private_torch import SharedScaler
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer
+from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer, stepped
 from tests.parameters import slow
 
 STEPS = 10
@@ -59,12 +59,7 @@ class Overflowing(OwnModule):
         if self.trainer.global_step == 1 and self.only_expert in slots:  # a gradient that one rank alone has
             weight = next(iter(self.moe.experts.stacked_parameters().values()))
             loss = loss + weight[slots.index(self.only_expert)].sum() * 1e38
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
+        return stepped(self, loss)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3, fused=self.fused)

@@ -21,7 +21,7 @@ from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import NonFiniteLossError
 from moe_lightning.moe.layer import MoELayer
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
+from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, stepped
 from tests.parameters import slow
 
 BAD = 77
@@ -65,12 +65,7 @@ class BadGradient(OwnModule):
             h = _NotFinite.apply(h, self.value)  # type: ignore[no-untyped-call]
         loss = nn.functional.cross_entropy(self.out(h + self.moe(h)).flatten(0, 1), y.flatten())
         self.log("train/loss", loss, sync_dist=True)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
+        return stepped(self, loss)
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.kept.append({name: tensor.clone() for name, tensor in self.state_dict().items()})

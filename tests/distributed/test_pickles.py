@@ -6,7 +6,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -18,22 +17,9 @@ from tests.distributed.test_users_modules import Base, Options, Seen, stock_trai
 from tests.distributed.training import make_trainer
 
 
-def trainer_under(strategy: Options) -> pl.Trainer:
-    return pl.Trainer(
-        strategy=ExpertParallelStrategy(**strategy),
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_steps=3,
-    )
-
-
 @pytest.mark.parametrize("strategy", [{}, {"slots": 6, "dense": "fsdp"}, {"mesh": {"pp": 2}}])
 def test_a_trainer_is_pickled(strategy: Options) -> None:
-    one = trainer_under(strategy)
+    one = stock_trainer(strategy=ExpertParallelStrategy(**strategy), max_steps=3)
     other = pickle.loads(pickle.dumps(one))  # noqa: S301
     assert other.strategy.state is not one.strategy.state
     assert other.strategy.update._gradients is other.strategy.steps.gradients

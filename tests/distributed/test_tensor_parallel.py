@@ -25,7 +25,7 @@ from moe_lightning.strategies.dense_parameters import check_parts
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import TOLERANCE
 from tests.distributed.test_meshes import LLAMA, TP2, run, save
-from tests.distributed.training import TINY, RandomTokens, make_trainer, train
+from tests.distributed.training import TINY, RandomTokens, make_trainer, stepped, train
 from tests.parameters import slow
 
 # ---------------------------------------------------------------------- exchanges
@@ -97,14 +97,7 @@ class Planned(pl.LightningModule):
         h = h + self.inside(h)
         loss = F.cross_entropy(self.out(self.whole(h + self.moe(h))).flatten(0, 1), batch[1].flatten())
         self.log("train/loss", loss, sync_dist=True)
-        loss = loss + auxiliary_loss(self)
-        if not self.automatic_optimization:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-            optimizer.step()
-        return loss
+        return stepped(self, loss + auxiliary_loss(self), clip=0.5)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)

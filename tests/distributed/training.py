@@ -123,6 +123,18 @@ class OwnModule(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
+def stepped(module: pl.LightningModule, loss: Tensor, clip: float | None = None) -> Tensor:
+    """The loss of a training step, after its update where the module optimizes manually."""
+    if not module.automatic_optimization:
+        optimizer: Any = module.optimizers()
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        if clip is not None:
+            module.clip_gradients(optimizer, gradient_clip_val=clip, gradient_clip_algorithm="norm")
+        optimizer.step()
+    return loss
+
+
 def quiet() -> None:
     """Keep Lightning's notes about small trainings out of the test log."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 Kind = Literal["clear", "accepted", "vague", "traceback", "hang", "nonsense"]
@@ -151,13 +150,3 @@ def judged(case: Case, found: Answer) -> Verdict:
         if holds
     ]
     return Verdict(kind="vague", text=f"{', '.join(faults)}: {last}") if faults else Verdict(kind="clear", text=last)
-
-
-def in_folder(folder: Path, run: Callable[[], int | None]) -> Callable[[], int | None]:
-    """The same in another working directory."""
-
-    def there() -> int | None:
-        os.chdir(folder)
-        return run()
-
-    return there

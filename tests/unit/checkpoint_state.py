@@ -130,6 +130,17 @@ def node(base: Path, **options: object) -> Iterator[Node]:
         made.close()
 
 
+@contextlib.contextmanager
+def two_checkpoints(base: Path) -> Iterator[Path]:
+    """A directory with a full checkpoint of step 1 and a partial one of step 2."""
+    with node(base) as made:
+        made.snapshot(1)
+        made.persist()
+        made.snapshot(2, fresh=[0])
+        made.persist()
+        yield made.root
+
+
 def assert_holds(checkpoint: Checkpoint, versions: dict[int, int]) -> None:
     """Every tensor equals what the model had at the version of its expert; everything else is of the checkpoint's
     step."""

@@ -31,18 +31,13 @@ from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage import interface, posix
 from moe_lightning.errors import CheckpointError
 from tests.programs import run_program
-from tests.unit.checkpoint_state import EXPERTS, EXTRA, Node, assert_holds, node, state_of
+from tests.unit.checkpoint_state import EXPERTS, EXTRA, Node, assert_holds, node, state_of, two_checkpoints
 
 
-@pytest.fixture
-def two_checkpoints(tmp_path: Path) -> Iterator[Path]:
-    """A directory with a full checkpoint of step 1 and a partial one of step 2."""
-    with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
-        made.snapshot(2, fresh=[0])
-        made.persist()
-        yield made.root
+@pytest.fixture(name="two_checkpoints")
+def saved_twice(tmp_path: Path) -> Iterator[Path]:
+    with two_checkpoints(tmp_path) as root:
+        yield root
 
 
 def unshare(path: Path) -> None:

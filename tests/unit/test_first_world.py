@@ -23,7 +23,7 @@ class Engine:
     def world_exists(self) -> bool:
         return False
 
-    def withdraw_if_early(self, members: Any) -> bool:
+    def withdraw_if_early(self) -> bool:
         return False
 
     def join(self) -> Any:

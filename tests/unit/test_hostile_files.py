@@ -35,7 +35,7 @@ from moe_lightning.moe.forced_routing import read_loads, read_routing_trace
 from moe_lightning.simulate.failures import read_trace
 from moe_lightning.simulate.hardware import load_hardware
 from moe_lightning.strategies.options import _read_table
-from tests.unit.checkpoint_state import node
+from tests.unit.checkpoint_state import two_checkpoints
 
 TIB = 1 << 40
 
@@ -75,13 +75,8 @@ HOSTILE = pytest.mark.parametrize("make", [pipe, endless, sparse])
 
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:
-    """Checkpoints of the steps 1 and 2."""
-    with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
-        made.snapshot(2, fresh=[0])
-        made.persist()
-        yield made.root
+    with two_checkpoints(tmp_path) as root:
+        yield root
 
 
 @HOSTILE

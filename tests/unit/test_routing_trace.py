@@ -316,7 +316,6 @@ def test_damaged_files(tmp_path: Path, read: Callable[[Path], object], damage: s
 
 
 EVEN = np.full(8, 1 / 8)
-NEARLY_EVEN = np.array([0.2, 0.15, 0.15, 0.1, 0.1, 0.1, 0.1, 0.1])
 ONE = np.eye(8)[3]
 
 
