@@ -269,6 +269,11 @@ class FaultRecovery(ExpertParallelCallback):
             step.end_validation()
 
     @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if step := _step(_strategy(trainer)):
+            step.batch.record_end_of_epoch()
+
+    @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if step := _step(_strategy(trainer)):
             step.begin_epoch()
@@ -286,10 +291,10 @@ class FaultRecovery(ExpertParallelCallback):
         metrics |= {"steps_lost": report.steps_lost, "stale_experts": report.stale_experts, "ranks": report.ranks_after}
         if report.lost_ranks:
             metrics["lost_rank"] = report.lost_ranks[0]
-        if trainer.is_global_zero:
-            log_table(trainer.loggers, self.reports)
         for logger in trainer.loggers:
             logger.log_metrics({f"recovery/{name}": value for name, value in metrics.items()}, report.step)
+        if trainer.is_global_zero:  # last: a CSVLogger that opens a folder warns of files in it
+            log_table(trainer.loggers, self.reports)
 
 
 def _sentence(report: RecoveryReport) -> str:

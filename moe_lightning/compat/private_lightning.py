@@ -272,11 +272,13 @@ class BatchEnd:
         arguments: of the hook: outputs, batch, index.
         done: parts that have ended, in this order.
         has_failed: the next part has begun.
+        logged: values of the step that are logged; None: those that Lightning still has.
     """
 
     arguments: tuple[Any, Any, int]
     done: int = 0
     has_failed: bool = False
+    logged: dict[str, Any] | None = None
 
     @staticmethod
     def num_parts(trainer: pl.Trainer) -> int:
@@ -313,6 +315,11 @@ class BatchEnd:
             end.done, end.has_failed = len(callbacks) + 1, True
         return end
 
+    def keep_log(self, trainer: pl.Trainer) -> None:
+        """Keep what the step has logged, which Lightning drops at the end of an epoch; in `on_train_epoch_end`."""
+        assert trainer._results is not None
+        self.logged = dict(trainer._results.metrics(on_step=True)["log"])
+
     def repeat_for_rank_zero(self, trainer: pl.Trainer) -> None:
         """Let this rank, which takes the place of a lost rank 0, do what only that one does: hooks that are decorated
         with rank_zero_only run now, the log in the next `run`.
@@ -345,6 +352,10 @@ class BatchEnd:
             self.done, self.has_failed = self.done + 1, False
         if self.done < self.num_parts(trainer):
             connector = trainer._logger_connector
+            if self.logged is not None:
+                connector.log_metrics(self.logged)
+                self.done += 1
+                return
             kept, connector._first_loop_iter = connector._first_loop_iter, bool(connector._first_loop_iter)  # of a step
             connector.on_batch_end()
             connector.update_train_step_metrics()

@@ -204,6 +204,11 @@ class UnfinishedBatch:
         num_parts = private_lightning.BatchEnd.num_parts(self._state.trainer)
         self._ended = step, private_lightning.BatchEnd((outputs, batch, batch_idx), done=num_parts)
 
+    def record_end_of_epoch(self) -> None:
+        """Note that Lightning drops the values of the last step now, which rank 0 may not have logged."""
+        if self._ended is not None:
+            self._ended[1].keep_log(self._state.trainer)
+
     def record_meeting(self) -> None:
         """Note that all ranks have ended the last batch: they have met in a collective since."""
         self._ended = None

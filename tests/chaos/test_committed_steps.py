@@ -140,6 +140,17 @@ def test_who_takes_the_place_of_the_logging_rank_logs_its_last_step(workers: int
     assert sorted(map(int, (tmp_path / "of-rank-zero").read_text().split())) == list(range(1, 12))
 
 
+def test_a_row_of_the_log_outlives_the_end_of_its_epoch(tmp_path: Path) -> None:
+    """Rank 0 dies before it has logged the last step of an epoch, which its successor has ended by then."""
+    options: dict[str, Any] = {"kills": [Kill(worker=0, rank=0, step=8, place="batch_end")]}
+    options["trainer_options"] = {"logger": CSVLogger(tmp_path / "csv", flush_logs_every_n_steps=1)}
+    with elastic_run(tmp_path, workers=2, steps=11, **options) as run:
+        run.supervise()
+        assert run.kills_done() == 1
+        assert_same_losses(run, reference(11))
+    assert logged_steps(tmp_path / "csv") == list(range(11))
+
+
 def assert_each_once(folder: Path, workers: int, steps: int, *, lost: int) -> None:
     """Every worker that was there throughout has ended every step once, and nobody has counted one twice."""
     for name in ("first", "collective", "last"):
