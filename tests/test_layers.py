@@ -309,8 +309,6 @@ WRITTEN_BY_STRATEGIES = {
     "self.stream.part": "the position in the samples, which only the steps set",
     "self.stream.parts": "as above",
     "self.stream.is_dummy_batch": "as above",
-    "loader.has_begun": "the position in the loader, which only the steps set",
-    "restored.is_trusted": "the user's choice, when a checkpoint is read",
 }
 """Attributes of other objects that strategies set, with the reason."""
 

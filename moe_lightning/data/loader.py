@@ -240,6 +240,10 @@ class StepLoader:
         while sampler.consumed < end:
             yield from self._until_moved()
 
+    def begin_batch(self) -> None:
+        """Mark the batch yielded last as begun: the Trainer counts it from here on."""
+        self.has_begun = True
+
     def _until_moved(self) -> Iterator[Any]:
         sampler = self.step_sampler
         moves = sampler.moves

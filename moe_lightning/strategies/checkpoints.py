@@ -239,7 +239,8 @@ class Checkpoints:
         if isinstance(path, Path) and not decided(path.is_dir, world):
             return self._read_file(path, world)
         restored = self._newest_for_all(path, world)
-        restored.is_trusted = self.reads_objects
+        if self.reads_objects:
+            restored.trust()
         self._restored = restored
         checkpoint: dict[str, Any] = restored.read_object("trainer")
         return checkpoint

@@ -181,10 +181,10 @@ def require_accumulation(trainer: pl.Trainer) -> None:
 
 
 def begin_batch(loaders: object) -> None:
-    """Mark the batch that the loaders have yielded as begun: the Trainer counts it from here on."""
+    """See `StepLoader.begin_batch`, of all loaders."""
     for loader in private_torch.tree_leaves(loaders):
         if isinstance(loader, StepLoader):
-            loader.has_begun = True
+            loader.begin_batch()
 
 
 def training_slice(loaders: object) -> StepSlice | None:
