@@ -141,7 +141,7 @@ class TrainingState(State):
             if piece.block.sizes != piece.block.whole:
                 own = piece.share(self.rank)
                 load[self.rank] += own.tensor.nbytes if own is not None else 0
-            elif not piece.key.endswith("/buffer"):
+            elif not self.is_of_buffer(piece.key):
                 load[piece.holders[0]] += piece.tensor.nbytes
         return tuple(load)
 
@@ -160,18 +160,18 @@ class TrainingState(State):
         return window_bytes(**shape, dense_bytes=dense, expert_bytes=whole, weight_bytes=weight)
 
     def _dense_pieces(self) -> tuple[list[StatePiece], dict[str, list[StatePiece]]]:
-        """Pieces that not every rank has, and buffers; and those of each parameter that every rank has, which are cut
-        alike."""
+        """Pieces that not every rank has, and those of buffers; and those of each parameter that every rank has, which
+        are cut alike.
+        """
         whole: list[StatePiece] = []
         shared: dict[str, list[StatePiece]] = defaultdict(list)
         for piece in self.pieces():
-            name, _, scope = piece.key.rpartition("/")
             if piece.is_expert_key:
                 continue
-            if scope == "buffer" or len(piece.holders) < self.world_size:
+            if self.is_of_buffer(piece.key) or len(piece.holders) < self.world_size:
                 whole.append(piece)
             else:
-                shared[name].append(piece)
+                shared[piece.key.rpartition("/")[0]].append(piece)
         return whole, shared
 
     def _plan(self, experts_per_checkpoint: int, shared: Mapping[str, Sequence[StatePiece]]) -> ShardPlan:
@@ -244,15 +244,9 @@ class TrainingState(State):
                     _restore(checkpoint, key, parameter.data[slot])
         for piece in self.pieces():
             if not piece.is_expert_key and not piece.is_moment:
-                key = piece.key
-                if AVERAGE in scopes and key.endswith("/weight"):
-                    average = f"{key.removesuffix('weight')}{AVERAGE}"
-                    key = average if checkpoint.keys(average) else key
-                _restore(checkpoint, key, piece.tensor, piece.block)
-        if AVERAGE in scopes and (averages := averaged_buffers(checkpoint)):
-            for name, buffer in self.module.named_buffers():
-                if name in averages:
-                    buffer.copy_(averages[name])
+                average = f"{piece.key.rpartition('/')[0]}/{AVERAGE}"
+                is_averaged = AVERAGE in scopes and bool(checkpoint.keys(average))
+                _restore(checkpoint, average if is_averaged else piece.key, piece.tensor, piece.block)
 
     @torch.no_grad()
     def restore_dense(self, checkpoint: CheckpointSource) -> None:
@@ -320,14 +314,8 @@ def _restore(checkpoint: CheckpointSource, key: str, tensor: torch.Tensor, block
 
 
 def _averages_in(checkpoint: CheckpointSource) -> dict[str, Any]:
-    """Return what averages have beside those of the weights; empty if the checkpoint has none."""
+    """Return the number of updates of averages by its key; empty if the checkpoint has none."""
     return {OBJECT_KEY: checkpoint.read_object(OBJECT_KEY)} if OBJECT_KEY in checkpoint.keys(OBJECT_KEY) else {}
-
-
-def averaged_buffers(checkpoint: CheckpointSource) -> dict[str, torch.Tensor]:
-    """Return the averages of buffers in a checkpoint, by name; empty if it has none."""
-    found: dict[str, torch.Tensor] = _averages_in(checkpoint).get(OBJECT_KEY, {}).get("buffers", {})
-    return found
 
 
 def _rows(pieces: Sequence[StatePiece]) -> int:

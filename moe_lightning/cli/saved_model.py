@@ -19,7 +19,7 @@ from moe_lightning.checkpoint.inspect import checkpoint_files, newest_file, reso
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.training_state import SCOPES_OF_A_MODEL, averaged_buffers
+from moe_lightning.checkpoint.training_state import SCOPES_OF_A_MODEL
 from moe_lightning.cli.run_directory import checkpoints
 from moe_lightning.config import build_config
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -199,11 +199,8 @@ class _Directory:
         checkpoint.verify()
         self._checkpoint, self.path = checkpoint, checkpoint.path
         self.values: Mapping[str, Any] = self._checkpoint.read_object("trainer")
-        self._buffers = averaged_buffers(checkpoint)
 
     def dense(self, name: str) -> Tensor:
-        if f"{_MODEL}{name}" in self._buffers:
-            return self._buffers[f"{_MODEL}{name}"]
         prefix = f"dense/{_MODEL}{name}/"
         keys = set(self._checkpoint.keys(prefix))
         scope = next((s for s in (*SCOPES_OF_A_MODEL, "buffer") if f"{prefix}{s}" in keys), "weight")

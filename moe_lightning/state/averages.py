@@ -1,12 +1,13 @@
 """Running averages of weights.
 
-The average of a parameter is one of its optimizer's states, so that it moves, is saved and is restored with the others.
+The average of a parameter is one of its optimizer's states, so that it moves, is saved and is restored with the others;
+that of a buffer is a piece of the state table beside it.
 Optimizers do not see it in an update: some take a parameter with any state for one that they have updated before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ AVERAGE = "average"
 """Name of the average of a parameter among the states of its optimizer."""
 
 OBJECT_KEY = "averages"
-"""Key of what is no state of an optimizer among the objects of a state table."""
+"""Key of the number of updates among the objects of a state table."""
 
 
 class _Tensors(nn.Module):
@@ -44,7 +45,7 @@ class Averages:
         use_buffers: average buffers too, instead of copying their last values.
 
     Attributes:
-        buffers: of the averaged module, by name; every rank has the same.
+        buffers: averages of the buffers on this rank, by name.
     """
 
     def __init__(self, rule: Mapping[str, Any], *, use_buffers: bool) -> None:
@@ -60,14 +61,21 @@ class Averages:
         """Set the updates to those of a checkpoint."""
         self._rule.n_averaged.fill_(count)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is no state of an optimizer."""
-        return {"count": self.count, "buffers": self.buffers}
+    @torch.no_grad()
+    def make_buffers(self, module: nn.Module, names: Container[str] | None = None) -> None:
+        """Create the averages of buffers that are missing, from the present values.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` has returned, on this rank or another one."""
-        self.set_count(state["count"])
-        self.buffers = dict(state["buffers"])
+        Args:
+            names: only of these.
+        """
+        for name, buffer in _buffers(module):
+            if name not in self.buffers and (names is None or name in names):
+                self.buffers[name] = buffer.detach().clone()
+
+    def drop_buffers(self, names: Iterable[str]) -> None:
+        """Drop averages of buffers that will come from another rank."""
+        for name in names:
+            self.buffers.pop(name, None)
 
     @torch.no_grad()
     def begin(self, module: nn.Module, optimizer: Optimizer, home_of: Callable[[nn.Parameter], torch.device]) -> None:
@@ -82,9 +90,7 @@ class Averages:
                 if not parameter.is_meta and AVERAGE not in optimizer.state[parameter]:
                     average = local(parameter.detach()).to(home_of(parameter), copy=True)
                     optimizer.state[parameter][AVERAGE] = average
-        for name, buffer in _buffers(module):
-            if name not in self.buffers:
-                self.buffers[name] = buffer.detach().clone()
+        self.make_buffers(module)
 
     @torch.no_grad()
     def update(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

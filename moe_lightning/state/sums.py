@@ -151,7 +151,7 @@ def state_units(state: State, buffers: Collection[str]) -> list[StateUnit]:
         found += _experts(layer, stack, stack.tensors([optimizer for optimizer, _ in state.optimizers]))
     for piece in state.dense_pieces(transient=True):
         name, scope = parse_dense_key(piece.key)
-        if scope != "buffer" or name in buffers:
+        if name in state.dense or name in buffers:
             scope = "" if scope in ("weight", "buffer") else f" ({scope})"
             place = "" if piece.block.sizes == piece.block.whole else f" at {list(piece.block.offsets)}"
             found.append(_unit(f"{name}{scope}{place}", piece.tensor, piece.holders))

@@ -79,6 +79,15 @@ class State:
         self.base = frozen_base(module)
         self.dense = {name: p for name, p in module.named_parameters() if p not in self.stack_of}
 
+    @property
+    def averaged_buffers(self) -> Mapping[str, Tensor]:
+        """Averages of buffers by their names; none if weights are not averaged."""
+        return {} if self.averages is None else self.averages.buffers
+
+    def is_of_buffer(self, key: str) -> bool:
+        """True if the key of a piece outside of experts is that of a buffer or of its average."""
+        return parse_dense_key(key)[0] not in self.dense
+
     def numbered(self, index: int) -> list[nn.Parameter]:
         """The parameters of an optimizer, numbered as in a run of one process."""
         return [parameter for group in self.optimizers[index][1] for parameter in group]
@@ -116,6 +125,8 @@ class State:
         for name, buffer in self.module.named_buffers():
             if transient or name in saved:
                 yield StatePiece.of(f"dense/{name}/buffer", buffer, self.holders(name))
+                if name in self.averaged_buffers:
+                    yield StatePiece.of(f"dense/{name}/{AVERAGE}", self.averaged_buffers[name], self.holders(name))
 
     def _blocks(self, name: str, parameter: nn.Parameter, cut: TensorCut) -> Iterator[StatePiece]:
         """The pieces of a parameter that is cut; none where this rank has nothing of it."""
@@ -151,9 +162,10 @@ class State:
         return next((o.state[parameter] for o, _ in self.optimizers if parameter in o.state), {})
 
     def objects(self) -> dict[str, Any]:
-        """Non-tensor state: hyperparameters of the groups and scalar states by parameter number, and what averages have
-        beside those of the weights."""
-        result = {} if self.averages is None else {OBJECT_KEY: self.averages.state_dict()}
+        """Non-tensor state: hyperparameters of the groups and scalar states by parameter number, and the number of
+        updates of averages.
+        """
+        result: dict[str, Any] = {} if self.averages is None else {OBJECT_KEY: self.averages.count}
         for index, (optimizer, _) in enumerate(self.optimizers):
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             scalars = {
@@ -171,11 +183,17 @@ class State:
     # ------------------------------------------------------------------ optimizers that have made no states yet
 
     def moment_shapes(self) -> Shapes:
-        """The optimizer states that this rank has."""
+        """The optimizer states and averages that this rank has."""
         found = {
             f"dense/{name}/{scope}": (dtype_name(tensor), _whole_moment_shape(parameter, tensor))
             for name, parameter in self.dense.items()
             for scope, tensor in self.moments(parameter).items()
+        }
+        here = {name for name, _ in self.module.named_buffers()}
+        found |= {
+            f"dense/{name}/{AVERAGE}": (dtype_name(tensor), tuple(tensor.shape))
+            for name, tensor in self.averaged_buffers.items()
+            if name in here
         }
         return found | {
             f"expert/{layer}/0/{scope}/{name}": (dtype_name(tensor), tuple(tensor.shape[1:]))
@@ -193,7 +211,9 @@ class State:
         """
         moments = self._by_parameter(shapes)
         if self.averages is not None and OBJECT_KEY in objects:
-            self.averages.load_state_dict(objects[OBJECT_KEY])
+            self.averages.set_count(objects[OBJECT_KEY])
+            dense = (parse_dense_key(key) for key in shapes if not is_expert_key(key))
+            self.averages.make_buffers(self.module, {name for name, scope in dense if scope == AVERAGE})
         for index, (optimizer, _) in enumerate(self.optimizers):
             told = objects[f"optimizer/{index}"]
             for group, values in zip(optimizer.param_groups, told["param_groups"], strict=True):

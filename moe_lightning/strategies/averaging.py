@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from moe_lightning.compat import private_lightning
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.parallel.mesh import MeshShape
 from moe_lightning.state.averages import AVERAGE, Averages, set_aside
 from moe_lightning.strategies.dense_parameters import DenseShards
 from moe_lightning.strategies.worlds import call_hook
@@ -70,13 +69,10 @@ class Averaging:
         self._loaded: Mapping[str, Any] | None = None
         self._set_aside: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # weights that another rank updates
 
-    def begin_fit(
-        self, trainer: pl.Trainer, axes: MeshShape, save: Callable[[], dict[str, Any]], *, is_elastic: bool
-    ) -> None:
+    def begin_fit(self, trainer: pl.Trainer, save: Callable[[], dict[str, Any]], *, is_elastic: bool) -> None:
         """Take over the callback of a run of the Trainer, if that is a fit and has one; before the callback's `setup`.
 
         Args:
-            axes: of the strategy's mesh.
             save: returns the averaged module's state_dict; collective.
             is_elastic: the run recovers from lost ranks.
 
@@ -94,10 +90,6 @@ class Averaging:
         rule, use_buffers, device = private_lightning.averaging_rule(callback)
         if len(found) > 1:
             raise ConfigurationError(f"{name} and {type(found[1]).__name__} would both be validated: give one of them")
-        if axes.pp > 1:
-            raise ConfigurationError(
-                f"{name} cannot work with mesh.pp yet: use mesh.pp=1, or average checkpoints after training"
-            )
         if isinstance(device, torch.device) and device.type != trainer.strategy.root_device.type:
             raise ConfigurationError(
                 f"{name} keeps averages beside the weights on {trainer.strategy.root_device.type}, not on "

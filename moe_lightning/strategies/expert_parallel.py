@@ -307,7 +307,7 @@ class ExpertParallelStrategy(DDPStrategy):
         trainer, is_elastic = private_lightning.trainer_of(self.lightning_module), self.worlds.is_elastic
         if trainer is not None:  # a strategy may be set up without a Trainer
             private_lightning.keep_samplers(trainer)
-            self.state.averaging.begin_fit(trainer, self.worlds.axes, self._averaged_state, is_elastic=is_elastic)
+            self.state.averaging.begin_fit(trainer, self._averaged_state, is_elastic=is_elastic)
 
     @override
     def setup_distributed(self) -> None:

@@ -188,9 +188,12 @@ class StageCut:
         return len(self.stages) == self.num_stages
 
     @torch.no_grad()
-    def hold(self, stages: Collection[int]) -> dict[nn.Parameter, nn.Parameter]:
+    def hold(self, stages: Collection[int], *, training: bool) -> dict[nn.Parameter, nn.Parameter]:
         """Hold other stages from now on. Their parameters get memory without values, experts no rows; values of stages
         that go are dropped.
+
+        Args:
+            training: mode of the blocks that come, which have missed the calls of train() and eval().
 
         Returns:
             New parameters by those that they replace.
@@ -207,7 +210,7 @@ class StageCut:
                 for name, buffer in list(part.named_buffers(recurse=False)):
                     private_torch.buffers_of(part)[name] = buffer.to(self._device)
             for index in (index for stage in coming for index in self.chunk(stage)):
-                self._blocks[index].train(self.module.training)  # the calls of train() and eval() that it missed
+                self._blocks[index].train(training)
             self._drop_values(others)
         return others
 
@@ -736,7 +739,9 @@ class StageTransfer(StateTransfer):
         stages, experts = self._stages, self._state.experts
         placements: dict[Any, Placement] = dict(zip(stages.layers, stages.placements, strict=True))
         placements |= dict(zip(experts.layers, experts.placements, strict=True))
-        others = stages.cut.hold(wanted)
+        # A validation that a fault has interrupted ends in the mode before it, which blocks that come now did not have.
+        is_training = self._state.module.training or self._state.trainer.validating
+        others = stages.cut.hold(wanted, training=is_training)
         for before, after in others.items():
             mark(after, cut_of(before))
         self._state.replace_parameters(others)

@@ -370,6 +370,8 @@ class StateTransfer:
         held, own = stages.held, wanted_stages(ranks, world.rank)
         self._hold({*held, *own})
         lacking = [stage for stage in own if stage not in held]
+        if (averages := self._state.averaging.averages) is not None:
+            averages.drop_buffers({name for name in averages.buffers for s in lacking if stages.belongs(name, s)})
         listed = all_gather_json([held, lacking], world)
         # Hyperparameters change after an update, so they come from a rank that is not behind.
         order = sorted(range(world.size), key=lambda rank: (rank not in behind, -rank))
@@ -403,7 +405,8 @@ class StateTransfer:
                 found[name] = parts.scopes(state, name)
         for name, buffer in self._state.module.named_buffers():
             if stages.belongs(name, stage):
-                found[name] = {"buffer": buffer}
+                average = state.averaged_buffers.get(name)
+                found[name] = {"buffer": buffer} | ({} if average is None else {AVERAGE: average})
         blocks = {name: Block.of(next(iter(tensors.values())).shape) for name, tensors in found.items()}
         return {(f"{stage}/{name}", blocks[name]): tensors for name, tensors in found.items()}
 

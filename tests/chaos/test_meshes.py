@@ -96,6 +96,11 @@ def averaged(folder: Path) -> list[Any]:
     return [EMAWeightAveraging(decay=0.5)]
 
 
+AVERAGED: dict[str, Any] = {
+    "validate": True, "callbacks": averaged, "trainer_options": {"val_check_interval": 2, "num_sanity_val_steps": 0},
+}  # fmt: skip
+
+
 def pretend(folder: Path) -> list[Any]:
     return [Pretended()]
 
@@ -204,10 +209,7 @@ FAULTS: dict[str, Fault] = {
             kills=[kill(1, 2, "committed"), kill(2, 4)][: 2 if two else 1],
             holds=[Hold(step=6, ranks=3)] if returns is not None else [], returns=returns, compares=dense != "zero1",
             options={**SNAPSHOTS, "recovery": {"protection": "arc"}} if dense else {}, loses_steps=bool(dense),
-            training={
-                "validate": True, "callbacks": averaged,
-                "trainer_options": {"val_check_interval": 2, "num_sanity_val_steps": 0},
-            },
+            training=AVERAGED,
         )
         for dense, two, returns in (("", True, None), ("", False, 0), ("zero1", True, None), ("fsdp", False, 0))
     },
@@ -265,6 +267,8 @@ STORES: dict[str, Any] = {"options": SNAPSHOTS, "loses_steps": True, "compares":
 NO_STAGE: dict[str, Any] = {
     **STORES, "options": {**SNAPSHOTS, "recovery": {"failures": 2, "min_replicas": 1}}, "sizes": {STEPS: 2},
 }  # fmt: skip
+OF_AVERAGES: dict[str, Any] = {"model": {**LAYERS, "router": {"bias_update_rate": 0.01}}, "training": AVERAGED}
+"""Averages of weights, and of buffers in blocks that change."""
 
 
 @pytest.mark.parametrize(
@@ -272,6 +276,25 @@ NO_STAGE: dict[str, Any] = {
     [
         pytest.param(staged(lose(2, "exchange"), **BACK), id="another rank takes the stage of a lost one"),
         slow(staged(lose(1, "backward"), ranks=2, **STORES, returns=0, among=(2,)), id="the only stage"),
+        slow(
+            staged(lose(2, "validation"), **BACK, training={**AVERAGED, "callbacks": None}),
+            id="blocks that come in a validation are trained after it",
+        ),
+        pytest.param(staged(lose(2, "validation"), **BACK, **OF_AVERAGES), id="averages of a lost stage"),
+        *[
+            slow(
+                staged(
+                    lose(2, place), strategy=strategy, among=(4, 2), **OF_AVERAGES,
+                    **{**BACK, "sizes": {4: 4, STEPS: 4}},
+                ),
+                id=f"averages of a lost stage-{place}-{strategy.get('schedule')}",
+            )
+            for strategy in (PP2, INTERLEAVED) for place in ("backward", "prepare", "update", "committed")
+        ],
+        slow(
+            staged(lose(1, "backward"), ranks=2, **STORES, returns=0, among=(2,), **OF_AVERAGES),
+            id="averages of the only stage",
+        ),
         slow(staged(lose(1, "backward"), ranks=5, sizes={1: 4}), id="one rank more than stages waits"),
         *[
             slow(

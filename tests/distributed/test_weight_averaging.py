@@ -21,6 +21,11 @@ from tests.distributed.training import TINY, OwnModule, RandomTokens, make_train
 from tests.parameters import slow
 
 STEPS = 6
+STAGED: dict[str, Any] = TINY | {
+    "num_layers": 4, "tie_embeddings": False, "router": {"top_k": 2, "aux_loss_coef": 0.0, "bias_update_rate": 0.01},
+}  # fmt: skip
+"""A model that mesh.pp can cut, with buffers in its blocks."""
+PP: dict[str, Any] = {"mesh": {"pp": 2}}
 
 
 class Counting(OwnModule):
@@ -65,6 +70,10 @@ def run(trainer: pl.Trainer, module: pl.LightningModule, path: str | None = None
     trainer.fit(module, loader, DataLoader(RandomTokens(30), batch_size=10), ckpt_path=path)
 
 
+def model(gpt: dict[str, Any] | None, rate: float) -> pl.LightningModule:
+    return GPTModule(gpt, OptimizerConfig(lr=3e-3)) if gpt else Counting(rate)
+
+
 def train(
     rank: int,
     world_size: int,
@@ -73,7 +82,7 @@ def train(
     steps: int = STEPS,
     path: str | None = None,
     callbacks: Any = (),
-    gpt: bool = False,
+    gpt: dict[str, Any] | None = None,
     rate: float = 0.0,
     **options: Any,
 ) -> dict[str, Any]:
@@ -84,7 +93,7 @@ def train(
         rank, world_size, strategy, callbacks=[losses, averaging(kind), saver, *(make() for make in callbacks)],
         **{"max_steps": steps, "val_check_interval": 2, "enable_checkpointing": True, **options},
     )  # fmt: skip
-    module = GPTModule(TINY, OptimizerConfig(lr=3e-3)) if gpt else Counting(rate)
+    module = model(gpt, rate)
     run(trainer, module, path)
     whole = trainer.strategy.lightning_module_state_dict()
     saved = None
@@ -155,9 +164,13 @@ def balancer() -> LoadBalancer:
         (2, {"slots": 4}, {"callbacks": [balancer], "rate": 0.01}),
         slow(4, {"dense": "hsdp", "shard_size": 2}, {}),
         slow(2, {"offload_optimizer": True}, {}),
-        slow(2, {"mesh": {"tp": 2}}, {"gpt": True}),
-        slow(2, {"mesh": {"cp": 2}}, {"gpt": True}),
-        slow(4, {"mesh": {"tp": 2}, "dense": "zero1"}, {"gpt": True}),
+        slow(2, {"mesh": {"tp": 2}}, {"gpt": TINY}),
+        slow(2, {"mesh": {"cp": 2}}, {"gpt": TINY}),
+        slow(4, {"mesh": {"tp": 2}, "dense": "zero1"}, {"gpt": TINY}),
+        (2, PP, {"gpt": STAGED}),
+        slow(2, PP | {"schedule": "interleaved"}, {"gpt": STAGED, "callbacks": [balancer]}),
+        slow(4, PP | {"dense": "fsdp"}, {"gpt": STAGED}),
+        slow(4, PP | {"dense": "zero1", "replicas": 2}, {"gpt": STAGED}),
     ],
 )
 def test_averages_are_those_of_one_process(ranks: int, strategy: dict[str, Any], options: dict[str, Any]) -> None:
@@ -174,38 +187,44 @@ def test_averages_are_those_of_one_process(ranks: int, strategy: dict[str, Any],
             assert_close(own[part], file[part])
 
 
-def resumed(rank: int, world_size: int, strategy: dict[str, Any], folder: str, begin: bool) -> dict[str, Any]:
+def resumed(
+    rank: int, world_size: int, strategy: dict[str, Any], folder: str, begin: bool, gpt: dict[str, Any] | None
+) -> dict[str, Any]:
     """The first half of a training, saved in both ways; or the second half from one of them."""
     saver = partial(PartialExpertsCheckpoint, f"{folder}/steps", every_n_steps=3, save_on_train_end=False)
     if begin:
-        found = train(rank, world_size, "equal", strategy, steps=4, callbacks=[saver], rate=0.01)
+        found = train(rank, world_size, "equal", strategy, steps=4, callbacks=[saver], rate=0.01, gpt=gpt)
         if rank == 0:
             Path("files").rename(Path(folder) / "files")
         return found
-    return train(rank, world_size, "equal", strategy, path=folder, rate=0.01)
+    return train(rank, world_size, "equal", strategy, path=folder, rate=0.01, gpt=gpt)
 
 
-def measured(rank: int, world_size: int, path: str) -> float:
+def measured(rank: int, world_size: int, strategy: dict[str, Any], path: str, gpt: dict[str, Any] | None) -> float:
     """The loss of the model in a checkpoint, for a Trainer without averages."""
     losses = Validations()
-    trainer = make_trainer(rank, world_size, callbacks=[losses])
-    trainer.validate(Counting(0.01), DataLoader(RandomTokens(30), batch_size=10), ckpt_path=path, verbose=False)
+    trainer = make_trainer(rank, world_size, strategy, callbacks=[losses])
+    trainer.validate(model(gpt, 0.01), DataLoader(RandomTokens(30), batch_size=10), ckpt_path=path, verbose=False)
     return losses.losses[0]
 
 
 @pytest.mark.parametrize("source", ["files/step=4.ckpt", "steps"])
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, {"dense": "fsdp", "replicas": 2}), (1, {})), slow((1, {}), (2, {"dense": "zero1"}))],
-)
+    [
+        ((2, {"dense": "fsdp", "replicas": 2}), (1, {})), slow((1, {}), (2, {"dense": "zero1"})),
+        ((2, PP), (1, {})), slow((1, {}), (2, PP)), slow((2, PP), (2, PP | {"schedule": "interleaved"})),
+    ],
+)  # fmt: skip
 def test_a_resume_on_other_ranks_goes_on_with_both_weights(
     tmp_path: Path, source: str, before: tuple[int, Any], after: tuple[int, Any]
 ) -> None:
-    (quiet,) = run_pooled(1, partial(train, rate=0.01), "equal")
-    run_pooled(before[0], resumed, before[1], str(tmp_path), True)
-    loss = run_pooled(after[0], measured, str(tmp_path / source))[0]
+    gpt = STAGED if any("mesh" in strategy for _, strategy in (before, after)) else None
+    (quiet,) = run_pooled(1, partial(train, rate=0.01, gpt=gpt), "equal")
+    run_pooled(before[0], resumed, before[1], str(tmp_path), True, gpt)
+    loss = run_pooled(after[0], measured, after[1], str(tmp_path / source), gpt)[0]
     assert loss == pytest.approx(quiet["losses"][1], abs=1e-5)
-    found = run_pooled(after[0], resumed, after[1], str(tmp_path / source), False)
+    found = run_pooled(after[0], resumed, after[1], str(tmp_path / source), False, gpt)
     assert found[0]["losses"] == pytest.approx(quiet["losses"][2:], abs=1e-5)
     assert_close(found[0]["whole"], quiet["whole"])
     assert_close(found[0]["saved"]["step=6"]["current_model_state"], quiet["saved"]["step=6"]["current_model_state"])

@@ -61,10 +61,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "StochasticWeightAveraging copies the module": lambda: {
         "trainer": {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}
     },
-    "EMAWeightAveraging cannot work with mesh.pp yet": lambda: {
-        "strategy": {"mesh": {"pp": 2}},
-        "trainer": {"callbacks": [EMAWeightAveraging()]},
-    },
     "EMAWeightAveraging and WeightAveraging would both be validated": lambda: {
         "trainer": {"callbacks": [EMAWeightAveraging(), WeightAveraging()]}
     },
