@@ -40,6 +40,10 @@ class EtcdRefused(EtcdError):
     """etcd refuses for good; the text is a sentence."""
 
 
+class LeaseEnded(EtcdError):
+    """The lease of a key has ended."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EtcdAccess:
     """Addresses of an etcd cluster and credentials.
@@ -341,6 +345,8 @@ class EtcdClient:
         name = self._access.user.partition(":")[0]
         if "invalid auth token" in message or "auth store is old" in message:
             return _TokenExpired(f"{url}: {message}")
+        if "lease not found" in message:
+            return LeaseEnded(f"{url}: {message}")
         if code == _PERMISSION_DENIED:
             return EtcdRefused(
                 f"etcd at {url} does not let user {shown(name)} write ({message}): grant it readwrite on the prefix "

@@ -10,6 +10,7 @@ etcd holds, under `/moe-lightning/RUN/`:
     launchers/TOKEN   one key for each launcher, with its lease
     leader            address and launcher of the host, with its lease
     world             number, predecessor and members of the newest world
+    ended             number of the last world, once ranks have finished the run; kept for a day
 
 A world is announced only after a transaction has written it, on the conditions that the leader is still the same and
 that the world before is its predecessor. So a leader that was paused or cut off forms none beside its successor, and a
@@ -40,6 +41,7 @@ from moe_lightning.elastic.etcd import (
     EtcdError,
     EtcdRefused,
     Json,
+    LeaseEnded,
     delete,
     get,
     is_empty,
@@ -57,6 +59,7 @@ _LOOK_S = 0.05
 _RETRY_S = 0.1
 _PROBE_S = 0.3
 _FRESH_S = 1.0
+_REMEMBERED_S = 86400
 _RETURN_S = 1.5  # from a leader's silence to its successor, members that reach that are back within so long
 
 logger = logging.getLogger(__name__)
@@ -148,6 +151,7 @@ class Election:
     Attributes:
         leader_key: of the leader.
         leader: as last read; None if there is none.
+        ended: number of the last world of a run that ranks had finished when this launcher was elected, else 0.
     """
 
     def __init__(self, etcd: EtcdClient, prefix: str, token: str, ttl_s: int) -> None:
@@ -156,6 +160,7 @@ class Election:
         self._lease = 0
         self._renew_at = 0.0
         self.leader: Leader | None = None
+        self.ended = 0
 
     def secret(self) -> bytes:
         """Return the run's secret; the first launcher makes it."""
@@ -179,10 +184,10 @@ class Election:
         self.leader = _read_leader(self._etcd, self.leader_key)
 
     def _register(self) -> None:
-        """Take part; the first launcher forgets the world of a run whose launchers were all killed."""
+        """Take part; the first launcher forgets the world of a run whose launchers were all killed, and its end."""
         lease = self._etcd.grant(self._ttl_s)
         self._lease, others = lease, f"{self._prefix}launchers/"
-        anew = [delete(self._prefix + "world"), self._registration()]
+        anew = [delete(self._prefix + "world"), delete(self._prefix + "ended"), self._registration()]
         self._etcd.transact([is_empty(others)], anew, [self._registration()])
 
     def _registration(self) -> Json:
@@ -199,17 +204,21 @@ class Election:
             quicker.
         """
         former = self.leader
-        outcome = self._etcd.transact(
-            [unchanged(self.leader_key, former.revision if former else 0)],
-            [
-                put(self.leader_key, json.dumps({"address": str(address), "launcher": self._token}), self._lease),
-                get(self._prefix + "world"),
-            ],
-        )
+        value = json.dumps({"address": str(address), "launcher": self._token})
+        known = [get(self._prefix + "world"), get(self._prefix + "ended")]
+        try:
+            outcome = self._etcd.transact(
+                [unchanged(self.leader_key, former.revision if former else 0)],
+                [put(self.leader_key, value, self._lease), *known],
+            )
+        except LeaseEnded:
+            self._renew_at = 0.0  # `keep` takes another one
+            return None
         if not outcome.succeeded:
             return None
         self.leader = Leader(address=address, launcher=self._token, revision=outcome.revision)
-        (record,) = outcome.found
+        record, ended = outcome.found
+        self.ended = 0 if ended is None else int(ended.value)
         return (0, None) if record is None else (record.revision, record.value)
 
     def commit(self, term: int, world_revision: int, record: str) -> int | None:
@@ -235,11 +244,20 @@ class Election:
             return found.revision
         return None
 
+    def record_end(self) -> None:
+        """Record that ranks have finished the run, for launchers that are cut off or stopped now."""
+        (record,) = self._etcd.transact([], [get(self._prefix + "world")]).found
+        if record is not None:
+            number = str(json.loads(record.value)["number"])
+            self._etcd.transact([], [put(self._prefix + "ended", number, self._etcd.grant(_REMEMBERED_S))])
+
     def resign(self) -> None:
-        """Leave the run; the last launcher deletes its keys."""
+        """Leave the run; the last launcher deletes its keys, but for the record of its end."""
         if self._lease:
-            self._etcd.revoke(self._lease)
-        self._etcd.transact([is_empty(f"{self._prefix}launchers/")], [delete(self._prefix)])
+            with suppress(LeaseEnded):
+                self._etcd.revoke(self._lease)
+        keys = [delete(self._prefix + "secret"), delete(self._prefix + "world")]
+        self._etcd.transact([is_empty(f"{self._prefix}launchers/")], keys)
 
 
 class _Term:
@@ -361,6 +379,13 @@ class EtcdRendezvous:
                 self._etcd.end_watch()
                 thread.join(_RETRY_S)
         self._close()
+
+    def record_end(self) -> None:
+        """Record that this launcher's ranks have finished the run."""
+        try:
+            self._election.record_end()
+        except EtcdError as error:  # who comes back meanwhile trains on alone
+            logger.warning("the end of the run cannot be written to etcd: %s", error)
 
     def attend(self, reaches: Callable[[], bool]) -> None:
         """Take over at once when the leader's process is gone, not when its lease ends.
@@ -488,7 +513,7 @@ class EtcdRendezvous:
             return
         logger.info("this launcher leads")
         revision, text = record
-        state = RendezvousState()
+        state = RendezvousState(ended=self._election.ended)
         if text is not None:
             silent_s = 0.0 if dead is not None else max(0.0, self._settings.silence_timeout_s - _RETURN_S)
             state.restore(json.loads(text), -silent_s)

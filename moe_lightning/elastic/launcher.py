@@ -506,6 +506,8 @@ class ElasticLauncher:
             if health is not None and self.rdzv_endpoint is not None:
                 self._ask_to_join(client, health)
             yield task, client
+            if etcd is not None:
+                etcd.record_end()
 
     def _ask_to_join(self, client: LauncherClient, health: NodeHealth) -> None:
         """Let the rendezvous host compare this machine with the others, and leave its row for `moe-train --health`.

@@ -338,10 +338,11 @@ class RendezvousClient:
             state.start_join(is_ready=is_ready, is_spare=is_spare)
             self._carry_out()
             while state.world is former:
+                if is_evicted := state.is_evicted:
+                    state.rename()
                 if state.is_unneeded(is_ready=is_ready):
                     raise RunFinished("the others have finished the run, and need this process no more")
-                if state.is_evicted:
-                    state.rename()
+                if is_evicted:
                     self._introduce(self._connection.send)
                 self._check_host(started)
                 state.check_wait(started, self._clock.now)

@@ -624,21 +624,24 @@ class RendezvousState:
     Args:
         startup_grace_s: no world forms before; members of the present world report it to a restarted host meanwhile.
         wall_clock_s: seconds since the epoch, for the numbers of worlds.
+        ended: number of the last world, in which members have finished the run; 0: none have.
 
     Attributes:
         world: the newest one; None before the first, or when all its members are gone.
         clients: those that are connected, with the messages to them.
     """
 
-    def __init__(self, *, startup_grace_s: float = 0.0, wall_clock_s: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, *, startup_grace_s: float = 0.0, wall_clock_s: Callable[[], float] = time.time, ended: int = 0
+    ) -> None:
         self._startup_grace_s, self._wall_clock_s = startup_grace_s, wall_clock_s
         self._members: dict[str, Member] = {}
         self._expected = 0  # members of the largest run that has introduced itself
         self._announced = Announced()
         self._unknown = UnknownWorlds()
         self._evicted: dict[str, str] = {}  # member -> why, in order of time
-        self._last_number = 0
-        self._finished = 0
+        self._last_number = ended
+        self._finished = int(ended > 0)
         self._last_received = 0.0
         self._links = DeadLinks()
         self._nodes: dict[int, NodeHealth] = {}  # connection of a launcher -> its node, as it came
@@ -895,7 +898,9 @@ class RendezvousState:
         if member_id in self._evicted:
             return self._evicted[member_id]
         world = self.world
-        if reported is None or world is None or reported["number"] >= world.number or member_id in world.ranks:
+        if reported is None or (world is not None and member_id in world.ranks):
+            return None
+        if reported["number"] >= (world.number if world is not None else self._last_number if self._finished else 0):
             return None
         return "the others continued without this process"
 

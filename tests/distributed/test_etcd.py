@@ -26,6 +26,7 @@ from moe_lightning.elastic.protocol import Address, create_secret
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_state import CurrentWorld, RendezvousState
 from moe_lightning.elastic.server import RendezvousService, ServerThread, listen
+from moe_lightning.elastic.worker import RunFinished
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.relays import relayed
 from tests.etcd import EtcdCluster, free_ports, needs_etcd
@@ -139,6 +140,35 @@ def test_a_launcher_whose_lease_ended_takes_part_again(one: EtcdCluster) -> None
         client.revoke(alone._election._lease)
         wait_for(lambda: alone.address != before)
         assert LauncherClient(alone.address, alone.secret_file, QUICK).close() is None
+
+
+@pytest.mark.usefixtures("etcd")
+def test_a_launcher_that_comes_back_after_the_end_learns_of_it(one: EtcdCluster) -> None:
+    """It must not train on alone, from where it was cut off; the next run of that name must train."""
+    client, others = one.client(), Election(one.client(), "/moe-lightning/run/", "others", 60)
+    with (
+        EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as late,
+        relayed(late, ElasticSettings(), locate=lambda: late.address) as task,
+    ):
+        member = RendezvousClient(task)
+        number, before = member.join(is_ready=True).number, late.address
+        others.keep(0.0, has_changed=True)
+        record = {"number": number + 1, "members": [f"{1:020}.b.gone"], "patience": task.settings.patience}
+        client.transact([], [put("/moe-lightning/run/world", json.dumps(record))])
+        others.record_end()
+        client.revoke(late._election._lease)
+        others.resign()
+        wait_for(lambda: late.address != before)
+        with pytest.raises(RunFinished, match="the others have finished the run"):
+            member.join(is_ready=True)
+        member.close()
+    with (
+        EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as anew,
+        relayed(anew, ElasticSettings(), locate=lambda: anew.address) as task,
+    ):
+        member = RendezvousClient(task)
+        assert len(member.join(is_ready=True).ids) == 1
+        member.close()
 
 
 @pytest.mark.usefixtures("etcd")
