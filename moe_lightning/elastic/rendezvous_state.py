@@ -526,7 +526,7 @@ class Clients:
 
 
 class Announced:
-    """What clients know already, so that only changes are sent.
+    """Knowledge of the clients, of which only changes are sent.
 
     Attributes:
         waiting: newcomers, as the members of the present world know them.
