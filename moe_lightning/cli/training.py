@@ -237,11 +237,11 @@ class GracefulStop(Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.stopped_by = self._asked_by = None
-        self._limit = trainer.limit_val_batches  # type: ignore[attr-defined]
+        self._limit = trainer.limit_val_batches
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.limit_val_batches = self._limit  # type: ignore[attr-defined]
+        trainer.limit_val_batches = self._limit
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -263,7 +263,7 @@ class GracefulStop(Callback):
             if decide(self._asked_by is not None, all=False):
                 is_term = decide(self._asked_by == signal.SIGTERM, all=False)
                 self.stopped_by = signal.SIGTERM if is_term else signal.SIGINT
-                trainer.should_stop, trainer.limit_val_batches = True, 0  # type: ignore[attr-defined]
+                trainer.should_stop, trainer.limit_val_batches = True, 0
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if number == self._asked_by == signal.SIGINT:
