@@ -29,8 +29,8 @@ _LIMIT = 10.0  # spreads
 _ERROR_OF_MEDIAN = math.sqrt(math.pi / 2)  # of normally distributed numbers, times their deviation over sqrt(count)
 
 
-class Summary(NamedTuple):
-    """Numbers of one rank.
+class RankMedian(NamedTuple):
+    """Median of a rank's numbers.
 
     Attributes:
         median: of them.
@@ -41,8 +41,8 @@ class Summary(NamedTuple):
     error: float
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> Summary | None:
-        """Return the summary of finite numbers; None: there are too few."""
+    def of(cls, numbers: Sequence[float]) -> RankMedian | None:
+        """Return the median of finite numbers; None: there are too few."""
         if len(numbers) < _FEWEST:
             return None
         median = statistics.median(numbers)
@@ -65,7 +65,7 @@ class Outlier(NamedTuple):
     most: float
 
 
-def outliers(ranks: Sequence[Summary | None], kinds: Sequence[Hashable]) -> list[Outlier]:
+def outliers(ranks: Sequence[RankMedian | None], kinds: Sequence[Hashable]) -> list[Outlier]:
     """Return the ranks whose median differs by more than ten spreads from the median of all that are of their kind. The
     spread is the greatest of 1.4826 times the median absolute deviation over the ranks, the standard error of a rank's
     median, and 1 %.
@@ -74,7 +74,7 @@ def outliers(ranks: Sequence[Summary | None], kinds: Sequence[Hashable]) -> list
         ranks: by rank; None has no numbers.
         kinds: by rank; those of unlike kinds are not compared.
 
-    >>> outliers([Summary(2.0, 0.01), Summary(2.01, 0.01), Summary(2.5, 0.01)], [0, 0, 0])[0].rank
+    >>> outliers([RankMedian(2.0, 0.01), RankMedian(2.01, 0.01), RankMedian(2.5, 0.01)], [0, 0, 0])[0].rank
     2
     """
     found = []
@@ -109,21 +109,21 @@ class RankComparison:
         axes = [axis for axis in world.shape.axes if axis != "dp"]
         message = {
             "kind": [own.count, *(world.shape.index(world.rank, axis) for axis in axes)],
-            **{what: _summary(known) for what, known in numbers.items()},
+            **{what: _median_of(known) for what, known in numbers.items()},
         }
         found = all_gather_json(message, world)
         for what in numbers:
-            summaries = [None if each[what] is None else Summary(*each[what]) for each in found]
-            for outlier in outliers(summaries, [tuple(each["kind"]) for each in found]):
+            medians = [None if each[what] is None else RankMedian(*each[what]) for each in found]
+            for outlier in outliers(medians, [tuple(each["kind"]) for each in found]):
                 key = (world.generation, outlier.rank, what)
                 if world.rank == 0 and key not in self._reported:
                     write_to_terminal(f"warning: {_sentence(what, outlier)}")
                 self._reported.add(key)
 
 
-def _summary(numbers: Collection[Tensor]) -> Summary | None:
+def _median_of(numbers: Collection[Tensor]) -> RankMedian | None:
     known = torch.stack([*numbers]).tolist() if numbers else []
-    return Summary.of([number for number in known if math.isfinite(number)])
+    return RankMedian.of([number for number in known if math.isfinite(number)])
 
 
 def _sentence(what: str, outlier: Outlier) -> str:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.telemetry import Telemetry
-from moe_lightning.strategies.rank_outliers import Outlier, Summary, outliers
+from moe_lightning.strategies.rank_outliers import Outlier, RankMedian, outliers
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer
 from tests.parameters import slow
@@ -25,8 +25,8 @@ WRONG = 2
 STEPS = 280  # gradients of every eighth are looked at
 
 
-def summaries(numbers_RN: np.ndarray) -> list[Summary | None]:
-    return [Summary.of(own.tolist()) for own in numbers_RN]
+def medians(numbers_RN: np.ndarray) -> list[RankMedian | None]:
+    return [RankMedian.of(own.tolist()) for own in numbers_RN]
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 7, 64])
@@ -36,7 +36,7 @@ def test_ranks_that_draw_from_one_distribution_are_alike(ranks: int, kind: str) 
     for _ in range(300):
         noise = draw.standard_t(2, (ranks, 64)) if kind == "heavy-tailed" else draw.normal(size=(ranks, 64))
         trend = np.linspace(2, 0, 64) if kind == "falling" else 0.0
-        assert outliers(summaries(3 + 0.3 * noise + trend), [0] * ranks) == []
+        assert outliers(medians(3 + 0.3 * noise + trend), [0] * ranks) == []
 
 
 def test_the_one_that_differs_is_found_among_its_kind_only() -> None:
@@ -44,19 +44,19 @@ def test_the_one_that_differs_is_found_among_its_kind_only() -> None:
     for ranks in (3, 5, 64):
         numbers = draw.normal(3.0, 0.1, (ranks, 64))
         numbers[WRONG] *= 1.3
-        (found,) = outliers(summaries(numbers), [0] * ranks)
+        (found,) = outliers(medians(numbers), [0] * ranks)
         assert isinstance(found, Outlier)
         assert found.rank == WRONG
         assert found.value > found.usual + found.most
-        assert outliers(summaries(numbers), [*range(ranks)]) == []
+        assert outliers(medians(numbers), [*range(ranks)]) == []
     mixed = np.concatenate([numbers[:3], 10 * draw.normal(3.0, 0.1, (3, 64))])  # stages of a pipeline, say
-    assert [each.rank for each in outliers(summaries(mixed), [0, 0, 0, 1, 1, 1])] == [WRONG]
+    assert [each.rank for each in outliers(medians(mixed), [0, 0, 0, 1, 1, 1])] == [WRONG]
 
 
 def test_two_ranks_or_few_numbers_show_nothing() -> None:
-    assert Summary.of([1.0] * 15) is None
-    assert outliers([Summary(1.0, 0.0), Summary(9.0, 0.0)], [0, 0]) == []
-    assert outliers([Summary(1.0, 0.0), Summary(9.0, 0.0), None], [0, 0, 0]) == []
+    assert RankMedian.of([1.0] * 15) is None
+    assert outliers([RankMedian(1.0, 0.0), RankMedian(9.0, 0.0)], [0, 0]) == []
+    assert outliers([RankMedian(1.0, 0.0), RankMedian(9.0, 0.0), None], [0, 0, 0]) == []
 
 
 class OtherData(OwnModule):
