@@ -67,6 +67,7 @@ class Options:
     d_expert: Count = option("expert width", 128)
     dense: Literal["ddp", "hsdp"] = option("how the ranks of in-process kills share dense parameters", "ddp")
     pp: Count = option("pipeline stages of in-process kills", 1)
+    etcd: str | None = option("endpoints of an etcd in which in-process kills elect their host", None)
     seed: NonNegativeInt = option("of the moments of the kills", 0)
     quick: bool = option("one round of everything, of few steps: only to try it", False)
     json: OutputFile | None = option("where to leave all measurements", None)
@@ -141,7 +142,7 @@ def _kills(task: Task, options: Options) -> dict[str, list[dict[str, float]]]:
     mine = replace(task, folder=f"{task.folder}-live", recovery={"min_replicas": 2}, strategy=strategy)
     left = (task.ranks - 1) // options.pp * options.pp
     act, rows = kills_in_process(task.ranks, left, options.rounds, options.seed)
-    run_elastic(mine, act)
+    run_elastic(mine, act, etcd=options.etcd)
     print(f"SIGKILL to the next finished step, in process: medians of {len(rows)}, ms")
     medians = medians_of(rows)
     print("  ".join(f"{name} {1e3 * medians[name]:.0f}" for name in (*KILL_PHASES, "total")))

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,9 +129,12 @@ class _Director:
             raise self.error
 
 
-def run_elastic(task: Task, act: Callable[[DiaryReader], None] | None = None) -> None:
+def run_elastic(task: Task, act: Callable[[DiaryReader], None] | None = None, *, etcd: str | None = None) -> None:
     """Train on workers that are started again when they die, while `act` watches and kills them; without it, to the
     task's end.
+
+    Args:
+        etcd: endpoints of the cluster in which the launcher is elected; None: it hosts the rendezvous by itself.
 
     Raises:
         ConfigurationError: the training failed by itself.
@@ -141,7 +144,9 @@ def run_elastic(task: Task, act: Callable[[DiaryReader], None] | None = None) ->
     launcher = ElasticLauncher(
         num_ranks=task.ranks,
         log_dir=folder / "ranks",
-        settings=SETTINGS,
+        settings=SETTINGS if etcd is None else replace(SETTINGS, membership="etcd"),
+        rdzv_endpoint=etcd,
+        rdzv_id=None if etcd is None else folder.name,
         module=MODULE,
         max_restarts=1000,
         cool_down_s=0.0,
