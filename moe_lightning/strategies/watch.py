@@ -108,7 +108,7 @@ class OwnNumbers:
     def add_gradients(self, gradients: Tensor, step: int) -> None:
         """Add some dense gradients of a step."""
         if step % _NORM_STEPS == 0:
-            self._squares.append(torch.linalg.vector_norm(gradients, dtype=torch.float32).square())
+            self._squares.append(_norm(gradients).square())
 
     def end_step(self) -> None:
         """The gradients of the running step are complete."""
@@ -166,7 +166,7 @@ class FiniteWatch:
 
     def look_at_own(self, gradients: Tensor) -> None:
         """Check gradients of this rank, before they are summed over ranks: they tell whose samples are the cause."""
-        self._own.append(torch.linalg.vector_norm(gradients, dtype=torch.float32))
+        self._own.append(_norm(gradients))
 
     def look_at_update(
         self, norm: Tensor, named: Callable[[], Mapping[str, nn.Parameter]], place: str, world: World, *, is_used: bool
@@ -283,6 +283,12 @@ class FiniteWatch:
         if _is_first(_WARNED):  # with the next update all ranks have such losses
             message = f"{finding.what} {finding.place}"
             write_to_terminal(f"warning: {message}; training continues: stop_on_nan=end or skip would stop it")
+
+
+def _norm(gradients: Tensor) -> Tensor:
+    """Compute a norm in float32, or in the gradients' own precision if that is higher."""
+    norm: Tensor = torch.linalg.vector_norm(gradients, dtype=torch.promote_types(gradients.dtype, torch.float32))
+    return norm
 
 
 def _is_first(key: str) -> bool:

@@ -190,6 +190,7 @@ CASES: list[Any] = [
     (1, {"optimizer": "SGD"}, {}, {"gradient_clip_val": 1.0}),
     (2, {}, {}, {}),
     (2, {}, {}, {"gradient_clip_val": 1.0}),
+    (2, {}, {}, {"precision": "64-true"}),
     (2, {"optimizer": "SGD"}, {"dense": "zero1"}, {}),
     slow(2, {"optimizer": "Adam"}, {"dense": "zero1"}, {"gradient_clip_val": 1.0}),
     slow(2, {"manual": True}, {}, {}),

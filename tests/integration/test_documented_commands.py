@@ -239,6 +239,7 @@ def test_every_snippet_is_run_here() -> None:
         "class PrintRecoveries",
         "moe_lightning.train(",
         "EMAWeightAveraging(",
+        "Classifier.load_from_checkpoint(",
     )
     shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)
@@ -371,6 +372,19 @@ def test_a_masked_mean_in_the_own_module() -> None:
     trainer = L.Trainer(strategy="expert_parallel", accelerator="cpu", devices=1, **options)
     trainer.fit(names["Masked"](), data)
     assert 0 < float(trainer.callback_metrics["loss"]) < 10
+
+
+def test_a_file_of_the_own_module(capsys: pytest.CaptureFixture[str]) -> None:
+    x = torch.randn(32, 32)
+    data = DataLoader(torch.utils.data.TensorDataset(x, x[:, :4].argmax(dim=1)), batch_size=8)
+    names = run(snippet("README.md", "class Classifier"), {"__name__": "example"}) | {"x": x}
+    options = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(strategy="expert_parallel", accelerator="cpu", devices=1, **options)
+    trainer.fit(names["Classifier"](), data)
+    trainer.save_checkpoint("model.ckpt")
+    capsys.readouterr()
+    run(snippet("docs/own-module.md", "Classifier.load_from_checkpoint("), names)
+    assert "grad_fn" in capsys.readouterr().out
 
 
 def test_averages_of_the_own_module() -> None:
