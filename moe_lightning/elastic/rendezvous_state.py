@@ -438,6 +438,29 @@ _OUTAGE_S = 2 * HEARTBEAT_S  # without a message of any client: the host itself 
 logger = logging.getLogger(__name__)
 
 
+class _Connections:
+    """Connections by name, each of which has one at most.
+
+    Attributes:
+        names: by connection.
+        by_name: connections.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.by_name: dict[str, int] = {}
+
+    def add(self, connection: int, name: str) -> None:
+        """Set the connection of a name."""
+        self.names[connection], self.by_name[name] = name, connection
+
+    def remove(self, connection: int) -> None:
+        """Forget a connection, whose name may have another one by now."""
+        name = self.names.pop(connection, None)
+        if name is not None and self.by_name.get(name) == connection:
+            del self.by_name[name]
+
+
 class Clients:
     """Connections of members and launchers, and the messages to them.
 
@@ -447,54 +470,48 @@ class Clients:
     """
 
     def __init__(self) -> None:
-        self._members: dict[int, str] = {}  # connection -> member
-        self._of_member: dict[str, int] = {}  # member -> its connection
-        self._launchers: dict[int, str] = {}  # connection -> token
-        self._of_launcher: dict[str, int] = {}  # token -> connection
+        self._members = _Connections()
+        self._launchers = _Connections()  # by their tokens
         self.outbox: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
 
     @property
     def num_members(self) -> int:
         """Number of members that are connected."""
-        return len(self._of_member)
+        return len(self._members.by_name)
 
     @property
     def members(self) -> list[tuple[int, str]]:
         """The connections of members, each with the member."""
-        return list(self._members.items())
+        return list(self._members.names.items())
 
     def member(self, connection: int) -> str:
         """Return the member of a connection; "" if it has none."""
-        return self._members.get(connection, "")
+        return self._members.names.get(connection, "")
 
     def of_member(self, member_id: str) -> int | None:
         """Return the connection of a member; None if it has none."""
-        return self._of_member.get(member_id)
+        return self._members.by_name.get(member_id)
 
     def connect_member(self, connection: int, member_id: str) -> None:
         """Set the connection of a member."""
-        self._members[connection], self._of_member[member_id] = member_id, connection
+        self._members.add(connection, member_id)
 
     def disconnect_member(self, connection: int) -> None:
         """Forget a connection of a member, which may have another one by now."""
-        member_id = self._members.pop(connection, None)
-        if member_id is not None and self._of_member.get(member_id) == connection:
-            del self._of_member[member_id]
+        self._members.remove(connection)
 
     def connect_launcher(self, connection: int, token: str) -> None:
         """Set the connection of a launcher."""
-        self._launchers[connection], self._of_launcher[token] = token, connection
+        self._launchers.add(connection, token)
 
     def disconnect_launcher(self, connection: int) -> None:
         """Forget a connection of a launcher, which may have another one by now."""
-        token = self._launchers.pop(connection, None)
-        if token is not None and self._of_launcher.get(token) == connection:
-            del self._of_launcher[token]
+        self._launchers.remove(connection)
 
     def is_launcher(self, connection: int) -> bool:
         """Return True if a connection is one of a launcher."""
-        return connection in self._launchers
+        return connection in self._launchers.names
 
     def send(self, connection: int, **message: Any) -> None:
         """Queue a message."""
@@ -502,26 +519,26 @@ class Clients:
 
     def send_to(self, ids: Iterable[str], message: Message) -> None:
         """Queue a message for those of these members that are connected."""
-        connections = (self._of_member.get(member_id) for member_id in ids)
+        connections = (self._members.by_name.get(member_id) for member_id in ids)
         self.outbox += [(connection, message) for connection in connections if connection is not None]
 
     def send_to_all(self, message: Message) -> None:
         """Queue a message for all members and launchers."""
-        self.outbox += [(connection, message) for connection in (*self._members, *self._launchers)]
+        self.outbox += [(connection, message) for connection in (*self._members.names, *self._launchers.names)]
 
     def send_to_launcher(self, member_id: str, kind: str) -> None:
         """Queue for the launcher of a member, if it is connected, what happened to that."""
         token = token_of(member_id)
-        if (connection := self._of_launcher.get(launcher_of(token))) is not None:
+        if (connection := self._launchers.by_name.get(launcher_of(token))) is not None:
             self.send(connection, t=kind, token=token)
 
     def send_workers(self, ids: Iterable[str]) -> None:
         """Queue for every launcher which of its workers are in a world of these members."""
-        workers: dict[str, list[str]] = {token: [] for token in self._of_launcher}
+        workers: dict[str, list[str]] = {token: [] for token in self._launchers.by_name}
         for member_id in ids:
             token = token_of(member_id)
             workers.setdefault(launcher_of(token), []).append(token)
-        for token, connection in self._of_launcher.items():
+        for token, connection in self._launchers.by_name.items():
             self.send(connection, t="formed", tokens=workers[token])
 
 
@@ -898,11 +915,13 @@ class RendezvousState:
         if member_id in self._evicted:
             return self._evicted[member_id]
         world = self.world
-        if reported is None or (world is not None and member_id in world.ranks):
+        if reported is None:
             return None
-        if reported["number"] >= (world.number if world is not None else self._last_number if self._finished else 0):
-            return None
-        return "the others continued without this process"
+        if world is None:
+            was_left = self._finished > 0 and reported["number"] < self._last_number
+        else:
+            was_left = reported["number"] < world.number and member_id not in world.ranks
+        return "the others continued without this process" if was_left else None
 
     def _send_missed(self, connection: int, member: Member, reported: Any, now: float) -> None:
         """Send what a member may have missed while it had no connection."""
