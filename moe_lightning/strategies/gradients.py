@@ -104,7 +104,7 @@ def global_gradient_norm(
         elif (cut := cut_of(parameter)) is not None:
             spread.append(_squared_part(gradient, cut, world))
         elif gradient is not None:
-            dense.append(_norm(gradient).square())
+            dense.append(norm_of(gradient).square())
     total = torch.stack(dense).sum() if dense else torch.zeros((), device=world.device)
     if spread:
         squares = torch.cat(spread)
@@ -134,7 +134,7 @@ def _memory_of(gradient: Tensor) -> object:
     return local(gradient).data_ptr(), gradient.numel()
 
 
-def _norm(gradient: Tensor, dim: int | None = None) -> Tensor:
+def norm_of(gradient: Tensor, dim: int | None = None) -> Tensor:
     """Compute a norm in float32, summed in the gradient's own precision if that is higher."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(gradient, dim=dim, dtype=dtype)
@@ -146,14 +146,14 @@ def _squared_part(gradient: Tensor | None, cut: TensorCut, world: World) -> Tens
     among = world.row_cut
     squares = torch.zeros(len(among.holders), dtype=torch.float32, device=world.device)
     if among.holders_of(cut)[0] == world.rank and gradient is not None:
-        squares[among.index] = _norm(local(gradient)).square()
+        squares[among.index] = norm_of(local(gradient)).square()
     return squares
 
 
 def _squared_norms(gradient: Tensor | None, stack: ExpertStack, device: torch.device) -> Tensor:
     squares_E = torch.zeros(stack.num_experts, dtype=torch.float32, device=device)
     if gradient is not None:
-        per_slot = _norm(gradient.flatten(1), dim=1).square()
+        per_slot = norm_of(gradient.flatten(1), dim=1).square()
         for slot, expert in stack.owned():
             squares_E[expert] = per_slot[slot]
     return squares_E
@@ -294,7 +294,7 @@ def _norms_of_experts(gradient: Tensor | None, stack: ExpertStack, device: torch
     held = list(stack.held())
     norms_S = torch.zeros(len(stack.slot_experts), device=device)
     if gradient is not None:
-        norms_S = _norm(gradient.flatten(1), dim=1)
+        norms_S = norm_of(gradient.flatten(1), dim=1)
     norms_E[[expert for _, expert in held]] = norms_S[[slot for slot, _ in held]]
     return norms_E
 

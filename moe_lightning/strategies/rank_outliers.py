@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
-from moe_lightning.strategies.watch import LEAST_SPREAD, MAD_TO_STD, OwnNumbers
+from moe_lightning.strategies.watch import LEAST_SPREAD, OwnNumbers, median_and_deviation
 
 _FEWEST = 16
 """Numbers of a rank that are needed for a comparison."""
@@ -45,8 +45,7 @@ class RankMedian(NamedTuple):
         """Return the median of finite numbers; None: there are too few."""
         if len(numbers) < _FEWEST:
             return None
-        median = statistics.median(numbers)
-        deviation = MAD_TO_STD * statistics.median(abs(number - median) for number in numbers)
+        median, deviation = median_and_deviation(numbers)
         return cls(median, _ERROR_OF_MEDIAN * deviation / math.sqrt(len(numbers)))
 
 
@@ -86,8 +85,7 @@ def outliers(ranks: Sequence[RankMedian | None], kinds: Sequence[Hashable]) -> l
         }
         if len(of_kind) < _FEWEST_RANKS:
             continue
-        usual = statistics.median(own.median for own in of_kind.values())
-        deviation = MAD_TO_STD * statistics.median(abs(own.median - usual) for own in of_kind.values())
+        usual, deviation = median_and_deviation([own.median for own in of_kind.values()])
         error = statistics.median(own.error for own in of_kind.values())
         shared = max(deviation, error, LEAST_SPREAD * abs(usual))
         for rank, own in of_kind.items():

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.checks import require_separate_updates
-from moe_lightning.strategies.gradients import scale_gradients
+from moe_lightning.strategies.gradients import norm_of, scale_gradients
 from moe_lightning.strategies.precision import AgreedScaler, own_scale, share_scale
 from moe_lightning.strategies.step_data import samples_of
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import TrainState
-from moe_lightning.strategies.watch import FiniteWatch, OwnNumbers, StopOnNan, UpdateSkipped, dense_values
+from moe_lightning.strategies.watch import NORM_STEPS, FiniteWatch, OwnNumbers, StopOnNan, UpdateSkipped, dense_values
 from moe_lightning.strategies.worlds import FixedWorld, Worlds
 
 if TYPE_CHECKING:
@@ -102,9 +102,14 @@ class StepUpdate:
 
     def look_at_own(self, gradients: Tensor) -> None:
         """Look at dense gradients of this rank, before they are summed over ranks."""
+        is_kept = self._state.trainer.global_step % NORM_STEPS == 0
+        if not is_kept and self.finite.stop is None:
+            return
+        norm = norm_of(gradients)
+        if is_kept:
+            self.own.add_norm(norm)
         if self.finite.stop is not None:
-            self.finite.look_at_own(gradients)
-        self.own.add_gradients(gradients, self._state.trainer.global_step)
+            self.finite.look_at_own(norm)
 
     def replace(self, replacement: Callable[[], None]) -> None:
         """Let the running step end with this instead of the optimizer's update. Called on every rank, in a hook before

@@ -8,7 +8,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ _MOST_SKIPPED = 10
 FEWEST_LOSSES = 10
 """Losses that a spike is compared with."""
 
-MAD_TO_STD = 1.4826  # of normally distributed numbers
+_MAD_TO_STD = 1.4826  # of normally distributed numbers
 LEAST_SPREAD = 0.01  # of the median
 _SPIKE, _LOSSES = 20.0, 100
 """Spreads above the median of so many losses from which one of a micro-batch is reported."""
@@ -40,13 +40,25 @@ _SPIKE, _LOSSES = 20.0, 100
 _KEPT = 64
 """Numbers of a rank that are kept for a comparison with others."""
 
-_NORM_STEPS = 8  # of which one has its gradients looked at
+NORM_STEPS = 8
+"""Steps of which one has the norm of its gradients kept."""
 
 _WARNED = "warned of a number"
 _WARNED_OF_SPIKE = "warned of a spike"
 _NORM = "the norm of the gradients"
 
 logger = logging.getLogger(__name__)
+
+
+def median_and_deviation(numbers: Collection[float]) -> tuple[float, float]:
+    """Return the median, and the standard deviation that normally distributed numbers with this median absolute
+    deviation would have.
+
+    >>> median_and_deviation([1.0, 2.0, 3.0])
+    (2.0, 1.4826)
+    """
+    median = statistics.median(numbers)
+    return median, _MAD_TO_STD * statistics.median(abs(number - median) for number in numbers)
 
 
 def limit_of(losses: Sequence[float], threshold: float) -> float:
@@ -57,9 +69,8 @@ def limit_of(losses: Sequence[float], threshold: float) -> float:
     """
     if len(losses) < FEWEST_LOSSES:
         return math.inf
-    median = statistics.median(losses)
-    deviation = statistics.median(abs(loss - median) for loss in losses)
-    return median + threshold * max(MAD_TO_STD * deviation, LEAST_SPREAD * abs(median))
+    median, deviation = median_and_deviation(losses)
+    return median + threshold * max(deviation, LEAST_SPREAD * abs(median))
 
 
 class UpdateSkipped(Exception):
@@ -105,10 +116,9 @@ class OwnNumbers:
             self.norms.clear()
             self.count = count
 
-    def add_gradients(self, gradients: Tensor, step: int) -> None:
-        """Add some dense gradients of a step."""
-        if step % _NORM_STEPS == 0:
-            self._squares.append(_norm(gradients).square())
+    def add_norm(self, norm: Tensor) -> None:
+        """Add the norm of some dense gradients of the running step."""
+        self._squares.append(norm.square())
 
     def end_step(self) -> None:
         """The gradients of the running step are complete."""
@@ -164,9 +174,11 @@ class FiniteWatch:
         """Warn of no spike from now on."""
         self._watches_spikes = False
 
-    def look_at_own(self, gradients: Tensor) -> None:
-        """Check gradients of this rank, before they are summed over ranks: they tell whose samples are the cause."""
-        self._own.append(_norm(gradients))
+    def look_at_own(self, norm: Tensor) -> None:
+        """Check the norm of gradients of this rank, before they are summed over ranks: it tells whose samples are the
+        cause.
+        """
+        self._own.append(norm)
 
     def look_at_update(
         self, norm: Tensor, named: Callable[[], Mapping[str, nn.Parameter]], place: str, world: World, *, is_used: bool
@@ -283,12 +295,6 @@ class FiniteWatch:
         if _is_first(_WARNED):  # with the next update all ranks have such losses
             message = f"{finding.what} {finding.place}"
             write_to_terminal(f"warning: {message}; training continues: stop_on_nan=end or skip would stop it")
-
-
-def _norm(gradients: Tensor) -> Tensor:
-    """Compute a norm in float32, or in the gradients' own precision if that is higher."""
-    norm: Tensor = torch.linalg.vector_norm(gradients, dtype=torch.promote_types(gradients.dtype, torch.float32))
-    return norm
 
 
 def _is_first(key: str) -> bool:
