@@ -124,6 +124,15 @@ class _Pace:
         self._elapsed_s = 0.0
         self._resumed_at: float | None = None  # None: not training
 
+    def add_batch(self, tokens: int | Tensor, flops: float) -> None:
+        """Add the work of a micro-batch."""
+        self.tokens += tokens
+        self.flops += flops
+
+    def end_step(self) -> None:
+        """Count a step."""
+        self.steps += 1
+
     def resume(self) -> None:
         """Training begins, or goes on."""
         self._resumed_at = time.perf_counter()
@@ -234,12 +243,11 @@ class Telemetry(Callback):
     ) -> None:
         if not getattr(trainer.strategy, "is_dummy_batch", False):
             part, parts = _part_of_layers(trainer)
-            if part == 0:  # those who compute the other parts have the same tokens
-                self._pace.tokens += _num_tokens(batch)
-            self._pace.flops += (getattr(pl_module, "flops_per_batch", None) or 0) / parts
+            tokens = _num_tokens(batch) if part == 0 else 0  # those who compute the other parts have them, too
+            self._pace.add_batch(tokens, (getattr(pl_module, "flops_per_batch", None) or 0) / parts)
         if private_lightning.is_accumulating(trainer):
             return
-        self._pace.steps += 1
+        self._pace.end_step()
         self._exchanges.watch(trainer)
         if not private_lightning.logs_now(trainer):
             return

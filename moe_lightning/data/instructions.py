@@ -690,8 +690,7 @@ class InstructionData(StepDataModule):
 
     def summary(self) -> str:
         """Lines about the file, and once it is set up, about its packs and one conversation."""
-        passes = self.passes(len(self._train)) if hasattr(self, "_train") else []  # type: ignore[arg-type]
-        return "\n".join([f"{self._path}", *self._packs.splitlines(), *passes, *self._example.splitlines()])
+        return "\n".join([f"{self._path}", *self._packs.splitlines(), *self.passes(), *self._example.splitlines()])
 
     def prepare_data(self) -> None:
         """Check every conversation, once on every node."""

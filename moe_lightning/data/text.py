@@ -266,7 +266,7 @@ class TextData(StepDataModule):
     def _mixture_lines(self) -> list[str]:
         """Return a line for each source: how often the training, or an epoch if its length is unknown, reads it."""
         if not isinstance(self._order, Mixture):
-            return self.passes(len(self._train)) if hasattr(self, "_train") else []  # type: ignore[arg-type]
+            return self.passes()
         order, trainer = self._order, self.trainer
         steps = None if trainer is None else private_lightning.steps_of_training(trainer)
         during = "an epoch" if steps is None else f"{steps:,} steps"
