@@ -148,10 +148,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
 
     Args:
         dirpath: directory of the checkpoints of this run, or its URL in a store, such as s3://BUCKET/NAME.
-        every_n_steps: optimizer steps between checkpoints; "auto" after the first one takes the interval that costs
-            least (MoC 5.3), never shorter than writing takes.
-        k_snapshot, k_persist, order, scopes, keep_last, failures_per_hour, windows, lossless: see CheckpointSettings.
-            Of a lossless window the first step counts.
+        every_n_steps, k_snapshot, k_persist, order, scopes, keep_last, failures_per_hour, windows, lossless: see
+            CheckpointSettings.
         save_on_train_end: save every expert when training ends, so that a resume loses nothing.
         timeout_s: longest wait for the last checkpoint to be written.
 
@@ -182,7 +180,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._root = shared_place(dirpath)
         # Of a URL Lightning would ask fsspec, which need not know the scheme.
         super().__init__(dirpath=None if isinstance(self._root, URL) else dirpath, save_top_k=0, save_last=False)
-        self.settings = CheckpointSettings(
+        self._asked = self._settings = CheckpointSettings(
+            every_n_steps=every_n_steps,
             k_snapshot=k_snapshot,
             k_persist=k_persist,
             order=order,
@@ -192,9 +191,9 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             windows=windows,
             lossless=lossless,
         )
-        self._every_n_steps, self._save_on_train_end, self._timeout_s = every_n_steps, save_on_train_end, timeout_s
+        self._save_on_train_end, self._timeout_s = save_on_train_end, timeout_s
         self.session: CheckpointSession | None = None
-        self.lost = LostTokens(self.settings)
+        self.lost = LostTokens(self._settings)
         self._strategy: ExpertParallelStrategy | None = None
         self._growth, self._times = StateGrowth(), StepTimes()
         self._is_interrupted = self._is_saving = self._experts_moved = False
@@ -240,7 +239,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._times = StepTimes()
         assert isinstance(trainer.strategy, ExpertParallelStrategy)
         self._strategy = trainer.strategy
-        if self.settings.lossless:
+        if self._settings.lossless:
             self._strategy.state.require_replayable()
         if self._strategy.worlds.is_elastic:  # a rank that joined for the end saves with those that were there
             self._is_interrupted = self.session is None
@@ -290,6 +289,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Other ranks write from now on: the session ends where it is, and the next checkpoint opens another."""
         self._close(wait=False)
+        self._settings = self._asked  # ranks that join have measured nothing
         self._experts_moved, self._saved_at = False, None
         self._is_interrupted = True
         if own_strategy(trainer, "PartialExpertsCheckpoint").elastic.has_rolled_back:
@@ -358,8 +358,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         return is_replaying or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
     def _interval(self) -> int:
-        if self._every_n_steps != "auto":
-            return self._every_n_steps
+        if self._settings.every_n_steps != "auto":
+            return self._settings.every_n_steps
         adapted = self.session.adapted if self.session is not None else None
         return adapted.interval_steps if adapted is not None else 1
 
@@ -410,7 +410,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         ledger = self.lost.checkpoint_ledger
         contents = SnapshotContents(
             state,
-            self.settings,
+            self._settings,
             computed_in=computed_in(strategy),
             experts_move=any(isinstance(c, LoadBalancer) for c in trainer.callbacks),  # type: ignore[attr-defined]
         )
@@ -419,7 +419,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             strategy.world,
             self._root,
             self._run_name,
-            self.settings,
+            self._settings,
             objects=self._objects(strategy, is_first=True),
             ledger_bytes=0 if ledger is None else ledger.largest_dump_bytes,
             node_peers=strategy.world.node_peers,
@@ -438,9 +438,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def _adapt(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy) -> None:
         session = self.session
         assert session is not None
-        wanted = self.settings.adapts_k or self._every_n_steps == "auto"
         has_experts = self.lost.checkpoint_ledger is not None
-        if not wanted or session.adapted is not None or not has_experts or not session.has_saved:
+        if not self._settings.adapts or session.adapted is not None or not has_experts or not session.has_saved:
             return
         if session.adapt(overlap_s=self._times.overlap_s, step_s=self._times.step_s):
             contents = session.contents
@@ -449,9 +448,9 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
                 f"checkpoints from now on: K_snapshot={contents.k_snapshot}, K_persist={contents.k_persist}, "
                 f"every {self._interval()} steps (copies hide under {1e3 * self._times.overlap_s:.0f} ms)"
             )
-            if self.settings.lossless:  # another session has room for windows of this length
-                self._every_n_steps = self._interval()
-                self.settings = replace(self.settings, k_snapshot=contents.k_snapshot)
+            if self._settings.lossless:  # another session has room for windows of this length
+                interval, k = self._interval(), contents.k_snapshot
+                self._settings = replace(self._settings, every_n_steps=interval, k_snapshot=k)
                 self._close(wait=False)
                 self._open(trainer, strategy)
 

@@ -86,6 +86,8 @@ class CheckpointSettings:
     """Settings of a run's checkpoints.
 
     Attributes:
+        every_n_steps: optimizer steps between checkpoints; "auto" after the first one takes the interval that costs
+            least (MoC 5.3), never shorter than writing takes. Of a lossless window the first step counts.
         k_snapshot: experts of each layer copied into memory; None: all, "auto": as many as hide under forward and
             backward.
         k_persist: experts of each layer written to storage; None: as many as are copied.
@@ -105,6 +107,7 @@ class CheckpointSettings:
         ConfigurationError: a value outside its range.
     """
 
+    every_n_steps: PositiveInt | Literal["auto"] = 100
     k_snapshot: PositiveInt | Literal["auto"] | None = None
     k_persist: PositiveInt | None = None
     order: Order = "sequential"
@@ -115,9 +118,9 @@ class CheckpointSettings:
     lossless: bool = False
 
     @property
-    def adapts_k(self) -> bool:
-        """True if `k_snapshot` is chosen from measured times."""
-        return self.k_snapshot == "auto" or (self.lossless and self.k_snapshot is None)
+    def adapts(self) -> bool:
+        """True if the interval or `k_snapshot` is chosen from measured times."""
+        return "auto" in (self.every_n_steps, self.k_snapshot) or (self.lossless and self.k_snapshot is None)
 
     def __post_init__(self) -> None:
         if isinstance(self.k_snapshot, int) and self.k_persist is not None and self.k_persist > self.k_snapshot:

@@ -133,3 +133,17 @@ def test_experts_stay_while_steps_are_run_again_from_memory(tmp_path: Path) -> N
     ) as run:
         run.supervise(restart=range(3))
         assert_nothing_is_lost(run, kills=1)
+
+
+@pytest.mark.parametrize("every", ["auto", slow(2)])
+def test_ranks_that_join_save_with_those_that_had_adapted(tmp_path: Path, every: int | str) -> None:
+    """The length of windows and the interval come from times that only survivors have measured."""
+    options: dict[str, Any] = {
+        "saving": {"every_n_steps": every, "k_snapshot": None, "lossless": True},
+        "kills": [Kill(worker=1, step=9, place="backward")],
+        "holds": [Hold(step=5, stored=1), Hold(step=11, ranks=2)],
+    }
+    with elastic_run(tmp_path, workers=2, steps=STEPS, **options) as run:
+        run.supervise(restart=range(2))
+        assert_nothing_is_lost(run, kills=1)
+        assert len(run.recoveries(0)) == 2, "a death and a return"
