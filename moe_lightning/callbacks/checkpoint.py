@@ -475,7 +475,10 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         """Leave copied state to the agent, which outlives this process and still writes it."""
         if isinstance(exception, StateDamagedError) and self.session is not None and trainer.is_global_zero:
             self.session.mark_damaged(exception.last_good)
-        self._close(wait=False)
+        try:
+            self._close(wait=False)
+        except RuntimeError as failure:
+            exception.add_note(str(failure))
 
     def _close(self, *, wait: bool) -> None:
         session, self.session = self.session, None

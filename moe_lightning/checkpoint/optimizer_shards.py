@@ -100,10 +100,6 @@ class AdamWReplay:
         weight = next(group[name] for group in self._weights if name in group)
         return {"weight": weight.detach(), **dict(sorted(self._optimizer.state[weight].items()))}
 
-    def moments(self, name: str) -> dict[str, Tensor]:
-        """Return `states` without the weight."""
-        return {scope: value for scope, value in self.states(name).items() if scope != "weight"}
-
     def load(self, name: str, states: Mapping[str, Tensor]) -> None:
         """Take over a parameter's weight and optimizer state."""
         weight = next(group[name] for group in self._weights if name in group)

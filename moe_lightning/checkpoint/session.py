@@ -32,7 +32,7 @@ from moe_lightning.checkpoint.directory import check_world, claim, enter_world, 
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
-from moe_lightning.checkpoint.snapshot_protection import ProtectionReport, Protector
+from moe_lightning.checkpoint.snapshot_protection import Protector
 from moe_lightning.checkpoint.snapshotter import CopyWindows, SnapshotReport, Snapshotter
 from moe_lightning.checkpoint.storage import absolute, pause_s
 from moe_lightning.checkpoint.storage.interface import Place
@@ -227,11 +227,6 @@ class CheckpointSession:
         self._protector.start(self._unprotected)
         self._unprotected = None
 
-    @property
-    def protection(self) -> ProtectionReport | None:
-        """Report on the protection of the last snapshot; None before the first."""
-        return self._protector.report if self._protector is not None else None
-
     def finish_copy(self) -> None:
         """Wait for the running copy and publish it, so that a recovery may read it; local."""
         self._snapshotter.finish()
@@ -292,17 +287,20 @@ class CheckpointSession:
             is_broken: whether the world broke meanwhile: the parts of lost ranks may never come.
 
         Raises:
+            RuntimeError: the running copy failed.
             ConnectionError: it did.
             CheckpointError: the agent could not write in time, or a newer world saves here; the last committed
                 checkpoint is as it was.
         """
-        self._snapshotter.give_up()
-        newest = self._snapshotter.newest_step
-        if self._protector is not None:
-            self._protector.close()
-        self._snapshotter.close()
+        try:
+            self._snapshotter.give_up()
+        finally:
+            if self._protector is not None:
+                self._protector.close()
+            self._snapshotter.close()
         if not wait:
             return self.status()
+        newest = self._snapshotter.newest_step
         began = time.monotonic()
         deadline = began + timeout_s
         while newest is not None and not self._has_committed(newest):

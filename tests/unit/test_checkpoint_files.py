@@ -18,15 +18,18 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
 from moe_lightning.checkpoint import commit, files, session
 from moe_lightning.checkpoint.agent_handle import AgentStatus
 from moe_lightning.checkpoint.files import check_file, read_file, write_file
-from moe_lightning.checkpoint.session import CheckpointSession
+from moe_lightning.checkpoint.session import CheckpointSession, Opening
+from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import open_regular
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies.checkpoints import DurableCheckpointIO
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.harness import run_ranks
@@ -323,3 +326,26 @@ def test_the_time_that_was_waited_is_told(
         CheckpointSession.close(closing(tmp_path, **changes), timeout_s=timeout_s)
     assert time.monotonic() - began < 5
     assert re.search("the checkpoint of step 20 " + said, str(raised.value)), raised.value
+
+
+def test_a_copy_that_failed_neither_keeps_the_arena_open_nor_hides_the_error_that_ends_the_run(tmp_path: Path) -> None:
+    state = {"dense/w": torch.ones(4)}
+    snapshotter = Snapshotter(tmp_path / "0.arena", run="r", session="1", rank=0, world_size=1, state=state)
+    opening = Opening(run="r", session="1", arenas=tmp_path, world_number=1, agent=None)
+    closed: list[str] = []
+    protector: Any = SimpleNamespace(close=lambda: closed.append("protector"))
+    contents: Any = None
+    saver = PartialExpertsCheckpoint(str(tmp_path / "checkpoints"))
+    saver.session = CheckpointSession(World.single(), tmp_path, contents, opening, snapshotter, protector, None)
+
+    def refuse(*_: Any) -> None:
+        raise OSError("no space left")
+
+    snapshotter._copy_one = refuse  # type: ignore[method-assign]
+    snapshotter.start(1, state)
+    error, trainer, module = ValueError("the user's"), pl.Trainer(logger=False), OwnModule()
+    saver.on_exception(trainer, module, error)
+    assert error.__notes__ == ["the snapshot failed: no space left"]
+    assert closed == ["protector"]
+    open_files = {os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()}
+    assert str(tmp_path / "0.alive") not in open_files, "the agent sees that this rank writes no longer"
