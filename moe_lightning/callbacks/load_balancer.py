@@ -460,8 +460,9 @@ class LoadBalancer(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Ranks of a pipeline know the loads of their own layers: those that write get those of all."""
-        stages = _strategy(trainer).state.stages
-        if self.planner is None or stages.num_stages == 1:
+        strategy = _strategy(trainer)
+        stages = strategy.state.stages
+        if self.planner is None or stages.num_stages == 1 or strategy.is_left_alone:
             return
         told = all_gather_json([self._layers.numbers, self.state_dict()], stages.pipe)
         self._restored = together(told, self._layers.total)

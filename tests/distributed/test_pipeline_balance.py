@@ -4,6 +4,7 @@ training is the same (L1 to L3).
 
 from __future__ import annotations
 
+import time
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies.stages import StageState
 from tests.distributed.balanced_training import NUM_EXPERTS, random_placement
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.same_training import SKEWED, assert_same_training
 from tests.distributed.test_balancer_laws import EAGER, Watcher
 from tests.distributed.test_pipeline import MICROS, train
@@ -39,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "uneven": {"model": SKEWED, "samples": 96, "batch_size": 26},  # micro-batches of 7, 7, 6 and 6 samples
     "accumulated": {"model": SKEWED, "samples": 96, "batch_size": 24},
 }
+LAYERS: dict[str, Any] = {**SKEWED, "num_layers": 4, "tie_embeddings": False}
 INTERLEAVED = {"schedule": "interleaved"}
 
 
@@ -230,6 +232,36 @@ def test_no_rank_is_expelled_from_a_stage() -> None:
         SpeedFollower(SpeedPolicy(stragglers="expel"), strategy)
 
 
+# ---------------------------------------------------------------------- an error of one rank
+
+
+class FailsAlone(pl.Callback):
+    """Lets the last rank fail in its third step, save, and leave the seconds that this took."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == trainer.world_size - 1:
+            raise ValueError("an error of the user's")
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, error: BaseException) -> None:
+        if isinstance(error, ValueError):
+            began = time.monotonic()
+            trainer.save_checkpoint(self._folder / "never.ckpt")
+            (self._folder / "seconds").write_text(str(time.monotonic() - began))
+
+
+def test_a_rank_that_fails_alone_asks_no_other_stage(tmp_path: Path) -> None:
+    """Its peer in the other stage waits in the step, and would wait until the time-out."""
+    strategy = {"slots": 4, "mesh": {"pp": 2}, "micro_batches": 2, "timeout_s": 60}
+    callbacks = [LoadBalancer(**EAGER), FailsAlone(tmp_path)]
+    with pytest.raises(RankFailure, match="an error of the user's"):
+        run_ranks(4, partial(train_tiny, model=LAYERS, strategy=strategy, callbacks=callbacks, steps=4))
+    assert float((tmp_path / "seconds").read_text()) < 30
+    assert not (tmp_path / "never.ckpt").exists()
+
+
 # ---------------------------------------------------------------------- going on from a checkpoint
 
 
@@ -240,7 +272,7 @@ def saving(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_balancers_state_is_of_all_stages(tmp_path: Path) -> None:
-    path, model = tmp_path / "balanced.ckpt", {**SKEWED, "num_layers": 4, "tie_embeddings": False}
+    path, model = tmp_path / "balanced.ckpt", LAYERS
     strategy = {"slots": 4, "mesh": {"pp": 2}, "micro_batches": 2}
     run_ranks(4, partial(saving, model=model, strategy=strategy, steps=5, save_to=str(path)))
     states = torch.load(path, weights_only=True)["callbacks"]
