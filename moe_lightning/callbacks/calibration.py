@@ -321,32 +321,49 @@ class CostMeter:
 
     Attributes:
         errors: mean relative error of the model on each measured operation.
+        known: constants to go on with in another world, by the layer's number.
     """
 
     def __init__(self, *, measures: bool, bytes_per_s: float, flops_per_s: float) -> None:
         self._measures = measures
         self._rates = {"bytes_per_s": bytes_per_s, "flops_per_s": flops_per_s}
         self.errors: dict[str, float] = {}
+        self.known: dict[int, BlockCosts] = {}
         self._clock: DenseClock | None = None
 
     def begin(
-        self, layers: Sequence[MoELayer], world: World, weight_dtype: torch.dtype, *, times_dense: bool
+        self, layers: Mapping[int, MoELayer], world: World, weight_dtype: torch.dtype, *, times_dense: bool
     ) -> list[BlockCosts]:
         """Return the constants as far as they are known before the first step; collective.
 
         Args:
-            layers, world, weight_dtype: see `calibrate`.
-            times_dense: time dense layers in the first steps; not in a pipeline, where passes of several micro-batches
-                alternate.
+            layers: by their numbers.
+            world, weight_dtype: see `calibrate`.
+            times_dense: time dense layers in the first steps, unless their times are known; not in a pipeline, where
+                passes of several micro-batches alternate.
         """
-        self._stop()
+        modules = list(layers.values())
         if not self._measures:
-            return assumed_costs(layers, weight_dtype, **self._rates)
-        measured = calibrate(layers, world, weight_dtype)
-        self.errors = measured.errors
-        _report_errors(measured.errors)
-        self._clock = DenseClock(layers, world.device) if times_dense else None
-        return list(measured.costs)
+            return assumed_costs(modules, weight_dtype, **self._rates)
+        if layers.keys() <= self.known.keys():
+            costs = [self.known[number] for number in layers]
+        else:
+            measured = calibrate(modules, world, weight_dtype)
+            self.errors, costs = measured.errors, list(measured.costs)
+            _report_errors(measured.errors)
+        if times_dense and not any(block.dense_forward_s for block in costs):
+            self._clock = DenseClock(modules, world.device)
+        return costs
+
+    def close(self) -> None:
+        """Time dense layers no longer."""
+        clock, self._clock = self._clock, None
+        if clock is not None:
+            clock.close()
+
+    def resume(self, known: dict[int, BlockCosts]) -> None:
+        """Go on with constants that all ranks know from here on."""
+        self.known = known
 
     def turn(self) -> None:
         """The forward pass has ended and the backward pass begins."""
@@ -362,11 +379,11 @@ class CostMeter:
         """Return this rank's forward and backward seconds of each block's dense layers, after the last step that is
         timed; else None.
         """
-        return self._stop() if self._clock is not None and self._clock.end_step() else None
-
-    def _stop(self) -> tuple[list[float], list[float]] | None:
-        clock, self._clock = self._clock, None
-        return None if clock is None else clock.close()
+        clock = self._clock
+        if clock is None or not clock.end_step():
+            return None
+        self._clock = None
+        return clock.close()
 
 
 _TOLERATED_ERROR = 0.1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 import lightning.pytorch as pl
 import torch
 from annotated_types import Interval
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
@@ -27,7 +26,7 @@ from moe_lightning.balancing.cluster import AllocationPolicy, Cluster, balance_r
 from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy
 from moe_lightning.callbacks.calibration import CostMeter
-from moe_lightning.callbacks.speeds import SpeedFollower, SpeedPolicy
+from moe_lightning.callbacks.speeds import OwnRates, SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
@@ -43,6 +42,7 @@ from moe_lightning.plots import svg, time_line
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.placed_experts import MigrationReport
 from moe_lightning.strategies.steps import Steps
+from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 State = dict[str, Any]
 
@@ -205,18 +205,31 @@ def _layer_numbers(layer: MoELayer) -> dict[str, float]:
 class StepCounts:
     """Tokens of every layer and micro-batch of a step, as the forward passes find them.
 
+    Args:
+        layers: the MoE layers of this rank.
+
     Attributes:
         has_ended: the step has ended, and the next batch begins another one.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
+    def __init__(self, layers: Sequence[MoELayer] = ()) -> None:
+        self._layers = layers
         self.has_ended = self._is_last = True
         self._batch = 0
         self._begin()
 
+    def watch(self, observe: Callable[[int, MoELayer], None]) -> None:
+        """Call `observe` with index and layer while the tokens of a layer travel, until `close`."""
+        for index, layer in enumerate(self._layers):
+            layer.overlap_fn = partial(observe, index, layer)
+
+    def close(self) -> None:
+        """Call nothing any longer."""
+        for layer in self._layers:
+            layer.overlap_fn = None
+
     def _begin(self) -> None:
-        self._counts: list[dict[tuple[int, int], IntArray]] = [{} for _ in range(self._num_layers)]
+        self._counts: list[dict[tuple[int, int], IntArray]] = [{} for _ in self._layers]
         self._complete: set[int] = set()
 
     def begin_batch(self, batch_idx: int, *, is_last: bool) -> bool:
@@ -268,7 +281,7 @@ class SinceLog:
 
 
 @validated
-class LoadBalancer(Callback):
+class LoadBalancer(ExpertParallelCallback):
     """Spreads the work of skewed experts over the ranks without changing what the model learns.
 
     Every step each layer's counts are known on all ranks. From them all ranks make the same plans, without talking,
@@ -304,7 +317,7 @@ class LoadBalancer(Callback):
 
     Attributes:
         planner: what decides; None before training starts and in a world of one rank.
-        follower: what the ranks' speeds are taken for; None before training starts with several ranks.
+        follower: of the ranks' speeds; None before and after training, and in a world of one rank.
         last_shadow_transfers: the transfers of shadow experts in the last step; None without shadows.
 
     Raises:
@@ -368,46 +381,43 @@ class LoadBalancer(Callback):
         self.last_shadow_transfers: StepShadowTransfers | None = None
         self._layers = OwnLayers(numbers=(), total=0)
         self._restored: dict[str, Any] | None = None
-        self._counts = StepCounts(0)
+        self._rates, self._counts = OwnRates(), StepCounts()
         self._since_log = SinceLog()
 
     # ------------------------------------------------------------------ start and end
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop()
+        self._take_planner(None)
         strategy = _strategy(trainer)
         layers, stages = strategy.experts.layers, strategy.state.stages
-        self._unfollow()
-        known, self._restored = self._known(strategy)
         if strategy.world.stage.size == 1 or not stages.layers:
-            for layer in layers:
-                layer.overlap_fn = None
-            self._take_planner(None)  # nothing to balance
-            return
+            return  # nothing to balance
         cluster = balanced_ranks(strategy, self._ranks_per_node)
         policy = replace(self._policy, min_replicas=min_replicas(strategy, self._min_replicas))
-        numbers = stages.numbers
-        self._layers = OwnLayers(numbers=tuple(numbers), total=len(stages.layers))
-        if known is None:
-            world, dtype, times_dense = strategy.world.stage, strategy.shadow_dtype, stages.num_stages == 1
-            costs = self._costs.begin(layers, world, dtype, times_dense=times_dense)
-        else:
-            costs = [known[number] for number in numbers]
+        self._layers = OwnLayers(numbers=tuple(stages.numbers), total=len(stages.layers))
+        numbered = dict(zip(self._layers.numbers, layers, strict=True))
+        world, dtype, is_pipeline = strategy.world.stage, strategy.shadow_dtype, stages.num_stages > 1
+        costs = self._costs.begin(numbered, world, dtype, times_dense=not is_pipeline)
         timeout_s = strategy.options.timeout.total_seconds()
-        self._take_planner(BalancePlanner(policy, cluster, strategy.experts.placements, costs, timeout_s))
-        assert self.planner is not None
+        planner = BalancePlanner(policy, cluster, strategy.experts.placements, costs, timeout_s)
+        self._take_planner(planner)
         if self._restored is not None:
-            self.planner.load_state_dict(self._layers.part(self._restored))
-        self.follower = SpeedFollower(self._speed_policy, strategy, self.follower)
-        self.planner.set_speeds(self.follower.experts.speeds)
-        self._counts = StepCounts(len(layers))
-        for index, layer in enumerate(layers):
-            layer.overlap_fn = partial(self._observe, index, layer, strategy.steps if stages.num_stages > 1 else None)
+            planner.load_state_dict(self._layers.part(self._restored))
+        self.follower = SpeedFollower(self._speed_policy, strategy, self._rates)
+        self.follower.begin()
+        planner.set_speeds(self.follower.experts.speeds)
+        self._counts = StepCounts(layers)
+        self._counts.watch(partial(self._observe, strategy.steps if is_pipeline else None))
 
-    def _unfollow(self) -> None:
-        """The layers, or the ranks, are others from here on."""
-        if self.follower is not None:
-            self.follower.close()
+    def _stop(self) -> None:
+        """Remove everything that watches the layers. The planner stays, since it has the state."""
+        self._counts.close()
+        self._costs.close()
+        follower, self.follower = self.follower, None
+        if follower is not None:
+            follower.close()
 
     def _take_planner(self, planner: BalancePlanner | None) -> None:
         """Plan with this one from here on; what the one before still plans is dropped."""
@@ -415,30 +425,31 @@ class LoadBalancer(Callback):
             self.planner.close()
         self.planner = planner
 
-    def _known(self, strategy: ExpertParallelStrategy) -> tuple[list[BlockCosts] | None, dict[str, Any] | None]:
-        """Measured costs and the planners' state to go on with, of all layers, each None where there is none.
-
-        After a change of the world all ranks take them from one, in a pipeline from one of each stage: those that came
-        bring other states than those that stayed, and ranks whose states differ would plan different moves.
+    @override
+    def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let all ranks go on with the costs and the state of one, in a pipeline of one of each stage: those that
+        joined know others than those that stayed, and ranks whose states differ would plan different moves. Hooks that
+        a fault has left to run find no planner, since it is of the ranks and layers of the world before.
         """
-        if strategy.elastic.report is None:
-            return None, self._restored
-        planner, size = self.planner, strategy.world.stage.size
-        own = {} if planner is None else dict(zip(self._layers.numbers, planner.costs, strict=True))
-        listed = [[number, costs.to_json()] for number, costs in own.items()]
-        told = all_gather_json([listed, self.state_dict() or None], strategy.world)
-        measured = {number: costs for listed, _ in reversed(told) for number, costs in listed}
-        total = len(strategy.state.stages.layers)
-        state = together([([number for number, _ in listed], state) for listed, state in told], total)
-        if len(measured) < total:
-            return None, state
-        return [BlockCosts.from_json(measured[number], size) for number in range(total)], state
+        strategy, planner = _strategy(trainer), self.planner
+        costs = self._costs.known if planner is None else dict(zip(self._layers.numbers, planner.costs, strict=True))
+        numbers = () if planner is None else self._layers.numbers
+        listed = [[number, block.to_json()] for number, block in costs.items()]
+        told = all_gather_json([listed, numbers, self.state_dict() or None], strategy.world)
+        self._stop()
+        self._take_planner(None)
+        size, total = strategy.world.stage.size, len(strategy.state.stages.layers)
+        known = {number: block for listed, *_ in reversed(told) for number, block in listed}
+        self._costs.resume({number: BlockCosts.from_json(block, size) for number, block in known.items()})
+        self._restored = together([(numbers, state) for _, numbers, state in told], total)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for layer in _strategy(trainer).experts.layers:
-            layer.overlap_fn = None
-        self._unfollow()
+        self._stop()
         expected = self.planner.predicted_step() if self.planner is not None else None
         if self._timeline_path is not None and expected is not None and trainer.is_global_zero:
             try:
@@ -513,7 +524,7 @@ class LoadBalancer(Callback):
         if self.planner is not None:
             self._move(_strategy(trainer), self.planner, self.planner.fresh_placements())
 
-    def _observe(self, index: int, layer: MoELayer, pipeline: Steps | None) -> None:
+    def _observe(self, pipeline: Steps | None, index: int, layer: MoELayer) -> None:
         """While the last micro-batch's tokens travel: take the step's counts in and plan the next step's shadows.
 
         Args:

@@ -12,7 +12,7 @@ the same step: the whole step of a rank that has got fewer is no longer slow.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading, d
 from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.callbacks.telemetry import Metric
 from moe_lightning.config import validated
+from moe_lightning.data.sampler import StepCut
 from moe_lightning.dispatch.quota import ONE_SPEED, given_speeds, shares
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
@@ -65,15 +66,24 @@ class SpeedPolicy:
             given_speeds(self.speeds, len(self.speeds))
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnRates:
+    """Measurements of this rank in all worlds: seconds of a row and of a sample."""
+
+    row_s: RateMeter = field(default_factory=RateMeter)
+    sample_s: RateMeter = field(default_factory=RateMeter)
+
+
 class SpeedFollower:
-    """Follows the speeds of the ranks of one world.
+    """Follows the speeds of the ranks of one world, from `begin` to `close`.
 
     Args:
         policy: how.
         strategy: whose ranks.
-        before: of the world before, whose measurements of this rank are taken over; None: nothing is known.
+        rates: of this rank so far.
 
     Attributes:
+        rates: as given.
         experts, samples: what the ranks agree on: quotas, placements and shadows follow the first, slices the second.
 
     Raises:
@@ -81,31 +91,27 @@ class SpeedFollower:
             leave.
     """
 
-    def __init__(
-        self, policy: SpeedPolicy, strategy: ExpertParallelStrategy, before: SpeedFollower | None = None
-    ) -> None:
-        self._policy, self._strategy = policy, strategy
+    def __init__(self, policy: SpeedPolicy, strategy: ExpertParallelStrategy, rates: OwnRates) -> None:
+        self._policy, self._strategy, self.rates = policy, strategy, rates
         self._check()
-        self._row_s: RateMeter = RateMeter() if before is None else before._row_s
-        self._sample_s: RateMeter = RateMeter() if before is None else before._sample_s
         self._clock: RankClock | None = None
         self._steps = 0
-        if before is not None:  # an earlier fit, or an earlier world
-            strategy.experts.set_speeds(None)
-            strategy.share_samples(None)
         self._stages, self._world = strategy.state.stages, strategy.world.stage
-        nodes, is_pipeline = self._stages.nodes(strategy.node_of), self._stages.num_stages > 1
         given = self._given()
         own = None if given is None else given[list(self._stages.own_ranks)]
         slowest = None if given is None else np.array([given[list(ranks)] for ranks in self._stages.ranks]).min(axis=0)
+        nodes = self._stages.nodes(strategy.node_of)
         self.experts = AgreedSpeeds(nodes, own)
-        self.samples = AgreedSpeeds(range(self._world.size) if is_pipeline else nodes, slowest)
+        self.samples = AgreedSpeeds(nodes if self._stages.num_stages == 1 else range(self._world.size), slowest)
         self._slow_for = np.zeros(self._world.size, dtype=np.int64)
-        self._cut: IntArray | None = None
-        if policy.speeds == "measured":
-            bubbles = self._world.bubbles if is_pipeline else None
+
+    def begin(self) -> None:
+        """Measure the ranks, or share tokens and samples by the given speeds."""
+        strategy = self._strategy
+        if self._policy.speeds == "measured":
+            bubbles = self._world.bubbles if self._stages.num_stages > 1 else None
             self._clock = RankClock(strategy.experts.layers, strategy.root_device, bubbles)
-        elif given is not None:
+        elif self._policy.speeds != "even":
             strategy.experts.set_speeds(self.experts.speeds)
             self._share_samples()
 
@@ -132,7 +138,8 @@ class SpeedFollower:
                 "stragglers=expel takes a rank away from one stage of mesh.pp, and ranks of all others would wait for "
                 "another: use stragglers=adapt"
             )
-        most, total = policy.max_samples_per_rank, self._micro_total
+        most, cut = policy.max_samples_per_rank, self._cut
+        total = 0 if cut is None else _micro_total(cut)
         if most is not None and not is_elastic and most * size < total:
             raise ConfigurationError(
                 f"max_samples_per_rank={most} on {size} ranks cannot hold a micro-batch of {total} samples: use at "
@@ -140,15 +147,17 @@ class SpeedFollower:
             )
 
     @property
-    def _micro_total(self) -> int:
-        """Samples of a whole micro-batch, in a pipeline of each that it computes; 0 where the loader does not know."""
+    def _cut(self) -> StepCut | None:
+        """Cut of the training batches; None where the loader has none."""
         sampler = first_sampler(self._strategy.state.trainer.train_dataloader)
-        return 0 if sampler is None else -(-sampler.cut.global_batch_size // sampler.cut.num_pieces)
+        return None if sampler is None else sampler.cut
 
     def close(self) -> None:
-        """Measure no longer."""
+        """Measure no longer, and share tokens and samples evenly again."""
         if self._clock is not None:
             self._clock.close()
+        self._strategy.experts.set_speeds(None)
+        self._strategy.share_samples(None)
 
     # ------------------------------------------------------------------ a step
 
@@ -156,7 +165,7 @@ class SpeedFollower:
         """Experts have moved, if they had to: what is known is told with the step's counts."""
         if self._clock is not None:
             dispatcher = self._strategy.experts.layers[0].dispatcher
-            dispatcher.local_word = encode_readings(self._row_s.reading, self._sample_s.reading)
+            dispatcher.local_word = encode_readings(self.rates.row_s.reading, self.rates.sample_s.reading)
 
     def turn(self) -> None:
         """The backward pass begins."""
@@ -174,8 +183,8 @@ class SpeedFollower:
             return False
         self._clock.end_step()
         for rates in self._clock.rates():
-            self._row_s.add(rates.row_s)
-            self._sample_s.add(rates.sample_s)
+            self.rates.row_s.add(rates.row_s)
+            self.rates.sample_s.add(rates.sample_s)
         self._steps += 1
         has_changed = False
         if (self._steps - 1) % self._policy.speeds_every == 0:
@@ -199,13 +208,13 @@ class SpeedFollower:
 
     def _share_samples(self) -> None:
         """Cut batches by the agreed speeds, where that pays."""
-        most = self._policy.max_samples_per_rank
+        cut, most = self._cut, self._policy.max_samples_per_rank
+        if cut is None:
+            return
         speeds = self._strategy.world.speeds_of_slices(self.samples.speeds)
-        total = self._micro_total
-        before = shares(total, np.full(len(speeds), ONE_SPEED) if self._cut is None else self._cut, most)
-        after = shares(total, speeds, most)
+        present = np.full(len(speeds), ONE_SPEED) if cut.speeds is None else cut.speeds
+        before, after = (shares(_micro_total(cut), each, most) for each in (present, speeds))
         if (before / speeds).max() > _WORTH * (after / speeds).max():
-            self._cut = speeds
             self._strategy.share_samples(speeds, most)
 
     # ------------------------------------------------------------------ who stays behind
@@ -243,3 +252,8 @@ class SpeedFollower:
             yield Metric(name=f"balance/rank{rank:02d}/speed_ratio", value=ratio)
         slowest = int(np.argmin(ratios))
         yield Metric(name="balance/straggler_rank", value=float(slowest if ratios[slowest] < _SLOW else -1))
+
+
+def _micro_total(cut: StepCut) -> int:
+    """Samples of a whole micro-batch, in a pipeline of each that it computes."""
+    return -(-cut.global_batch_size // cut.num_pieces)

@@ -206,8 +206,8 @@ def test_a_stopped_rank_is_expelled_and_comes_back(tmp_path: Path) -> None:
 class WatchedBalancer(LoadBalancer):
     """Writes what it plans from after every step."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(shadows="top2", rebalance_every=3, min_replicas=2, calibrate=False)
+    def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__(**{"shadows": "top2", "rebalance_every": 3, "min_replicas": 2, "calibrate": False, **options})
         self._file = (folder / f"planner-{os.getpid()}.jsonl").open("a", buffering=1)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
@@ -215,7 +215,8 @@ class WatchedBalancer(LoadBalancer):
         strategy = trainer.strategy
         assert isinstance(strategy, ExpertParallelStrategy)
         if self.planner is not None and strategy.elastic.members is not None:
-            line = [strategy.elastic.members.name, trainer.global_step, self.planner.state_dict()]
+            known = self.planner.state_dict(), [costs.to_json() for costs in self.planner.costs]
+            line = [strategy.elastic.members.name, trainer.global_step, known]
             self._file.write(json.dumps(line) + "\n")
 
 
@@ -240,6 +241,21 @@ def test_while_experts_move_and_visit(tmp_path: Path) -> None:
         assert_planners_agree(tmp_path)
         assert_same_losses(run, reference(16))
         assert run.assert_replicas_equal() > 0
+
+
+def with_measured_costs(folder: Path) -> list[Any]:
+    return [WatchedBalancer(folder, calibrate=True)]
+
+
+def test_ranks_join_while_others_time_their_dense_layers(tmp_path: Path) -> None:
+    """Within the first six steps: the clocks of those that were there before end with their world."""
+    kills, holds = [Kill(worker=1, step=2, place="backward")], [Hold(step=4, ranks=3)]
+    options: dict[str, Any] = {"kills": kills, "holds": holds, "strategy": {"slots": 6}}
+    with elastic_run(tmp_path, workers=3, steps=14, callbacks=with_measured_costs, **options) as run:
+        run.supervise(restart=range(3))
+        assert_planners_agree(tmp_path)
+        assert_same_losses(run, reference(14))
+        assert len(run.recoveries(0)) == 2, "a death and a return"
 
 
 # ----------------------------------------------------------------------

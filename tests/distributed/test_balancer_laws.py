@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.moe.layer import moe_layers
+from moe_lightning.parallel.collectives import broadcast_object
 from tests.distributed import training
 from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import (
@@ -21,7 +25,7 @@ from tests.distributed.same_training import (
     on_one_world,
     reference,
 )
-from tests.distributed.training import BRIEF, OwnModule, make_trainer
+from tests.distributed.training import BRIEF, OwnModule, RandomTokens, make_trainer
 from tests.parameters import slow
 
 # Slow experts on fast links: shadows pay, and every run plans alike.
@@ -157,3 +161,69 @@ def test_what_the_balancer_cannot_balance() -> None:
     uneven, groups = run_ranks(2, refusals)[0]
     assert "ranks keep [4, 6]: set the strategy's slots, to 6 or more" in uneven
     assert "drop the strategy's ep_size" in groups
+
+
+# ----------------------------------------------------------------------
+# What stays of a balancer when training ends, and when ranks join.
+
+
+class Fails(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            raise ValueError("an error of the user's")
+
+
+def hooks_left(rank: int, world_size: int, *, fails: bool) -> list[str]:
+    """What still watches the layers after one step with measured costs and speeds."""
+    module = OwnModule()
+    callbacks = [LoadBalancer(), *([Fails()] if fails else [])]
+    trainer = make_trainer(rank, world_size, {"slots": 4}, max_steps=1 + fails, callbacks=callbacks)
+    with pytest.raises(ValueError, match="the user's") if fails else contextlib.nullcontext():
+        trainer.fit(module, DataLoader(RandomTokens(), batch_size=12))
+    watched = {**dict(module.named_modules()), **{f"experts of {layer}": layer.experts for layer in moe_layers(module)}}
+    found = [name for name, part in watched.items() if part._forward_hooks or part._forward_pre_hooks]
+    return found + ["overlap" for layer in moe_layers(module) if layer.overlap_fn is not None]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_hook_outlives_a_short_training(fails: bool) -> None:
+    assert run_ranks(2, partial(hooks_left, fails=fails)) == [[], []]
+
+
+class Joins(pl.Callback):
+    """Calls what a change of the ranks calls, where rank 1 has a balancer that knows nothing, as one that joins."""
+
+    def __init__(self) -> None:
+        self.known: list[Any] = []
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        balancer = next(each for each in trainer.callbacks if isinstance(each, LoadBalancer))  # type: ignore[attr-defined]
+        wanted = broadcast_object([balancer.state_dict(), _costs(balancer)], 0, trainer.strategy.world)  # type: ignore[attr-defined]
+        if trainer.global_rank == 1:
+            balancer = LoadBalancer()
+        balancer.on_world_changed(trainer, module)
+        batch: Any = None
+        balancer.on_train_batch_end(trainer, module, batch, batch, 0)  # which a fault has left to run
+        assert balancer.planner is None
+        balancer.on_train_start(trainer, module)
+        assert [balancer.state_dict(), _costs(balancer)] == wanted
+        self.known.append(wanted)
+
+
+def _costs(balancer: LoadBalancer) -> list[Any]:
+    assert balancer.planner is not None
+    return [costs.to_json() for costs in balancer.planner.costs]
+
+
+def joined(rank: int, world_size: int) -> list[Any]:
+    joins = Joins()
+    training.train(rank, world_size, callbacks=[LoadBalancer(speeds="even"), joins], strategy={"slots": 4}, steps=8)
+    return joins.known
+
+
+def test_ranks_that_join_plan_from_what_the_others_know() -> None:
+    first, second = run_ranks(2, joined)
+    assert first == second
+    ((state, costs),) = first
+    assert all(sum(load) > 0 for load in state["loads"])
+    assert all(block["dense_forward_s"] > 0 for block in costs)

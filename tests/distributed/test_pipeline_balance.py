@@ -18,7 +18,7 @@ import torch
 from moe_lightning import ExpertParallelStrategy
 from moe_lightning.callbacks import speeds
 from moe_lightning.callbacks.load_balancer import LoadBalancer
-from moe_lightning.callbacks.speeds import SpeedFollower, SpeedPolicy
+from moe_lightning.callbacks.speeds import OwnRates, SpeedFollower, SpeedPolicy
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
@@ -229,7 +229,7 @@ def test_no_rank_is_expelled_from_a_stage() -> None:
     world = World.offline(0, 2, torch.device("cpu"))
     strategy: Any = SimpleNamespace(world=world, worlds=worlds, state=state)
     with pytest.raises(ConfigurationError, match="takes a rank away from one stage"):
-        SpeedFollower(SpeedPolicy(stragglers="expel"), strategy)
+        SpeedFollower(SpeedPolicy(stragglers="expel"), strategy, OwnRates())
 
 
 # ---------------------------------------------------------------------- an error of one rank
