@@ -66,7 +66,7 @@ class RankClock:
             self._watch(layer, self._before_layer, self._after_layer)
             self._watch(layer.experts, self._before_experts, self._after_experts)
         if bubbles is not None:
-            bubbles.listener = self._in_bubble
+            bubbles.listeners.append(self._in_bubble)
 
     def _watch(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         began: list[Any] = []
@@ -87,7 +87,7 @@ class RankClock:
         for handle in self._handles:
             handle.remove()
         if self._bubbles is not None:
-            self._bubbles.listener = None
+            self._bubbles.listeners.remove(self._in_bubble)
 
     # ------------------------------------------------------------------ the passes
 

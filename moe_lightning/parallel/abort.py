@@ -119,7 +119,7 @@ class GroupAborter:
 
     def __enter__(self) -> Self:
         with self._lock:
-            self._before = frozenset(_open_connections())
+            self._before = frozenset(open_connections())
         return self
 
     def tune(self) -> None:
@@ -190,7 +190,7 @@ class GroupAborter:
 
     def _remember(self) -> None:
         assert self._before is not None
-        new = frozenset(_open_connections()) - self._before
+        new = frozenset(open_connections()) - self._before
         self._connections |= {c for c in new if self._only_to in (None, c.peer[1])}
 
     def _cut_all(self) -> None:
@@ -198,7 +198,7 @@ class GroupAborter:
             _shut_down(connection)
 
 
-def _open_connections() -> Iterator[Connection]:
+def open_connections() -> Iterator[Connection]:
     """The connected TCP sockets of this process."""
     for name in os.listdir(_DESCRIPTORS):
         found = duplicate(int(name))

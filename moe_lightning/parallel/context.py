@@ -108,7 +108,7 @@ class ExchangeClock:
     On a GPU a host call returns before its exchange begins, so the device's own events are timed.
 
     Attributes:
-        listener: called on the host with True as an exchange begins and with False as it ends; None: nobody.
+        listeners: called on the host with True as an exchange begins and with False as it ends.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class ExchangeClock:
         self._under_way = 0
         self._seconds = 0.0
         self._on_device: deque[tuple[Any, Any]] = deque()  # began, ended
-        self.listener: Callable[[bool], None] | None = None
+        self.listeners: list[Callable[[bool], None]] = []
 
     def __reduce__(self) -> tuple[type[ExchangeClock], tuple[()]]:
         """Models with a world are copied and pickled; a copy counts for itself, from zero."""
@@ -138,8 +138,8 @@ class ExchangeClock:
             self._tell(False)
 
     def _tell(self, begins: bool) -> None:
-        if self.listener is not None:
-            self.listener(begins)
+        for listener in self.listeners:
+            listener(begins)
 
     @contextmanager
     def _timed(self, device: torch.device) -> Iterator[None]:

@@ -40,7 +40,7 @@ from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.parallel.context import World, common_store
 from moe_lightning.strategies import process_stacks
 from moe_lightning.strategies.process_stacks import Process, Seen, is_users, place_of, relative
-from moe_lightning.strategies.slow_ranks import Begun, SlowRank, SlowRankWatch
+from moe_lightning.strategies.slow_ranks import Begun, SlowRank, SlowRankWatch, bubble
 from moe_lightning.user_errors import ALARMS
 
 _LOOK_S = 0.2
@@ -55,6 +55,7 @@ _LATE_FACTOR = 5
 """Times the limit: before the first whole batch, and where the rank that is waited for compiles."""
 
 _MOST_CALLS, _MOST_MARKS = 256, 2048
+_MOST_BUBBLES = 4096  # begins and ends
 _COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")
 _COLLECTIVES = "/torch/distributed/"
 _TRAINER = "/lightning/pytorch/"
@@ -278,6 +279,7 @@ class HangWatch:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._slow: SlowRankWatch | None = None
+        self._bubbles: _Bubbles | None = None
 
     def enter(self, phase: str, step: int, *, is_batch: bool = False) -> None:
         """Record that a phase of a step begins.
@@ -305,8 +307,9 @@ class HangWatch:
             self._start(self._watch_alone, self._limit_s, self._ended, reports)
             return
         watched = _Watched(world, store)
-        # Stages of a pipeline differ, and wait for each other without a record.
-        self._slow = SlowRankWatch(world.rank, world.size, store) if world.shape.pp == 1 else None
+        self._slow = SlowRankWatch(world.rank, world.size, world.shape.stages, store)
+        if world.shape.pp > 1:
+            self._bubbles = _Bubbles(world)
         self._start(self._run, watched, self._limit_s, self._ended, reports)
 
     def _start(self, watch: Callable[..., None], *arguments: Any) -> None:
@@ -321,6 +324,9 @@ class HangWatch:
     def end(self) -> None:
         """Stop watching: the world ends, or the Trainer has finished."""
         self._ended.set()
+        if self._bubbles is not None:
+            self._bubbles.close()
+            self._bubbles = None
         if self._thread is not None:
             self._thread.join(_THREAD_END_S)
         self._thread = None
@@ -381,7 +387,8 @@ class HangWatch:
             return
         self._slow.sample(self._marks[-1][2], _main_frame())
         if self._slow.is_due:
-            self._slow.publish(list(self._marks), watched.begun())
+            calls = watched.begun()
+            self._slow.publish(list(self._marks), calls if self._bubbles is None else self._bubbles.merged(calls))
         self._slow.compare()
 
     def _standstill(self, watched: _Watched | None, counts: Mapping[str, int]) -> Standstill:
@@ -460,6 +467,29 @@ def _report(hang: Hang, folder: Path) -> None:
     message = "\n".join([*lines, f"{last}; {where}"])
     write_to_terminal(message)
     ALARMS.warning("%s", message)
+
+
+class _Bubbles:
+    """Record of this rank's waits for other stages of a pipeline, which send and receive without one."""
+
+    def __init__(self, world: World) -> None:
+        self._rank, self._clock = world.rank, world.bubbles
+        self._number = 0
+        self._found: deque[Begun] = deque(maxlen=_MOST_BUBBLES)
+        self._clock.listeners.append(self._note)
+
+    def close(self) -> None:
+        self._clock.listeners.remove(self._note)
+
+    def _note(self, begins: bool) -> None:
+        self._number += begins
+        self._found.append(bubble(self._rank, self._number, time.time_ns()))
+
+    def merged(self, calls: Sequence[Begun]) -> list[Begun]:
+        """Return collectives with these waits, in the order of their begin, as far back as both are known."""
+        found = list(self._found)
+        since = max((each[0].at for each in (calls, found) if each), default=0)
+        return sorted((each for each in (*calls, *found) if each.at >= since), key=lambda each: each.at)
 
 
 class _Sign(NamedTuple):

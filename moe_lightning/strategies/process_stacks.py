@@ -187,10 +187,17 @@ def relative(path: str) -> str:
     return path.removeprefix(os.path.join(os.getcwd(), ""))
 
 
-def waiting_s() -> float:
-    """Return the seconds that threads of this process have been ready to run without a CPU; 0 where it is not known."""
-    total_ns = 0
+def is_blocked() -> bool:
+    """Return True if the main thread of this process waits for a disk or another device; seen on Linux only."""
+    return _status(os.getpid()).get("State", "").startswith("D")
+
+
+def waits_s() -> dict[int, float]:
+    """Return the seconds that each thread of this process has been ready to run without a CPU, by its id; empty where
+    it is not known.
+    """
+    found = {}
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError, ValueError, IndexError):  # of a thread that ends meanwhile
-            total_ns += int(path.read_text().split()[1])
-    return total_ns / 1e9
+            found[int(path.parent.name)] = int(path.read_text().split()[1]) / 1e9
+    return found

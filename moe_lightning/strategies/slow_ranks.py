@@ -2,8 +2,9 @@
 
 Torch's flight recorder has the time at which each rank has begun each collective. A collective ends when the last of
 its ranks has begun it, so what a rank does between the end of one and its begin of the next is its own time: computing,
-data, callbacks, and no waiting for others. Marks of the strategy divide it into phases. Once a minute, without a
-collective and outside the main thread, ranks publish 16 steps in the common store, and the first one compares them.
+data, callbacks, and no waiting for others. Marks of the strategy divide it into phases. Three times a minute, without a
+collective and outside the main thread, the first rank chooses steps, all publish theirs in the common store, and the
+first one compares them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from base64 import b64decode, b64encode
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
 from types import FrameType
 from typing import NamedTuple
@@ -26,23 +27,42 @@ import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from moe_lightning.elastic.worker import write_to_terminal
-from moe_lightning.strategies.process_stacks import place_of, waiting_s
+from moe_lightning.strategies.process_stacks import is_blocked, place_of, waits_s
+from moe_lightning.strategies.slow_links import Link, SlowHost, own_links, since, slowest_host
 
-PERIOD_S = 60.0
+PERIOD_S = 20.0
 SLOW_RATIO = 1.2
 """Own time over the median of the other ranks', from which a rank is reported."""
 
 _LEAST_SHARE = 0.05  # of a step: less is not worth a line, whatever the ratio
-_STEPS, _SKIPPED = 16, 2  # of a comparison, and its longest ones, which may be single pauses
-_FAST_S, _FAST_STEPS = 0.05, 64  # ranks that look 0.2 s apart choose the same steps
-_WINDOWS = 2  # in a row, before a line
-_PATIENCE_S = 2.0
-_MOST_FRAMES = 60
+_MOST_STEPS = 64
+_MOST_CALLS = 20_000  # collectives of all ranks in a comparison, which takes less than 0.2 s
+_SKIPPED = 8  # one of so many steps, the longest ones, which may be single pauses
+_AHEAD = 2  # steps that other ranks may have begun, and recorded in the place of old ones
+_WINDOWS = 3  # comparisons in a row before a line, and between two lines
+_PATIENCE_S = 5.0
+_IN_EVERY_STAGE = "callbacks and data"
+"""Phase whose work does not depend on the stage of a pipeline."""
+
+_MOST_FRAMES, _MOST_PLACES = 60, 4
 _LEAST_EVIDENCE = 0.5  # of a rank's excess or of its samples, to be named as the cause
 _LOADER = "/torch/utils/data/"
+_BUBBLES = "bubbles"
 
 Place = tuple[tuple[str, int, str], ...]
 """Calls of the main thread: file, line and function, the innermost last."""
+
+
+class Sample(NamedTuple):
+    """Main thread of a rank at a moment.
+
+    Attributes:
+        is_blocked: it waits for a disk or another device.
+    """
+
+    phase: str
+    place: Place
+    is_blocked: bool
 
 
 class Begun(NamedTuple):
@@ -59,6 +79,11 @@ class Begun(NamedTuple):
     at: int
     waits: bool = True
 
+    @property
+    def is_bubble(self) -> bool:
+        """True for the begin or the end of a wait for other stages."""
+        return self.group.startswith(_BUBBLES)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimeline:
@@ -69,8 +94,10 @@ class RankTimeline:
         marks: time in microseconds and phase, sorted; the first one begins the first step, the last one ends the last.
         begun: of each step after the first, the index of its first mark.
         calls: collectives, in the order of their begin.
-        waiting: share of the time since the last comparison in which its threads were ready and had no CPU.
-        places: of each phase, the place where its main thread was most often, and the share of that.
+        waiting: share of the time since the last comparison in which one of its threads was ready and had no CPU: that
+            which has waited longest.
+        places: of each phase, the places where its main thread was most often, and the share of each.
+        links: to other hosts.
     """
 
     first: int
@@ -78,7 +105,13 @@ class RankTimeline:
     begun: Sequence[int]
     calls: Sequence[Begun]
     waiting: float
-    places: Mapping[str, tuple[str, float]]
+    places: Mapping[str, Sequence[tuple[str, float]]]
+    links: Sequence[Link] = ()
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The first one and their number."""
+        return self.first, 1 + len(self.begun)
 
     def encode(self) -> str:
         """Return it as text of one or two kilobytes."""
@@ -88,7 +121,8 @@ class RankTimeline:
     def decode(cls, text: str | bytes) -> RankTimeline:
         """Return what `encode` has encoded."""
         values = json.loads(zlib.decompress(b64decode(text)))
-        return cls(**values | {"calls": [Begun(*call) for call in values["calls"]]})
+        calls, links = [Begun(*call) for call in values["calls"]], [Link(*link) for link in values["links"]]
+        return cls(**values | {"calls": calls, "links": links})
 
 
 def clock_offsets_us(ranks: Sequence[RankTimeline]) -> list[float]:
@@ -129,6 +163,13 @@ def own_times(ranks: Sequence[RankTimeline]) -> dict[str, np.ndarray]:
                     row[index, step] += (ended - began) / 1e6
             free = max(free, call.at, last.get(call[:2], 0.0) + offset)
     return found
+
+
+def bubble(rank: int, number: int, at: int) -> Begun:
+    """Return the begin or the end of a wait of a rank for other stages of a pipeline: all that has begun it is the
+    rank itself, the second time at its end.
+    """
+    return Begun(f"{_BUBBLES} of rank {rank}", number, at, waits=False)
 
 
 def _cut(times: Sequence[int], began: float, ended: float) -> Iterator[tuple[int, tuple[float, float]]]:
@@ -175,39 +216,80 @@ class SlowRank:
         )
 
 
-def slowest(ranks: Sequence[RankTimeline]) -> SlowRank:
-    """Return the rank with the longest own time. The longest steps of each rank do not count."""
+def slowest(ranks: Sequence[RankTimeline], stages: Sequence[Sequence[int]] = ()) -> SlowRank:
+    """Return the rank with the longest own time beyond the median of those with as much work. Its longest steps do not
+    count.
+
+    Args:
+        stages: ranks of each stage of a pipeline; empty: all ranks have the same work. A rank that is alone in its
+            stage is compared with all others, by the time that it has waited for a CPU, and in the phase between steps.
+    """
     found = own_times(ranks)
     totals = sum(found.values(), start=np.zeros((len(ranks), 1)))
-    counted = np.argsort(totals, axis=1)[:, : max(1, totals.shape[1] - _SKIPPED)]
+    steps = totals.shape[1]
+    counted = np.argsort(totals, axis=1)[:, : steps - steps // _SKIPPED]
     phases = {phase: np.take_along_axis(own, counted, axis=1).mean(axis=1) for phase, own in found.items()}
-    means = np.take_along_axis(totals, counted, axis=1).mean(axis=1)
-    rank = int(means.argmax())
-    usual = float(np.median(np.delete(means, rank)))
-    excess = {phase: float(own[rank] - np.median(np.delete(own, rank))) for phase, own in phases.items()}
-    first = ranks[0]
-    begun_us = [first.marks[index][0] for index in (0, *first.begun, -1)]
-    step_s = statistics.median(after - before for before, after in pairwise(begun_us)) / 1e6
+    marks, begun = ranks[0].marks, ranks[0].begun
+    step_s = statistics.median(b - a for a, b in pairwise(marks[index][0] for index in (0, *begun, -1))) / 1e6
+    excesses = [_excess(rank, ranks, phases, step_s, stages) for rank in range(len(ranks))]
+    rank = max(range(len(ranks)), key=lambda rank: sum(excesses[rank].values()))
+    excess_s = sum(excesses[rank].values())
+    usual_s = float(sum(own[rank] for own in phases.values())) - excess_s
     return SlowRank(
         rank=rank,
-        ratio=float(means[rank]) / max(usual, 1e-9),
-        excess_s=float(means[rank]) - usual,
+        ratio=1 + excess_s / max(usual_s, 1e-9),
+        excess_s=excess_s,
         step_s=step_s,
-        phases=excess,
-        cause=_cause(rank, ranks, excess, step_s),
+        phases=excesses[rank],
+        cause=_cause(rank, ranks, phases, excesses[rank], step_s),
     )
 
 
-def _cause(rank: int, ranks: Sequence[RankTimeline], excess: Mapping[str, float], step_s: float) -> str:
+def _excess(
+    rank: int,
+    ranks: Sequence[RankTimeline],
+    phases: Mapping[str, np.ndarray],
+    step_s: float,
+    stages: Sequence[Sequence[int]],
+) -> dict[str, float]:
+    """Return the own time of a rank beyond the median of its peers, by phase, in seconds of a step."""
+    others = [other for other in range(len(ranks)) if other != rank]
+    alike = [other for other in next((s for s in stages if rank in s), others) if other != rank]
+    excess = {phase: float(own[rank] - np.median(own[alike or others])) for phase, own in phases.items()}
+    if alike:
+        return excess
+    work_s = sum(max(0.0, s) for phase, s in excess.items() if phase != _IN_EVERY_STAGE)
+    told = min(1.0, max(0.0, _waits_more(rank, ranks)) * step_s / max(work_s, 1e-9))
+    return {phase: s if phase == _IN_EVERY_STAGE else told * max(0.0, s) for phase, s in excess.items()}
+
+
+def _waits_more(rank: int, ranks: Sequence[RankTimeline]) -> float:
+    """Return the share of the time that a rank waits for a CPU, less the median of the other ranks."""
+    return ranks[rank].waiting - statistics.median(each.waiting for at, each in enumerate(ranks) if at != rank)
+
+
+def _cause(
+    rank: int,
+    ranks: Sequence[RankTimeline],
+    phases: Mapping[str, np.ndarray],
+    excess: Mapping[str, float],
+    step_s: float,
+) -> str:
     own = ranks[rank]
-    waiting = own.waiting - statistics.median(each.waiting for index, each in enumerate(ranks) if index != rank)
-    if waiting * step_s > _LEAST_EVIDENCE * sum(excess.values()):
-        return f"other processes take its CPU, for which its threads wait {100 * own.waiting:.0f} % of the time"
+    if _waits_more(rank, ranks) * step_s > _LEAST_EVIDENCE * sum(excess.values()):
+        return f"other processes take its CPU, for which it waits {100 * own.waiting:.0f} % of the time"
     phase = max(excess, key=excess.__getitem__)
-    place, share = own.places.get(phase, ("", 0.0))
-    if share > _LEAST_EVIDENCE and place:
+    is_work = phase in ("forward", "backward")  # of which a slow rank has each place for longer
+    own_s = [float(phases[phase][rank if is_work else at]) for at in range(len(ranks))]
+    seconds = [
+        {place: share * s for place, share in r.places.get(phase, ())} for r, s in zip(ranks, own_s, strict=True)
+    ]
+    others = seconds[:rank] + seconds[rank + 1 :]
+    more = {place: s - statistics.median(each.get(place, 0.0) for each in others) for place, s in seconds[rank].items()}
+    place = max(more, key=more.__getitem__, default="")
+    if place and more[place] > _LEAST_EVIDENCE * excess[phase]:
         return f"it is mostly {place}"
-    if phase in ("forward", "backward"):
+    if is_work:
         return "it computes more rows or more slowly; callbacks=load_balancer gives it fewer"
     return f"most of it is in the phase {phase}"
 
@@ -217,27 +299,28 @@ class SlowRankWatch:
 
     Args:
         rank, size: of this process's world.
+        stages: see `slowest`.
         store: of torch's default group.
 
     Attributes:
         last: the last comparison, on the first rank.
     """
 
-    def __init__(self, rank: int, size: int, store: Store) -> None:
-        self._rank, self._size, self._store = rank, size, store
+    def __init__(self, rank: int, size: int, stages: Sequence[Sequence[int]], store: Store) -> None:
+        self._rank, self._size, self._stages, self._store = rank, size, stages, store
         self._due = _next_due()
-        self._samples: Counter[tuple[str, Place]] = Counter()
-        self._since = time.time(), waiting_s()
-        self._first = -1
+        self._samples: Counter[Sample] = Counter()
+        self._since = time.time(), waits_s()
         self._awaited_until: float | None = None
-        self._in_a_row: tuple[int, int] = (-1, 0)  # rank, comparisons
+        self._in_a_row: dict[str, int] = {}  # comparisons, by a rank or the address of a host
+        self._links: list[Link] = []
         self.last: SlowRank | None = None
 
     def sample(self, phase: str, frame: FrameType | None) -> None:
         """Record where the main thread is in a phase."""
         place = _place(frame)
         if place and "/torch/distributed/" not in place[-1][0]:
-            self._samples[phase, place] += 1
+            self._samples[Sample(phase, place, is_blocked())] += 1
 
     @property
     def is_due(self) -> bool:
@@ -245,24 +328,38 @@ class SlowRankWatch:
         return time.time() >= self._due
 
     def publish(self, marks: Sequence[tuple[int, int, str]], calls: Sequence[Begun]) -> None:
-        """Publish the last steps, if they are others than before.
+        """Publish the steps that the first rank has chosen, once it has and they are whole here.
 
         Args:
             marks: time in nanoseconds, step and phase.
             calls: the last collectives, with nanoseconds.
         """
-        self._due = _next_due()
+        chosen = newest_steps(marks, calls, self._size) if self._rank == 0 else self._chosen_by_first()
         began, waited = self._since
-        self._since = time.time(), waiting_s()
-        waiting = (self._since[1] - waited) / max(self._since[0] - began, 1e-9)
-        places = _most_frequent(self._samples)
-        self._samples.clear()
-        steps = chosen_steps(marks, calls, waiting=waiting, places=places)
-        if steps is None or steps.first == self._first:
-            return
-        self._first = steps.first
-        self._store.set(f"slow/{self._rank}", steps.encode())
-        self._awaited_until = time.monotonic() + _PATIENCE_S if self._rank == 0 else None
+        now = time.time(), waits_s()
+        longest_s = max((s - waited.get(thread, 0.0) for thread, s in now[1].items()), default=0.0)
+        waiting = longest_s / max(now[0] - began, 1e-9)
+        found = None
+        if chosen is not None:
+            places = _most_frequent(self._samples)
+            found = timeline(*chosen, marks, calls, waiting=waiting, places=places)
+        if found is not None:
+            links = own_links()
+            found = replace(found, links=since(self._links, links))
+            self._links = links
+            self._store.set(f"slow/{self._rank}", found.encode())
+        if found is not None and self._rank == 0:
+            self._store.set("slow/chosen", json.dumps((self._due, *found.steps)))
+            self._awaited_until = time.monotonic() + _PATIENCE_S
+        if found is not None or self._rank == 0 or time.time() > self._due + _PATIENCE_S:
+            self._due, self._since = _next_due(), now
+            self._samples.clear()
+
+    def _chosen_by_first(self) -> tuple[int, int] | None:
+        if not self._store.check(["slow/chosen"]):
+            return None
+        due, first, number = json.loads(self._store.get("slow/chosen"))
+        return (first, number) if due == self._due else None
 
     def compare(self) -> None:
         """Compare the ranks, on the first one, once all have published the same steps."""
@@ -270,43 +367,72 @@ class SlowRankWatch:
             return
         keys = [f"slow/{rank}" for rank in range(self._size)]
         found = [RankTimeline.decode(self._store.get(key)) for key in keys] if self._store.check(keys) else []
-        if not found or any(steps.first != self._first for steps in found):
+        if not found or any(each.steps != found[0].steps for each in found):
             if time.monotonic() > self._awaited_until:
                 self._awaited_until = None
             return
         self._awaited_until = None
-        self.last = slowest(found)
-        rank, times = self._in_a_row
-        self._in_a_row = (self.last.rank, times + 1 if self.last.rank == rank else 1) if self.last.is_slow else (-1, 0)
-        if self._in_a_row[1] >= _WINDOWS:
-            write_to_terminal(f"slow: {self.last}")
+        self.last = slowest(found, self._stages)
+        host, lines = slowest_host([each.links for each in found]), {}
+        if host is not None and (cost := cost_of(host, found[0], self.last.step_s)):
+            lines[host.address] = f"slow: {host}{cost}"
+        if self.last.is_slow and not lines:  # a slow link ends collectives of some ranks later than those of others
+            lines[str(self.last.rank)] = f"slow: {self.last}"
+        self._in_a_row = {each: 1 + self._in_a_row.get(each, 0) for each in lines}
+        for each, line in lines.items():
+            if self._in_a_row[each] % _WINDOWS == 0:
+                write_to_terminal(line)
 
 
-def chosen_steps(
-    marks: Sequence[tuple[int, int, str]],
-    calls: Sequence[Begun],
-    *,
-    waiting: float,
-    places: Mapping[str, tuple[str, float]],
-) -> RankTimeline | None:
-    """Return the last whole steps that all ranks choose alike; None if they are not recorded.
+def cost_of(host: SlowHost, rank: RankTimeline, step_s: float) -> str:
+    """Return in words what a slow link costs a step where nothing hides it; "" if that is too little to name it."""
+    number = sum(0.5 if call.is_bubble else 1 for call in rank.calls) / rank.steps[1]
+    cost_s = number * (host.rtt_s - host.usual_rtt_s) / 2
+    if cost_s > (SLOW_RATIO - 1) * step_s:
+        return f"; up to {1e3 * cost_s:.0f} ms of a step of {1e3 * step_s:.0f} ms"
+    return "; packets are lost" if host.loses else ""
+
+
+def newest_steps(marks: Sequence[tuple[int, int, str]], calls: Sequence[Begun], size: int) -> tuple[int, int] | None:
+    """Return the first and the number of the last whole steps that every rank has in its record, which has room for so
+    many collectives; None if there are none.
 
     Args:
         marks, calls: see `SlowRankWatch.publish`.
-        waiting, places: see `RankTimeline`.
+        size: number of ranks.
     """
-    begins = [
+    begins = [marks[index] for index in _begins(marks) if calls and marks[index][0] >= calls[0].at]
+    affordable = max(1, _MOST_CALLS * len(begins) // (size * max(1, len(calls))))
+    number = min(_MOST_STEPS, affordable, len(begins) - 1 - _AHEAD)
+    return (begins[-1][1] - number, number) if number > 0 else None
+
+
+def _begins(marks: Sequence[tuple[int, int, str]]) -> list[int]:
+    return [
         index
         for index, (_, step, phase) in enumerate(marks)
         if phase == "forward" and (index == 0 or marks[index - 1][1] != step)
     ]
-    if len(begins) <= _STEPS:
-        return None
-    step_s = (marks[begins[-1]][0] - marks[begins[0]][0]) / 1e9 / (len(begins) - 1)
-    unit = _STEPS if step_s > _FAST_S else _FAST_STEPS
-    first = marks[begins[-1]][1] // unit * unit - _STEPS
-    chosen = [index for index in begins if first <= marks[index][1] <= first + _STEPS]
-    if [marks[index][1] for index in chosen] != list(range(first, first + _STEPS + 1)):
+
+
+def timeline(
+    first: int,
+    number: int,
+    marks: Sequence[tuple[int, int, str]],
+    calls: Sequence[Begun],
+    *,
+    waiting: float,
+    places: Mapping[str, Sequence[tuple[str, float]]],
+) -> RankTimeline | None:
+    """Return some steps; None if they are not recorded, or not whole.
+
+    Args:
+        first, number: of the steps.
+        marks, calls: see `SlowRankWatch.publish`.
+        waiting, places: see `RankTimeline`.
+    """
+    chosen = [index for index in _begins(marks) if first <= marks[index][1] <= first + number]
+    if [marks[index][1] for index in chosen] != list(range(first, first + number + 1)):
         return None
     begin_ns, end_ns = marks[chosen[0]][0], marks[chosen[-1]][0]
     inside = [call._replace(at=call.at // 1000) for call in calls if begin_ns <= call.at <= end_ns]
@@ -332,16 +458,16 @@ def _place(frame: FrameType | None) -> Place:
     return tuple((call.f_code.co_filename, line, call.f_code.co_name) for call, line in calls)[::-1]
 
 
-def _most_frequent(samples: Mapping[tuple[str, Place], int]) -> dict[str, tuple[str, float]]:
-    """Return the place of each phase in which most samples are, in words, and its share of them."""
+def _most_frequent(samples: Mapping[Sample, int]) -> dict[str, list[tuple[str, float]]]:
+    """Return the places of each phase in which most samples are, in words, and the share of each of them."""
     by_phase: dict[str, Counter[str]] = {}
-    for (phase, place), count in samples.items():
+    for (phase, place, waits), count in samples.items():
         words = place_of([traceback.FrameSummary(*call) for call in place])
         is_loader = any(_LOADER in path for path, *_ in place)
         text = f"in its data loader{': ' * bool(words)}{words}" if is_loader else f"at {words}" if words else ""
+        text = f"waiting for a disk or a device, {text or 'in torch'}" if waits else text
         by_phase.setdefault(phase, Counter())[text] += count
     return {
-        phase: (text, count / sum(counts.values()))
+        phase: [(text, count / sum(counts.values())) for text, count in counts.most_common(_MOST_PLACES)]
         for phase, counts in by_phase.items()
-        for text, count in counts.most_common(1)
     }

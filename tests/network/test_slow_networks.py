@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.network.hosts import Hosts
+from tests.network.hosts import Hosts, wait_for
 from tests.network.trainings import BACK_S, GOES_ON_S, Training, set_pace, steps_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -56,6 +56,29 @@ def test_slow_is_not_dead(three: Training, measured: Measured, network: str) -> 
     assert ours >= 0.5 * plain
     three.hosts.calm()
     three.assert_losses()
+
+
+_SLOW_LINKS: dict[str, Callable[[Hosts], None]] = {
+    "20 ms": lambda hosts: hosts.delay(0.02, "b"),
+    "200 kbit/s": lambda hosts: hosts.rate(2e5, "b"),
+    "5 % loss": lambda hosts: hosts.loss(5, "b"),
+}
+
+
+@pytest.mark.parametrize("link", _SLOW_LINKS)
+def test_the_host_of_a_slow_link_is_named(three: Training, measured: Measured, link: str) -> None:
+    def named() -> list[str]:
+        files = sorted(three.folder.glob("output-*"))
+        lines = [line for path in files for line in path.read_text(errors="replace").splitlines()]
+        return [line for line in lines if "slow: the link of rank" in line]
+
+    three.pace(0.0)
+    assert not named()
+    began = time.monotonic()
+    _SLOW_LINKS[link](three.hosts)
+    wait_for(named, 180, three.words, poll_s=1.0)
+    measured("named", f"{time.monotonic() - began:.0f} s: {named()[0]}")
+    assert f"slow: the link of rank {three.last('b').rank} ({three.hosts.address('b')}): " in named()[0]
 
 
 def test_ddp_under_2_percent_loss(three: Training, measured: Measured) -> None:

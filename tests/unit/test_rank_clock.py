@@ -145,7 +145,7 @@ def test_in_a_pipeline_passes_alternate_and_bubbles_have_no_time(ticks: Ticks) -
     (rates,) = clock.rates()
     assert rates.row_s == pytest.approx(3.0 / (6 * model.first.router.config.top_k))
     assert rates.sample_s == pytest.approx((50.0 + 3.0 + 70.0 + 5.0 + 4.0 + 60.0) / 2)
-    assert bubbles.listener is None
+    assert not bubbles.listeners
 
 
 def test_a_pass_that_is_computed_again_counts_no_rows_twice(ticks: Ticks) -> None:
