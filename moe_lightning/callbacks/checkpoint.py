@@ -27,7 +27,7 @@ from moe_lightning.checkpoint.contents import SnapshotContents
 from moe_lightning.checkpoint.directory import checkpoints, enter_world, next_world, run_of
 from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.policy import CheckpointSettings, Order
-from moe_lightning.checkpoint.session import CheckpointSession
+from moe_lightning.checkpoint.session import CheckpointSession, SavingPlace
 from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
 from moe_lightning.checkpoint.storage import absolute, place_of, shared_place
 from moe_lightning.checkpoint.storage.interface import URL
@@ -417,15 +417,16 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self.session = CheckpointSession.open(
             contents,
             strategy.world,
-            self._root,
-            self._run_name,
+            SavingPlace(
+                root=self._root,
+                name=self._run_name,
+                node=strategy.elastic.node,
+                world_number=strategy.world.generation or self._world_number,
+            ),
             self._settings,
             objects=self._objects(strategy, is_first=True),
             ledger_bytes=0 if ledger is None else ledger.largest_dump_bytes,
-            node_peers=strategy.world.node_peers,
-            node=strategy.elastic.node,
             layout=strategy.elastic.protection(),
-            world_number=strategy.world.generation or self._world_number,
         )
         if not strategy.worlds.is_elastic:
             self._world_number = self.session.world_number

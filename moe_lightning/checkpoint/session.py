@@ -10,8 +10,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,23 @@ from moe_lightning.state.pieces import StatePiece, describe
 _LEAST_OBJECT_BYTES = 1 << 20
 _OBJECT_GROWTH = 4
 """An object may grow to so many times the size that the largest one has when a session opens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingPlace:
+    """Place of a run's checkpoints, and of this node's arenas.
+
+    Attributes:
+        root: directory of the checkpoints.
+        name: of the run; names the arenas.
+        node: name of the node where several may share a machine; else empty.
+        world_number: of this world (`directory.py`), rank 0's counts; 0: the next one that the directory has not seen.
+    """
+
+    root: Place
+    name: str
+    node: str
+    world_number: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,29 +123,20 @@ class CheckpointSession:
         cls,
         contents: SnapshotContents,
         world: World,
-        root: Place,
-        name: str,
+        place: SavingPlace,
         settings: CheckpointSettings,
         *,
         objects: Mapping[str, Any],
-        ledger_bytes: int = 0,
-        node_peers: Sequence[int],
-        node: str = "",
-        layout: ProtectionLayout | None = None,
-        world_number: int = 0,
+        ledger_bytes: int,
+        layout: ProtectionLayout | None,
     ) -> CheckpointSession:
         """Reserve memory, start this node's agent, and end all sessions of older worlds; collective.
 
         Args:
-            name: of the run; names the arenas.
             settings: how to save.
             objects: this rank's objects of the moment, to reserve room for those that it will save.
             ledger_bytes: room for the ledger, which rank 0 saves as well.
-            node_peers: the ranks of this rank's node, ascending; the first one keeps the agent.
-            node: name of the node where several may share a machine; else empty.
             layout: protection of snapshots; None: none.
-            world_number: of this world (`directory.py`), rank 0's counts; 0: the next one that the directory has not
-                seen.
 
         Raises:
             ConfigurationError: memory for the arenas is missing, or the directory belongs to another run.
@@ -138,10 +145,9 @@ class CheckpointSession:
         object_bytes = max(_LEAST_OBJECT_BYTES, _OBJECT_GROWTH * largest, ledger_bytes if world.rank == 0 else 0)
         num_objects = len(objects) + 1  # and the ledger
         needed_bytes = _needed_bytes(contents.reserved.values(), [object_bytes] * num_objects)
-        root = absolute(root)
-        start_agent = partial(_start_agent, root, name, node, settings)
-        opening = _agree(world, root, needed_bytes, start_agent, node_peers, world_number)
-        on_one_node = len(node_peers) == world.size
+        place = replace(place, root=absolute(place.root))
+        opening = _agree(world, place, settings, needed_bytes)
+        on_one_node = len(world.node_peers) == world.size
         windows = CopyWindows(world, separate_link=on_one_node) if settings.windows == "scheduled" else None
         snapshotter = Snapshotter(
             arena_path(opening.arenas, world.rank),
@@ -158,7 +164,7 @@ class CheckpointSession:
         protector = Protector(snapshotter.arena, layout, world) if layout is not None else None
         if protector is not None:
             snapshotter.on_published = protector.prepare
-        return cls(world, root, contents, opening, snapshotter, protector, windows)
+        return cls(world, place.root, contents, opening, snapshotter, protector, windows)
 
     # ------------------------------------------------------------------ saving
 
@@ -327,17 +333,11 @@ class CheckpointSession:
         return status
 
 
-def _agree(
-    world: World,
-    root: Place,
-    needed_bytes: int,
-    start_agent: Callable[[str, int], tuple[AgentHandle, Path]],
-    node_peers: Sequence[int],
-    world_number: int,
-) -> Opening:
+def _agree(world: World, place: SavingPlace, settings: CheckpointSettings, needed_bytes: int) -> Opening:
     """Agree on run, session, the node's arenas and the world's number; the first rank of a node starts its agent, and
     from here on no older world commits anything. Raises as `CheckpointSession.open`.
     """
+    node_peers = world.node_peers
     opening = all_gather_json([needed_bytes, uuid.uuid4().hex], world)
     agent: AgentHandle | None = None
     began: tuple[int, str] | None = None
@@ -345,14 +345,14 @@ def _agree(
     problem: str | None = None
     run = ""
     try:
-        run = run_of(root) or str(opening[0][1])
+        run = run_of(place.root) or str(opening[0][1])
         if world.rank == node_peers[0]:
-            agent, folder = start_agent(run, sum(int(opening[rank][0]) for rank in node_peers))
+            agent, folder = _start_agent(place, settings, run, sum(int(opening[rank][0]) for rank in node_peers))
             room = str(folder)
         if world.rank == 0:
-            world_number = world_number or next_world(root)
-            enter_world(root, world_number)
-            began = world_number, f"{max(time.time_ns() // 1000, 1000 * world_number):020d}"
+            number = place.world_number or next_world(place.root)
+            enter_world(place.root, number)
+            began = number, f"{max(time.time_ns() // 1000, 1000 * number):020d}"
     except (ConfigurationError, CheckpointError, OSError) as error:
         problem = str(error)
     answers = all_gather_json([room, problem, began], world)
@@ -365,11 +365,12 @@ def _agree(
 
 
 def _start_agent(
-    root: Place, name: str, node: str, settings: CheckpointSettings, run: str, needed_bytes: int
+    place: SavingPlace, settings: CheckpointSettings, run: str, needed_bytes: int
 ) -> tuple[AgentHandle, Path]:
     """Start the agent of this node; returns it with the folder of its arenas."""
+    root = place.root
     claim(root, run)
-    named = arenas_name(name, run, node, root)
+    named = arenas_name(place.name, run, place.node, root)
     arenas = arena_directory(named, needed_bytes=needed_bytes, fallback=fallback_directory(root))
     agent = AgentHandle(arenas, root, keep_last=settings.keep_last, poll_s=2 * pause_s(root))
     agent.begin()
