@@ -26,7 +26,7 @@ from moe_lightning.config import TARGET
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
 from moe_lightning.moe.experts import deferred_experts
-from moe_lightning.parallel.pipeline import STAGES_PER_RANK
+from moe_lightning.parallel.mesh import STAGES_PER_RANK
 from moe_lightning.simulate.memory import RankMemory, footprint_of, rank_memory
 from moe_lightning.simulate.mesh import DENSE, MeshSpec
 from moe_lightning.simulate.scenario import format_bytes

@@ -8,15 +8,18 @@ values of the run, whatever the environment is where it is loaded. Text that loo
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import Container, DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch.utils._pytree import tree_map
 from typing_extensions import override
+
+if TYPE_CHECKING:  # a process that has none of its containers need not import it
+    from omegaconf import Container, DictConfig, ListConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,9 @@ def _plain(container: Container) -> Any:
     Raises:
         ValueError: an interpolation in it cannot be resolved.
     """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         return OmegaConf.to_container(container, resolve=True)
     except OmegaConfBaseException as error:
@@ -54,15 +60,25 @@ def _saved(container: Container) -> Rebuilt:
     Raises:
         ValueError: as `_plain`.
     """
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
     kind = ListConfig if OmegaConf.is_list(container) else DictConfig
     return Rebuilt(kind, tree_map(_text, _plain(container)))
 
 
-AS_PLAIN = {Container: _plain}
-"""Converter of containers, by their class, for values that are sent to other ranks."""
+def as_plain(value: object) -> Callable[[Container], Any] | None:
+    """Return the converter of a container for other ranks, None for other values."""
+    return _plain if _is_container(value) else None
 
-AS_CONTAINERS = {Container: _saved}
-"""The same for checkpoints."""
+
+def as_container(value: object) -> Callable[[Container], Any] | None:
+    """Return the converter of a container for checkpoints, None for other values."""
+    return _saved if _is_container(value) else None
+
+
+def _is_container(value: object) -> bool:
+    library = sys.modules.get("omegaconf")
+    return library is not None and isinstance(value, library.Container)
 
 
 def _text(value: Any) -> Any:
@@ -88,11 +104,15 @@ class _Dictionary:
     """
 
     def __new__(cls, content: Any = None) -> DictConfig:  # type: ignore[misc]
+        from omegaconf import DictConfig
+
         return DictConfig(tree_map(_without_interpolations, content))
 
 
 class _List:
     def __new__(cls, content: Any = None) -> ListConfig:  # type: ignore[misc]
+        from omegaconf import ListConfig
+
         return ListConfig(tree_map(_without_interpolations, content))
 
 

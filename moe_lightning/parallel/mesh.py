@@ -15,10 +15,15 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, product
 from math import prod
-from typing import Self
+from typing import Literal, Self
 
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
+
+ScheduleName = Literal["1f1b", "interleaved"]
+"""Order in which pipeline stages compute micro-batches."""
+
+STAGES_PER_RANK: dict[ScheduleName, int] = {"1f1b": 1, "interleaved": 2}
 
 Groups = tuple[tuple[int, ...], ...]
 """Ranks that share one copy each, in the order of their parts; all of one size."""

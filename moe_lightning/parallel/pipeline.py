@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
 
 from moe_lightning.parallel.context import World
-
-ScheduleName = Literal["1f1b", "interleaved"]
-
-STAGES_PER_RANK: dict[ScheduleName, int] = {"1f1b": 1, "interleaved": 2}
+from moe_lightning.parallel.mesh import STAGES_PER_RANK, ScheduleName
 
 Compute = Callable[[int, int, tuple[Tensor, ...]], Any]
 """(stage, micro-batch, what has arrived) -> what is sent on, or in the last stage the loss."""

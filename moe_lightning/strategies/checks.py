@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 from moe_lightning.compat import private_lightning
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import moe_layers
-from moe_lightning.parallel.mesh import MeshShape
-from moe_lightning.parallel.pipeline import ScheduleName
+from moe_lightning.parallel.mesh import MeshShape, ScheduleName
 from moe_lightning.state.tensors import cut_of, cuts_of, frozen_base, is_cut, local, swap_parameters
 
 

@@ -48,8 +48,7 @@ from moe_lightning.moe.layer import whole_state_dict
 from moe_lightning.moe.randomness import attach_stream
 from moe_lightning.parallel.collectives import broadcast_object, carry_objects_without_pickle, check_versions
 from moe_lightning.parallel.context import World, all_reduce_, join_local_world
-from moe_lightning.parallel.mesh import chosen_axes
-from moe_lightning.parallel.pipeline import ScheduleName
+from moe_lightning.parallel.mesh import ScheduleName, chosen_axes
 from moe_lightning.strategies.checkpoints import (
     Checkpoints,
     decided,

@@ -24,8 +24,7 @@ from moe_lightning.files import MOST_BYTES, check_regular, read_text
 from moe_lightning.kernels import BackendName, set_backend
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.mesh import Groups, MeshShape
-from moe_lightning.parallel.pipeline import ScheduleName
+from moe_lightning.parallel.mesh import Groups, MeshShape, ScheduleName
 from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
 from moe_lightning.strategies.watch import StopOnNan
 from moe_lightning.user_errors import suggestion

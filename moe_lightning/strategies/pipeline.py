@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -29,13 +29,16 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import LayerStatistics, MoELayer
 from moe_lightning.parallel.collectives import broadcast_object
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_
-from moe_lightning.parallel.pipeline import STAGES_PER_RANK, Pipe, ScheduleName
+from moe_lightning.parallel.mesh import STAGES_PER_RANK, ScheduleName
 from moe_lightning.state.tensors import is_cut
 from moe_lightning.strategies.dummy_batches import without_traces
 from moe_lightning.strategies.fsdp import GatheringStep, gathered, is_sharded
 from moe_lightning.strategies.stages import Left, StageCut
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.worlds import Worlds
+
+if TYPE_CHECKING:
+    from moe_lightning.parallel.pipeline import Pipe
 
 
 def batch_pieces(batch: Any, rows: Sequence[int]) -> list[Any]:
@@ -400,6 +403,8 @@ class Pipeline:
         key = run.is_training, run.step.__name__, rows, shapes, torch.is_inference_mode_enabled()
         is_new = key not in self._pipes
         if is_new:
+            from moe_lightning.parallel.pipeline import Pipe  # runs without pipelines need none of what this imports
+
             hidden = self._probe(run)
             size, rest = divmod(hidden.numel(), rows[0])
             if rest:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, IterableDataset
 
 from moe_lightning.arrays import IntArray
@@ -147,11 +147,11 @@ def loader_states(loaders: object, *, is_in_step: bool = False) -> list[dict[str
 
 def states_of_stateful(loaders: object, *, is_in_step: bool) -> list[dict[str, Any]]:
     """Return the positions of loaders that have one in stock Lightning too: a DataLoader of torch has none there."""
-    stateful = [loader for loader in private_torch.tree_leaves(loaders) if isinstance(loader, Stateful)]
+    stateful = [loader for loader in private_torch.tree_leaves(loaders) if isinstance(loader, _Stateful)]
     return [_state_of(loader, is_in_step) for loader in stateful if not getattr(loader, "replaces_stock", False)]
 
 
-def _state_of(loader: Stateful, is_in_step: bool) -> dict[str, Any]:
+def _state_of(loader: _Stateful[str], is_in_step: bool) -> dict[str, Any]:
     if is_in_step and isinstance(loader, StepLoader):
         return loader.state_before_step()
     return loader.state_dict()

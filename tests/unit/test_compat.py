@@ -82,6 +82,7 @@ METHODS = {
     "lightning.pytorch.trainer.call._call_callbacks_state_dict": "trainer",
     "lightning.pytorch.trainer.call._call_callback_hooks": ("trainer, hook_name, args, monitoring_callbacks, kwargs"),
     "lightning.pytorch.trainer.call._call_lightning_module_hook": "trainer, hook_name, args, pl_module, kwargs",
+    "lightning.fabric.utilities.types._Stateful.state_dict": "self",
     "lightning.pytorch.trainer.connectors.data_connector._worker_check": "trainer, dataloader, name",
     "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector.dump_checkpoint": (
         "self, weights_only"
@@ -463,7 +464,7 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
         "_let_clipping_call",
         "_undo_group",
     }
-    of_the_files |= {"_literal", "_plain", "_saved", "_text", "_without_interpolations"}
+    of_the_files |= {"_is_container", "_literal", "_plain", "_saved", "_text", "_without_interpolations"}
     assert {name for file in COMPAT for _, name in private_names(file)} - known == of_the_files
 
 
