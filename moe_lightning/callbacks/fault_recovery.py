@@ -25,7 +25,6 @@ from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
 from moe_lightning.elastic.faults import WorldChanged
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.committed_step import CommittedStep
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport
@@ -208,7 +207,7 @@ class FaultRecovery(ExpertParallelCallback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = _strategy(trainer)
-        if step := _step(strategy):
+        if step := strategy.elastic.step:
             step.begin_loop()
         if self.replays and strategy.worlds.is_elastic:
             self._replay_next_rank(trainer)
@@ -249,7 +248,7 @@ class FaultRecovery(ExpertParallelCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         strategy = _strategy(trainer)
-        step = _step(strategy)
+        step = strategy.elastic.step
         if (
             step is not None
             and step.end_batch(outputs, batch, batch_idx)
@@ -260,22 +259,22 @@ class FaultRecovery(ExpertParallelCallback):
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if step := _step(_strategy(trainer)):
+        if step := _strategy(trainer).elastic.step:
             step.batch.record_meeting()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if step := _step(_strategy(trainer)):
+        if step := _strategy(trainer).elastic.step:
             step.end_validation()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if step := _step(_strategy(trainer)):
+        if step := _strategy(trainer).elastic.step:
             step.batch.record_end_of_epoch()
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if step := _step(_strategy(trainer)):
+        if step := _strategy(trainer).elastic.step:
             step.begin_epoch()
 
     @override
@@ -307,8 +306,3 @@ def _sentence(report: RecoveryReport) -> str:
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
     return own_strategy(trainer, "FaultRecovery")
-
-
-def _step(strategy: ExpertParallelStrategy) -> CommittedStep | None:
-    """Return the last committed step; None where ranks do not change, and none is repeated."""
-    return strategy.elastic.step if isinstance(strategy.elastic, ElasticWorlds) else None

@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import imports
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loops.loop import _Loop
@@ -43,6 +44,9 @@ from typing_extensions import override
 __all__ = ["BatchIndices", "SubprocessLauncher"]
 # BatchIndices: identifies the loader of a prediction, which is cut; a public class would do.
 # SubprocessLauncher: Ctrl-C and signals reach the ranks of this class only; a public launcher would do.
+
+StatefulLoader = _Stateful
+"""Loaders whose position Lightning saves; a public protocol would do."""
 
 
 def batches_of(indices: BatchIndices) -> object:

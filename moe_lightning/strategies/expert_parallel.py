@@ -381,8 +381,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self.update.forget_step()
 
     def enter(self, world: World) -> None:
-        """Resume in another world, whose state this rank has by now; collective."""
-        self.take_place(world)
+        """Resume in another world, which this rank has joined and whose state it has by now; collective."""
         self.state.forget_update()
         trainer, waits = self.state.trainer, self.worlds.is_passing(world.size)
         loaders = (None if waits else trainer.train_dataloader, trainer.val_dataloaders)  # no step is cut for all of it

@@ -129,7 +129,7 @@ class TrainerFailures:
     def explained(self, error: Exception, elastic: ElasticWorlds | FixedWorld) -> Exception:
         """Return the exception to raise instead of one that leaves the Trainer."""
         error = explained(error)
-        if not isinstance(elastic, FixedWorld):
+        if elastic.engine is not None:
             return explain(error, elastic.engine)
         return error if self.last is None else self.last.explained(error)
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -104,9 +103,8 @@ class StepData:
     def enter_world(self, *, rank: int, world_size: int, loaders: object) -> None:
         """Cut loaders, running ones too, for other ranks from now on."""
         self._world, self._speeds = self._world | {"rank": rank, "world_size": world_size}, None
-        for loader in private_torch.tree_leaves(loaders):
-            if isinstance(loader, StepLoader):
-                loader.bind(**self._world)
+        for loader in _step_loaders(loaders):
+            loader.bind(**self._world)
 
     def share_by(self, speeds: IntArray | None, most: int | None, loaders: object) -> None:
         """Cut training batches by the speeds of the ranks from the next one on, until the world changes; the same on
@@ -118,16 +116,20 @@ class StepData:
             loaders: for training.
         """
         self._speeds, self._most = speeds, most
-        cut = [loader.step_sampler for loader in private_torch.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+        cut = [loader.step_sampler for loader in _step_loaders(loaders)]
         for sampler in cut if len({sampler.cut.global_batch_size for sampler in cut}) == 1 else []:
             sampler.share_by(speeds, most)
 
     def restore(self, states: Sequence[dict[str, Any]], loaders: object) -> None:
         """Set the positions of the training loaders: of those that are cut, or else of those that are cut next."""
-        cut = [loader for loader in private_torch.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+        cut = _step_loaders(loaders)
         self._restored = [] if cut else list(states)
         for loader, state in zip(cut, states, strict=False):
             loader.load_state_dict(state)
+
+
+def _step_loaders(loaders: object) -> list[StepLoader]:
+    return [loader for loader in private_torch.tree_leaves(loaders) if isinstance(loader, StepLoader)]
 
 
 def _warn_of_no_position(reason: str) -> None:
@@ -140,18 +142,17 @@ def loader_states(loaders: object, *, is_in_step: bool = False) -> list[dict[str
     Args:
         is_in_step: take those before the step that has not ended.
     """
-    return [
-        _state_of(loader, is_in_step) for loader in private_torch.tree_leaves(loaders) if isinstance(loader, StepLoader)
-    ]
+    return [_state_of(loader, is_in_step) for loader in _step_loaders(loaders)]
 
 
 def states_of_stateful(loaders: object, *, is_in_step: bool) -> list[dict[str, Any]]:
     """Return the positions of loaders that have one in stock Lightning too: a DataLoader of torch has none there."""
-    stateful = [loader for loader in private_torch.tree_leaves(loaders) if isinstance(loader, _Stateful)]
+    flat = private_torch.tree_leaves(loaders)
+    stateful = [loader for loader in flat if isinstance(loader, private_lightning.StatefulLoader)]
     return [_state_of(loader, is_in_step) for loader in stateful if not getattr(loader, "replaces_stock", False)]
 
 
-def _state_of(loader: _Stateful[str], is_in_step: bool) -> dict[str, Any]:
+def _state_of(loader: private_lightning.StatefulLoader[str], is_in_step: bool) -> dict[str, Any]:
     if is_in_step and isinstance(loader, StepLoader):
         return loader.state_before_step()
     return loader.state_dict()
@@ -159,9 +160,7 @@ def _state_of(loader: _Stateful[str], is_in_step: bool) -> dict[str, Any]:
 
 def is_in_step(trainer: pl.Trainer) -> bool:
     """True if a training batch was fetched whose optimizer step has not ended."""
-    loaders = [
-        loader for loader in private_torch.tree_leaves(trainer.train_dataloader) if isinstance(loader, StepLoader)
-    ]
+    loaders = _step_loaders(trainer.train_dataloader)
     is_waiting = any(loader.current is not None and not loader.has_begun for loader in loaders)
     return is_waiting or private_lightning.is_step_open(trainer)
 
@@ -171,8 +170,8 @@ def require_accumulation(trainer: pl.Trainer) -> None:
     Raises:
         ConfigurationError: the Trainer's accumulation was changed within an epoch.
     """
-    for loader in private_torch.tree_leaves(trainer.train_dataloader):
-        if isinstance(loader, StepLoader) and loader.step_sampler.cut.num_micros != trainer.accumulate_grad_batches:
+    for loader in _step_loaders(trainer.train_dataloader):
+        if loader.step_sampler.cut.num_micros != trainer.accumulate_grad_batches:
             raise ConfigurationError(
                 f"accumulate_grad_batches was changed from {loader.step_sampler.cut.num_micros} to "
                 f"{trainer.accumulate_grad_batches} within an epoch, whose steps are cut already: change it in "
@@ -182,9 +181,8 @@ def require_accumulation(trainer: pl.Trainer) -> None:
 
 def begin_batch(loaders: object) -> None:
     """See `StepLoader.begin_batch`, of all loaders."""
-    for loader in private_torch.tree_leaves(loaders):
-        if isinstance(loader, StepLoader):
-            loader.begin_batch()
+    for loader in _step_loaders(loaders):
+        loader.begin_batch()
 
 
 def training_slice(loaders: object) -> StepSlice | None:
@@ -193,7 +191,7 @@ def training_slice(loaders: object) -> StepSlice | None:
     Raises:
         ConfigurationError: ranks and micro-batches take unlike shares of the loaders, so that no weight fits them all.
     """
-    stepping = [loader for loader in private_torch.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+    stepping = _step_loaders(loaders)
     if len(stepping) > 1:
         _require_common_weight([loader.step_sampler for loader in stepping])
     return stepping[0].current if stepping else None
@@ -201,8 +199,7 @@ def training_slice(loaders: object) -> StepSlice | None:
 
 def first_sampler(loaders: object) -> StepSampler | None:
     """Return the sampler of the first training loader that has a position; None if none has."""
-    flat = private_torch.tree_leaves(loaders)
-    return next((loader.step_sampler for loader in flat if isinstance(loader, StepLoader)), None)
+    return next((loader.step_sampler for loader in _step_loaders(loaders)), None)
 
 
 def samples_of(batch: StepSlice | None, loaders: object) -> str:

@@ -227,9 +227,11 @@ class FixedWorld:
     """World of a run whose ranks do not change: `ElasticWorlds` as steps and callbacks use it, without effect.
 
     Attributes:
+        engine, step: None.
         members, report, is_newcomer, change_is_due, has_rolled_back, node, is_broken, leaves_on_sigterm: see there.
     """
 
+    engine = step = None
     members: Members | None = None
     report: RecoveryReport | None = None
     is_newcomer = change_is_due = has_rolled_back = is_broken = leaves_on_sigterm = False
