@@ -31,7 +31,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.checkpoint.directory import read_manifest
@@ -255,7 +254,7 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         return run
 
 
-def log_histograms(logger: WandbLogger, loads: Mapping[int, Tensor], step: int) -> None:
+def log_histograms(logger: WandbLogger, loads: Mapping[int, Sequence[float]], step: int) -> None:
     """Log shares of the experts as W&B's histograms `moe/layerNN/expert_load`; rank 0 only.
 
     Args:
@@ -265,7 +264,7 @@ def log_histograms(logger: WandbLogger, loads: Mapping[int, Tensor], step: int) 
 
     histograms: dict[str, Any] = {}
     for layer, shares_E in loads.items():
-        bins = shares_E.numpy()
+        bins = np.asarray(shares_E)
         width = -(-len(bins) // _MOST_BINS)
         sums = np.add.reduceat(bins, np.arange(0, len(bins), width))
         edges = np.minimum(np.arange(len(sums) + 1) * width, len(bins))

@@ -8,14 +8,17 @@ are spread over ranks.
 from __future__ import annotations
 
 import math
+import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from annotated_types import Interval
 from lightning.fabric.utilities.throughput import get_available_flops
@@ -34,10 +37,14 @@ from moe_lightning.config import validated
 from moe_lightning.files import append_rows
 from moe_lightning.models.gpt import model_size, whole_parameters
 from moe_lightning.models.gpt_module import SupervisedModule
-from moe_lightning.moe.layer import MoELayer, moe_layers
+from moe_lightning.moe.layer import MoELayer
+from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import ExchangeClock
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.placed_experts import StageMap, stages_of
 from moe_lightning.strategies.rank_outliers import RankComparison
+
+T = TypeVar("T")
 
 
 class PlacementTable:
@@ -49,19 +56,21 @@ class PlacementTable:
         self._path = path
         self._written: dict[int, list[str]] = {}
 
-    def write(self, step: int, layers: Sequence[MoELayer]) -> None:
-        """Add the placements after a step where they have changed."""
-        changed = {}
-        for index, layer in enumerate(layers):
-            replicas_EN = layer.dispatcher.placement.replicas
-            holders = [" ".join(str(n) for n, count in enumerate(row) for _ in range(count)) for row in replicas_EN]
-            line = [str(replicas_EN.shape[1]), *holders]
-            if self._written.get(index) != line:
-                self._written[index] = changed[index] = line
+    def write(self, step: int, lines: Mapping[int, list[str]]) -> None:
+        """Add the placements after a step, as `placement_line` returns them, where they have changed."""
+        changed = {number: line for number, line in lines.items() if self._written.get(number) != line}
+        self._written |= changed
         if changed:
             experts = max(len(line) - 1 for line in changed.values())
-            rows = [[step, index, *line] for index, line in changed.items()]
+            rows = [[step, number, *line] for number, line in changed.items()]
             append_rows(self._path, ["step", "layer", "ranks", *(f"expert_{e}" for e in range(experts))], rows)
+
+
+def placement_line(layer: MoELayer) -> list[str]:
+    """Return the number of ranks of a layer, and the holders of each of its experts, as `PlacementTable` has them."""
+    replicas_EN = layer.dispatcher.placement.replicas
+    holders = [" ".join(str(n) for n, count in enumerate(row) for _ in range(count)) for row in replicas_EN]
+    return [str(replicas_EN.shape[1]), *holders]
 
 
 Reduction = Literal["same", "sum", "mean", "max"]
@@ -175,7 +184,7 @@ class Telemetry(Callback):
     * comm/layerNN/exchanged_rows and comm/layerNN/exchanged_bytes that left their rank in the last
       micro-batch's dispatch, without combine and backward pass (sum over ranks)
 
-    Numbers of MoE layers are those of the step's last micro-batch. W&B also gets moe/layerNN/expert_load, a histogram
+    Numbers of MoE layers are those of the step's last micro-batch, of all pipeline stages. W&B also gets moe/layerNN/expert_load, a histogram
     over the experts, which it draws as a heat map over time. Every logger's configuration gets the model's numbers of
     parameters, each expert once (`parameters/whole`), and of those that a token passes (`parameters/active`). The
     first loss that is not finite, layers whose routing collapses, and ranks whose losses or gradients differ from those
@@ -254,18 +263,26 @@ class Telemetry(Callback):
         self._warn_of_nan(trainer, outputs)
         if isinstance(trainer.strategy, ExpertParallelStrategy):
             self._comparison.compare(trainer.strategy.update.own, trainer.strategy.world)
-        layers = moe_layers(pl_module)
-        loads = expert_loads(layers)
-        health = self._health.observe({layer: shares_E.numpy() for layer, shares_E in loads.items()})
+        stages = stages_of(trainer)
+        layers = {number: stages.layers[number] for number in stages.numbers}
+        loads = of_all_stages(expert_loads(layers), stages)
+        health = self._health.observe({layer: np.array(shares_E) for layer, shares_E in loads.items()})
+        on_gpu = trainer.strategy.root_device.type == "cuda"
         metrics = [
-            *self._pace_metrics(),
+            *self._pace_metrics(on_gpu=on_gpu, has_flops=bool(getattr(pl_module, "flops_per_batch", None))),
             *self._exchanges.metrics(trainer),
             *_device_metrics(trainer),
             *_optimizer_metrics(trainer),
-            *layer_metrics(layers),
+            *(metric for number, layer in layers.items() for metric in layer_metrics(number, layer)),
             *(Metric(name=name, value=value) for name, value in health.items()),
         ]
         numbers = reduced(metrics, trainer)
+        numbers |= averages_over_layers(numbers)
+        if math.isnan(numbers.get("train/mfu_ratio", 0.0)):  # of some GPU the peak is not known
+            del numbers["train/mfu_ratio"]
+        placements: Mapping[int, list[str]] = {}
+        if self._placements is not None:
+            placements = of_all_stages({number: placement_line(layer) for number, layer in layers.items()}, stages)
         self.tokens_seen += round(numbers["train/tokens_seen"])
         pl_module.log_dict(numbers | {"train/tokens_seen": float(self.tokens_seen)} | _slowest_rank(trainer))
         if trainer.is_global_zero:
@@ -274,7 +291,7 @@ class Telemetry(Callback):
             if self._path is not None:
                 _write_expert_load(self._path, trainer.global_step, loads)
             if self._placements is not None:
-                self._placements.write(trainer.global_step, layers)
+                self._placements.write(trainer.global_step, placements)
             for logger in trainer.loggers:
                 if isinstance(logger, WandbLogger):
                     log_histograms(logger, loads, trainer.global_step - 1)  # as Lightning counts
@@ -300,15 +317,20 @@ class Telemetry(Callback):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.tokens_seen = state_dict["tokens_seen"]
 
-    def _pace_metrics(self) -> Iterator[Metric]:
-        """Throughput since the last call."""
+    def _pace_metrics(self, *, on_gpu: bool, has_flops: bool) -> Iterator[Metric]:
+        """Throughput since the last call. All ranks have the same metrics, whether or not they had work since then.
+
+        Args:
+            has_flops: the module knows the operations of a batch.
+        """
         tokens, steps, flops = int(self._pace.tokens), self._pace.steps, self._pace.flops
         elapsed_s = self._pace.end()
         yield Metric(name="train/tokens_per_s", value=tokens / elapsed_s, over_ranks="sum")
         yield Metric(name="train/tokens_seen", value=tokens, over_ranks="sum")  # since the last call
         yield Metric(name="train/step_ms", value=1e3 * elapsed_s / steps, over_ranks="max")
-        if self._peak_flops_per_s is not None and flops:
-            yield Metric(name="train/mfu_ratio", value=flops / elapsed_s / self._peak_flops_per_s, over_ranks="mean")
+        if has_flops and (self._peak_flops_per_s is not None or on_gpu):
+            peak = math.nan if self._peak_flops_per_s is None else self._peak_flops_per_s
+            yield Metric(name="train/mfu_ratio", value=flops / elapsed_s / peak, over_ranks="mean")
         self.tokens_trained += tokens
         self.train_s += elapsed_s
 
@@ -323,16 +345,28 @@ def known_peak(device: torch.device, precision: str) -> float | None:
         return get_available_flops(device, dtype)
 
 
-def expert_loads(layers: list[MoELayer]) -> dict[int, Tensor]:
-    """Share of the assignments that each expert got in the last micro-batch, float64 [E] on the host, by layer."""
-    counts = {index: layer.statistics.tokens_NE for index, layer in enumerate(layers) if layer.statistics is not None}
-    sums = {index: tokens_NE.sum(dim=0).double().cpu() for index, tokens_NE in counts.items()}
-    return {index: counts_E / counts_E.sum().clamp_min(1) for index, counts_E in sums.items()}
+def of_all_stages(own: Mapping[int, T], stages: StageMap) -> dict[int, T]:
+    """Values by the number of an MoE layer, those of the layers of other pipeline stages included; collective.
+
+    Args:
+        own: values that JSON holds, of the layers here.
+    """
+    if stages.num_stages == 1:
+        return dict(own)
+    pairs: Iterable[tuple[int, T]] = chain(*all_gather_json(list(own.items()), stages.pipe))
+    return dict(sorted(pairs))
 
 
-def _write_expert_load(path: Path, step: int, loads: Mapping[int, Tensor]) -> None:
+def expert_loads(layers: Mapping[int, MoELayer]) -> dict[int, list[float]]:
+    """Share of the assignments that each of E experts got in the last micro-batch, by layer."""
+    counts = {number: layer.statistics.tokens_NE for number, layer in layers.items() if layer.statistics is not None}
+    sums = {number: tokens_NE.sum(dim=0).double().cpu() for number, tokens_NE in counts.items()}
+    return {number: (counts_E / counts_E.sum().clamp_min(1)).tolist() for number, counts_E in sums.items()}
+
+
+def _write_expert_load(path: Path, step: int, loads: Mapping[int, list[float]]) -> None:
     experts = max(map(len, loads.values()), default=0)
-    rows = [[step, layer, *(f"{share:.5f}" for share in shares_E.tolist())] for layer, shares_E in loads.items()]
+    rows = [[step, layer, *(f"{share:.5f}" for share in shares_E)] for layer, shares_E in loads.items()]
     append_rows(path, ["step", "layer", *(f"expert_{e}" for e in range(experts))], rows)
 
 
@@ -378,21 +412,22 @@ def _optimizer_metrics(trainer: pl.Trainer) -> Iterator[Metric]:
         yield Metric(name="train/gradient_norm", value=float(norm))
 
 
-def layer_metrics(layers: list[MoELayer]) -> Iterator[Metric]:
-    """The metrics of every layer's last micro-batch, and the means over layers."""
-    found = [metric for index, layer in enumerate(layers) for metric in _one_layer(index, layer)]
-    yield from found
+def averages_over_layers(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Return the averages over the layers whose metrics are among these."""
+    averages = {}
     for name in ("expert_imbalance_ratio", "rank_imbalance_ratio"):
-        values = [metric.value for metric in found if metric.name.endswith(name)]
+        values = [value for key, value in numbers.items() if re.fullmatch(rf"moe/layer\d+/{name}", key)]
         if values:
-            yield Metric(name=f"moe/{name}", value=sum(values) / len(values))
+            averages[f"moe/{name}"] = sum(values) / len(values)
+    return averages
 
 
-def _one_layer(index: int, layer: MoELayer) -> Iterator[Metric]:
+def layer_metrics(number: int, layer: MoELayer) -> Iterator[Metric]:
+    """Metrics of the last micro-batch of an MoE layer."""
     statistics, dispatcher = layer.statistics, layer.dispatcher
     if statistics is None:
         return
-    area = f"layer{index:02d}"
+    area = f"layer{number:02d}"
     tokens, computed = float(statistics.tokens_NE.sum()), float(statistics.computed_NE.sum())
     yield Metric(name=f"moe/{area}/expert_imbalance_ratio", value=imbalance(statistics.tokens_NE.sum(dim=0).cpu()))
     yield Metric(name=f"moe/{area}/dropped_fraction", value=1.0 - computed / max(tokens, 1.0))
@@ -405,13 +440,23 @@ def _one_layer(index: int, layer: MoELayer) -> Iterator[Metric]:
 
 
 def reduced(metrics: list[Metric], trainer: pl.Trainer) -> dict[str, float]:
-    """One number for each metric, on every rank: one collective for each kind of reduction that occurs. Collective."""
+    """One number for each metric of any rank, on every rank: one collective for each kind of reduction that occurs, and
+    one over pipeline stages. Collective.
+
+    Args:
+        metrics: the same on all ranks of a stage. Other stages may have others: those of their layers.
+    """
     values = {metric.name: metric.value for metric in metrics}
-    for kind in ("sum", "mean", "max"):
-        names = [metric.name for metric in metrics if metric.over_ranks == kind]
-        if names and trainer.world_size > 1:
-            local = torch.tensor([values[name] for name in names], device=trainer.strategy.root_device)
-            values |= zip(names, trainer.strategy.reduce(local, reduce_op=kind).tolist(), strict=True)
+    names = {kind: [metric.name for metric in metrics if metric.over_ranks == kind] for kind in ("sum", "mean", "max")}
+    for kind, of_kind in names.items():
+        if of_kind and trainer.world_size > 1:
+            here: dict[str, Any] = {"dtype": torch.float64, "device": trainer.strategy.root_device}
+            local = torch.tensor([values[name] for name in of_kind], **here)
+            values |= zip(of_kind, trainer.strategy.reduce(local, reduce_op=kind).tolist(), strict=True)
+    if (stages := stages_of(trainer)).num_stages > 1:
+        told = all_gather_json(values, stages.pipe)
+        values = dict(chain.from_iterable(own.items() for own in reversed(told)))
+        values |= {name: max(own[name] for own in told if name in own) for name in names["max"]}
     return values
 
 

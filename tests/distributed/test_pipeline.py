@@ -28,6 +28,7 @@ from moe_lightning import (
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.dense_blocks import CompileDense, RecomputeDense
 from moe_lightning.callbacks.routing import RoutingRecorder
+from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.data.loader import StepLoader
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
@@ -235,6 +236,30 @@ def test_callbacks_decide_alike_on_every_rank(tmp_path: Any) -> None:
         assert found["path"].rpartition("/")[2] == alone["path"].rpartition("/")[2]
         assert found["logged"].keys() == alone["logged"].keys()
         assert found["logged"] == ranks[0]["logged"]
+
+
+def described(rank: int, world_size: int, folder: Path, **options: Any) -> tuple[dict[str, float], int]:
+    telemetry = Telemetry(str(folder / "load.csv"), placement_path=str(folder / "placement.csv"))
+    options |= {"trainer": {"log_every_n_steps": 2}, "model": {"num_layers": 3}, "every": 1.0}
+    return train(rank, world_size, callbacks=(telemetry,), **options)["logged"], telemetry.tokens_seen
+
+
+def test_telemetry_describes_the_layers_of_all_stages(tmp_path: Path) -> None:
+    """Stages of two layers and of one, each on two ranks, so that ranks have different numbers of metrics."""
+    (tmp_path / "one").mkdir()
+    ((_, tokens),) = run_ranks(1, partial(described, folder=tmp_path / "one", accumulate=MICROS))
+    strategy = {"mesh": {"pp": 2}, "micro_batches": MICROS}
+    ranks = run_ranks(4, partial(described, folder=tmp_path, strategy=strategy))
+    (logged, _), layers = ranks[0], [f"layer{number:02d}" for number in range(3)]
+    assert ranks == [(logged, tokens)] * 4
+    of_layers = {name: [logged[f"moe/{layer}/{name}"] for layer in layers] for name in ("expert_imbalance_ratio",
+        "rank_imbalance_ratio", "dropped_fraction", "load_entropy_ratio")}  # fmt: skip
+    assert logged["moe/expert_imbalance_ratio"] == pytest.approx(np.mean(of_layers["expert_imbalance_ratio"]))
+    assert logged["moe/expert_imbalance_max_ratio"] == pytest.approx(max(of_layers["expert_imbalance_ratio"]))
+    assert all(logged[f"comm/{layer}/exchanged_rows"] > 0 for layer in layers)
+    for path in ("load.csv", "placement.csv"):
+        _, *rows = (tmp_path / path).read_text().splitlines()
+        assert {row.split(",")[1] for row in rows} == {"0", "1", "2"}
 
 
 DENSE_BLOCKS: dict[str, Any] = {"model": {"moe_every": 2, "dropout": 0.1}, "steps": 3}

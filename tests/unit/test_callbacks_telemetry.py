@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig
 from moe_lightning.callbacks import telemetry
 from moe_lightning.callbacks.routing_health import imbalance
-from moe_lightning.callbacks.telemetry import Metric, Telemetry, layer_metrics, reduced
+from moe_lightning.callbacks.telemetry import Metric, Telemetry, averages_over_layers, layer_metrics, reduced
 from moe_lightning.models.gpt import model_size
 from moe_lightning.moe.layer import LayerStatistics
 from tests.distributed.harness import run_ranks
@@ -74,17 +74,16 @@ def test_imbalance_is_the_largest_load_over_the_mean() -> None:
 
 
 def test_numbers_of_a_layer() -> None:
-    metrics = {m.name: m.value for m in layer_metrics([_layer([[6, 2], [4, 0]], [[3, 2], [3, 0]])])}
+    metrics = {m.name: m.value for m in layer_metrics(0, _layer([[6, 2], [4, 0]], [[3, 2], [3, 0]]))}
     assert metrics["moe/layer00/expert_imbalance_ratio"] == pytest.approx(10 / 6)
     assert metrics["moe/layer00/dropped_fraction"] == pytest.approx(4 / 12)
-    assert metrics["moe/expert_imbalance_ratio"] == metrics["moe/layer00/expert_imbalance_ratio"]
 
 
 def test_numbers_of_ranks_come_from_the_dispatcher() -> None:
     layer = _layer([[6, 2], [4, 0]])
     layer.dispatcher.last_rank_loads = np.array([9, 3])
     layer.dispatcher._backend.rows_to_ranks, layer.dispatcher._backend._row_bytes = [7, 5], 32
-    metrics = {m.name: m for m in layer_metrics([layer])}
+    metrics = {m.name: m for m in layer_metrics(0, layer)}
     assert metrics["moe/layer00/rank_imbalance_ratio"].value == 1.5
     assert (metrics["comm/layer00/exchanged_rows"].value, metrics["comm/layer00/exchanged_rows"].over_ranks) == (
         5,
@@ -93,18 +92,20 @@ def test_numbers_of_ranks_come_from_the_dispatcher() -> None:
     assert metrics["comm/layer00/exchanged_bytes"].value == 160
 
 
-def test_means_over_layers() -> None:
-    metrics = {m.name: m.value for m in layer_metrics([_layer([[3, 1]]), _layer([[2, 2]])])}
+def test_averages_over_layers() -> None:
+    layers = _layer([[3, 1]]), _layer([[2, 2]])
+    metrics = {m.name: m.value for number, layer in enumerate(layers) for m in layer_metrics(number, layer)}
     assert metrics["moe/layer01/expert_imbalance_ratio"] == 1.0
-    assert metrics["moe/expert_imbalance_ratio"] == pytest.approx(1.25)
+    averages = averages_over_layers(metrics | {"balance/layer00/expert_imbalance_ratio": 9.0})
+    assert averages == {"moe/expert_imbalance_ratio": pytest.approx(1.25)}
 
 
 def test_a_layer_that_never_ran_has_no_numbers() -> None:
-    assert list(layer_metrics([MoELayer(8, 8, num_experts=2)])) == []
+    assert list(layer_metrics(0, MoELayer(8, 8, num_experts=2))) == []
 
 
 def test_warns_of_a_layer_whose_routing_has_collapsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "expert_loads", lambda layers: {0: torch.eye(4, dtype=torch.float64)[1]})
+    monkeypatch.setattr(telemetry, "expert_loads", lambda layers: {0: [0.0, 1.0, 0.0, 0.0]})
     logged = Logged()
     with pytest.warns(UserWarning, match=r"3 of 4 experts of MoE layer 0 \(0, 2, 3\) .* collapsed") as warned:
         _fit([Telemetry(), logged], steps=24, log_every_n_steps=1)
@@ -201,10 +202,10 @@ def test_a_loss_that_is_no_number_is_told_once(recwarn: pytest.WarningsRecorder)
 
 def test_steps_that_do_not_log_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    original = telemetry.layer_metrics
-    monkeypatch.setattr(telemetry, "layer_metrics", lambda layers: calls.append(1) or original(layers))
+    of_layer = telemetry.layer_metrics
+    monkeypatch.setattr(telemetry, "layer_metrics", lambda *layer: calls.append(layer[0]) or of_layer(*layer))
     _fit([Telemetry()], steps=5)
-    assert len(calls) == 1
+    assert calls == [0, 1]
 
 
 def test_micro_batches_count_as_one_step() -> None:
@@ -216,7 +217,7 @@ def test_micro_batches_count_as_one_step() -> None:
 
 def _reduce_on_ranks(rank: int, world_size: int) -> dict[str, float]:
     class Fake:
-        world_size = 2
+        world_size, lightning_module = 2, None
 
         class strategy:  # noqa: N801
             root_device = torch.device("cpu")

@@ -16,7 +16,7 @@ import pytest
 
 from moe_lightning import MoELayer
 from moe_lightning.callbacks.fault_recovery import COLUMNS
-from moe_lightning.callbacks.telemetry import PlacementTable
+from moe_lightning.callbacks.telemetry import PlacementTable, placement_line
 from moe_lightning.cli import report
 from moe_lightning.cli.bench import main
 from moe_lightning.cli.report import read_placements
@@ -122,10 +122,10 @@ def test_placements_are_read_as_they_changed(run: Path) -> None:
 def test_the_table_of_placements_grows_where_one_changes(tmp_path: Path) -> None:
     layers = [MoELayer(8, 8, num_experts=3), MoELayer(8, 8, num_experts=3)]
     written = PlacementTable(tmp_path / "placement.csv")
-    written.write(10, layers)
-    written.write(20, layers)
+    for step in (10, 20):
+        written.write(step, dict(enumerate(map(placement_line, layers))))
     layers[1].dispatcher.placement = Placement(replicas=np.array([[1, 1], [0, 2], [1, 0]]))
-    written.write(30, layers)
+    written.write(30, dict(enumerate(map(placement_line, layers))))
     states = read_placements(tmp_path / "placement.csv")
     assert {layer: [step for step, _ in found] for layer, found in states.items()} == {0: [10], 1: [10, 30]}
     np.testing.assert_array_equal(states[1][1][1], [[1, 1], [0, 2], [1, 0]])
