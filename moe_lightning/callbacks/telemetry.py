@@ -184,11 +184,11 @@ class Telemetry(Callback):
     * comm/layerNN/exchanged_rows and comm/layerNN/exchanged_bytes that left their rank in the last
       micro-batch's dispatch, without combine and backward pass (sum over ranks)
 
-    Numbers of MoE layers are those of the step's last micro-batch, of all pipeline stages. W&B also gets moe/layerNN/expert_load, a histogram
-    over the experts, which it draws as a heat map over time. Every logger's configuration gets the model's numbers of
-    parameters, each expert once (`parameters/whole`), and of those that a token passes (`parameters/active`). The
-    first loss that is not finite, layers whose routing collapses, and ranks whose losses or gradients differ from those
-    of the others, are reported in a warning.
+    Numbers of MoE layers are those of the step's last micro-batch, of all pipeline stages. W&B also gets
+    moe/layerNN/expert_load, a histogram over the experts, which it draws as a heat map over time. Every logger's
+    configuration gets the model's numbers of parameters, each expert once (`parameters/whole`), and of those that a
+    token passes (`parameters/active`). The first loss that is not finite, layers whose routing collapses, and ranks
+    whose losses or gradients differ from those of the others, are reported in a warning.
 
     Args:
         expert_load_path: CSV of step, layer and the share of each expert, a row for every layer on logging steps; None:

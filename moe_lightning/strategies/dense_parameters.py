@@ -69,8 +69,8 @@ from moe_lightning.strategies.fsdp import (
     materialise,
     replace_parameters,
     reshard_units,
+    set_gradient_sync,
     shard_dense,
-    sum_gradients,
     undo_shard,
 )
 from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
@@ -495,12 +495,12 @@ class DenseParts:
         if not self.is_in_rows:
             yield
             return
-        sum_gradients(self._state.module, now=False)
+        set_gradient_sync(self._state.module, now=False)
         try:
             yield
         finally:
             if self.is_in_rows:  # a fault may have undone it
-                sum_gradients(self._state.module, now=True)
+                set_gradient_sync(self._state.module, now=True)
 
     def end_backward(self) -> None:
         """End a backward pass inside of a step method, whose loss torch has not seen leave that method: gradients
@@ -520,22 +520,9 @@ class DenseParts:
     def sum_rest(self, world: World) -> None:
         """Sum gradients over ranks that the backward pass has not summed; collective."""
         if self.is_in_rows:
-            self._sum_scalars(world)
+            sum_scalars(self._scalars, world)
         if self._tensors > 1:
             self._sum_parts(world)
-
-    @torch.no_grad()
-    def _sum_scalars(self, world: World) -> None:
-        """Sum the gradients of scalar parameters, which cannot be sharded, while others are."""
-        scalars = self._scalars
-        if not scalars:
-            return
-        found = [[p.grad, torch.ones_like(p)] if p.grad is not None else [torch.zeros_like(p)] * 2 for p in scalars]
-        sums = torch.tensor([[float(value) for value in pair] for pair in found], device=world.device)
-        all_reduce_(sums, world)
-        for parameter, (total, count) in zip(scalars, sums, strict=True):
-            if count > 0:
-                parameter.grad = total.to(parameter.dtype).reshape(parameter.shape)
 
     def reshard(self) -> None:
         """Reshard gathered parameters after a forward pass without a backward pass."""
@@ -617,6 +604,20 @@ class DenseParts:
         after = dict(module.named_parameters())
         self._state.replace_parameters({old: after[name] for name, old in before.items()})
         return after
+
+
+@torch.no_grad()
+def sum_scalars(scalars: Sequence[nn.Parameter], world: World) -> None:
+    """Sum the gradients of scalar parameters, which cannot be sharded while others are; collective."""
+    if not scalars:
+        return
+    found = [[p.grad, torch.ones_like(p)] if p.grad is not None else [torch.zeros_like(p)] * 2 for p in scalars]
+    numbers = [[float(value) for value in pair] for pair in found]
+    sums = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+    all_reduce_(sums, world)
+    for parameter, (total, count) in zip(scalars, sums, strict=True):
+        if count > 0:
+            parameter.grad = total.to(parameter.dtype).reshape(parameter.shape)
 
 
 class DenseShards:

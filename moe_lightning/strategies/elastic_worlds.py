@@ -67,6 +67,7 @@ def hand_over(
     state: TrainState,
     world: World,
     engine: Membership,
+    *,
     notice: str | None,
     nodes: Sequence[str],
     min_replicas: int,
@@ -521,10 +522,17 @@ class ElasticWorlds:
             watch = Stopwatch()
             try:
                 if isinstance(fault, WorldChanged):
-                    who = self.engine, self.engine.notice or self._departure, self._require_members().nodes
-                    promise = self._policy.min_replicas, self._strategy.options.timeout
-                    leaving = self._strategy.worlds.spares, reason
-                    is_spare = hand_over(self._state, self._strategy.worlds.present, *who, *promise, *leaving)
+                    is_spare = hand_over(
+                        self._state,
+                        self._strategy.worlds.present,
+                        self.engine,
+                        notice=self.engine.notice or self._departure,
+                        nodes=self._require_members().nodes,
+                        min_replicas=self._policy.min_replicas,
+                        timeout=self._strategy.options.timeout,
+                        spares=self._strategy.worlds.spares,
+                        reason=reason,
+                    )
                     if is_spare:  # what it holds others hold, too
                         self.is_newcomer, before = True, 0
                 with watch.phase("leaving"):

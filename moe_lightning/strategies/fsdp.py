@@ -121,7 +121,7 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def sum_gradients(module: nn.Module, *, now: bool) -> None:
+def set_gradient_sync(module: nn.Module, *, now: bool) -> None:
     """Set if the next backward pass sums gradients over ranks, or leaves the sum to a later one."""
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(now)

@@ -162,14 +162,6 @@ class TrainState:
             if isinstance(layer.router, Router) and not self.shards.shares_weights:  # sharded rows are not compared
                 layer.router.find_twins()
 
-    def require_one_stage(self, what: str) -> None:
-        """
-        Raises:
-            ConfigurationError: a pipeline, whose ranks have the loads of their own layers only.
-        """
-        if self.stages.num_stages > 1:
-            raise ConfigurationError(f"{what} cannot work with mesh.pp yet: drop it, or use mesh.pp=1")
-
     @property
     def fixes_groups(self) -> bool:
         """True if parameter groups must stay as `configure_optimizers` made them, because optimizers here have a part
@@ -242,7 +234,8 @@ class TrainState:
         Raises:
             ConfigurationError: steps that cannot be run again with some experts frozen, to the bit.
         """
-        self.require_one_stage("lossless=True")
+        if self.stages.num_stages > 1:
+            raise ConfigurationError("lossless=True cannot work with mesh.pp yet: drop it, or use mesh.pp=1")
         if not self.module.automatic_optimization:
             raise ConfigurationError(
                 "lossless=True runs steps again, whose bounds manual optimization does not state: use automatic "

@@ -6,10 +6,12 @@ from itertools import product
 
 import pytest
 import torch
+from torch import nn
 
+from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
 from moe_lightning.state.tensors import blocks_of, part_of_whole
-from moe_lightning.strategies.dense_parameters import cut_groups
+from moe_lightning.strategies.dense_parameters import cut_groups, sum_scalars
 
 CUTS = [
     TensorCut(shape=(8, 6)),
@@ -57,3 +59,11 @@ def test_rows_lie_among_the_ranks_of_a_tensor_index() -> None:
     assert own.part == Part(tensor=0, tensors=2, row=1, rows=2)
     assert own.holders_of(TensorCut(shape=(4,), sections=(4,))) == (2, 6)
     assert own.holders_of(TensorCut(shape=(4,))) == (2, 3, 6, 7)
+
+
+def test_gradients_of_scalars_keep_their_precision() -> None:
+    scalars = [nn.Parameter(torch.tensor(2.0, dtype=torch.float64)) for _ in range(2)]
+    scalars[0].grad = torch.tensor(1.0 + 2**-40, dtype=torch.float64)
+    sum_scalars(scalars, World.offline(0, 1, torch.device("cpu")))
+    assert scalars[0].grad == 1.0 + 2**-40
+    assert scalars[1].grad is None

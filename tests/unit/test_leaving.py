@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -29,11 +30,15 @@ def test_who_is_cut_off_by_one_that_met_all_others_has_met_them_too(
     monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda *_: [None] * 3)
     monkeypatch.setattr(elastic_worlds, "store_barrier", cut)
     world, engine = World.offline(rank, 3, torch.device("cpu")), SimpleNamespace(store=None, reason="ranks wait")
-    rest: list[Any] = [world, engine, None, ["a", "b", "c"], 1, timedelta(seconds=1), 1, "ranks wait"]
-    assert elastic_worlds.hand_over(SimpleNamespace(), *rest) is is_spare  # type: ignore[arg-type]
+    rest: dict[str, Any] = {
+        "notice": None, "nodes": ["a", "b", "c"], "min_replicas": 1, "timeout": timedelta(seconds=1), "spares": 1,
+        "reason": "ranks wait",
+    }  # fmt: skip
+    hand_over = partial(elastic_worlds.hand_over, SimpleNamespace(), world, engine, **rest)  # type: ignore[arg-type]
+    assert hand_over() is is_spare
     engine.reason = "rank 1 on node b died"
     with pytest.raises(dist.DistNetworkError):
-        elastic_worlds.hand_over(SimpleNamespace(), *rest)  # type: ignore[arg-type]
+        hand_over()
 
 
 @pytest.mark.parametrize(("rank", "is_newcomer", "is_torn"), [(0, False, False), (1, False, True), (1, True, False)])
