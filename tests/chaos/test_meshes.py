@@ -429,6 +429,20 @@ def test_a_balancer_goes_on_with_ranks_of_less_room(tmp_path: Path) -> None:
         assert run.world_sizes()[12] == 2
 
 
+@pytest.mark.slow
+def test_hooks_that_a_fault_has_left_find_no_plans_of_other_layers(tmp_path: Path) -> None:
+    """Three ranks of the first stage and one of the second are lost: a rank of the second goes to the first, which has
+    another number of layers, with a hook that could not end.
+    """
+    options: dict[str, Any] = {"model": {**LAYERS, "num_layers": 3}, "callbacks": balancer}
+    options |= {"strategy": {**PP2, "slots": 6}, "recovery": {"min_replicas": 4}}
+    kills = [Kill(worker=0, rank=rank, step=4, place="batch_end") for rank in (0, 1, 2, 7)]
+    with elastic_run(tmp_path, workers=8, steps=8, kills=kills, **options) as run:
+        run.supervise()
+        assert run.kills_done() == 4
+        assert run.world_sizes()[8] == 4
+
+
 # ---------------------------------------------------------------------- ranks that wait, leave and come again
 
 
