@@ -23,7 +23,7 @@ from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.protection import PROTECTIONS, ProtectionLayout, choose_protection, protected_by
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
-from moe_lightning.elastic.faults import WorldChanged
+from moe_lightning.elastic.faults import MEMBERS_CHANGE, WorldChanged
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
@@ -233,7 +233,7 @@ class FaultRecovery(ExpertParallelCallback):
     ) -> None:
         strategy = _strategy(trainer)
         if strategy.elastic.change_is_due:
-            raise WorldChanged("ranks join or leave")
+            raise WorldChanged(MEMBERS_CHANGE)
         steps = strategy.steps
         faults = {
             "its memory was damaged": steps.state_check.times_damaged,

@@ -40,6 +40,10 @@ _LOST_DEVICE = re.compile(
 """Errors after which every call of the process to its GPU fails: it used results of an aborted exchange as indices."""
 
 
+MEMBERS_CHANGE = "ranks join or leave"
+"""Reason of an agreed change of the world before it is known who comes and goes."""
+
+
 class WorldChanged(Exception):
     """Agreement of all ranks, between two steps, to form another world: a process joins or leaves."""
 

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
@@ -62,6 +63,21 @@ class Members:
     def nodes(self) -> tuple[str, ...]:
         """The node of each rank."""
         return tuple(node_of(member) for member in self.ids)
+
+    def change_from(self, former: Sequence[str]) -> str:
+        """Return in words how many ranks of each node left and joined since a world of these members; at most four
+        nodes.
+        """
+        before, now = set(former), set(self.ids)
+        gone = Counter(node_of(id) for id in former if id not in now)
+        come = Counter(node_of(id) for id in self.ids if id not in before)
+        changes = [
+            f"{count} {'rank leaves' if count == 1 else 'ranks leave'} node {node}" for node, count in gone.items()
+        ]
+        changes += [
+            f"{count} {'rank joins' if count == 1 else 'ranks join'} on node {node}" for node, count in come.items()
+        ]
+        return ", ".join(changes[:4]) + (", ..." if len(changes) > 4 else "")
 
 
 def new_member_id(node: str, token: str, birth_ns: int | None = None) -> str:

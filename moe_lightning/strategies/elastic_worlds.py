@@ -31,7 +31,14 @@ from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, without_snapshots
 from moe_lightning.data.loader import leave_schedule
 from moe_lightning.elastic.client_state import WorldTooSmall
-from moe_lightning.elastic.faults import WorldChanged, is_network_fault, is_world_fault, reason_of, release_frames
+from moe_lightning.elastic.faults import (
+    MEMBERS_CHANGE,
+    WorldChanged,
+    is_network_fault,
+    is_world_fault,
+    reason_of,
+    release_frames,
+)
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.elastic.worker import PeerFailed, Preempted, RunFinished, signature_of, take_over_terminal
 from moe_lightning.errors import ConfigurationError, StateDamagedError
@@ -545,11 +552,13 @@ class ElasticWorlds:
                 fault, reason = error, self._reason(error)
                 release_frames(error)
         seconds = watch.seconds | {"total": time.perf_counter() - began}
+        members = self._require_members()
+        change, present = members.change_from(former) if reason == MEMBERS_CHANGE else "", set(members.ids)
         self.report = RecoveryReport(
-            reason=reason if isinstance(fault, WorldChanged) or before == 0 else self._cause or reason,
+            reason=change or (reason if isinstance(fault, WorldChanged) or before == 0 else self._cause or reason),
             step=self.step.version,
             steps_lost=max(0, version - self.step.version) if before else 0,
-            lost_ranks=tuple(rank for rank, id in enumerate(former) if id not in self._require_members().ids),
+            lost_ranks=tuple(rank for rank, id in enumerate(former) if id not in present),
             ranks_before=before,
             ranks_after=self._strategy.worlds.present.size,
             restored=plan.describe(),

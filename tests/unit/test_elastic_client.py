@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.elastic.client_state import ClientState, JoinedWorld, WorldTooSmall
-from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, formed_ids, pack_ids
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members, formed_ids, new_member_id, pack_ids
 from moe_lightning.elastic.protocol import Message, WireError
 from moe_lightning.errors import ConfigurationError
 
@@ -207,3 +207,16 @@ def test_an_answer_to_an_older_question_is_ignored() -> None:
     assert state.world_exists is None
     state.receive({"t": "synced", "n": 2, "exists": False}, 0.0)
     assert state.world_exists is False
+
+
+def test_a_change_says_who_left_and_who_joined() -> None:
+    a, b, c, d, *others = (new_member_id(node, "t", birth) for birth, node in enumerate("aabcdefg"))
+
+    def after(*ids: str) -> Members:
+        return Members(number=2, ids=ids, me=0)
+
+    assert after(a, b, c).change_from((a, b, c)) == ""
+    assert after(a, b, c).change_from((a, b)) == "1 rank joins on node b"
+    assert after(c).change_from((a, b, c)) == "2 ranks leave node a"
+    assert after(b, d).change_from((a, b)) == "1 rank leaves node a, 1 rank joins on node c"
+    assert after(a, *others).change_from((a, b)).endswith("1 rank joins on node f, ...")
