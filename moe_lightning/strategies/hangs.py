@@ -386,7 +386,7 @@ class HangWatch:
         if self._slow is None or not self._marks:
             return
         self._slow.sample(self._marks[-1][2], _main_frame())
-        if self._slow.is_due:
+        if self._slow.is_due():
             calls = watched.begun()
             self._slow.publish(list(self._marks), calls if self._bubbles is None else self._bubbles.merged(calls))
         self._slow.compare()

@@ -187,9 +187,9 @@ def relative(path: str) -> str:
     return path.removeprefix(os.path.join(os.getcwd(), ""))
 
 
-def is_blocked() -> bool:
-    """Return True if the main thread of this process waits for a disk or another device; seen on Linux only."""
-    return _status(os.getpid()).get("State", "").startswith("D")
+def is_blocked(pid: int) -> bool:
+    """Return True if the main thread of a process waits for a disk or another device; seen on Linux only."""
+    return _status(pid).get("State", "").startswith("D")
 
 
 def waits_s() -> dict[int, float]:

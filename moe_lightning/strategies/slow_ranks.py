@@ -10,6 +10,7 @@ first one compares them.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 import traceback
@@ -36,9 +37,10 @@ SLOW_RATIO = 1.2
 
 _LEAST_SHARE = 0.05  # of a step: less is not worth a line, whatever the ratio
 _MOST_STEPS = 64
-_MOST_CALLS = 20_000  # collectives of all ranks in a comparison, which takes less than 0.2 s
-_SKIPPED = 8  # one of so many steps, the longest ones, which may be single pauses
-_AHEAD = 2  # steps that other ranks may have begun, and recorded in the place of old ones
+_MOST_CALLS = 20_000  # collectives of all ranks in a comparison
+_MOST_SHARE = 0.01  # of the first rank's time for comparisons: those of a thousand ranks come less often
+_FEW_STEPS = 4  # so many or more are compared without the longest one, which may be a single pause
+_AHEAD = 2  # steps that other ranks may have begun more, and recorded in the place of old ones
 _WINDOWS = 3  # comparisons in a row before a line, and between two lines
 _PATIENCE_S = 5.0
 _IN_EVERY_STAGE = "callbacks and data"
@@ -217,7 +219,7 @@ class SlowRank:
 
 
 def slowest(ranks: Sequence[RankTimeline], stages: Sequence[Sequence[int]] = ()) -> SlowRank:
-    """Return the rank with the longest own time beyond the median of those with as much work. Its longest steps do not
+    """Return the rank with the longest own time beyond the median of those with as much work. Its longest step does not
     count.
 
     Args:
@@ -227,7 +229,7 @@ def slowest(ranks: Sequence[RankTimeline], stages: Sequence[Sequence[int]] = ())
     found = own_times(ranks)
     totals = sum(found.values(), start=np.zeros((len(ranks), 1)))
     steps = totals.shape[1]
-    counted = np.argsort(totals, axis=1)[:, : steps - steps // _SKIPPED]
+    counted = np.argsort(totals, axis=1)[:, : steps - (steps >= _FEW_STEPS)]
     phases = {phase: np.take_along_axis(own, counted, axis=1).mean(axis=1) for phase, own in found.items()}
     marks, begun = ranks[0].marks, ranks[0].begun
     step_s = statistics.median(b - a for a, b in pairwise(marks[index][0] for index in (0, *begun, -1))) / 1e6
@@ -311,6 +313,7 @@ class SlowRankWatch:
         self._due = _next_due()
         self._samples: Counter[Sample] = Counter()
         self._since = time.time(), waits_s()
+        self._published: tuple[int, int] | None = None
         self._awaited_until: float | None = None
         self._in_a_row: dict[str, int] = {}  # comparisons, by a rank or the address of a host
         self._links: list[Link] = []
@@ -320,40 +323,42 @@ class SlowRankWatch:
         """Record where the main thread is in a phase."""
         place = _place(frame)
         if place and "/torch/distributed/" not in place[-1][0]:
-            self._samples[Sample(phase, place, is_blocked())] += 1
+            self._samples[Sample(phase, place, is_blocked(os.getpid()))] += 1
 
-    @property
     def is_due(self) -> bool:
-        """True if this rank shall publish its steps."""
-        return time.time() >= self._due
+        """Return True if this rank shall publish its steps: the first one has chosen some, or is the one to choose."""
+        now = time.time()
+        if now < self._due or self._rank == 0:
+            return now >= self._due
+        if self._chosen_by_first() is not None:
+            return True
+        if now > self._due + _PATIENCE_S:
+            self._due = _next_due()
+        return False
 
     def publish(self, marks: Sequence[tuple[int, int, str]], calls: Sequence[Begun]) -> None:
-        """Publish the steps that the first rank has chosen, once it has and they are whole here.
+        """Publish the steps that the first rank has chosen, once `is_due`.
 
         Args:
             marks: time in nanoseconds, step and phase.
             calls: the last collectives, with nanoseconds.
         """
         chosen = newest_steps(marks, calls, self._size) if self._rank == 0 else self._chosen_by_first()
-        began, waited = self._since
-        now = time.time(), waits_s()
-        longest_s = max((s - waited.get(thread, 0.0) for thread, s in now[1].items()), default=0.0)
-        waiting = longest_s / max(now[0] - began, 1e-9)
-        found = None
-        if chosen is not None:
-            places = _most_frequent(self._samples)
-            found = timeline(*chosen, marks, calls, waiting=waiting, places=places)
-        if found is not None:
+        (began, waited), (now, waits) = self._since, (time.time(), waits_s())
+        longest_s = max((s - waited.get(thread, 0.0) for thread, s in waits.items()), default=0.0)
+        waiting, places = longest_s / max(now - began, 1e-9), _most_frequent(self._samples)
+        found = timeline(*chosen, marks, calls, waiting=waiting, places=places) if chosen else None
+        if found is not None and found.steps != self._published:
+            self._published = found.steps
             links = own_links()
             found = replace(found, links=since(self._links, links))
             self._links = links
             self._store.set(f"slow/{self._rank}", found.encode())
-        if found is not None and self._rank == 0:
-            self._store.set("slow/chosen", json.dumps((self._due, *found.steps)))
-            self._awaited_until = time.monotonic() + _PATIENCE_S
-        if found is not None or self._rank == 0 or time.time() > self._due + _PATIENCE_S:
-            self._due, self._since = _next_due(), now
-            self._samples.clear()
+            if self._rank == 0:
+                self._store.set("slow/chosen", json.dumps((self._due, *found.steps)))
+                self._awaited_until = time.monotonic() + _PATIENCE_S
+        self._due, self._since = _next_due(), (now, waits)
+        self._samples.clear()
 
     def _chosen_by_first(self) -> tuple[int, int] | None:
         if not self._store.check(["slow/chosen"]):
@@ -365,6 +370,7 @@ class SlowRankWatch:
         """Compare the ranks, on the first one, once all have published the same steps."""
         if self._awaited_until is None:
             return
+        began = time.perf_counter()
         keys = [f"slow/{rank}" for rank in range(self._size)]
         found = [RankTimeline.decode(self._store.get(key)) for key in keys] if self._store.check(keys) else []
         if not found or any(each.steps != found[0].steps for each in found):
@@ -382,6 +388,7 @@ class SlowRankWatch:
         for each, line in lines.items():
             if self._in_a_row[each] % _WINDOWS == 0:
                 write_to_terminal(line)
+        self._due = _next_due((time.perf_counter() - began) / _MOST_SHARE)
 
 
 def cost_of(host: SlowHost, rank: RankTimeline, step_s: float) -> str:
@@ -394,8 +401,8 @@ def cost_of(host: SlowHost, rank: RankTimeline, step_s: float) -> str:
 
 
 def newest_steps(marks: Sequence[tuple[int, int, str]], calls: Sequence[Begun], size: int) -> tuple[int, int] | None:
-    """Return the first and the number of the last whole steps that every rank has in its record, which has room for so
-    many collectives; None if there are none.
+    """Return the first and the number of the last steps that every rank has ended and has in its record, which has room
+    for so many collectives; None if there are none.
 
     Args:
         marks, calls: see `SlowRankWatch.publish`.
@@ -403,8 +410,8 @@ def newest_steps(marks: Sequence[tuple[int, int, str]], calls: Sequence[Begun], 
     """
     begins = [marks[index] for index in _begins(marks) if calls and marks[index][0] >= calls[0].at]
     affordable = max(1, _MOST_CALLS * len(begins) // (size * max(1, len(calls))))
-    number = min(_MOST_STEPS, affordable, len(begins) - 1 - _AHEAD)
-    return (begins[-1][1] - number, number) if number > 0 else None
+    number = min(_MOST_STEPS, affordable, len(begins) - 2 - _AHEAD)  # others may not have begun the last step
+    return (begins[-2][1] - number, number) if number > 0 else None
 
 
 def _begins(marks: Sequence[tuple[int, int, str]]) -> list[int]:
@@ -448,9 +455,9 @@ def timeline(
     )
 
 
-def _next_due() -> float:
-    """Return the next time that all ranks have in common."""
-    return (time.time() // PERIOD_S + 1) * PERIOD_S
+def _next_due(after_s: float = 0.0) -> float:
+    """Return the next time that all ranks have in common, in some seconds or later."""
+    return ((time.time() + after_s) // PERIOD_S + 1) * PERIOD_S
 
 
 def _place(frame: FrameType | None) -> Place:
