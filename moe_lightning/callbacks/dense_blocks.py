@@ -167,6 +167,10 @@ class RecomputeDense(Callback):
             del pl_module.get_submodule(name).forward
         self.recomputed = []
 
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")  # Lightning calls no teardown then
+
 
 def _forward(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """In the place of a part's own."""

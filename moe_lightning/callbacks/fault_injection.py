@@ -442,6 +442,10 @@ class FaultInjection(ExpertParallelCallback):
             self._timer.join()
             self._timer = None
 
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")  # Lightning calls no teardown then
+
     def _strike(self, trainer: pl.Trainer, place: Place) -> None:
         strategy = _strategy(trainer)
         for fault in self.faults:

@@ -211,6 +211,10 @@ class RoutingReplay(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._stack.close()
 
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")  # Lightning calls no teardown then
+
     def _record(self, layer: int, router: Router, scores_TE: Tensor) -> Tensor:
         chosen = router.choose(scores_TE)
         if router.training:

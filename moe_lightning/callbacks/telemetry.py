@@ -115,11 +115,11 @@ class _ExchangeTime:
                 self._began_s = clock.seconds
 
     def metrics(self, trainer: pl.Trainer) -> list[Metric]:
-        """Return the mean over the steps since the last call."""
-        if self._clock is None or trainer.global_step == self._began_step:
+        """Return the average over the steps since the last call, -inf where this rank has counted none of its world."""
+        if self._clock is None:
             return []
         steps, seconds = trainer.global_step - self._began_step, self._clock.seconds
-        step_s = (seconds - self._began_s) / steps
+        step_s = (seconds - self._began_s) / steps if steps else -math.inf
         self._began_s, self._began_step = seconds, trainer.global_step
         return [Metric(name="comm/exchange_ms", value=1e3 * step_s, over_ranks="max")]
 
@@ -278,8 +278,9 @@ class Telemetry(Callback):
         ]
         numbers = reduced(metrics, trainer)
         numbers |= averages_over_layers(numbers)
-        if math.isnan(numbers.get("train/mfu_ratio", 0.0)):  # of some GPU the peak is not known
-            del numbers["train/mfu_ratio"]
+        for name in ("train/mfu_ratio", "comm/exchange_ms"):  # no peak of some GPU is known, no step was counted yet
+            if not math.isfinite(numbers.get(name, 0.0)):
+                del numbers[name]
         placements: Mapping[int, list[str]] = {}
         if self._placements is not None:
             placements = of_all_stages({number: placement_line(layer) for number, layer in layers.items()}, stages)

@@ -137,3 +137,18 @@ def test_instructions_train_on_their_tokens_only(tmp_path: Path) -> None:
     trainer.fit(GPTModule(TINY | {"vocab_size": 256, "context_length": 64}), datamodule=data)
     longest = len(b"<|user|>\n\n<|assistant|>\n\0") + 5 + 30
     assert telemetry.tokens_seen == sum(sum(layers[0]) for layers in counts.steps) / TOP_K <= 16 * longest
+
+
+def measured(rank: int, world_size: int) -> dict[str, float]:
+    trainer = make_trainer(rank, world_size, callbacks=[Telemetry(peak_flops_per_s=1e12)], max_steps=2)
+    module = GPTModule(TINY, OptimizerConfig(lr=3e-3, warmup_steps=2, decay="constant"))
+    trainer.fit(module, DataLoader(RandomTokens(14), batch_size=12))
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name != "train/loss"}
+
+
+def test_a_rank_without_samples_logs_what_others_log() -> None:
+    """The last of its steps has two samples, so one of three ranks has no work to count."""
+    first, *others = run_pooled(3, measured)
+    assert others == [first] * 2
+    assert first["train/mfu_ratio"] > 0
+    assert first["comm/exchange_ms"] > 0
