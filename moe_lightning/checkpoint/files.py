@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import IO, Any, cast
 
 import numpy as np
@@ -324,7 +325,7 @@ _INT_BITS = 8 * 255 - 1
 """Bits of the largest integer that torch.load reads without unpickling code."""
 
 
-Converter = Callable[[Any], Callable[[Any], Any] | None]
+Converters = Mapping[str, Callable[[Any], Any]]
 
 
 class PlainValues:
@@ -334,12 +335,12 @@ class PlainValues:
     other libraries' containers what their converters return. The values of the run itself are not changed.
 
     Args:
-        converter: returns the function of a container that returns its plain value or what rebuilds it, or raises
-            ValueError where it has none; None for other values.
+        converters: by the library of a class, returns the plain value of a container or what rebuilds it, and other
+            values as they are; raises ValueError where a container has none.
     """
 
-    def __init__(self, converter: Converter = lambda value: None) -> None:
-        self._converter = converter
+    def __init__(self, converters: Converters = MappingProxyType({})) -> None:
+        self._converters = converters
         self._known: set[str] = set()
 
     def convert(self, value: Any, name: str = "", *, remember: bool = True) -> tuple[Any, dict[str, str]]:
@@ -355,7 +356,7 @@ class PlainValues:
         Raises:
             ConfigurationError: an object in it cannot be saved at all, or values that become the same would be lost.
         """
-        conversion = _Conversion(self._converter, self._known)
+        conversion = _Conversion(self._converters, self._known)
         converted = conversion.plain(value, name)
         if remember:
             self._known |= conversion.found.keys()
@@ -365,8 +366,8 @@ class PlainValues:
 class _Conversion:
     """Walk over a value that may be shared or hold itself."""
 
-    def __init__(self, converter: Converter, known: Set[str]) -> None:
-        self._converter, self._known = converter, known
+    def __init__(self, converters: Converters, known: Set[str]) -> None:
+        self._converters, self._known = converters, known
         self.found: dict[str, str] = {}
         self._done: dict[int, tuple[Any, Any]] = {}  # holds each value, whose id no other one may get, and its result
         self._open: dict[int, Any] = {}  # the copies of containers that are walked over now
@@ -390,9 +391,9 @@ class _Conversion:
     def _converted(self, value: Any, name: str) -> Any:
         kind = type(value)
         simpler = _simplified(value)
-        convert = self._converter(value)
+        libraries = {base.__module__.partition(".")[0] for base in kind.__mro__} & self._converters.keys()
         try:
-            simpler = simpler if convert is None else convert(value)
+            simpler = next((self._converters[library](value) for library in libraries), simpler)
         except ValueError as error:
             raise ConfigurationError(f"{name} cannot be saved ({error}): resolve it before training") from None
         if simpler is not value:

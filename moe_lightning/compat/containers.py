@@ -8,8 +8,6 @@ values of the run, whatever the environment is where it is loaded. Text that loo
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -40,45 +38,41 @@ class Rebuilt:
 
 
 def _plain(container: Container) -> Any:
-    """Return the plain value of a container, whose interpolations are resolved.
+    """Return the plain value of a container, whose interpolations are resolved; any other value as it is.
 
     Raises:
         ValueError: an interpolation in it cannot be resolved.
     """
-    from omegaconf import OmegaConf
+    from omegaconf import Container, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    if not isinstance(container, Container):
+        return container
     try:
         return OmegaConf.to_container(container, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(str(error).splitlines()[0]) from None
 
 
-def _saved(container: Container) -> Rebuilt:
+def _saved(container: Container) -> Any:
     """Return the class of a container and its plain value, which load as such a container.
 
     Raises:
         ValueError: as `_plain`.
     """
-    from omegaconf import DictConfig, ListConfig, OmegaConf
+    from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 
+    if not isinstance(container, Container):
+        return container
     kind = ListConfig if OmegaConf.is_list(container) else DictConfig
     return Rebuilt(kind, tree_map(_text, _plain(container)))
 
 
-def as_plain(value: object) -> Callable[[Container], Any] | None:
-    """Return the converter of a container for other ranks, None for other values."""
-    return _plain if _is_container(value) else None
+AS_PLAIN = {"omegaconf": _plain}
+"""Converter of containers, by the library of their class, for values that are sent to other ranks."""
 
-
-def as_container(value: object) -> Callable[[Container], Any] | None:
-    """Return the converter of a container for checkpoints, None for other values."""
-    return _saved if _is_container(value) else None
-
-
-def _is_container(value: object) -> bool:
-    library = sys.modules.get("omegaconf")
-    return library is not None and isinstance(value, library.Container)
+AS_CONTAINERS = {"omegaconf": _saved}
+"""The same for checkpoints."""
 
 
 def _text(value: Any) -> Any:

@@ -28,7 +28,7 @@ from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.checkpoint.training_state import random_state
 from moe_lightning.compat import private_lightning
-from moe_lightning.compat.containers import as_container
+from moe_lightning.compat.containers import AS_CONTAINERS
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World
@@ -67,7 +67,7 @@ class Checkpoints:
         self._without_state = False
         self._scheduler_steps: Sequence[object] = ()
         self._schedulers_behind: Sequence[int] = ()
-        self._plain_values = PlainValues(as_container)
+        self._plain_values = PlainValues(AS_CONTAINERS)
 
     # ------------------------------------------------------------------ saving
 

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from moe_lightning.checkpoint.files import PlainValues
 from moe_lightning.checkpoint.recovery_plan import RecoveryPlan
 from moe_lightning.compat import private_lightning, private_torch
-from moe_lightning.compat.containers import as_plain
+from moe_lightning.compat.containers import AS_PLAIN
 from moe_lightning.data.loader import StepLoader, follow_schedule
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
@@ -83,7 +83,7 @@ class FitProgress:
             _PRECISION: self.precision,
             _CALLBACKS: private_lightning.callback_states(trainer),
         }
-        plain, _ = PlainValues(as_plain).convert(progress)
+        plain, _ = PlainValues(AS_PLAIN).convert(progress)
         return dict(plain)
 
     @classmethod

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.files import PlainValues, load_plain
-from moe_lightning.compat.containers import Rebuilt, as_container
+from moe_lightning.compat.containers import AS_CONTAINERS, Rebuilt
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 
@@ -60,14 +60,14 @@ class OwnTensor(torch.Tensor):
     ],
 )
 def test_values_become_plain(value: Any, expected: Any) -> None:
-    plain, found = PlainValues(as_container).convert(value, "it")
+    plain, found = PlainValues(AS_CONTAINERS).convert(value, "it")
     assert (plain, type(plain), found) == (expected, type(expected), {})
     assert load_plain(dump_object(plain), "it") == expected
 
 
 def reread(value: Any, *, weights_only: bool = True) -> Any:
     """A value that has been saved and loaded, without our reader."""
-    plain, found = PlainValues(as_container).convert(value, "it")
+    plain, found = PlainValues(AS_CONTAINERS).convert(value, "it")
     assert not found
     return torch.load(io.BytesIO(dump_object(plain)), weights_only=weights_only)
 
@@ -169,7 +169,7 @@ def test_keys_that_become_the_same_are_told(value: Any, sentence: str) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "int8", "uint32", ">f4", "complex64", "bool"])
 def test_arrays_become_tensors(dtype: str) -> None:
     value = np.arange(6).reshape(2, 3).astype(dtype)
-    plain, found = PlainValues(as_container).convert({"a": value}, "it")
+    plain, found = PlainValues(AS_CONTAINERS).convert({"a": value}, "it")
     read = load_plain(dump_object(plain), "it")["a"]
     assert not found
     np.testing.assert_array_equal(read.numpy(), value)
@@ -177,7 +177,7 @@ def test_arrays_become_tensors(dtype: str) -> None:
 
 def test_the_random_state_of_numpy_can_be_set_again() -> None:
     generator = np.random.RandomState(0)
-    plain, found = PlainValues(as_container).convert(generator.get_state(), "it")
+    plain, found = PlainValues(AS_CONTAINERS).convert(generator.get_state(), "it")
     other = np.random.RandomState(1)
     other.set_state(load_plain(dump_object(plain), "it"))
     assert not found
@@ -190,7 +190,7 @@ def test_the_runs_own_values_stay_as_they_are() -> None:
     itself: list[Any] = [1]
     itself.append(itself)
     value = {"state_dict": weights, "paths": [Path("x")], "itself": itself}
-    plain, _ = PlainValues(as_container).convert(value)
+    plain, _ = PlainValues(AS_CONTAINERS).convert(value)
     assert plain["state_dict"] is weights
     assert plain["itself"][1] is plain["itself"]
     assert itself[1] is itself
@@ -207,7 +207,7 @@ def test_the_runs_own_values_stay_as_they_are() -> None:
     ],
 )
 def test_objects_are_named_once(value: Any) -> None:
-    values = PlainValues(as_container)
+    values = PlainValues(AS_CONTAINERS)
     plain, found = values.convert({"callbacks": {"Keeps": [0, value]}})
     assert list(found) == ["callbacks['Keeps'][1]"]
     assert type(value).__qualname__ in found["callbacks['Keeps'][1]"]
@@ -218,11 +218,11 @@ def test_objects_are_named_once(value: Any) -> None:
 
 def test_classes_that_are_declared_safe_are_no_objects() -> None:
     with torch.serialization.safe_globals([Own]):
-        assert PlainValues(as_container).convert([Own()], "it")[1] == {}
+        assert PlainValues(AS_CONTAINERS).convert([Own()], "it")[1] == {}
 
 
 def test_what_cannot_be_saved_at_all_is_one_sentence() -> None:
     with pytest.raises(ConfigurationError, match=r"^loops\['x'\] is of class lock, which cannot be saved \(.*\): keep"):
-        PlainValues(as_container).convert({"loops": {"x": threading.Lock()}})
+        PlainValues(AS_CONTAINERS).convert({"loops": {"x": threading.Lock()}})
     with pytest.raises(ConfigurationError, match=r"^hyper_parameters\['c'\] cannot be saved \(.*\): resolve it"):
-        PlainValues(as_container).convert({"hyper_parameters": {"c": OmegaConf.create({"a": "${b}"})}})
+        PlainValues(AS_CONTAINERS).convert({"hyper_parameters": {"c": OmegaConf.create({"a": "${b}"})}})
