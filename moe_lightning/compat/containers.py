@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 if TYPE_CHECKING:  # a process that has none of its containers need not import it
-    from omegaconf import Container, DictConfig, ListConfig
+    from omegaconf import DictConfig, ListConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Rebuilt:
         return self.kind, (self.content,)
 
 
-def _plain(container: Container) -> Any:
+def _plain(container: object) -> Any:
     """Return the plain value of a container, whose interpolations are resolved; any other value as it is.
 
     Raises:
@@ -54,7 +54,7 @@ def _plain(container: Container) -> Any:
         raise ValueError(str(error).splitlines()[0]) from None
 
 
-def _saved(container: Container) -> Any:
+def _saved(container: object) -> Any:
     """Return the class of a container and its plain value, which load as such a container.
 
     Raises:
