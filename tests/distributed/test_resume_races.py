@@ -79,12 +79,12 @@ class Late(PartialExpertsCheckpoint):
 
     def __init__(self, root: Path, trained: Path, *, late: int, commits: str, keep_last: int) -> None:
         super().__init__(str(root), every_n_steps=100, save_on_train_end=False, keep_last=keep_last)
-        self.trained, self.late, self.commits = trained, late, commits
+        self.trained, self.late, self.commits, self.keep_last = trained, late, commits, keep_last
 
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         rank = trainer.global_rank
         seen = self._root.parent / "looked"
-        commit = partial(agent_commits, self.trained, self._root, self.settings.keep_last)
+        commit = partial(agent_commits, self.trained, self._root, self.keep_last)
         if rank == self.late:
             wait_until(seen.exists, "the other rank neither looked nor waited")
             if self.commits == "between":
