@@ -264,12 +264,12 @@ class Telemetry(Callback):
         if isinstance(trainer.strategy, ExpertParallelStrategy):
             self._comparison.compare(trainer.strategy.update.own, trainer.strategy.world)
         stages = stages_of(trainer)
-        layers = {number: stages.layers[number] for number in stages.numbers}
+        layers = dict(zip(stages.numbers, stages.own(stages.layers), strict=True))
         loads = of_all_stages(expert_loads(layers), stages)
         health = self._health.observe({layer: np.array(shares_E) for layer, shares_E in loads.items()})
-        on_gpu = trainer.strategy.root_device.type == "cuda"
+        has_peak = self._peak_flops_per_s is not None or trainer.strategy.root_device.type == "cuda"
         metrics = [
-            *self._pace_metrics(on_gpu=on_gpu, has_flops=bool(getattr(pl_module, "flops_per_batch", None))),
+            *self._pace_metrics(has_mfu=has_peak and bool(getattr(pl_module, "flops_per_batch", None))),
             *self._exchanges.metrics(trainer),
             *_device_metrics(trainer),
             *_optimizer_metrics(trainer),
@@ -282,7 +282,7 @@ class Telemetry(Callback):
             if not math.isfinite(numbers.get(name, 0.0)):
                 del numbers[name]
         placements: Mapping[int, list[str]] = {}
-        if self._placements is not None:
+        if self._placements is not None and (trainer.is_global_zero or stages.num_stages > 1):
             placements = of_all_stages({number: placement_line(layer) for number, layer in layers.items()}, stages)
         self.tokens_seen += round(numbers["train/tokens_seen"])
         pl_module.log_dict(numbers | {"train/tokens_seen": float(self.tokens_seen)} | _slowest_rank(trainer))
@@ -318,18 +318,18 @@ class Telemetry(Callback):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.tokens_seen = state_dict["tokens_seen"]
 
-    def _pace_metrics(self, *, on_gpu: bool, has_flops: bool) -> Iterator[Metric]:
-        """Throughput since the last call. All ranks have the same metrics, whether or not they had work since then.
+    def _pace_metrics(self, *, has_mfu: bool) -> Iterator[Metric]:
+        """Throughput since the last call.
 
         Args:
-            has_flops: the module knows the operations of a batch.
+            has_mfu: MFU is one of the metrics, as on all ranks: this one may have had no work since then.
         """
         tokens, steps, flops = int(self._pace.tokens), self._pace.steps, self._pace.flops
         elapsed_s = self._pace.end()
         yield Metric(name="train/tokens_per_s", value=tokens / elapsed_s, over_ranks="sum")
         yield Metric(name="train/tokens_seen", value=tokens, over_ranks="sum")  # since the last call
         yield Metric(name="train/step_ms", value=1e3 * elapsed_s / steps, over_ranks="max")
-        if has_flops and (self._peak_flops_per_s is not None or on_gpu):
+        if has_mfu:
             peak = math.nan if self._peak_flops_per_s is None else self._peak_flops_per_s
             yield Metric(name="train/mfu_ratio", value=flops / elapsed_s / peak, over_ranks="mean")
         self.tokens_trained += tokens
@@ -451,8 +451,8 @@ def reduced(metrics: list[Metric], trainer: pl.Trainer) -> dict[str, float]:
     names = {kind: [metric.name for metric in metrics if metric.over_ranks == kind] for kind in ("sum", "mean", "max")}
     for kind, of_kind in names.items():
         if of_kind and trainer.world_size > 1:
-            here: dict[str, Any] = {"dtype": torch.float64, "device": trainer.strategy.root_device}
-            local = torch.tensor([values[name] for name in of_kind], **here)
+            own, device = [values[name] for name in of_kind], trainer.strategy.root_device
+            local = torch.tensor(own, dtype=torch.float64, device=device)
             values |= zip(of_kind, trainer.strategy.reduce(local, reduce_op=kind).tolist(), strict=True)
     if (stages := stages_of(trainer)).num_stages > 1:
         told = all_gather_json(values, stages.pipe)
