@@ -553,9 +553,12 @@ class ElasticWorlds:
                 release_frames(error)
         seconds = watch.seconds | {"total": time.perf_counter() - began}
         members = self._require_members()
-        change, present = members.change_from(former) if reason == MEMBERS_CHANGE else "", set(members.ids)
+        present = set(members.ids)
+        reported = reason if isinstance(fault, WorldChanged) or before == 0 else self._cause or reason
+        if reported == MEMBERS_CHANGE:
+            reported = members.change_from(former) or reported
         self.report = RecoveryReport(
-            reason=change or (reason if isinstance(fault, WorldChanged) or before == 0 else self._cause or reason),
+            reason=reported,
             step=self.step.version,
             steps_lost=max(0, version - self.step.version) if before else 0,
             lost_ranks=tuple(rank for rank, id in enumerate(former) if id not in present),
