@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import imports
-from lightning.fabric.utilities.types import _Stateful
+from lightning.fabric.utilities.types import _Stateful as StatefulLoader
 from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loops.loop import _Loop
@@ -41,12 +41,10 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
-__all__ = ["BatchIndices", "SubprocessLauncher"]
+__all__ = ["BatchIndices", "StatefulLoader", "SubprocessLauncher"]
 # BatchIndices: identifies the loader of a prediction, which is cut; a public class would do.
+# StatefulLoader: loaders whose position Lightning saves; a public protocol would do.
 # SubprocessLauncher: Ctrl-C and signals reach the ranks of this class only; a public launcher would do.
-
-StatefulLoader = _Stateful
-"""Loaders whose position Lightning saves; a public protocol would do."""
 
 
 def batches_of(indices: BatchIndices) -> object:

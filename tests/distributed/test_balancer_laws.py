@@ -174,7 +174,7 @@ class Fails(pl.Callback):
 
 
 def hooks_left(rank: int, world_size: int, *, fails: bool) -> list[str]:
-    """What still watches the layers after one step with measured costs and speeds."""
+    """Return the hooks that still watch the layers after one step with measured costs and speeds."""
     module = OwnModule()
     callbacks = [LoadBalancer(), *([Fails()] if fails else [])]
     trainer = make_trainer(rank, world_size, {"slots": 4}, max_steps=1 + fails, callbacks=callbacks)

@@ -1,4 +1,4 @@
-"""What callbacks have changed is undone after an exception, too, after which Lightning calls no teardown."""
+"""Callbacks undo their changes after an exception, too, after which Lightning calls no teardown."""
 
 from __future__ import annotations
 
