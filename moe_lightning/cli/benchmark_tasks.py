@@ -168,7 +168,8 @@ class _Harnessed(TemplateLM):  # type: ignore[misc]
         sampling = Sampling(
             temperature=temperature or None, top_k=options.get("top_k") or None, top_p=options.get("top_p", 1.0)
         )
-        ids = self.tok_encode(prompt)[-max(1, self._model.positions - count) :]
+        most = self._model.positions
+        ids = self.tok_encode(prompt)[-(most - min(count, most // 2)) :]
         self._model.check(ids, "a task")
         new: list[int] = []
 

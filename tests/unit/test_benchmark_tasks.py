@@ -13,7 +13,7 @@ import yaml
 from moe_lightning.cli.evaluate import main
 from tests.huggingface_models import make_checkpoint
 from tests.parameters import slow
-from tests.unit.test_generate import TEMPLATE, gpt, trained_run, write_tokenizer
+from tests.unit.test_generate import TEMPLATE, Answers, gpt, trained_run, write_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[lm-eval]'")
 
@@ -104,6 +104,16 @@ def test_a_run_of_a_gpt(tasks: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     loss = torch.nn.functional.cross_entropy(logits, ids[1:]) / torch.log(torch.tensor(2.0))
     assert found["rolling bits_per_byte,none"] == pytest.approx(float(loss), rel=1e-5)
     assert {"sums acc,none", "texts bleu,none"} <= set(found)
+
+
+def test_long_answers_leave_half_of_the_context_to_the_question(
+    tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An answer may be longer than the context of a GPT, of which the older half then goes."""
+    answers = Answers(monkeypatch, *["7"] * 4)
+    run = trained_run(tmp_path / "run", {"tokenizer": "bytes"}, vocab_size=256, context_length=12)
+    measured(capsys, run, "--tasks", tasks.split(",")[-1])
+    assert answers.prompts == [f"{i} + 1 ="[-6:] for i in range(4)]
 
 
 @pytest.mark.parametrize(
