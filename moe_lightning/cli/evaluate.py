@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_lightning.cli.language_model import LanguageModel
+    from moe_lightning.data.instructions import ChatFormat
     from moe_lightning.data.tokenizer import Tokenizer
 
     Sample = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -263,6 +264,7 @@ def _records(model: LanguageModel, tokenizer: Tokenizer, path: Path, context_len
     from moe_lightning.data.instructions import encode, read, records
     from moe_lightning.files import decoded
 
+    written: ChatFormat | None = None
     for name, _, record in records(path):
         try:
             text = json.loads(decoded(record))
@@ -270,7 +272,9 @@ def _records(model: LanguageModel, tokenizer: Tokenizer, path: Path, context_len
                 ids = np.asarray(tokenizer.encode(text["text"])[0], np.int64)
                 yield Document(ids=ids, num_bytes=len(text["text"].encode()))
                 continue
-            said = encode(read(record), model.chat(), tokenizer)
+            conversation = read(record)
+            written = written or model.chat()
+            said = encode(conversation, written, tokenizer)
         except (ValueError, RecursionError) as error:
             if isinstance(error, ConfigurationError):
                 raise

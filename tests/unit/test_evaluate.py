@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe_lightning.cli import language_model
 from moe_lightning.cli.evaluate import main
 from moe_lightning.data.instructions import InstructionData
 from tests.huggingface_models import make_checkpoint
-from tests.unit.test_generate import INSTRUCTIONS, gpt, save, trained_run, write_tokenizer
+from tests.unit.test_generate import INSTRUCTIONS, TEMPLATE, gpt, save, trained_run, write_tokenizer
 
 TEXT = "".join(f"{n} {n * n}\n" for n in range(40))
 BYTES = {"tokenizer": "bytes"}
@@ -95,6 +96,19 @@ def test_answers_of_conversations_have_the_loss_of_training(
     assert found["tokens"] == count
     assert found["loss"] == pytest.approx(sum(float(loss * n) for loss, n in logged) / count, rel=1e-5)
     assert found["bits_per_byte"] is None
+
+
+def test_the_format_of_conversations_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loading a tokenizer of transformers takes longer than measuring a short conversation."""
+    make_checkpoint("olmoe", tmp_path / "model", vocab_size=300)
+    write_tokenizer(tmp_path / "model", chat_template=TEMPLATE)
+    (tmp_path / "said.jsonl").write_text('{"prompt": "1", "response": "2"}\n' * 3)
+    made, plain = list[Path](), language_model.templated_turns
+    monkeypatch.setattr(language_model, "templated_turns", lambda folder: made.append(folder) or plain(folder))
+    assert measured(capsys, tmp_path / "model", tmp_path / "said.jsonl")["tokens"] == 6
+    assert len(made) == 1
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
