@@ -48,6 +48,7 @@ from moe_lightning.data.token_folder import (
 from moe_lightning.data.tokenizer import (
     BYTES,
     TOKENIZER_FILE,
+    ByteTokenizer,
     check_tokenizer,
     is_trained,
     load_tokenizer,
@@ -219,6 +220,11 @@ def prepare_corpora(
     for source in sources:
         if source.is_token_file:
             found = _token_file_corpus(source, cache, spec, val_fraction, dtype, end_of_document)
+            if spec == BYTES and found.vocab_size > ByteTokenizer.vocab_size and any(one.is_text for one in sources):
+                raise ConfigurationError(
+                    f"source={source.path!r} holds token {found.vocab_size - 1}, and the tokens of the text beside it "
+                    "are bytes; set tokenizer to the tokenizer.json that made the tokens."
+                )
         elif source.is_text:
             folder = _tokenized(source, cache, content, end_of_document)
             found = _folder_corpus(source, folder, folder.header.digest, val_fraction, end_of_document)

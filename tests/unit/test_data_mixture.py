@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,6 +161,18 @@ def test_another_mixture_than_that_of_a_position_is_refused(
     other.step_sampler.accepts_other_data = True
     other.load_state_dict(state)
     assert other.step_sampler.consumed == 8
+
+
+def test_tokens_beside_text_of_bytes_are_refused(tmp_path: Path) -> None:
+    """Without a tokenizer.json nothing says what the tokens mean."""
+    np.save(tmp_path / "t.npy", np.arange(300) + 5)
+    (tmp_path / "a.txt").write_text("text " * 99)
+    paths = [str(tmp_path / "a.txt"), str(tmp_path / "t.npy")]
+    data = TextData(source=paths, context_length=8, cache_dir=tmp_path / "cache")
+    with pytest.raises(ConfigurationError, match=r"t.npy' holds token 304, and the tokens of .* are bytes; set"):
+        data.prepare_data()
+    np.save(tmp_path / "t.npy", np.arange(300) % 256)
+    data.prepare_data()
 
 
 def test_a_source_that_gets_no_sample_is_refused(sources: list[dict[str, Any]], tmp_path: Path) -> None:
