@@ -7,12 +7,10 @@ one sentence that names what helps; `check_memory=false` starts it anyway.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +21,9 @@ from moe_lightning.cli.capacity import MOMENTS, RANK_BYTES, free_bytes
 from moe_lightning.cli.composition import build_object, located
 from moe_lightning.cli.footprint import PRECISIONS, TrainingShape, count_footprint
 from moe_lightning.config import TARGET
+from moe_lightning.data.corpus import tokenizer_of
+from moe_lightning.data.text import sources_of
+from moe_lightning.data.tokenizer import BYTES, check_tokenizer, is_trained, load_tokenizer
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
 from moe_lightning.moe.experts import deferred_experts
@@ -36,7 +37,6 @@ _SNAPSHOT_BUFFERS = 3  # being taken, being written, kept for a recovery
 _CERTAIN = 4.0
 """Free memory over the closed form from which on nothing is counted: counting takes a second."""
 _MIXED_STATE_BYTES = 14
-_BYTES_VOCABULARY = 256
 _MOST_CURES = 3
 _CHANGES = ("optimizer=", "model.adapter", "data.global_batch_size=")
 """Beginnings of settings that change what is trained."""
@@ -287,12 +287,10 @@ class _Logits(nn.Module):
 
 def _vocab_size(data: Mapping[str, Any]) -> int:
     """Tokens of the data, or fewer where only reading them would tell."""
-    tokenizer = str(data.get("tokenizer") or "bytes")
-    if tokenizer.startswith("bpe:") and tokenizer[4:].isdigit():
-        return max(_BYTES_VOCABULARY, int(tokenizer[4:]))
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return max(_BYTES_VOCABULARY, len(json.loads(Path(tokenizer).expanduser().read_text())["model"]["vocab"]))
-    return _BYTES_VOCABULARY
+    sources = sources_of(data["source"], "text") if data.get("source") else ()
+    tokenizer = tokenizer_of(sources, data.get("tokenizer")) or BYTES
+    check_tokenizer(tokenizer)
+    return int(tokenizer.removeprefix("bpe:")) if is_trained(tokenizer) else load_tokenizer(tokenizer).vocab_size
 
 
 # ---------------------------------------------------------------- the check

@@ -15,6 +15,8 @@ from moe_lightning.cli import capacity, planning
 from moe_lightning.cli.composition import config_folder
 from moe_lightning.cli.footprint import TrainingShape, count_footprint
 from moe_lightning.cli.planning import PlannedRun, best_cures, check_memory, memory_refusal, planned_run
+from moe_lightning.data.documents import source_files
+from moe_lightning.data.token_folder import Recipe, write_token_folder
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
 from moe_lightning.moe.experts import deferred_experts
@@ -22,6 +24,7 @@ from moe_lightning.simulate.memory import rank_memory
 from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.workload import Footprint, StateBytes
 from tests.unit.simulated import small_workload
+from tests.unit.test_generate import write_tokenizer
 
 STYLES: dict[str, dict[str, Any]] = {
     "llama": {"activation": "swiglu", "norm": "rmsnorm", "position": "rope", "qk_norm": True, "bias": False},
@@ -161,6 +164,16 @@ def test_settings_reach_the_planner() -> None:
     assert _run("data.tokenizer=bpe:4096").training.vocab_size == 4096
     assert planned_run(_config("model.num_experts=0"), 2, 2) is None
     assert planned_run(_config("recipes=swinv2_moe"), 2, 2) is None
+
+
+def test_logits_are_counted_for_the_tokenizer_of_the_data(tmp_path: Path) -> None:
+    """A folder of tokens names its own."""
+    folder = write_tokenizer(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("text")
+    recipe = Recipe(tokenizer=(folder / "tokenizer.json").read_text(), text_field="", end_of_document=None)
+    write_token_folder(tmp_path / "tokens", source_files([str(tmp_path / "a.txt")]), recipe)
+    for setting in (f"data.source={tmp_path}/tokens", f"data.tokenizer={folder}/tokenizer.json"):
+        assert _run(setting).training.vocab_size == 257, setting
 
 
 def test_more_of_anything_needs_more() -> None:
