@@ -24,6 +24,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
+GENERATION = "generation_config.json"
 
 COMPANIONS = (
     TOKENIZER,
@@ -38,7 +39,7 @@ COMPANIONS = (
     "sentencepiece.bpe.model",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
+    GENERATION,
     "preprocessor_config.json",
     "processor_config.json",
 )

@@ -105,13 +105,13 @@ def export_to_huggingface(
             dense, shapes = merged_dense(dense, adapter), [_experts(module, b).shapes for b in export.blocks]
             stacks = (merged_experts(s, shape, adapter) for s, shape in zip(stacks, shapes, strict=True))
         export.write(path, dense, stacks, run=_run(trainer))
-        names = {"tokenizer": "trained_tokenizer", "chat_template": "chat_template"}
-        own = {key: getattr(data, name, None) for key, name in names.items()}
-        copy_companions(local_folder(module.config.pretrained), path, **own)
     else:
         for _ in stacks:  # gives rank 0 what it asks for
             continue
     if trainer.is_global_zero:
+        names = {"tokenizer": "trained_tokenizer", "chat_template": "chat_template", "end_of_answer": "end_of_answer"}
+        own = {key: getattr(data, name, None) for key, name in names.items()}
+        copy_companions(local_folder(module.config.pretrained), path, export.config, **own)
         facts = TrainingFacts(
             steps=trainer.global_step,
             source=str(getattr(data, "source", "")),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save
@@ -38,6 +38,8 @@ from moe_lightning.checkpoint.storage.interface import Place, exists
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import save_safetensors
 from moe_lightning.state.pieces import OBJECT, is_moment, is_replayed
+
+T = TypeVar("T")
 
 _MOST_LOOKS = 10
 
@@ -364,18 +366,23 @@ def checkpoint_values(path: Place) -> dict[str, Any]:
 
 def trained_tokenizer(values: Any) -> str | None:
     """The tokenizer.json that the run of a checkpoint has trained, from `checkpoint_values`; None where it has not."""
-    return _recorded_by_data(values, "trained_tokenizer")
+    return _recorded_by_data(values, "trained_tokenizer", str)
 
 
 def chat_template(values: Any) -> str | None:
     """The chat template that no file of a run's tokenizer has, from `checkpoint_values`; None where one has it."""
-    return _recorded_by_data(values, "chat_template")
+    return _recorded_by_data(values, "chat_template", str)
 
 
-def _recorded_by_data(values: Any, name: str) -> str | None:
+def end_of_answer(values: Any) -> int | None:
+    """The token that ended the answers which a run was trained on, from `checkpoint_values`; None without one."""
+    return _recorded_by_data(values, "end_of_answer", int)
+
+
+def _recorded_by_data(values: Any, name: str, kind: type[T]) -> T | None:
     states = (value for value in values.values() if isinstance(value, Mapping)) if isinstance(values, Mapping) else ()
     found = next((state[name] for state in states if name in state), None)
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, kind) else None
 
 
 def checkpoint_files(path: Place) -> list[Path]:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.inspect import chat_template, trained_tokenizer
+from moe_lightning.checkpoint.inspect import chat_template, end_of_answer, trained_tokenizer
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.plot import metrics_files, read_metrics
 from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.saved_model import SavedModel, open_saved
 from moe_lightning.config import build_config
+from moe_lightning.data.text import shown_sources, sources_of
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.hub import local_folder
 from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
@@ -61,7 +62,7 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
         written = write_adapter(target, export, adapted.config, config.pretrained, dense, stacks)
     else:
         written = export.write(target, *trained.weights())
-        trained.copy_companions(target)
+    trained.copy_companions(target)
     write_card(target, config, trained.optimizer, facts, is_adapter=adapter_alone)
     return written
 
@@ -126,8 +127,14 @@ class _Trained:
         from moe_lightning.models.huggingface.export import copy_companions
 
         values = self.source.values
-        own = {"tokenizer": trained_tokenizer(values), "chat_template": chat_template(values)}
-        copy_companions(local_folder(self.config.pretrained), target, **own)
+        copy_companions(
+            local_folder(self.config.pretrained),
+            target,
+            self.export.config,
+            tokenizer=trained_tokenizer(values),
+            chat_template=chat_template(values),
+            end_of_answer=end_of_answer(values),
+        )
 
     def adapted(self, *, alone: bool) -> _Adapted:
         """Return the model with its adapters."""
@@ -163,7 +170,7 @@ def _facts(source: SavedModel) -> TrainingFacts:
     before = {name: [value for step, value in values.items() if step <= steps] for name, values in logged.items()}
     return TrainingFacts(
         steps=steps,
-        source=str(data.get("source") or data.get("path") or ""),
+        source=shown_sources(sources_of(data["source"], "text")) if data.get("source") else str(data.get("path") or ""),
         global_batch_size=batch_size if isinstance(batch_size, int) else None,
         metrics={name: values[-1] for name, values in before.items() if values},
     )

@@ -24,13 +24,21 @@ from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.saved_model import network_of, open_saved
 from moe_lightning.config import TARGET
 from moe_lightning.data.corpus import DataSource, tokenizer_of
+from moe_lightning.data.documents import STDLIB
 from moe_lightning.data.instructions import ChatFormat, chat_format, hugging_face_tokenizer, templated_turns
 from moe_lightning.data.text import sources_of
 from moe_lightning.data.token_folder import is_token_folder, open_token_folder
-from moe_lightning.data.tokenizer import TOKENIZER_FILE, Tokenizer, is_trained, load_tokenizer, tokenizer_from
+from moe_lightning.data.tokenizer import (
+    TOKENIZER_FILE,
+    ByteTokenizer,
+    Tokenizer,
+    is_trained,
+    load_tokenizer,
+    tokenizer_from,
+)
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text
-from moe_lightning.hub import local_folder, tokenizer_file
+from moe_lightning.hub import GENERATION, local_folder, tokenizer_file
 from moe_lightning.models.generation import Sampling, generate
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.huggingface.loading import transformers
@@ -226,7 +234,7 @@ def _of_checkpoint(
     config = saved.values["hyper_parameters"]["config"]
     spec, trained = given, trained_tokenizer(saved.values)
     if spec is None and trained is None:
-        spec = _spec_of(data, str(config.get("pretrained", "")), str(saved.path))
+        spec = _spec_of(data, config, str(saved.path))
     tokenizer = tokenizer_from(trained) if spec is None else _named(spec)
     if isinstance(network, GPT):
         positions = network.config.context_length
@@ -255,15 +263,29 @@ def _named(spec: str) -> Tokenizer:
     return load_tokenizer(spec)
 
 
-def _spec_of(data: Mapping[str, Any], pretrained: str, name: str) -> str:
-    """Return the tokenizer that a run has named, or that its base model has.
+def _spec_of(data: Mapping[str, Any], config: Mapping[str, Any], name: str) -> str:
+    """Return the tokenizer that a run has named, or that its tokens or its base model have.
+
+    Args:
+        data, config: of the run, and of its model.
+        name: for messages.
 
     Raises:
         ConfigurationError: there is none.
     """
-    spec, own = data.get("tokenizer"), local_folder(pretrained) / TOKENIZER_FILE
+    pretrained, spec = str(config.get("pretrained", "")), data.get("tokenizer")
+    own = local_folder(pretrained) / TOKENIZER_FILE
     if "source" in data:
-        spec = tokenizer_of(_sources(data), spec)
+        sources = _sources(data)
+        gone = next(
+            (one.path for one in sources if one.path != STDLIB and not Path(one.path).expanduser().exists()), None
+        )
+        if spec is None and gone is not None and config.get("vocab_size", 0) > ByteTokenizer.vocab_size:
+            raise ConfigurationError(
+                f"the tokenizer of {name} is that of its tokens, and data.source={gone} is not there: start from the "
+                "folder where it was trained, or give --tokenizer with the path of the tokenizer.json"
+            )
+        spec = tokenizer_of(sources, spec)
     if isinstance(spec, str) and not is_trained(spec):
         return spec
     if pretrained and own.is_file():
@@ -294,11 +316,15 @@ _TOKENIZERS = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt", "sp
 def _of_folder(folder: Path, given: str | None) -> LanguageModel:
     home = folder if (folder / _CONFIG).is_file() else _base_of(folder)
     network = _pretrained(home)
+    if home != folder:
+        _take_generation_defaults(network, folder)
     positions, ends = _positions(network), _ends(network)
     if home != folder:
         network = _with_adapter(network, folder)
     if given is None:
-        if not any((home / name).is_file() for name in _TOKENIZERS):  # transformers would make an empty one
+        if any((folder / name).is_file() for name in _TOKENIZERS):
+            home = folder  # an adapter may have been trained with another template than its base
+        elif not any((home / name).is_file() for name in _TOKENIZERS):  # transformers would make an empty one
             raise ConfigurationError(
                 f"{home} holds no tokenizer: give --tokenizer bytes, or --tokenizer with the path of a tokenizer.json"
             )
@@ -386,5 +412,11 @@ def _ends(network: Any) -> frozenset[int]:
 
 def _take_generation_defaults(network: Any, folder: Path) -> None:
     """Give a model built here what its original folder says of generation, as an export has it."""
-    if (folder / "generation_config.json").is_file():
+    if not (folder / GENERATION).is_file():
+        return
+    try:
         network.generation_config = transformers().GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"{folder / GENERATION} cannot be read ({str(error).splitlines()[0]}): get it again, or remove it"
+        ) from error

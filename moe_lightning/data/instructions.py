@@ -338,14 +338,19 @@ def chat_format(tokenizer: str, end_token: str | None) -> ChatFormat:
         end_token: text that ends an answer of marked turns; None: the end token that the tokenizer's folder names.
 
     Raises:
-        ConfigurationError: no end token is known, the folder has a template and transformers is missing, or its
-            tokenizer cannot be read.
+        ConfigurationError: no end token is known, or one is given beside a template; the folder has a template and
+            transformers is missing, or its tokenizer cannot be read.
     """
     if tokenizer == "bytes":
         return MarkedTurns(end_token or _BYTES_END)
     folder = tokenizer_file(tokenizer).parent
     templated = templated_turns(folder)
     if templated is not None:
+        if end_token is not None:
+            raise ConfigurationError(
+                f"end_token={end_token!r} is for a tokenizer without a chat template, and the template in {folder} "
+                "ends answers itself: leave end_token out"
+            )
         return templated
     named = _settings(folder).get("eos_token")
     end = end_token or (named.get("content") if isinstance(named, dict) else named)
@@ -668,9 +673,16 @@ class InstructionData(StepDataModule):
         """The format as a chat template of transformers; None where it is that of the tokenizer."""
         return self.written.template if isinstance(self.written, MarkedTurns) else None
 
+    @cached_property
+    def end_of_answer(self) -> int | None:
+        """Token that ends an answer; None where several do, or none."""
+        ids = self.tokenizer.encode(self.written.end)[0].tolist()
+        return ids[0] if len(ids) == 1 else None
+
     def state_dict(self) -> dict[str, Any]:
-        """Return what every checkpoint keeps: the chat template that no file has."""
-        return {} if self.chat_template is None else {"chat_template": self.chat_template}
+        """Return what every checkpoint keeps for an export: the chat template that no file has, and the end token."""
+        state = {"chat_template": self.chat_template, "end_of_answer": self.end_of_answer}
+        return {name: value for name, value in state.items() if value is not None}
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -223,8 +223,7 @@ class TextData(StepDataModule):
     @property
     def source(self) -> str:
         """The source of the text, as given, or the names of several."""
-        paths = [source.path for source in self.sources]
-        return paths[0] if len(paths) == 1 else ", ".join(Path(path).name for path in paths)
+        return shown_sources(self.sources)
 
     @property
     def tokenizer(self) -> str | None:
@@ -369,6 +368,12 @@ def sources_of(source: str | Sequence[str | DataSource], text_field: str) -> tup
         without = next(one.path for one in sources if one.weight is None)
         raise ConfigurationError(f"source={without!r} has no weight, but {weighted[0].path!r} has: give all or none")
     return tuple(sources)
+
+
+def shown_sources(sources: Sequence[DataSource]) -> str:
+    """Return the path of one source as given, or the names of several."""
+    paths = [source.path for source in sources]
+    return paths[0] if len(paths) == 1 else ", ".join(Path(path).name for path in paths)
 
 
 def source_names(paths: Sequence[str]) -> list[str]:

@@ -259,6 +259,12 @@ def test_folders_that_say_too_little(tmp_path: Path) -> None:
         chat_format(path, None)
 
 
+def test_a_template_ends_answers_itself(tmp_path: Path) -> None:
+    path = tokenizer_folder(tmp_path, "{{ messages }}")
+    with pytest.raises(ConfigurationError, match=r"^end_token='<x>' is for a tokenizer .*: leave end_token out$"):
+        chat_format(path, "<x>")
+
+
 def test_a_set_without_a_token_to_learn_is_refused(tmp_path: Path) -> None:
     lines = [{"prompt": "p" * 50, "response": "r"}] * 4
     (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -305,6 +306,18 @@ def test_a_folder_has_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFi
     out = run(capsys, tmp_path / "model", "abc", "--greedy", "--max-new-tokens", 9)
     expected = theirs.generate(**tokenizer("abc", return_tensors="pt"), max_new_tokens=9, do_sample=False)[0]
     assert out == tokenizer.decode(expected) + "\n"
+
+
+def test_a_run_whose_tokens_are_gone_does_not_speak_in_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would have named the tokenizer."""
+    folder = trained_run(tmp_path / "run", {"source": "gone/tokens", "tokenizer": None}, vocab_size=300)
+    assert main([str(folder), PROMPT]) == 2
+    assert re.search(r"and data.source=gone/tokens is not there: .* --tokenizer with", capsys.readouterr().err)
+    run(capsys, folder, PROMPT, "--tokenizer", "bytes")
+    bytes_ = trained_run(tmp_path / "bytes", {"source": "gone/text", "tokenizer": None}, vocab_size=256)
+    run(capsys, bytes_, PROMPT)
 
 
 def test_generation_ends_at_the_end_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

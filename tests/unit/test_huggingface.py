@@ -427,6 +427,40 @@ def test_the_format_of_conversations_is_exported_as_a_chat_template(tmp_path: Pa
         assert "moe-generate . --chat" in (tmp_path / folder / "README.md").read_text()
 
 
+def test_adapters_keep_the_format_and_the_end_of_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their base has no template, and its generation ends elsewhere."""
+    pytest.importorskip("peft")
+    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
+    from moe_lightning.cli import generate
+    from moe_lightning.cli.ckpt import main
+    from moe_lightning.data.instructions import InstructionData
+    from tests.unit.test_generate import Answers, says, write_tokenizer
+
+    make_checkpoint("olmoe", tmp_path / "theirs", vocab_size=300, max_position_embeddings=256, eos_token_id=7)
+    write_tokenizer(tmp_path / "theirs")
+    lines = [json.dumps({"prompt": f"{i}?", "response": "x"}) for i in range(9)]
+    (tmp_path / "talk.jsonl").write_text("\n".join(lines))
+    tokenizer = str(tmp_path / "theirs" / "tokenizer.json")
+    data = InstructionData(path=tmp_path / "talk.jsonl", tokenizer=tokenizer, context_length=64, global_batch_size=2)
+    module = load(tmp_path / "theirs", adapter={"kind": "lora", "rank": 2})
+    trainer = fit(module, 1, data, callbacks=[HuggingFaceExport(tmp_path / "ours", form="adapter")])
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "later"), "--adapter"]) == 0
+    assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "merged")]) == 0
+    for folder in ("ours", "later", "merged"):
+        answers = Answers(monkeypatch, "fine<e>lost")
+        says(monkeypatch, "how?")
+        capsys.readouterr()
+        assert generate.main([str(tmp_path / folder), "--chat"]) == 0, capsys.readouterr().err
+        assert capsys.readouterr().out == "fine\n"
+        assert answers.prompts == ["<|user|>\nhow?\n<|assistant|>\n"]
+        ends = transformers.GenerationConfig.from_pretrained(tmp_path / folder).eos_token_id
+        assert ends == [7, data.tokenizer.encode("<e>")[0][0]]
+        assert "moe-generate . --chat" in (tmp_path / folder / "README.md").read_text()
+
+
 # ---------------------------------------------------------------- model cards
 
 
@@ -486,6 +520,9 @@ def test_the_card_of_an_export_says_how_the_model_was_trained(tmp_path: Path) ->
     ]
     assert main(["export-hf", str(run), str(tmp_path / "later")]) == 0
     assert card(tmp_path / "later") == said
+    (run / "config.yaml").write_text(f"data: {{source: [{{path: '{book}'}}, web/b], global_batch_size: 2}}")
+    assert main(["export-hf", str(run), str(tmp_path / "mixture")]) == 0
+    assert "| data | a &#124; b.txt, b |" in card(tmp_path / "mixture")
     (run / "checkpoints" / "step-0000003.ckpt").rename(tmp_path / "copied.ckpt")
     assert main(["export-hf", str(tmp_path / "copied.ckpt"), str(tmp_path / "copied")]) == 0
     assert [line for line in card(tmp_path / "copied").splitlines() if line.startswith("| ") and line != "| | |"] == [

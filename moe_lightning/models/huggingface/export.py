@@ -23,8 +23,8 @@ import xxhash
 from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import save_safetensors
-from moe_lightning.hub import COMPANIONS, hub_name
+from moe_lightning.files import read_text, save_safetensors
+from moe_lightning.hub import COMPANIONS, GENERATION, hub_name
 from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.families import OUR_ROUTER, SELECTION_BIAS, Family
 from moe_lightning.models.huggingface.loading import dense_tensors, transformers
@@ -185,7 +185,13 @@ def check_target(path: Path, run: str | None) -> None:
 
 
 def copy_companions(
-    source: Path, target: Path, *, tokenizer: str | None = None, chat_template: str | None = None
+    source: Path,
+    target: Path,
+    config: Any,
+    *,
+    tokenizer: str | None = None,
+    chat_template: str | None = None,
+    end_of_answer: int | None = None,
 ) -> None:
     """Take tokenizer, templates and generation defaults over into an exported folder; links out of `source` are not
     followed, except into the store of files that a Hugging Face cache keeps beside its snapshots.
@@ -193,8 +199,10 @@ def copy_companions(
     Args:
         source: folder of the original.
         target: the exported folder.
+        config: of the exported model.
         tokenizer: content of the tokenizer.json that the run has trained in the place of the original's; None: none.
         chat_template: by which the run wrote its conversations in the place of the original's; None: none.
+        end_of_answer: token at which generation has to end, beside those of the original; None: none.
     """
     if chat_template is not None:
         (target / "chat_template.jinja").write_text(chat_template)
@@ -208,6 +216,18 @@ def copy_companions(
         file = (source / name).resolve()
         if file.is_file() and file.parent in allowed and not (target / name).exists():
             shutil.copyfile(file, target / name)
+    if end_of_answer is not None:
+        _end_generation(target / GENERATION, config, end_of_answer)
+
+
+def _end_generation(path: Path, config: Any, token: int) -> None:
+    """Add a token to those at which generation ends, in a folder's defaults or those of the model's configuration."""
+    made = transformers().GenerationConfig.from_model_config(config).to_json_string()
+    values = json.loads(read_text(path) if path.is_file() else made)
+    ends = values.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if token not in ends:
+        path.write_text(json.dumps(values | {"eos_token_id": [*ends, token]}, indent=2) + "\n")
 
 
 def _class_name(config: Any, auto_class: str) -> str:
