@@ -567,6 +567,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> _Grads:
+        _require_first_derivative()
         index_M, inverse_M = ctx.saved_tensors
         return (
             ctx.kernels.gather(grads[0].contiguous(), invert(index_M) if inverse_M is None else inverse_M, 1),
@@ -834,6 +835,7 @@ class _ExpertActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> _Grads:
+        _require_first_derivative()
         h_MH, gate_M = ctx.saved_tensors
         grad_h, grad_gate = ctx.kernels.activation_grad(grads[0].contiguous(), h_MH, ctx.kind, gate_M)
         if grad_gate is not None:
@@ -945,6 +947,7 @@ class _KeyedDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> _Grads:
+        _require_first_derivative()
         p, draw, kernels = ctx.drawn
         return kernels.dropout(grads[0].contiguous(), p, draw), None, None, None
 

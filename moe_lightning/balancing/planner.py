@@ -462,7 +462,8 @@ class BalancePlanner:
                 f"the balancer's state is of {loads.shape} (layers, experts), but the model has {expected}: "
                 "resume with the model that wrote the checkpoint"
             )
-        self._interval, self._wait = int(state["interval"]), 1
+        # 0 comes from a run that placed nothing
+        self._interval, self._wait = int(state["interval"]) or min(FIRST_REBALANCE, self.policy.rebalance_every), 1
         for layer, load, average in zip(self._layers, loads, state["averages"], strict=True):
             self._threads.result(self._threads.submit(layer.load_state, load, average))
 

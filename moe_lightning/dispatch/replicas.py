@@ -206,7 +206,7 @@ def _whole_copies_are_cheap(stacks: Sequence[ExpertStack], num_ranks: int) -> bo
     for stack in stacks:
         held_EN = (stack.placement.replicas > 0).astype(np.int64)
         others_E = held_EN.sum(axis=1, keepdims=True) - 1
-        for parameter in stack.parameters.values():
+        for parameter in filter(_is_trained, stack.parameters.values()):
             row_bytes = parameter.shape[1:].numel() * parameter.element_size()
             whole += (held_EN * others_E * row_bytes).sum(axis=0)
             pieces += (held_EN * (2 * others_E * row_bytes // (others_E + 1).clip(1))).sum(axis=0)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moe_lightning.compat import private_torch
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, Probability, build_config, option, validated
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.kernels.interface import GATED
 from moe_lightning.moe.experts import Activation, Experts, FeedForward
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.randomness import SampleStream, StreamDropout, attach_stream
@@ -44,7 +45,7 @@ class GPTConfig:
         router: how tokens choose experts.
         norm: "layernorm" (GPT-2) or "rmsnorm" (LLaMA).
         position: "learned" embeddings (GPT-2) or "rope" (LLaMA).
-        activation: "gelu" (GPT-2) or "swiglu" (LLaMA).
+        activation: "gelu" or its approximation "gelu_tanh" (GPT-2), "swiglu" (LLaMA) or "swiglu_clamped" (GPT-OSS).
         bias: biases in linear layers, experts and layer norms.
         qk_norm: normalise queries and keys of each head (OLMoE, Qwen3).
         tie_embeddings: use the token embedding as the output matrix.
@@ -184,7 +185,7 @@ class GPT(nn.Module):
         config = self.config
         heads = (config.num_heads, config.kv_heads, config.kv_heads)
         qkv = Columns(tuple(n * config.head_size for n in heads), unit=config.head_size, of="heads")
-        halves = (config.hidden_size,) * 2 if config.activation == "swiglu" else None
+        halves = (config.hidden_size,) * 2 if config.activation in GATED else None
         plan: dict[str, Style] = {
             "token_embedding": Embedding(),
             "dropout": Parted(),
@@ -385,7 +386,7 @@ def _multiplied_by_every_token(model: nn.Module) -> int:
 def least_gpt_parameters(config: GPTConfig) -> int:
     """Elements of a GPT's matrices, each expert once, without building it: all its parameters but biases and norms."""
     c, width = config, config.d_model
-    matrices = 3 if c.activation == "swiglu" else 2
+    matrices = 3 if c.activation in GATED else 2
     embeddings = c.vocab_size * (1 if c.tie_embeddings else 2) + c.context_length * (c.position == "learned")
     attention = 2 * width + 2 * c.kv_heads * c.head_size
     moe = c.num_experts + matrices * c.expert_size * (c.num_experts + c.num_shared_experts)
@@ -395,5 +396,5 @@ def least_gpt_parameters(config: GPTConfig) -> int:
 
 def least_slot_parameters(config: GPTConfig, slots: int) -> int:
     """Elements of the matrices in a rank's slots for experts, in all MoE layers."""
-    matrices = 3 if config.activation == "swiglu" else 2
+    matrices = 3 if config.activation in GATED else 2
     return config.num_moe_layers * slots * matrices * config.d_model * config.expert_size

@@ -545,17 +545,18 @@ class _AddSlotBias(torch.autograd.Function):
         (counts_S,) = ctx.saved_tensors
         grad = grads[0].contiguous()
         # unsafe: the check of the lengths itself fails where a rank has no slot.
-        sums = torch.segment_reduce(grad.float(), "sum", lengths=counts_S, axis=0, unsafe=True)
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        sums = torch.segment_reduce(wide, "sum", lengths=counts_S, axis=0, unsafe=True)
         return grad, sums.to(grad.dtype), None
 
 
 class FeedForward(nn.Module):
-    """[..., D] -> [..., D] through a hidden layer: GELU (up, down) or SwiGLU (gate and up in one matrix, down).
+    """[..., D] -> [..., D] through a hidden layer: up, activation, down; gate and up are one matrix.
 
     Args:
         d_model: width D.
         d_hidden: hidden width.
-        activation: "gelu" or "swiglu".
+        activation: "gelu" or "gelu_tanh" (up, down), "swiglu" or "swiglu_clamped" (gate, up, down).
         bias: add biases.
         init_std: standard deviation of the weights; `down_init_std` of the output matrix (default: the same).
     """
@@ -572,7 +573,7 @@ class FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.up = nn.Linear(d_model, 2 * d_hidden if activation == "swiglu" else d_hidden, bias=bias)
+        self.up = nn.Linear(d_model, 2 * d_hidden if activation in GATED else d_hidden, bias=bias)
         self.down = nn.Linear(d_hidden, d_model, bias=bias)
         for linear, std in ((self.up, init_std), (self.down, init_std if down_init_std is None else down_init_std)):
             nn.init.normal_(linear.weight, std=std)
@@ -581,7 +582,11 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
-        if self.activation == "gelu":
-            return self.down(F.gelu(hidden))  # type: ignore[no-any-return]
-        gate, up = hidden.chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+        if self.activation == "swiglu":
+            gate, up = hidden.chunk(2, dim=-1)
+            active = F.silu(gate) * up
+        elif self.activation == "swiglu_clamped":
+            active = ops.expert_activation(hidden.flatten(0, -2), self.activation).unflatten(0, hidden.shape[:-1])
+        else:
+            active = F.gelu(hidden, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return self.down(active)  # type: ignore[no-any-return]

@@ -390,6 +390,8 @@ class MoELayer(nn.Module):
         if is_again:  # by activation checkpointing, which needs the same operations; what they give is known
             return
         is_trained = self.training and torch.is_grad_enabled()
+        # Where no micro-batch is counted, a sum is closed by the backward pass through it, or by an update.
+        is_open = self.router.stream.micro_batch is not None or (loss is not None and loss.requires_grad)
         is_further = self._open_at == now
         before, counts = self.statistics, LayerStatistics(tokens_NE=tokens_NE, computed_NE=computed_NE)
         if is_trained and is_further and loss is not None and self.auxiliary_loss is not None:
@@ -407,16 +409,18 @@ class MoELayer(nn.Module):
                 warn_of_unused_loss(_MOST_UNUSED_LOSSES)
         if is_trained or not is_further:
             self.statistics, self.auxiliary_loss = counts, loss
-            self._open_at = now if is_trained else None
+            self._open_at = now if is_trained and is_open else None
             if loss is not None and loss.requires_grad:
                 loss.register_hook(self._close)  # type: ignore[no-untyped-call]
 
     def _micro_batch(self) -> object:
-        """Return a value of this micro-batch alone: its number, or the version of the weights where none is counted."""
+        """Return a value of this micro-batch alone: its number, or the version of what is trained where none is
+        counted.
+        """
         number = self.router.stream.micro_batch
         if number is not None:
             return number
-        return (private_torch.version_of(next(self.parameters())),)
+        return tuple(private_torch.version_of(p) for p in self.parameters() if p.requires_grad)
 
     def _close(self, _: Tensor) -> None:
         """A backward pass has gone through the loss: the next forward pass begins another sum."""

@@ -223,7 +223,8 @@ def mean_over_targets(logits: Tensor, targets: Tensor, ranks: TensorRanks | None
         targets: [...].
         ranks: those among which the V logits are dealt out; None: this rank has all.
     """
-    logits_TV, targets_T = logits.flatten(0, -2).float(), targets.flatten()
+    logits_TV, targets_T = logits.flatten(0, -2), targets.flatten()
+    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     if ranks is None:
         total = F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=IGNORED_TARGET)
     else:

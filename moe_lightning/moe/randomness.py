@@ -109,7 +109,7 @@ class SampleStream:
         return self._draw(torch_kernels.mixed(key), num_rows)
 
     def _draw(self, key: int, num_rows: int) -> ops.Draw:
-        here = num_rows // self.num_samples if self.num_samples else 1
+        here = max(1, num_rows // self.num_samples) if self.num_samples else 1  # fewer rows: of a part of the samples
         return ops.Draw(key=key, first=self.first_sample, here=here, parts=self.parts, part=self.part)
 
     def uniform(self, tag: int, num_rows: int, num_columns: int, device: torch.device) -> Tensor:

@@ -222,8 +222,10 @@ class ContextParallel:
             sight = replace(sight, first=self.first(q.shape[2]))
             k, v = sharers.gather([k, v], 2)
         self.is_attending = True
-        mixed = _attend(q, k, v, sight, scale)
-        self.is_attending = False
+        try:
+            mixed = _attend(q, k, v, sight, scale)
+        finally:
+            self.is_attending = False
         return sharers.swap([mixed], 2, 1)[0] if swaps else mixed
 
 

@@ -10,6 +10,7 @@ vocabulary. Sources: Megatron-LM, and Korthikanti et al. 2022 for the positions.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -296,9 +297,10 @@ class NormOfParts:
         return {"weight": Shares(dim=0, sections=(len(module.weight),), unit=self.unit, of=self.of)}
 
     def __call__(self, module: Any, own: Callable[..., Any], ranks: TensorRanks, x: Tensor) -> Any:
-        squares = ranks.sum(x.float().square().sum(dim=-1, keepdim=True))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = ranks.sum(wide.square().sum(dim=-1, keepdim=True))
         scale = (squares / (x.shape[-1] * ranks.size) + self.eps).rsqrt()
-        return module.weight * (x.float() * scale).to(x.dtype)
+        return module.weight * (wide * scale).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -389,13 +391,17 @@ def _call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """`own` with one of its arguments changed, where that is given and not None."""
-    if isinstance(argument, str):
-        value = kwargs.get(argument)
-        return own(*args, **(kwargs if value is None else {**kwargs, argument: change(value)}))
-    if argument >= len(args) or args[argument] is None:
-        return own(*args, **kwargs)
-    return own(*args[:argument], change(args[argument]), *args[argument + 1 :], **kwargs)
+    """`own` with one of its arguments changed, by place or by name, where that is given and not None."""
+    names = list(inspect.signature(own).parameters)
+    place = names.index(argument) if isinstance(argument, str) and argument in names else argument
+    if isinstance(place, int) and place < len(args):
+        return own(*args[:place], _changed(args[place], change), *args[place + 1 :], **kwargs)
+    name = names[place] if isinstance(place, int) and place < len(names) else argument
+    return own(*args, **{key: _changed(value, change) if key == name else value for key, value in kwargs.items()})
+
+
+def _changed(value: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor | None:
+    return None if value is None else change(value)
 
 
 def planned_styles(module: nn.Module, size: int) -> Iterator[tuple[str, Style]]:

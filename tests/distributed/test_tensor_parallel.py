@@ -88,13 +88,13 @@ class Planned(pl.LightningModule):
             "inside": Gathered(),
             "inside.0": Columns(),
             "inside.2": Rows(),
-            "cutter": Parted(),
+            "cutter": Parted("input"),
             "whole": Gathered(),
         }
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         h = self.cutter(self.embed(batch[0]))
-        h = h + self.inside(h)
+        h = h + self.inside(input=h)
         loss = F.cross_entropy(self.out(self.whole(h + self.moe(h))).flatten(0, 1), batch[1].flatten())
         self.log("train/loss", loss, sync_dist=True)
         return stepped(self, loss + auxiliary_loss(self), clip=0.5)

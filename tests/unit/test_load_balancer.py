@@ -218,6 +218,18 @@ def test_a_restart_plans_at_once_from_what_was_known() -> None:
     assert len(placements[0].holders(2)) > 1
 
 
+def test_a_restart_may_begin_to_place_experts() -> None:
+    planner = make(rebalance_every=0)
+    observe(planner, skewed(2))
+    restarted = make(rebalance_every=200)
+    restarted.load_state_dict(planner.state_dict())
+    due = []
+    for _ in range(30):
+        observe(restarted, skewed(2))
+        due.append(restarted.due_placements() is not None)
+    assert 1 <= sum(due) <= 3
+
+
 def test_a_restart_on_other_ranks_takes_the_loads_only() -> None:
     planner = make()
     observe(planner, skewed(3))

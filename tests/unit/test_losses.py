@@ -7,9 +7,11 @@ import math
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from moe_lightning.moe.adapters import add_adapters
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import (
     _warn_of_lost_gradient,
@@ -122,6 +124,30 @@ def test_a_loss_that_nobody_adds_is_told_once(uses: bool, caplog: pytest.LogCapt
         optimizer.step()
     told = [text for text in caplog.messages if "was in no loss of 20 steps" in text]
     assert len(told) == (not uses)
+
+
+@pytest.mark.parametrize("trained", ["lora_a", "head"])
+def test_steps_of_a_layer_with_frozen_experts_are_told_apart(trained: str) -> None:
+    layer, head = MoELayer(8, 8, 4), torch.nn.Linear(8, 1)
+    if trained == "lora_a":
+        add_adapters(layer, {"rank": 2})
+    else:
+        layer.requires_grad_(False)
+    parameters = [p for module in (layer, head) for p in module.parameters() if p.requires_grad]
+    optimizer, x = torch.optim.SGD(parameters, lr=0.0), torch.randn(6, 8)
+    losses = []
+    for _ in range(3):
+        loss = head(layer(x)).square().mean() + auxiliary_loss(layer)
+        losses.append(float(auxiliary_loss(layer)))
+        loss.backward()
+        optimizer.step()
+    assert losses == losses[:1] * 3
+
+
+def test_the_loss_of_float64_logits_is_float64() -> None:
+    logits, targets = torch.randn(3, 5, 7, dtype=torch.float64), torch.randint(7, (3, 5))
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(mean_over_targets(logits, targets), expected, rtol=1e-14, atol=0)
 
 
 def test_evaluation_has_no_auxiliary_loss() -> None:

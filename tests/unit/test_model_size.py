@@ -139,7 +139,9 @@ def test_the_table_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     first=st.integers(0, 2),
     experts=st.integers(0, 4),
     shared=st.integers(0, 2),
-    style=st.sampled_from([("gelu", "learned", True, True), ("swiglu", "rope", False, False)]),
+    style=st.sampled_from(
+        [("gelu", "learned", True, True), ("swiglu", "rope", False, False), ("swiglu_clamped", "rope", True, False)]
+    ),
     kv_heads=st.sampled_from([1, 2, 4]),
 )
 def test_the_estimate_is_below_the_model_and_near_it(

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.kernels import reference
+from moe_lightning.kernels.interface import ACTIVATIONS
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.moe.randomness import StreamDropout
 
@@ -29,10 +30,7 @@ def expert_by_hand(layer: MoELayer, e: int, x_D: Tensor) -> Tensor:
     hidden = x_D @ experts.w_up[e]
     if experts.b_up is not None:
         hidden = hidden + experts.b_up[e]
-    if experts.activation == "swiglu":
-        hidden = F.silu(hidden[: len(hidden) // 2]) * hidden[len(hidden) // 2 :]
-    else:
-        hidden = F.gelu(hidden)
+    hidden = reference.expert_activation(hidden[None], experts.activation, None)[0]
     out = hidden @ experts.w_down[e]
     return out if experts.b_down is None else out + experts.b_down[e]
 
@@ -47,7 +45,9 @@ def by_hand(layer: MoELayer, x: Tensor) -> Tensor:
         for e, weight in zip(routing.expert_ids_TK[t].tolist(), routing.weights_TK[t], strict=True):
             if e >= 0:
                 row = row + weight * expert_by_hand(layer, e, x_D)
-        rows.append(row if layer.shared_expert is None else row + layer.shared_expert(x_D))
+        if (shared := layer.shared_expert) is not None:
+            row = row + shared.down(reference.expert_activation(shared.up(x_D)[None], shared.activation, None)[0])
+        rows.append(row)
     return torch.stack(rows).view_as(x) if rows else x.clone()
 
 
@@ -75,7 +75,7 @@ def test_layer_equals_the_loop(data: st.DataObject) -> None:
         seed=data.draw(st.integers(0, 99)),
         num_experts=num_experts,
         router=router,
-        activation=data.draw(st.sampled_from(["gelu", "swiglu"])),
+        activation=data.draw(st.sampled_from(ACTIVATIONS)),
         bias=data.draw(st.booleans()),
         num_shared_experts=data.draw(st.integers(0, 2)),
     )
@@ -99,9 +99,10 @@ def test_experts_without_tokens_get_zero_gradients() -> None:
         assert bool(gradient.any()) is (expert == chosen)
 
 
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 3, "top_groups": 2}])
 @pytest.mark.parametrize("shape", [(0, D_MODEL), (3, 0, D_MODEL)])
-def test_no_token_at_all(shape: tuple[int, ...]) -> None:
-    layer = make(router={"z_loss_coef": 0.1})
+def test_no_token_at_all(shape: tuple[int, ...], groups: dict[str, int]) -> None:
+    layer = make(num_experts=6, router={"z_loss_coef": 0.1, **groups})
     x = torch.randn(*shape, requires_grad=True)
     out = layer(x)
     assert out.shape == shape
@@ -260,6 +261,18 @@ def test_float64_stays_float64(router: dict[str, Any]) -> None:
     assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *weights.values()), eps=1e-6, atol=1e-7)
     layer.train()
     assert layer(x).dtype == torch.float64
+
+
+def test_bias_gradients_of_float64_are_summed_in_it() -> None:
+    layer = make(bias=True, router={"top_k": 1}).double()
+    x = torch.randn(64, D_MODEL, dtype=torch.float64)
+    upstream = torch.randn_like(x)
+    layer(x).backward(upstream)
+    routing = layer.router(x)
+    for expert in range(5):
+        chosen = routing.expert_ids_TK[:, 0] == expert
+        expected = (routing.weights_TK * upstream)[chosen].sum(dim=0)
+        torch.testing.assert_close(layer.experts.b_down.grad[expert], expected, rtol=0, atol=1e-12)  # type: ignore[index]
 
 
 def test_rows_of_another_width_are_refused() -> None:

@@ -82,6 +82,12 @@ def test_parts_of_samples_see_the_numbers_of_the_whole(samples: int, parts: int,
         assert torch.equal(draw(stream, samples * rows).view(samples, rows, -1), whole[:, part])
 
 
+def test_rows_of_a_part_of_the_samples_are_drawn_too() -> None:
+    stream = at(first=0, samples=4)
+    stream.part, stream.parts = 1, 2
+    assert draw(stream, 3).shape[0] == 3
+
+
 def test_a_stream_that_nobody_drives_still_changes() -> None:
     stream = SampleStream()
     assert not torch.equal(draw(stream, 8), draw(stream, 8))

@@ -153,3 +153,16 @@ ORDER = torch.tensor([0, 1])
 def test_wrong_input_is_one_sentence(call, message):
     with pytest.raises(ConfigurationError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: ops.expert_activation(x, "swiglu"),
+        lambda x: ops.gather_rows(x, torch.tensor([1, 0], device=DEVICE)),
+    ],
+)
+def test_no_operation_has_a_second_derivative(operation):
+    x = randn(2, 6).requires_grad_()
+    with pytest.raises(ConfigurationError, match="kernels have no second derivatives"):
+        torch.autograd.grad(operation(x).square().sum(), x, create_graph=True)
