@@ -97,7 +97,7 @@ def _operations(shape: Shape, dtype: torch.dtype) -> list[tuple[str, Call, Call,
 
     top_k = shape.top_k
     scores_TE = randn(shape.tokens, shape.experts)
-    _, ids_TK = ops.top_k_routing(scores_TE.detach(), top_k)
+    ids_TK = ops.top_k_experts(scores_TE, top_k)
     sort = ops.sort_by_expert(ids_TK, shape.experts)
     order_M, inverse_TK, counts_E = sort.order_M, sort.inverse_TK, sort.tokens_per_expert_E
     num_rows = len(order_M)
@@ -112,8 +112,8 @@ def _operations(shape: Shape, dtype: torch.dtype) -> list[tuple[str, Call, Call,
 
     return [
         (
-            "top_k_routing",
-            lambda: ops.top_k_routing(scores_TE, top_k)[0],
+            "top_k",
+            lambda: scores_TE.gather(1, ops.top_k_experts(scores_TE, top_k)),
             lambda: scores_TE.topk(top_k, dim=1).values,
             (scores_TE,),
         ),
@@ -152,7 +152,9 @@ def mlp_table(shape: Shape, dtype: torch.dtype, rounds: int) -> str:
     built, absent = contenders(shape, torch.device("cpu"), dtype)
     generator = torch.Generator().manual_seed(1)
     x_TD = torch.randn(shape.tokens, shape.d_model, generator=generator).to(dtype).requires_grad_()
-    weights_TK, ids_TK = ops.top_k_routing(torch.rand(shape.tokens, shape.experts, generator=generator), shape.top_k)
+    scores_TE = torch.rand(shape.tokens, shape.experts, generator=generator)
+    ids_TK = ops.top_k_experts(scores_TE, shape.top_k)
+    weights_TK = scores_TE.gather(1, ids_TK)
     inputs = (x_TD, ids_TK, weights_TK.to(dtype))
     passes = (_forward, _backward)
     times = [interleaved_medians({name: make(c, inputs) for name, c in built.items()}, rounds) for make in passes]

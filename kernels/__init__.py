@@ -15,7 +15,6 @@ from moe_lightning.kernels.operations import BACKENDS as BACKENDS
 from moe_lightning.kernels.operations import BackendName as BackendName
 from moe_lightning.kernels.operations import backend as backend
 from moe_lightning.kernels.operations import balance as balance
-from moe_lightning.kernels.operations import chunk_order as chunk_order
 from moe_lightning.kernels.operations import count_by_expert as count_by_expert
 from moe_lightning.kernels.operations import expert_activation as expert_activation
 from moe_lightning.kernels.operations import expert_mlp as expert_mlp
@@ -24,7 +23,6 @@ from moe_lightning.kernels.operations import fuses_experts as fuses_experts
 from moe_lightning.kernels.operations import fuses_router as fuses_router
 from moe_lightning.kernels.operations import gather_rows as gather_rows
 from moe_lightning.kernels.operations import grouped_mm as grouped_mm
-from moe_lightning.kernels.operations import invert as invert
 from moe_lightning.kernels.operations import keyed_dropout as keyed_dropout
 from moe_lightning.kernels.operations import pack as pack
 from moe_lightning.kernels.operations import packed_bytes as packed_bytes
@@ -37,7 +35,6 @@ from moe_lightning.kernels.operations import set_backend as set_backend
 from moe_lightning.kernels.operations import sort_by_expert as sort_by_expert
 from moe_lightning.kernels.operations import sum_in_rank_order as sum_in_rank_order
 from moe_lightning.kernels.operations import top_k_experts as top_k_experts
-from moe_lightning.kernels.operations import top_k_routing as top_k_routing
 from moe_lightning.kernels.operations import unpack as unpack
 from moe_lightning.kernels.operations import unpermute as unpermute
 from moe_lightning.kernels.operations import xor_parity as xor_parity

@@ -200,12 +200,9 @@ class FusedKernels(Protocol):
 
 
 class ActivationKernels(Protocol):
-    def activation(self, h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor: ...
+    def activation(self, h_MH: Tensor, kind: str) -> Tensor: ...
 
-    def activation_grad(
-        self, grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Gradients for h and (fp32 [M]) for the gate weights."""
+    def activation_grad(self, grad_MF: Tensor, h_MH: Tensor, kind: str) -> Tensor: ...
 
 
 class QuotaRounds(NamedTuple):

@@ -334,53 +334,21 @@ def balance(scores_TE: Tensor, tokens_per_expert_E: Tensor) -> Tensor | None:
     return loss
 
 
-class _TopK(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores_TE: Tensor, top_k: int, kernels: RoutingKernels) -> tuple[Tensor, Tensor]:
-        ids_TK = kernels.top_k(scores_TE, top_k)
-        ctx.save_for_backward(ids_TK)
-        ctx.mark_non_differentiable(ids_TK)
-        ctx.shape = scores_TE.shape
-        return scores_TE.gather(1, ids_TK), ids_TK
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> _Grads:
-        (ids_TK,) = ctx.saved_tensors
-        # Ids of a token are distinct, so nothing is added twice and the scatter is deterministic.
-        return grads[0].new_zeros(ctx.shape).scatter_(1, ids_TK, grads[0]), None, None
-
-
-def top_k_routing(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The largest scores of each token and their experts, descending, ties to the lower expert id.
+def top_k_experts(scores_TE: Tensor, top_k: int) -> Tensor:
+    """The experts of each token's largest scores, int64 [T, K], descending; ties go to the lower expert id.
 
     Args:
-        scores_TE: floats [T, E]; must not hold NaN. Differentiable.
+        scores_TE: floats [T, E]; must not hold NaN.
         top_k: K, from 1 to E.
-
-    Returns:
-        (top_scores [T, K] in the dtype of the scores, expert ids int64 [T, K]).
     """
-    impl = _implementation_for_scores(scores_TE, top_k)
-    if impl is None:
-        return reference.top_k_routing(scores_TE, top_k)
-    scores, ids = _apply(_TopK, scores_TE.contiguous(), top_k, impl.routing)
-    return scores, ids
-
-
-def top_k_experts(scores_TE: Tensor, top_k: int) -> Tensor:
-    """The ids of `top_k_routing` alone: int64 [T, K]."""
-    impl = _implementation_for_scores(scores_TE, top_k)
-    if impl is None:
-        return reference.top_k_routing(scores_TE, top_k)[1]
-    return impl.routing.top_k(scores_TE.detach().contiguous(), top_k)
-
-
-def _implementation_for_scores(scores_TE: Tensor, top_k: int) -> Implementation | None:
     _check("scores", scores_TE, 2)
     num_experts = scores_TE.shape[1]
     if not 1 <= top_k <= num_experts:
         raise ConfigurationError(f"top_k={top_k} does not fit {num_experts} experts: use 1 to {num_experts}")
-    return implementation(scores_TE.device, scores_TE.dtype)
+    impl = implementation(scores_TE.device, scores_TE.dtype)
+    if impl is None:
+        return reference.top_k_experts(scores_TE, top_k)
+    return impl.routing.top_k(scores_TE.detach().contiguous(), top_k)
 
 
 def count_by_expert(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
@@ -525,26 +493,6 @@ def unpermute(
     return result
 
 
-def chunk_order(sizes_NC: Tensor, device: torch.device | None = None) -> Tensor:
-    """Index that turns rows in order (source, chunk) into rows in order (chunk, source): rank-major to expert-major.
-
-    Args:
-        sizes_NC: int64 [N, C], rows of chunk c from source n, at least 0. On the host, or the call waits for it.
-        device: where the index shall be; by default where the sizes are.
-
-    Returns:
-        int64 [M], M the sum of the sizes: the old place of each row.
-    """
-    _check("sizes", sizes_NC, 2, dtypes=_IDS)
-    sizes = sizes_NC.cpu()
-    if sizes.numel() and int(sizes.min()) < 0:
-        raise ConfigurationError("sizes count rows and cannot be negative")
-    starts_NC = sizes.reshape(-1).cumsum(0).view(sizes.shape) - sizes
-    chunks = torch.stack([starts_NC.t().reshape(-1), sizes.t().reshape(-1).cumsum(0)])
-    there = upload(chunks, sizes_NC.device if device is None else device)
-    return reorder_chunks(there[0], there[1], int(sizes.sum()))[0]
-
-
 def reorder_chunks(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Index that brings chunks of rows into another order, and its inverse, both int64 [M].
 
@@ -560,51 +508,36 @@ def reorder_chunks(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Ten
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, index_M: Tensor, inverse_M: Tensor | None, kernels: RowKernels) -> Tensor:
-        ctx.save_for_backward(index_M, inverse_M)
+    def forward(ctx: Any, x_MD: Tensor, index_M: Tensor, inverse_M: Tensor, kernels: RowKernels) -> Tensor:
+        ctx.save_for_backward(inverse_M)
         ctx.kernels = kernels
         return kernels.gather(x_MD, index_M, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> _Grads:
         _require_first_derivative()
-        index_M, inverse_M = ctx.saved_tensors
-        return (
-            ctx.kernels.gather(grads[0].contiguous(), invert(index_M) if inverse_M is None else inverse_M, 1),
-            None,
-            None,
-            None,
-        )
+        (inverse_M,) = ctx.saved_tensors
+        return ctx.kernels.gather(grads[0].contiguous(), inverse_M, 1), None, None, None
 
 
-def gather_rows(x_MD: Tensor, index_M: Tensor, inverse_M: Tensor | None = None) -> Tensor:
+def gather_rows(x_MD: Tensor, index_M: Tensor, inverse_M: Tensor) -> Tensor:
     """x[index] for a permutation of all rows; the gradient is the gather by the inverse.
 
     Args:
         x_MD: floats [M, D].
         index_M: int64 [M], a permutation.
-        inverse_M: its inverse, where it is at hand; else the backward computes it.
+        inverse_M: its inverse.
     """
     _check("x", x_MD, 2)
     for name, index in (("index", index_M), ("inverse", inverse_M)):
-        if index is not None:
-            _check(name, index, 1, x_MD.device, _IDS)
-            if len(index) != len(x_MD):
-                raise ConfigurationError(f"{name} lists {len(index)} rows, but x holds {len(x_MD)}")
+        _check(name, index, 1, x_MD.device, _IDS)
+        if len(index) != len(x_MD):
+            raise ConfigurationError(f"{name} lists {len(index)} rows, but x holds {len(x_MD)}")
     impl = implementation(x_MD.device, x_MD.dtype)
     if impl is None:
         return reference.gather_rows(x_MD, index_M)
-    inverse_M = None if inverse_M is None else inverse_M.contiguous()
-    result: Tensor = _apply(_GatherRows, x_MD.contiguous(), index_M.contiguous(), inverse_M, impl.rows)
+    result: Tensor = _apply(_GatherRows, x_MD.contiguous(), index_M.contiguous(), inverse_M.contiguous(), impl.rows)
     return result
-
-
-def invert(index_M: Tensor) -> Tensor:
-    """The inverse of a permutation, int64 [M]: invert(index)[index[m]] = m."""
-    _check("index", index_M, 1, dtypes=_IDS)
-    inverse_M = torch.empty_like(index_M)
-    inverse_M[index_M] = torch.arange(len(index_M), device=index_M.device)
-    return inverse_M
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -828,23 +761,20 @@ def _checked_experts(
 
 class _ExpertActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h_MH: Tensor, gate_M: Tensor | None, kind: str, kernels: ActivationKernels) -> Tensor:
+    def forward(ctx: Any, h_MH: Tensor, kind: str, kernels: ActivationKernels) -> Tensor:
         ctx.kernels, ctx.kind = kernels, kind
-        ctx.save_for_backward(h_MH, gate_M)
-        return kernels.activation(h_MH, kind, gate_M)
+        ctx.save_for_backward(h_MH)
+        return kernels.activation(h_MH, kind)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> _Grads:
         _require_first_derivative()
-        h_MH, gate_M = ctx.saved_tensors
-        grad_h, grad_gate = ctx.kernels.activation_grad(grads[0].contiguous(), h_MH, ctx.kind, gate_M)
-        if grad_gate is not None:
-            grad_gate = grad_gate.to(gate_M.dtype)
-        return grad_h, grad_gate, None, None
+        (h_MH,) = ctx.saved_tensors
+        return ctx.kernels.activation_grad(grads[0].contiguous(), h_MH, ctx.kind), None, None
 
 
-def expert_activation(h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = None) -> Tensor:
-    """The activation of an expert MLP, times a gate weight for each row.
+def expert_activation(h_MH: Tensor, kind: str) -> Tensor:
+    """The activation of an expert MLP.
 
     Computed in fp32 and rounded once. The backward keeps h only and computes the activation again.
 
@@ -852,7 +782,6 @@ def expert_activation(h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = N
         h_MH: floats; [M, F] for the kinds of gelu, [M, 2F] = gate | up for those of swiglu.
         kind: "gelu" (the exact erf form), "gelu_tanh" (GPT-2's approximation of it), "swiglu" (silu(gate) * up), or
             "swiglu_clamped" (GPT-OSS: gate * sigmoid(1.702 gate) * (up + 1), gate cut at 7, up at -7 and 7).
-        gate_weights_M: floats [M], or None. Differentiable.
 
     Returns:
         [M, F] in the dtype of h.
@@ -862,15 +791,10 @@ def expert_activation(h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = N
         raise ConfigurationError(f"activation {kind!r} does not exist: use one of {', '.join(ACTIVATIONS)}")
     if kind in GATED and h_MH.shape[1] % 2:
         raise ConfigurationError(f"{kind} halves its {h_MH.shape[1]} columns: use an even number")
-    if gate_weights_M is not None:
-        _check("gate weights", gate_weights_M, 1, h_MH.device)
-        if len(gate_weights_M) != len(h_MH):
-            raise ConfigurationError(f"{len(gate_weights_M)} gate weights do not fit {len(h_MH)} rows")
-        gate_weights_M = gate_weights_M.contiguous()
     impl = implementation(h_MH.device, h_MH.dtype)
     if impl is None:
-        return reference.expert_activation(h_MH, kind, gate_weights_M)
-    result: Tensor = _apply(_ExpertActivation, h_MH.contiguous(), gate_weights_M, kind, impl.activation)
+        return reference.expert_activation(h_MH, kind)
+    result: Tensor = _apply(_ExpertActivation, h_MH.contiguous(), kind, impl.activation)
     return result
 
 

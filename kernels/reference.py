@@ -16,13 +16,12 @@ from torch import Tensor
 from moe_lightning.kernels.interface import CLAMPED_ALPHA, CLAMPED_LIMIT, ExpertSort
 
 
-def top_k_routing(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def top_k_experts(scores_TE: Tensor, top_k: int) -> Tensor:
     def largest(scores: list[float]) -> list[int]:
         return sorted(range(len(scores)), key=lambda expert: (-scores[expert], expert))[:top_k]
 
     ids = [largest(scores) for scores in scores_TE.detach().tolist()]
-    ids_TK = torch.tensor(ids, dtype=torch.int64, device=scores_TE.device).view(len(scores_TE), top_k)
-    return scores_TE.gather(1, ids_TK), ids_TK
+    return torch.tensor(ids, dtype=torch.int64, device=scores_TE.device).view(len(scores_TE), top_k)
 
 
 def sort_by_expert(ids_TK: Tensor, num_experts: int) -> ExpertSort:
@@ -65,15 +64,6 @@ def unpermute(rows_MD: Tensor, inverse_TK: Tensor, order_M: Tensor, weights_TK: 
     return torch.stack(sums).to(rows_MD.dtype)
 
 
-def chunk_order(sizes_NC: Sequence[Sequence[int]]) -> list[int]:
-    start, rows = 0, {}
-    for n, sizes in enumerate(sizes_NC):
-        for c, size in enumerate(sizes):
-            rows[c, n] = range(start, start + size)
-            start += size
-    return [row for key in sorted(rows) for row in rows[key]]
-
-
 def gather_rows(x_MD: Tensor, index_M: Tensor) -> Tensor:
     rows = [x_MD[i] for i in index_M.tolist()]
     return torch.stack(rows) if rows else x_MD[:0]
@@ -89,7 +79,7 @@ def grouped_mm(x_MD: Tensor, weight_SDF: Tensor, tokens_S: Sequence[int]) -> Ten
     return torch.cat([*pieces, torch.zeros_like(tail)]).to(x_MD.dtype)
 
 
-def expert_activation(h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor:
+def expert_activation(h_MH: Tensor, kind: str) -> Tensor:
     h = h_MH.to(torch.promote_types(h_MH.dtype, torch.float32))
     if kind == "swiglu":
         left, right = h.chunk(2, dim=1)
@@ -104,8 +94,6 @@ def expert_activation(h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor:
         value = h * 0.5 * (1 + torch.tanh((2 / math.pi) ** 0.5 * (h + 0.044715 * h**3)))
     else:
         value = h * 0.5 * (1 + torch.erf(h / 2**0.5))
-    if gate_M is not None:
-        value = value * gate_M.unsqueeze(1).to(value.dtype)
     return value.to(h_MH.dtype)
 
 

@@ -322,8 +322,8 @@ def _on_device(x_MD: Tensor, width: int) -> bool:
     return x_MD.is_cuda and x_MD.dtype == torch.bfloat16 and torch_grouped.takes(x_MD.dtype, x_MD.shape[1], width)
 
 
-def activation(h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor:
-    """[M, F]: the activation of h, times the gate weight of each row."""
+def activation(h_MH: Tensor, kind: str) -> Tensor:
+    """[M, F]: the activation of h."""
     num_rows, hidden = h_MH.shape
     width = hidden // 2 if kind in GATED else hidden
     compute = torch.promote_types(h_MH.dtype, torch.float32)
@@ -331,42 +331,35 @@ def activation(h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor:
     for block in row_blocks(num_rows, hidden * compute.itemsize, h_MH.device):
         value = _in_place_or_wider(out_MF[block], compute)
         _activate(h_MH[block].to(compute), kind, value)
-        if gate_M is not None:
-            value.mul_(gate_M[block].to(compute).unsqueeze(1))
         if value.dtype != out_MF.dtype:
             out_MF[block] = value
     return out_MF
 
 
-def activation_grad(grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradients for h and for the gate weights; the activation itself is computed again."""
+def activation_grad(grad_MF: Tensor, h_MH: Tensor, kind: str) -> Tensor:
+    """[M, H]: the gradient for h."""
     num_rows, hidden = h_MH.shape
     compute = torch.promote_types(h_MH.dtype, torch.float32)
     grad_MH = empty((num_rows, hidden), h_MH.dtype, h_MH.device)
-    grad_gate_M = None if gate_M is None else torch.empty(num_rows, dtype=compute, device=h_MH.device)
     for block in row_blocks(num_rows, hidden * compute.itemsize, h_MH.device):
         h, grad = h_MH[block].to(compute), grad_MF[block].to(compute)
-        if gate_M is not None and grad_gate_M is not None:
-            torch.sum(_activate(h, kind, torch.empty_like(grad)) * grad, dim=1, out=grad_gate_M[block])
-            grad = grad * gate_M[block].to(compute).unsqueeze(1)
         target = _in_place_or_wider(grad_MH[block], compute)
         _differentiate(grad, h, kind, target)
         if target.dtype != grad_MH.dtype:
             grad_MH[block] = target
-    return grad_MH, grad_gate_M
+    return grad_MH
 
 
-def _activate(h: Tensor, kind: str, out: Tensor) -> Tensor:
+def _activate(h: Tensor, kind: str, out: Tensor) -> None:
     if kind not in GATED:
         torch.ops.aten.gelu.out(h, approximate=_gelu_form(kind), out=out)
-        return out
+        return
     left, right = h.chunk(2, dim=1)
     if kind == "swiglu":
         torch.ops.aten.silu.out(left, out=out).mul_(right)
     else:
         left, right = _clamped(left, right)
         torch.sigmoid(CLAMPED_ALPHA * left, out=out).mul_(left).mul_(right.add_(1.0))
-    return out
 
 
 def _differentiate(grad: Tensor, h: Tensor, kind: str, out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Fused activation and gate weights with Triton: one pass forward, one pass backward, in fp32.
+"""Activations of experts with Triton: one pass forward, one pass backward, in fp32.
 
 Legend: M rows, F activation width, H = F (gelu) or 2F (gated) columns of h. KIND is the place in `ACTIVATIONS`.
 """
@@ -61,8 +61,8 @@ def _clamped(left, right):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
-    h, gate, out, num_rows, hidden, width,
-    KIND: tl.constexpr, TWO: tl.constexpr, WEIGHED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    h, out, num_rows, hidden, width,
+    KIND: tl.constexpr, TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -73,63 +73,52 @@ def _forward_kernel(
     if TWO:
         right = tl.load(source + width, mask=mask, other=0).to(tl.float32)
     result = activated(left, right, KIND)
-    if WEIGHED:
-        result *= tl.load(gate + row, mask=row < num_rows, other=0).to(tl.float32)[:, None]
     tl.store(out + row[:, None] * width + column[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _backward_kernel(
-    grad, h, gate, grad_h, grad_gate, num_rows, hidden, width,
-    KIND: tl.constexpr, TWO: tl.constexpr, WEIGHED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    grad, h, grad_h, num_rows, hidden, width,
+    KIND: tl.constexpr, TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    product = tl.zeros((ROWS,), dtype=tl.float32)
-    for start in range(0, width, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        mask = (row < num_rows)[:, None] & (column < width)[None, :]
-        here = row[:, None] * width + column[None, :]
-        there = row[:, None] * hidden + column[None, :]
-        above = tl.load(grad + here, mask=mask, other=0).to(tl.float32)
-        left = tl.load(h + there, mask=mask, other=0).to(tl.float32)
-        right = left
-        if TWO:
-            right = tl.load(h + there + width, mask=mask, other=0).to(tl.float32)
-        if WEIGHED:
-            product += tl.sum(above * activated(left, right, KIND), axis=1)
-            above *= tl.load(gate + row, mask=row < num_rows, other=0).to(tl.float32)[:, None]
-        by_left, by_right = slopes(left, right, KIND)
-        if TWO:
-            tl.store(grad_h + there + width, (above * by_right).to(grad_h.dtype.element_ty), mask=mask)
-        tl.store(grad_h + there, (above * by_left).to(grad_h.dtype.element_ty), mask=mask)
-    if WEIGHED:
-        tl.store(grad_gate + row, product, mask=row < num_rows)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < num_rows)[:, None] & (column < width)[None, :]
+    there = row[:, None] * hidden + column[None, :]
+    above = tl.load(grad + row[:, None] * width + column[None, :], mask=mask, other=0).to(tl.float32)
+    left = tl.load(h + there, mask=mask, other=0).to(tl.float32)
+    right = left
+    if TWO:
+        right = tl.load(h + there + width, mask=mask, other=0).to(tl.float32)
+    by_left, by_right = slopes(left, right, KIND)
+    if TWO:
+        tl.store(grad_h + there + width, (above * by_right).to(grad_h.dtype.element_ty), mask=mask)
+    tl.store(grad_h + there, (above * by_left).to(grad_h.dtype.element_ty), mask=mask)
 
 
-def activation(h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor:
-    """[M, F]: the activation of h, times the gate weight of each row."""
+def activation(h_MH: Tensor, kind: str) -> Tensor:
+    """[M, F]: the activation of h."""
     num_rows, hidden = h_MH.shape
     width = hidden // 2 if kind in GATED else hidden
     out_MF = h_MH.new_empty(num_rows, width)
     rows, columns = row_tile(width, elements=2048)
     launch(
         _forward_kernel, (ceil_div(num_rows, rows), ceil_div(width, columns)), h_MH,
-        h_MH, gate_M, out_MF, num_rows, hidden, width,
-        KIND=ACTIVATIONS.index(kind), TWO=kind in GATED, WEIGHED=gate_M is not None, ROWS=rows, COLUMNS=columns,
+        h_MH, out_MF, num_rows, hidden, width,
+        KIND=ACTIVATIONS.index(kind), TWO=kind in GATED, ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
     return out_MF
 
 
-def activation_grad(grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradients for h and for the gate weights; a program owns whole rows, so the gate's sum has one order."""
+def activation_grad(grad_MF: Tensor, h_MH: Tensor, kind: str) -> Tensor:
+    """[M, H]: the gradient for h."""
     num_rows, hidden = h_MH.shape
     width = hidden // 2 if kind in GATED else hidden
     grad_MH = torch.empty_like(h_MH)
-    grad_gate_M = None if gate_M is None else h_MH.new_empty(num_rows, dtype=torch.float32)
     rows, columns = row_tile(width, elements=2048)
     launch(
-        _backward_kernel, (ceil_div(num_rows, rows),), h_MH,
-        grad_MF, h_MH, gate_M, grad_MH, grad_gate_M, num_rows, hidden, width,
-        KIND=ACTIVATIONS.index(kind), TWO=kind in GATED, WEIGHED=gate_M is not None, ROWS=rows, COLUMNS=columns,
+        _backward_kernel, (ceil_div(num_rows, rows), ceil_div(width, columns)), h_MH,
+        grad_MF, h_MH, grad_MH, num_rows, hidden, width,
+        KIND=ACTIVATIONS.index(kind), TWO=kind in GATED, ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
-    return grad_MH, grad_gate_M
+    return grad_MH

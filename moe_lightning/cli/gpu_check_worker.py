@@ -61,15 +61,17 @@ _TIMEOUT = timedelta(seconds=30)
 def routing(device: torch.device) -> str:
     """Top-k, counts, sort and order of chunks; the router of bf16 rows, whose values have the digits of fp32."""
     scores_TE = torch.rand(_TOKENS, _EXPERTS, generator=_generator())
-    ids_TK = ops.top_k_routing(scores_TE, _TOP_K)[1]
+    ids_TK = ops.top_k_experts(scores_TE, _TOP_K)
     ids_TK[::7, 0] = -1
-    sizes_NC = torch.randint(0, 9, (4, 5), generator=_generator())
+    sizes_C = torch.randint(0, 9, (20,), generator=_generator())
+    ends_C = sizes_C.flip(0).cumsum(0)  # chunks in the reverse order
+    starts_C = (sizes_C.cumsum(0) - sizes_C).flip(0)
 
     def all_of(device: torch.device) -> list[Tensor]:
-        chosen = ops.top_k_routing(scores_TE.to(device), _TOP_K)[1]
+        chosen = ops.top_k_experts(scores_TE.to(device), _TOP_K)
         ids = ids_TK.to(device)
         return [chosen, ops.count_by_expert(ids, _EXPERTS), *ops.sort_by_expert(ids, _EXPERTS),
-                ops.chunk_order(sizes_NC, device)]  # fmt: skip
+                *ops.reorder_chunks(starts_C.to(device), ends_C.to(device), int(ends_C[-1]))]  # fmt: skip
 
     return f"{_compared(all_of, device)}, router {_compared(_routed, device, 1e-5)}"
 

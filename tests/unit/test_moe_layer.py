@@ -30,7 +30,7 @@ def expert_by_hand(layer: MoELayer, e: int, x_D: Tensor) -> Tensor:
     hidden = x_D @ experts.w_up[e]
     if experts.b_up is not None:
         hidden = hidden + experts.b_up[e]
-    hidden = reference.expert_activation(hidden[None], experts.activation, None)[0]
+    hidden = reference.expert_activation(hidden[None], experts.activation)[0]
     out = hidden @ experts.w_down[e]
     return out if experts.b_down is None else out + experts.b_down[e]
 
@@ -46,7 +46,7 @@ def by_hand(layer: MoELayer, x: Tensor) -> Tensor:
             if e >= 0:
                 row = row + weight * expert_by_hand(layer, e, x_D)
         if (shared := layer.shared_expert) is not None:
-            row = row + shared.down(reference.expert_activation(shared.up(x_D)[None], shared.activation, None)[0])
+            row = row + shared.down(reference.expert_activation(shared.up(x_D)[None], shared.activation)[0])
         rows.append(row)
     return torch.stack(rows).view_as(x) if rows else x.clone()
 

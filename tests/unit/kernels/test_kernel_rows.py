@@ -1,5 +1,7 @@
 """Routing and row movement equal the reference, in value and gradient."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -30,16 +32,14 @@ def test_top_k_equals_reference_with_ties_to_the_lower_id(data):
     if num_experts > 2:
         scores[:, 2] = -torch.inf
     with ops.backend("reference"):
-        expected_scores, expected_ids = ops.top_k_routing(scores, top_k)
-    top, ids = ops.top_k_routing(scores, top_k)
+        expected = ops.top_k_experts(scores, top_k)
+    ids = ops.top_k_experts(scores, top_k)
     assert ids.dtype == torch.int64
-    assert torch.equal(ids, expected_ids)
-    assert torch.equal(top, expected_scores)
-    assert_equals_reference(lambda s: ops.top_k_routing(s, top_k)[0], scores)
+    assert torch.equal(ids, expected)
 
 
 def test_top_k_treats_both_zeros_alike():
-    _, ids = ops.top_k_routing(torch.tensor([[-0.0, 0.0, -1.0]], device=DEVICE), 2)
+    ids = ops.top_k_experts(torch.tensor([[-0.0, 0.0, -1.0]], device=DEVICE), 2)
     assert ids.tolist() == [[0, 1]]
 
 
@@ -102,14 +102,19 @@ def test_unpermute_accumulates_in_fp32():
 
 
 @kernel_settings
-@given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=5))
-def test_chunk_order_and_gather_rows(sizes):
-    index = ops.chunk_order(torch.tensor(sizes), device=DEVICE)
-    assert index.tolist() == reference.chunk_order(sizes)
-    inverse = ops.invert(index)
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=12).flatmap(lambda sizes: st.permutations(list(enumerate(sizes))))
+)
+def test_reorder_chunks_and_gather_rows(chunks):
+    sizes = [size for _, size in sorted(chunks)]
+    starts = [sum(sizes[:old]) for old, _ in chunks]
+    ends = list(itertools.accumulate(size for _, size in chunks))
+    index, inverse = ops.reorder_chunks(*(torch.tensor(v, device=DEVICE) for v in (starts, ends)), ends[-1])
+    assert index.tolist() == [
+        start + row for start, (_, size) in zip(starts, chunks, strict=True) for row in range(size)
+    ]
     assert torch.equal(index[inverse], torch.arange(len(index), device=DEVICE))
     x = randn(len(index), 5)
-    assert_equals_reference(lambda x: ops.gather_rows(x, index), x)
     assert_equals_reference(lambda x: ops.gather_rows(x, index, inverse), x)
 
 
@@ -122,8 +127,7 @@ def test_strided_inputs_are_handled():
     assert_equals_reference(lambda x: ops.permute(x, sort.order_M, sort.inverse_TK), x)
     rows, weights = randn(16, 8)[:, ::2].t()[:8].t()[:8], randn(2, 4).t()
     assert_equals_reference(lambda r, w: ops.unpermute(r, sort.inverse_TK, sort.order_M, w), rows, weights)
-    _, top_ids = ops.top_k_routing(randn(5, 3).t(), 2)
-    assert top_ids.shape == (3, 2)
+    assert ops.top_k_experts(randn(5, 3).t(), 2).shape == (3, 2)
 
 
 X = torch.zeros(2, 4)
@@ -134,9 +138,9 @@ ORDER = torch.tensor([0, 1])
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ops.top_k_routing(X, 5), "top_k=5 does not fit 4 experts"),
-        (lambda: ops.top_k_routing(X[0], 1), "needs 2 dimensions"),
-        (lambda: ops.top_k_routing(X.long(), 1), "scores is torch.int64"),
+        (lambda: ops.top_k_experts(X, 5), "top_k=5 does not fit 4 experts"),
+        (lambda: ops.top_k_experts(X[0], 1), "needs 2 dimensions"),
+        (lambda: ops.top_k_experts(X.long(), 1), "scores is torch.int64"),
         (lambda: ops.sort_by_expert(IDS.int(), 2), r"needs int64: call .long\(\)"),
         (lambda: ops.sort_by_expert(IDS + 2, 2), "from 2 to 2, but must lie in -1..1"),
         (lambda: ops.sort_by_expert(IDS - 1, 2, may_drop=False), r"must lie in 0\.\.1"),
@@ -146,8 +150,7 @@ ORDER = torch.tensor([0, 1])
         (lambda: ops.permute(X.to("meta"), ORDER, IDS), "order is on cpu"),
         (lambda: ops.unpermute(torch.zeros(3, 4), IDS, ORDER), "order lists 2 rows, but there are 3"),
         (lambda: ops.unpermute(X, IDS, ORDER, torch.zeros(2, 2)), "weights .* do not fit inverse"),
-        (lambda: ops.chunk_order(torch.tensor([[1, -1]])), "cannot be negative"),
-        (lambda: ops.gather_rows(X, torch.arange(3)), "index lists 3 rows, but x holds 2"),
+        (lambda: ops.gather_rows(X, torch.arange(3), ORDER), "index lists 3 rows, but x holds 2"),
     ],
 )
 def test_wrong_input_is_one_sentence(call, message):
@@ -159,7 +162,7 @@ def test_wrong_input_is_one_sentence(call, message):
     "operation",
     [
         lambda x: ops.expert_activation(x, "swiglu"),
-        lambda x: ops.gather_rows(x, torch.tensor([1, 0], device=DEVICE)),
+        lambda x: ops.gather_rows(x, *torch.tensor([[1, 0], [1, 0]], device=DEVICE)),
     ],
 )
 def test_no_operation_has_a_second_derivative(operation):
