@@ -238,13 +238,11 @@ def plain(text: str) -> str:
 
 # ---------------------------------------------------------------- types of the keywords of train()
 
-SETTINGS = ROOT / "moe_lightning" / "cli" / "settings.py"
+SETTINGS = ROOT / "moe_lightning" / "cli" / "settings.pyi"
 _HEAD = '''"""Types of the keywords of `moe_lightning.train`, for completion in editors and for type checkers.
 
 Made from the classes of the configuration by `python docs/generated.py`; the classes check values when they are built.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
@@ -255,7 +253,7 @@ Keys = dict[str, dict[str, list[str]]]
 
 
 def settings() -> str:
-    """Return the source of the module `SETTINGS`."""
+    """Return the source of the stub `SETTINGS`: nothing needs these types while a program runs."""
     keys: Keys = {"Settings": {"run_name": ["str"], "ranks": ["int", "str"], "module": ["Mapping[str, Any]"]}}
     run = yaml.safe_load((ROOT / "conf" / "train.yaml").read_text())
     for name, hint in PLAIN.items():

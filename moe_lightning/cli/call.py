@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from moe_lightning.cli.run_directory import RunDirectory
-from moe_lightning.cli.settings import Settings
 from moe_lightning.cli.train import run_command
 from moe_lightning.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from moe_lightning.cli.settings import Settings
 
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf|none)$)[a-z][\w-]*", re.IGNORECASE)
 """Words that the grammar of overrides reads as texts, such as names of choices."""

@@ -3,11 +3,8 @@
 Made from the classes of the configuration by `python docs/generated.py`; the classes check values when they are built.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
-
 
 class Settings(TypedDict, total=False):
     run_name: str
@@ -31,7 +28,6 @@ class Settings(TypedDict, total=False):
     logger: LoggerKeys | str | Sequence[str]
     trainer: TrainerKeys | str | Sequence[str]
 
-
 class ElasticKeys(TypedDict, total=False):
     enabled: bool | str
     rdzv_endpoint: str | None
@@ -43,7 +39,6 @@ class ElasticKeys(TypedDict, total=False):
     max_restarts: int
     cool_down_s: float
     settings: SettingsKeys
-
 
 class DataKeys(TypedDict, total=False):
     source: str | Sequence[Any]
@@ -67,7 +62,6 @@ class DataKeys(TypedDict, total=False):
     num_shapes: int
     end_token: str | None
 
-
 class OptimizerKeys(TypedDict, total=False):
     name: Literal["adamw", "muon", "adafactor"]
     lr: float
@@ -79,7 +73,6 @@ class OptimizerKeys(TypedDict, total=False):
     warmup_steps: int
     decay: Literal["cosine", "linear", "constant"]
     min_lr_ratio: float
-
 
 class ModelKeys(TypedDict, total=False):
     vocab_size: int
@@ -118,7 +111,6 @@ class ModelKeys(TypedDict, total=False):
     mlp_ratio: float | None
     drop_path_rate: float | None
 
-
 class RouterKeys(TypedDict, total=False):
     name: str
     top_k: int
@@ -140,13 +132,11 @@ class RouterKeys(TypedDict, total=False):
     drop_policy: Literal["probability", "position"]
     forced: ForcedRoutingKeys
 
-
 class ForcedRoutingKeys(TypedDict, total=False):
     kind: Literal["uniform", "zipf", "drift", "trace"]
     exponent: float
     period: int
     path: str | None
-
 
 class StrategyKeys(TypedDict, total=False):
     ep_size: int | None
@@ -171,7 +161,6 @@ class StrategyKeys(TypedDict, total=False):
     hang_report_s: float | None
     resume_overrides: bool
 
-
 class SettingsKeys(TypedDict, total=False):
     heartbeat_timeout_s: float
     silence_timeout_s: float
@@ -187,7 +176,6 @@ class SettingsKeys(TypedDict, total=False):
     notice_url: str | None
     notice_poll_s: float
     membership: str
-
 
 class CallbacksKeys(TypedDict, total=False):
     compile_dense: CompileDenseKeys
@@ -207,33 +195,27 @@ class CallbacksKeys(TypedDict, total=False):
     routing_replay: RoutingReplayKeys
     spike_guard: SpikeGuardKeys
 
-
 class CompileDenseKeys(TypedDict, total=False):
     backend: str
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
     dynamic: bool | None
-
 
 class TelemetryKeys(TypedDict, total=False):
     expert_load_path: str | None
     peak_flops_per_s: float | None
     placement_path: str | None
 
-
 class ConsoleKeys(TypedDict, total=False):
     style: Literal["auto", "bar", "plain", "none"]
-
 
 class SummaryKeys(TypedDict, total=False):
     path: str | None
     ngram_orders: Sequence[Any]
 
-
 class CheckpointKeys(TypedDict, total=False):
     dirpath: str
     every_n_train_steps: int
     save_top_k: Literal[1, -1]
-
 
 class EarlyStoppingKeys(TypedDict, total=False):
     monitor: str
@@ -248,7 +230,6 @@ class EarlyStoppingKeys(TypedDict, total=False):
     check_on_train_epoch_end: bool | None
     log_rank_zero_only: bool
 
-
 class FaultInjectionKeys(TypedDict, total=False):
     dirpath: str
     kill: str | Sequence[Any] | None
@@ -261,7 +242,6 @@ class FaultInjectionKeys(TypedDict, total=False):
     trace_speed: float
     trace_start_s: float
 
-
 class FaultRecoveryKeys(TypedDict, total=False):
     min_replicas: int
     protection: str
@@ -269,7 +249,6 @@ class FaultRecoveryKeys(TypedDict, total=False):
     optimizer_replay: bool
     verify_replay_every: int
     max_recoveries: int
-
 
 class LoadBalancerKeys(TypedDict, total=False):
     rebalance_every: int
@@ -293,11 +272,9 @@ class LoadBalancerKeys(TypedDict, total=False):
     stragglers: Literal["adapt", "expel"]
     timeline_path: str | None
 
-
 class ParityDoctorKeys(TypedDict, total=False):
     steps: int
     tolerance: float | None
-
 
 class PartialExpertsCheckpointKeys(TypedDict, total=False):
     dirpath: str
@@ -313,24 +290,19 @@ class PartialExpertsCheckpointKeys(TypedDict, total=False):
     save_on_train_end: bool
     timeout_s: float
 
-
 class DynamicKKeys(TypedDict, total=False):
     threshold: float
 
-
 class RecomputeDenseKeys(TypedDict, total=False):
     pass
-
 
 class RoutingRecorderKeys(TypedDict, total=False):
     path: str
     every_n_steps: int
 
-
 class RoutingReplayKeys(TypedDict, total=False):
     path: str
     mode: Literal["record", "replay"]
-
 
 class SpikeGuardKeys(TypedDict, total=False):
     every_n_steps: int
@@ -338,7 +310,6 @@ class SpikeGuardKeys(TypedDict, total=False):
     window: int
     max_rollbacks: int
     path: str | None
-
 
 class LoggerKeys(TypedDict, total=False):
     csv: CsvKeys
@@ -351,13 +322,11 @@ class LoggerKeys(TypedDict, total=False):
     tensorboard: TensorboardKeys
     webhook: WebhookKeys
 
-
 class CsvKeys(TypedDict, total=False):
     save_dir: str
     name: str
     version: int | str | None
     flush_logs_every_n_steps: int
-
 
 class CometKeys(TypedDict, total=False):
     api_key: str | None
@@ -368,7 +337,6 @@ class CometKeys(TypedDict, total=False):
     online: bool | None
     prefix: str | None
 
-
 class WandbKeys(TypedDict, total=False):
     project: str
     name: str | None
@@ -378,10 +346,8 @@ class WandbKeys(TypedDict, total=False):
     group: str | None
     tags: Sequence[Any]
 
-
 class JsonlKeys(TypedDict, total=False):
     path: str
-
 
 class MlflowKeys(TypedDict, total=False):
     experiment_name: str
@@ -395,26 +361,21 @@ class MlflowKeys(TypedDict, total=False):
     run_id: str | None
     synchronous: bool | None
 
-
 class OpentelemetryKeys(TypedDict, total=False):
     run: str
     endpoint: str
     interval_s: float
-
 
 class PrometheusKeys(TypedDict, total=False):
     run: str
     port: int
     host: str
 
-
 class TensorboardKeys(TypedDict, total=False):
     save_dir: str
 
-
 class WebhookKeys(TypedDict, total=False):
     run: str
-
 
 class UpcyclingKeys(TypedDict, total=False):
     num_experts: int
@@ -422,13 +383,11 @@ class UpcyclingKeys(TypedDict, total=False):
     num_dense_layers: int
     router: RouterKeys
 
-
 class AdapterKeys(TypedDict, total=False):
     kind: Literal["lora", "qlora"]
     rank: int
     alpha: float
     targets: Sequence[Any]
-
 
 class TrainerKeys(TypedDict, total=False):
     accelerator: Any
