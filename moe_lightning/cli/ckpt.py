@@ -11,7 +11,8 @@
     moe-ckpt clean [DIR]          list snapshots in memory whose run and agent are dead; --yes deletes them
 
 DIR may also be a run directory, outputs/NAME, a `.ckpt` file or a directory of these (not for prune), or the URL of a
-store such as s3://BUCKET/NAME. Exit codes: 0 done, 1 a damaged checkpoint, 2 a user error.
+store such as s3://BUCKET/NAME. Exit codes: 0 done, 1 a damaged checkpoint, 2 a user error, such as a
+path where there is none.
 
 This module parses; what needs torch, which takes seconds to import, is imported for a command that is run.
 """
@@ -30,7 +31,7 @@ from annotated_types import Interval
 from moe_lightning.arguments import Count, Parser, input_file, output_file, value
 from moe_lightning.cli.serving import ENGINES
 from moe_lightning.config import NonNegativeInt, Probability
-from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.user_errors import sentence_of_memory
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from moe_lightning.cli.checkpoint_commands import run
 
         return run(arguments, Console(highlight=False))
-    except ConfigurationError as error:
+    except (ConfigurationError, MissingCheckpointError) as error:
         print(f"moe-ckpt: error: {error}", file=sys.stderr)
         return 2
     except CheckpointError as error:

@@ -203,6 +203,16 @@ def test_files_are_inspected_verified_and_exported(
     assert "not a checkpoint of a HuggingFaceModule" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "export", "export-hf", "export-gguf", "edit", "prune"])
+def test_a_path_that_is_not_there_is_a_mistake_and_no_damage(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"prune": ["--keep", "1"], "edit": ["out.ckpt", "--prune", "0"]}.get(command, [])
+    more = [str(tmp_path / "target.gguf")] if command.startswith("export") else more
+    assert main([command, str(tmp_path / "gone.ckpt"), *more]) == 2
+    assert "gone.ckpt" in capsys.readouterr().err
+
+
 def test_every_damage_to_a_files_tensors_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "last.ckpt"
     weight = lightning_file(path, 1)["model.w"].numpy().tobytes()
