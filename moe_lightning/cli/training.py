@@ -17,8 +17,8 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -46,6 +46,7 @@ from moe_lightning.cli.composition import build_object, check_config
 from moe_lightning.cli.resume import check_start
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.compat import private_lightning
+from moe_lightning.config import with_key
 from moe_lightning.data.text import TextData
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE
 from moe_lightning.elastic.worker import Interrupted
@@ -293,7 +294,11 @@ def train(config: Mapping[str, Any]) -> None:
         Interrupted: the run was ended by Ctrl-C or SIGTERM.
     """
     quiet_libraries()
-    run = build(config)
+    with _sections_named(config):
+        _train(build(config), config)
+
+
+def _train(run: Run, config: Mapping[str, Any]) -> None:
     try:
         checkpoint = agreed_checkpoint(run, config)
         if config["task"] == "train":
@@ -317,6 +322,19 @@ def train(config: Mapping[str, Any]) -> None:
     finally:
         if isinstance(run.trainer.strategy, ExpertParallelStrategy):
             run.trainer.strategy.elastic.close()
+
+
+@contextmanager
+def _sections_named(config: Mapping[str, Any]) -> Iterator[None]:
+    """Name arguments of the data and of the model by the keys that a user types; a script gives them bare."""
+    try:
+        yield
+    except ConfigurationError as error:
+        for key, node in (("data", config["data"]), ("model", config["module"].get("config"))):
+            message = with_key(str(error), node if isinstance(node, Mapping) else (), key)
+            if message != str(error):
+                raise ConfigurationError(message) from error
+        raise
 
 
 def _logged(run: Run) -> dict[str, float]:
@@ -360,7 +378,8 @@ def check(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: one sentence about the first thing that is wrong.
     """
-    _parts(config)
+    with _sections_named(config):
+        _parts(config)
 
 
 def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -409,8 +428,9 @@ def fetch_pretrained(config: Mapping[str, Any], name: str) -> None:
     Raises:
         ConfigurationError: the model is not known here, or cannot be downloaded.
     """
-    _check_pretrained(config)
-    weights_folder(name)
+    with _sections_named(config):
+        _check_pretrained(config)
+        weights_folder(name)
 
 
 def _check_context(config: Mapping[str, Any]) -> None:

@@ -28,9 +28,15 @@ STARTING = [
         ["model.context_length=5000"],
         ["data.context_length=5000", "tokens, and one part of source='words.txt' has", "model.context_length"],
     ),
-    (["data.source=https://host/words.txt"], ["source=https://host/words.txt is an address", "nothing is downloaded"]),
-    (["data.tokenizer=gpt2"], ["tokenizer='gpt2' is neither", "nor ORG/NAME of a model on the Hub"]),
-    (["model=huggingface", "model.pretrained=https://hf.co/x"], ["is an address", "or ORG/NAME of a model on the Hub"]),
+    (
+        ["data.source=https://host/words.txt"],
+        ["error: data.source=https://host/words.txt is an address", "nothing is downloaded"],
+    ),
+    (["data.tokenizer=gpt2"], ["error: data.tokenizer='gpt2' is neither", "nor ORG/NAME of a model on the Hub"]),
+    (
+        ["model=huggingface", "model.pretrained=https://hf.co/x"],
+        ["error: model.pretrained=https:/hf.co/x is an address", "or ORG/NAME of a model on the Hub"],
+    ),
 ]
 
 
