@@ -23,8 +23,7 @@ _Threads = Annotated[int, Interval(ge=1, le=1024)]
 COMMANDS = {
     "calibrate": "this machine as moe-sim sees it, and its predictions compared with real training runs",
     "gpu-check": "whether everything that needs a GPU works on this machine: a table of pass and fail",
-    "pictures": "heat maps of the experts' loads over time, from a trace or a run's expert_load.csv",
-    "plot": "pictures of a run: loads, imbalance, checkpoints, lost tokens, recoveries",
+    "plot": "pictures of a run: loads, imbalance, checkpoints, lost tokens, recoveries; or of a routing trace",
     "report": "a run as one HTML page: loss, loads, placements, recoveries, checkpoints, configuration",
 }
 """Summary of each command of the installed package by its name; `benchmarks.BENCHMARKS` has those of a checkout."""

@@ -7,42 +7,8 @@ import importlib
 import os
 import signal
 import sys
+from functools import partial
 from typing import NoReturn
-
-
-def moe_train() -> NoReturn:
-    """Run `moe-train`."""
-    _run("moe-train", "train")
-
-
-def moe_sim() -> NoReturn:
-    """Run `moe-sim`."""
-    _run("moe-sim", "sim")
-
-
-def moe_bench() -> NoReturn:
-    """Run `moe-bench`."""
-    _run("moe-bench", "bench")
-
-
-def moe_ckpt() -> NoReturn:
-    """Run `moe-ckpt`."""
-    _run("moe-ckpt", "ckpt")
-
-
-def moe_generate() -> NoReturn:
-    """Run `moe-generate`."""
-    _run("moe-generate", "generate")
-
-
-def moe_eval() -> NoReturn:
-    """Run `moe-eval`."""
-    _run("moe-eval", "evaluate")
-
-
-def moe_data() -> NoReturn:
-    """Run `moe-data`."""
-    _run("moe-data", "data")
 
 
 def _run(program: str, module: str) -> NoReturn:
@@ -53,3 +19,12 @@ def _run(program: str, module: str) -> NoReturn:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(128 + signal.SIGINT)  # half-imported libraries would say more
+
+
+moe_train = partial(_run, "moe-train", "train")
+moe_sim = partial(_run, "moe-sim", "sim")
+moe_bench = partial(_run, "moe-bench", "bench")
+moe_ckpt = partial(_run, "moe-ckpt", "ckpt")
+moe_generate = partial(_run, "moe-generate", "generate")
+moe_eval = partial(_run, "moe-eval", "evaluate")
+moe_data = partial(_run, "moe-data", "data")

@@ -1,4 +1,4 @@
-"""`moe-bench plot RUN`: pictures of a run from its CSV metrics and its expert_load.csv.
+"""`moe-bench plot RUN`: pictures of a run from its CSV metrics and its expert_load.csv, or of a routing trace.
 
 One SVG each, where the run logged the data: load of every layer's experts over time, imbalance before and after
 balancing, milliseconds and bytes of checkpoints, lost tokens, numbers of experts saved, and phases of every recovery.
@@ -39,8 +39,8 @@ _BY_STEPS_MADE = ("checkpoint/", "recovery/")
 class Options:
     """Options of `moe-bench plot`."""
 
-    run: Path = option("a run directory, outputs/NAME")
-    out: OutputFolder | None = option("folder for the pictures (default: RUN/pictures)", None)
+    run: Path = option("a run directory, outputs/NAME, or loads alone: a routing trace (.npz), or an expert_load.csv")
+    out: OutputFolder | None = option("folder for the pictures (default: pictures/ in or beside it)", None)
 
 
 def run(options: Options) -> int:
@@ -48,7 +48,7 @@ def run(options: Options) -> int:
     pictures = dict(draw(options.run))
     if not pictures:
         raise ConfigurationError(f"{options.run} logged nothing to draw: train with callbacks=load_balancer or so")
-    out = options.out or options.run / "pictures"
+    out = options.out or (options.run.parent if options.run.is_file() else options.run) / "pictures"
     out.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
         (out / f"{name}.svg").write_text(svg(picture))
@@ -57,13 +57,13 @@ def run(options: Options) -> int:
 
 
 def draw(directory: Path) -> Iterator[tuple[str, Figure]]:
-    """Names and pictures of a run.
+    """Names and pictures of a run, or of a file of loads.
 
     Raises:
         ConfigurationError: it has neither metrics nor loads, or a file that cannot be read.
     """
     files = metrics_files(directory)
-    loads = directory / "expert_load.csv"
+    loads = directory if directory.is_file() else directory / "expert_load.csv"
     if not files and not loads.is_file():
         raise ConfigurationError(f"{directory} has no csv/version_*/metrics.csv: give a run directory, outputs/NAME")
     if loads.is_file():

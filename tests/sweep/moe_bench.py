@@ -25,7 +25,6 @@ FAST: dict[str, list[str]] = {
     "packing": [*_TINY, "--conversations", "60", "--context", "64"],
     "planner": ["--sizes", "8x8", "--layers", "1"],
     "balance": [*_TINY, "--steps", "1", "--d-expert", "8", "--experts", "2", "--slots", "2", "--strategies", "plain"],
-    "pictures": ["good.npz"],
     "plot": ["run"],
     "report": ["run"],
     "calibrate": ["--ranks", "1", "--steps", "8", "--no-check"],

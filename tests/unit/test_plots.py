@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from moe_lightning.balancing.cost_model import BlockCosts, Timeline, predict_timeline
 from moe_lightning.balancing.shadow_search import predict_plan, top_shadows
-from moe_lightning.cli import pictures, plot
+from moe_lightning.cli import plot
 from moe_lightning.cli.bench import main
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import ConfigurationError
@@ -281,9 +281,11 @@ def test_pictures_of_a_run_and_of_a_trace(tmp_path: Path, capsys: pytest.Capture
     np.savez(trace, counts=np.array([[[[1, 3], [2, 2]]]]), iteration=np.array([1]))
     steps, shares = read_loads(trace)
     assert (steps, shares.tolist()) == ([1], [[[0.375, 0.625]]])
-    assert pictures.run(pictures.Options(source=table, out=tmp_path / "out")) == 0
-    assert "load of the experts of MoE layer 1" in (tmp_path / "out" / "layer01.svg").read_text()
+    assert plot.run(plot.Options(run=table, out=tmp_path / "out")) == 0
+    assert "experts of MoE layer 1" in (tmp_path / "out" / "expert_load_layer01.svg").read_text()
     assert capsys.readouterr().out.count(".svg") == 2
+    assert plot.run(plot.Options(run=trace)) == 0
+    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["expert_load_layer00.svg"]
 
 
 @pytest.mark.parametrize("begun", ["2,0,0.5,0.5\n", "2,0,0.5,0.5\n2,1,0.", "2,0,0.5,0.5\n2,1"])
