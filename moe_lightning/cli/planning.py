@@ -182,6 +182,15 @@ def planned_run(config: Mapping[str, Any], num_ranks: int, ranks_per_node: int) 
     recovery = config["callbacks"].get("fault_recovery") or {}
     groups = max(1, num_ranks // (strategy.get("ep_size") or num_ranks))
     on_cpu = trainer.get("accelerator") not in ("gpu", "cuda")
+    mesh = MeshSpec(
+        **axes,
+        dense=dense,
+        shard_size=strategy.get("shard_size"),
+        micro_batches=micro_batches,
+        chunks=STAGES_PER_RANK[strategy.get("schedule", "1f1b")] if pp > 1 else 1,
+        recompute=bool(model.get("gradient_checkpointing")),
+    )
+    mesh.shape(num_ranks)
     return PlannedRun(
         model=described,
         training=TrainingShape(
@@ -194,14 +203,7 @@ def planned_run(config: Mapping[str, Any], num_ranks: int, ranks_per_node: int) 
             on_cpu=on_cpu,
             num_ranks=num_ranks,
         ),
-        mesh=MeshSpec(
-            **axes,
-            dense=dense,
-            shard_size=strategy.get("shard_size"),
-            micro_batches=micro_batches,
-            chunks=STAGES_PER_RANK[strategy.get("schedule", "1f1b")] if pp > 1 else 1,
-            recompute=bool(model.get("gradient_checkpointing")),
-        ),
+        mesh=mesh,
         global_batch=config["data"].get("global_batch_size") or num_ranks,
         slots=strategy.get("slots"),
         replicas=strategy.get("replicas") or recovery.get("min_replicas") or groups,

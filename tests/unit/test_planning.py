@@ -231,6 +231,15 @@ def test_a_run_is_compared_with_what_is_free(monkeypatch: pytest.MonkeyPatch) ->
     check_memory(_config("model.d_model=-1"))  # told where the model is built
 
 
+@pytest.mark.parametrize("dense", ["ddp", "zero1", "fsdp", "hsdp"])
+def test_axes_that_the_ranks_do_not_have_are_told_where_the_world_is_built(dense: str) -> None:
+    """No memory is computed for them."""
+    config = _config("strategy.mesh.tp=2", f"strategy.dense={dense}", ranks=1)
+    with pytest.raises(ConfigurationError, match=r"tp=2"):
+        planned_run(config, 1, 1)
+    check_memory(config)
+
+
 def test_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "_CONTAINER", ((tmp_path, "memory.max", "memory.current"),))
     (tmp_path / "memory.max").write_text("max\n")
