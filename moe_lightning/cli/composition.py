@@ -496,7 +496,8 @@ def _sentence(error: Exception, overrides: Sequence[str], config_name: str) -> s
     if match := _THERE_ALREADY.search(message):
         return f"{match[1]} is there already: give {match[1]}=VALUE without a plus"
     if match := _UNKNOWN_KEY.search(message):
-        return unknown_key(match[1].split("@")[0], known_keys(overrides), "moe-train --cfg job")
+        listing = "moe-train --cfg job" if config_name == CONFIG_NAME else "moe-sim --cfg"
+        return unknown_key(match[1].split("@")[0], known_keys(overrides, config_name=config_name), listing)
     if match := _AMBIGUOUS.search(message):
         return _several_values(match[1], config_name)
     if match := _NOT_LOADED.search(message):
@@ -642,7 +643,8 @@ def known_keys(
         config_dir: the user's own folder of recipes.
         config_name: moe-train's or moe-sim's.
     """
-    return [*dotted(_composed(overrides, config_dir, config_name)), *_groups()]
+    groups = _groups() if config_name == CONFIG_NAME else ["model", "recipes"]
+    return [*dotted(_composed(overrides, config_dir, config_name)), *groups]
 
 
 def _composed(overrides: Sequence[str], config_dir: str | None, config_name: str) -> Any:

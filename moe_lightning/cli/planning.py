@@ -231,17 +231,10 @@ def _gpt(model: Mapping[str, Any], data: Mapping[str, Any]) -> DescribedModel | 
         with torch.device("meta"), deferred_experts():
             return GPT(gpt)
 
-    sizes = TransformerSizes(
-        d_model=gpt.d_model,
-        depth=gpt.num_layers,
-        context_length=data.get("context_length") or gpt.context_length,
-        attention_width=gpt.num_layers * gpt.d_model,
-        num_heads=gpt.num_heads,
-        kv_heads=gpt.kv_heads,
-        embedding_params=vocab_size * gpt.d_model,
-        tied=gpt.tie_embeddings,
+    sizes = TransformerSizes.of_gpt(gpt)
+    return DescribedModel(
+        build, replace(sizes, context_length=data.get("context_length") or sizes.context_length), vocab_size
     )
-    return DescribedModel(build, sizes, vocab_size)
 
 
 def _pretrained(model: Mapping[str, Any]) -> DescribedModel | None:

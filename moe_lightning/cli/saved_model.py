@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,23 +32,6 @@ if TYPE_CHECKING:
 
 _MODEL = "model."
 """Where our modules keep the model."""
-
-
-class SavedModel(Protocol):
-    """A checkpoint of a GPTModule or a HuggingFaceModule."""
-
-    values: Mapping[str, Any]
-    """What Lightning keeps beside tensors."""
-
-    @property
-    def path(self) -> Place:
-        """Place of the file or directory."""
-
-    def dense(self, name: str) -> Tensor:
-        """A parameter or buffer by its name in the model."""
-
-    def experts(self, index: int, layer: str, name: str, num_experts: int) -> Tensor:
-        """The stack [E, ...] of one parameter of an MoE layer: its place among these, and its name in the model."""
 
 
 def checkpoints_of(path: Place) -> Place:
@@ -170,7 +153,12 @@ def _fill(network: nn.Module, saved: SavedModel, *, base: Path | None) -> None:
 
 
 class _File:
-    """A single file, as stock Lightning writes it; tensors are mapped."""
+    """A single file, as stock Lightning writes it; tensors are mapped.
+
+    Attributes:
+        path: of the file.
+        values: what Lightning keeps beside tensors.
+    """
 
     def __init__(self, path: Path) -> None:
         checkpoint = read_file(path)
@@ -178,9 +166,11 @@ class _File:
         self.values: Mapping[str, Any] = checkpoint
 
     def dense(self, name: str) -> Tensor:
+        """A parameter or buffer by its name in the model."""
         return self._tensor(name)
 
     def experts(self, index: int, layer: str, name: str, num_experts: int) -> Tensor:
+        """The stack [E, ...] of one parameter of an MoE layer: its place among these, and its name in the model."""
         return self._tensor(f"{layer}.experts.{name}")
 
     def _tensor(self, name: str) -> Tensor:
@@ -193,7 +183,7 @@ class _File:
 
 
 class _Directory:
-    """A checkpoint directory, verified."""
+    """A checkpoint directory, verified; see `_File`."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint.verify()
@@ -210,3 +200,7 @@ class _Directory:
         scope = next((s for s in SCOPES_OF_A_MODEL if self._checkpoint.keys(f"expert/{index}/0/{s}/")), "weight")
         keys = (f"expert/{index}/{expert}/{scope}/{name}" for expert in range(num_experts))
         return torch.stack([self._checkpoint.read_first(key) for key in keys])
+
+
+SavedModel = _File | _Directory
+"""A checkpoint of a GPTModule or a HuggingFaceModule."""

@@ -12,14 +12,11 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 from hydra import compose
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from moe_lightning import plots
 from moe_lightning.arguments import output_file
-from moe_lightning.cli.composition import CONFIG_DIR, composition_errors, config_folder, dotted, known_keys, unknown_key
+from moe_lightning.cli.composition import CONFIG_DIR, composition_errors, config_folder, known_keys
 from moe_lightning.cli.overrides import SIM, read_settings, refuse_option
 from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, build_config, fits, require, shown
 from moe_lightning.errors import ConfigurationError
@@ -317,13 +314,7 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
         composition_errors(overrides, CONFIG_NAME),
         config_folder(),
     ):
-        try:
-            composed = OmegaConf.to_container(
-                compose(CONFIG_NAME, list(overrides)), resolve=True, throw_on_missing=True
-            )
-        except (HydraException, OmegaConfBaseException):
-            _check_keys(overrides)
-            raise
+        composed = OmegaConf.to_container(compose(CONFIG_NAME, list(overrides)), resolve=True, throw_on_missing=True)
     assert isinstance(composed, dict)
     config = {str(key): value for key, value in composed.items()}
     for key in config:
@@ -381,15 +372,6 @@ def _check_recipe(overrides: Sequence[str]) -> None:
             raise ConfigurationError(
                 f"recipes={name} is for moe-train: use one of {', '.join(simulated)}, or give model, nodes and hardware"
             )
-
-
-def _check_keys(overrides: Sequence[str]) -> None:
-    """Name a key that there is not, the reason why most command lines cannot be composed."""
-    known = {*dotted(OmegaConf.to_container(compose(CONFIG_NAME))), "model", "recipes"}
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        key = override.key_or_group
-        if key not in known and not (override.input_line or "").startswith("+"):
-            raise ConfigurationError(unknown_key(key, known, "moe-sim --cfg"))
 
 
 def _simulate(config: Mapping[str, Any]) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,19 +42,6 @@ def pillow(module: str) -> Any:
         return importlib.import_module(f"PIL.{module}")
     except ImportError as error:
         raise ConfigurationError("images need the package Pillow: pip install 'moe-lightning[images]'") from error
-
-
-class ImageSource(Protocol):
-    """Images by their numbers."""
-
-    def __len__(self) -> int: ...
-
-    def open(self, index: int) -> tuple[Any, int]:
-        """A Pillow image in RGB, and the number of its class."""
-
-    @property
-    def data_key(self) -> str:
-        """Text that other images change."""
 
 
 # ---------------------------------------------------------------------- a folder
@@ -260,6 +247,9 @@ def _draw(draw: Any, shape: str, left: float, top: float, size: float, fill: tup
     else:
         draw.rectangle((left + third, top, right - third, bottom), fill=fill)
 
+
+ImageSource = ImageFiles | Shapes
+"""Images by their numbers."""
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Protocol
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -167,42 +167,14 @@ _ANSWER = "\N{SECTION SIGN}"
 """A text that no template has."""
 
 
-class ChatFormat(Protocol):
-    """Writes conversations out."""
-
-    padding: str
-    """Text of the token that fills a window up."""
-
-    @property
-    def end(self) -> str:
-        """Text that ends an answer; empty where there is none."""
-
-    def check(self, said: Conversation) -> None:
-        """
-        Raises:
-            ValueError: something of it would be left out.
-        """
-
-    def pieces(self, said: Conversation) -> list[Piece]:
-        """The conversation in order.
-
-        Raises:
-            ValueError: it cannot be written so.
-        """
-
-    def prompt(self, turns: Sequence[Turn]) -> str:
-        """The text that asks for the next answer.
-
-        Raises:
-            ValueError: the turns cannot be written so.
-        """
-
-
 class MarkedTurns:
     """Each turn after a line <|role|>, each answer ended by the end token, as in OLMoE-Instruct and Tulu.
 
     Args:
         end: text that ends an answer.
+
+    Attributes:
+        padding: text of the token that fills a window up.
     """
 
     def __init__(self, end: str) -> None:
@@ -210,9 +182,14 @@ class MarkedTurns:
 
     @property
     def end(self) -> str:
+        """Text that ends an answer."""
         return self.padding
 
     def check(self, said: Conversation) -> None:
+        """
+        Raises:
+            ValueError: something of a conversation would be left out.
+        """
         other = next((f"the role {turn.role}" for turn in said.turns if turn.role not in _MARKED_ROLES), None)
         if said.tools or any("tool_calls" in turn.rest for turn in said.turns):
             other = "calls of tools"
@@ -223,6 +200,7 @@ class MarkedTurns:
             )
 
     def pieces(self, said: Conversation) -> list[Piece]:
+        """The conversation in order."""
         written: list[Piece] = []
         for turn in said.turns:
             written += [(f"<|{turn.role}|>\n", False), (turn.content or "", turn.is_learned)]
@@ -230,6 +208,7 @@ class MarkedTurns:
         return written
 
     def prompt(self, turns: Sequence[Turn]) -> str:
+        """The text that asks for the next answer."""
         return "".join(text for text, _ in self.pieces(Conversation(tuple(turns)))) + "<|assistant|>\n"
 
     @property
@@ -246,6 +225,9 @@ class TemplatedTurns:
 
     Args:
         tokenizer: of transformers, with a chat template.
+
+    Attributes:
+        padding: text of the token that fills a window up.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -257,7 +239,11 @@ class TemplatedTurns:
             )
 
     def check(self, said: Conversation) -> None:
-        """Change what not every template knows: the text has to change with it."""
+        """Change what not every template knows: the text has to change with it.
+
+        Raises:
+            ValueError: it does not, so something would be left out.
+        """
         turns, whole = said.turns, self._written(said)
         if said.tools and whole == self._written(replace(said, tools=())):
             raise ValueError("the chat template of the tokenizer leaves out the tools that are offered")
@@ -273,6 +259,11 @@ class TemplatedTurns:
                     raise ValueError(f"the chat template of the tokenizer leaves out {what}")
 
     def pieces(self, said: Conversation) -> list[Piece]:
+        """The conversation in order.
+
+        Raises:
+            ValueError: it cannot be written so.
+        """
         whole = self._written(said)
         learned = [index for index, turn in enumerate(said.turns) if turn.is_learned]
         for chosen in (learned, learned[-1:]):
@@ -289,9 +280,15 @@ class TemplatedTurns:
 
     @property
     def end(self) -> str:
+        """Text that ends an answer; empty where there is none."""
         return self._written(Conversation(_exchange("?", _ANSWER))).rpartition(_ANSWER)[2].strip()
 
     def prompt(self, turns: Sequence[Turn]) -> str:
+        """The text that asks for the next answer.
+
+        Raises:
+            ValueError: the turns cannot be written so.
+        """
         return self._written(Conversation(tuple(turns)), asks=True)
 
     def _before(self, said: Conversation, index: int) -> str:
@@ -328,6 +325,10 @@ def _misplaced(asked: str, answered: str) -> str:
         f"answer as '{_shortened(answered[same:])}': let answers in the file begin as they are asked for, or shorten "
         "what the template adds for add_generation_prompt"
     )
+
+
+ChatFormat = MarkedTurns | TemplatedTurns
+"""Writes conversations out."""
 
 
 def chat_format(tokenizer: str, end_token: str | None) -> ChatFormat:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,27 +18,6 @@ from moe_lightning.hub import tokenizer_file, tokenizer_identity
 
 _BYTES = 256
 TOKENIZER_FILE = "tokenizer.json"
-
-
-class Tokenizer(Protocol):
-    """Interface of tokenizers that corpora and conversations use."""
-
-    vocab_size: int
-
-    def encode(self, text: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
-        """The tokens of a whole text, [count], and the first character of each and the one behind it, [count, 2].
-
-        Raises:
-            ValueError: it cannot be encoded.
-        """
-
-    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[npt.NDArray[np.integer]]:
-        """The tokens of one UTF-8 text that comes in chunks of whole characters, in the smallest unsigned type that
-        holds the vocabulary: those of the whole text, wherever the chunks end.
-        """
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens; U+FFFD stands for bytes that are not UTF-8, such as those of half a character."""
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -52,14 +31,23 @@ class ByteTokenizer:
     vocab_size = _BYTES
 
     def encode(self, text: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
+        """The tokens of a whole text, [count], and the first character of each and the one behind it, [count, 2].
+
+        Raises:
+            ValueError: it cannot be encoded.
+        """
         tokens = np.frombuffer(text.encode(), dtype=np.uint8)
         character = np.cumsum((tokens & 0xC0) != 0x80) - 1
         return tokens, np.stack([character, character + 1], axis=1)
 
     def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[npt.NDArray[np.integer]]:
+        """The tokens of one UTF-8 text that comes in chunks of whole characters, in the smallest unsigned type that
+        holds the vocabulary: those of the whole text, wherever the chunks end.
+        """
         return (np.frombuffer(chunk, dtype=np.uint8) for chunk in chunks)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens; U+FFFD stands for bytes that are not UTF-8, such as those of half a character."""
         return bytes(index for index in ids if index < _BYTES).decode(errors="replace")
 
 
@@ -113,6 +101,8 @@ class BpeTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
+
+Tokenizer = ByteTokenizer | BpeTokenizer
 
 _WINDOW, _OVERLAP = 1 << 13, 1 << 8  # characters
 

@@ -18,12 +18,11 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.architecture import (
     Architecture,
     DroppingLayerNorm,
-    ExpertReader,
     SparseBlock,
 )
 from moe_lightning.models.huggingface.families import FAMILIES, OUR_ROUTER, Family
 from moe_lightning.models.huggingface.loading import config_from
-from moe_lightning.models.huggingface.weights import GatedFeedForward, PlainFeedForward
+from moe_lightning.models.huggingface.weights import ExpertReader, GatedFeedForward, PlainFeedForward
 from moe_lightning.moe.experts import Activation
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.randomness import StreamDropout
@@ -308,33 +307,9 @@ def _moe_config(model_type: str, config: Any, sparse: SparseLayers, others: Mapp
             f"{model_type} has a plain softmax router and cannot hold {', '.join(others_than_plain)}: keep the "
             "Lightning checkpoint of this model"
         )
-    values = config.to_dict()
-    shared = {name: values[name] for name in _LLAMA_KEYS if name in values}
-    return config_from({"model_type": model_type, **shared, **others}), FAMILIES[model_type]
-
-
-_LLAMA_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "use_cache",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "tie_word_embeddings",
-    "rope_parameters",
-    "attention_dropout",
-    "dtype",
-)
-"""What a model with experts takes over from the dense one."""
+    known = config_from({"model_type": model_type}).to_dict().keys() - {"architectures", "transformers_version"}
+    shared = {name: value for name, value in config.to_dict().items() if name in known}
+    return config_from({**shared, "model_type": model_type, **others}), FAMILIES[model_type]
 
 
 def _llama_like(exported: Callable[[Any, SparseLayers], tuple[Any, Family]]) -> DenseFamily:

@@ -276,19 +276,8 @@ def gpt_workload(
         raise ConfigurationError("model.num_experts=0 is a dense model: give the simulator one with experts")
     with torch.device("meta"):
         model = GPT(config)
-    sizes = TransformerSizes(
-        d_model=config.d_model,
-        depth=config.num_layers,
-        context_length=config.context_length,
-        attention_width=config.num_layers * config.d_model,
-        num_heads=config.num_heads,
-        kv_heads=config.kv_heads,
-        embedding_params=model.token_embedding.weight.numel(),
-        tied=config.tie_embeddings,
-    )
-    return model_workload(
-        model, sizes, rank_batch=rank_batch, global_batch=global_batch, activation_bytes=activation_bytes
-    )
+    batch = {"rank_batch": rank_batch, "global_batch": global_batch}
+    return model_workload(model, TransformerSizes.of_gpt(config), activation_bytes=activation_bytes, **batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +296,20 @@ class TransformerSizes:
     kv_heads: int
     embedding_params: int
     tied: bool
+
+    @classmethod
+    def of_gpt(cls, config: Any) -> TransformerSizes:
+        """Return the sizes of a `models.gpt.GPTConfig`."""
+        return cls(
+            d_model=config.d_model,
+            depth=config.num_layers,
+            context_length=config.context_length,
+            attention_width=config.num_layers * config.d_model,
+            num_heads=config.num_heads,
+            kv_heads=config.kv_heads,
+            embedding_params=config.vocab_size * config.d_model,
+            tied=config.tie_embeddings,
+        )
 
 
 def model_workload(model: Any, sizes: TransformerSizes, **options: Any) -> Workload:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from moe_lightning.config import build_config, pretrained_options
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.families import FAMILIES, SHARED_EXPERTS, SHARED_GATE, Family
-from moe_lightning.models.huggingface.weights import WeightsFolder
+from moe_lightning.models.huggingface.weights import ExpertReader
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.randomness import NoiseSource, SampleStream
 from moe_lightning.moe.router import RouterConfig
@@ -113,16 +113,6 @@ class DroppingLayerNorm(nn.LayerNorm):
         uniform_B1 = self.stream.uniform(NoiseSource.DROP_PATH.key(self.tag), branch.shape[0], 1, branch.device)
         kept_B = (uniform_B1[:, 0] >= self.p).to(branch.dtype) / (1.0 - self.p)
         return branch * kept_B.view(-1, *[1] * (branch.ndim - 1))
-
-
-class ExpertReader(Protocol):
-    """Reader of the experts' first weights; `prefix` is the block's name in the model with a dot at its end."""
-
-    def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
-        """The rows of one expert by the names of our parameters."""
-
-    def names(self, prefix: str, num_experts: int) -> set[str]:
-        """The tensors that are read for all experts."""
 
 
 class Architecture(ABC):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -232,26 +232,6 @@ class PeftTargets:
     in_halves: frozenset[str] = frozenset()
 
 
-class ExpertLayout(Protocol):
-    """The tensors of one block's experts; `prefix` is the block's name in the model with a dot at its end."""
-
-    def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
-        """The rows of one expert by the names of our parameters."""
-
-    def write(self, prefix: str, stacks_EX: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of all experts, from our stacks [E, ...]."""
-
-    def names(self, prefix: str, num_experts: int) -> set[str]:
-        """Return the names of these tensors."""
-
-    def adapters(self, prefix: str, stacks_EX: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return adapters as peft names them, from our stacks of A and B."""
-
-    @property
-    def targets(self) -> PeftTargets:
-        """Names of the experts in peft's configuration of adapters."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SeparateExperts:
     """A matrix a tensor, [out, in], as nn.Linear has it. The stacks of these matrices that models of transformers 5
@@ -268,6 +248,9 @@ class SeparateExperts:
     peft_stacks: bool = True
 
     def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
+        """The rows of one expert by the names of our parameters; `prefix` is the name of its block in the model with a
+        dot at its end.
+        """
         stacks = self._stacks(prefix)
         if all(map(weights.parts, stacks)):
             up_HD, down_DF = (weights.read(name, expert) for name in stacks)
@@ -276,6 +259,7 @@ class SeparateExperts:
         return {"w_up": torch.cat([gate_FD, up_FD]).T, "w_down": down_DF.T}
 
     def write(self, prefix: str, stacks_EX: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of all experts, from our stacks [E, ...]."""
         tensors: dict[str, Tensor] = {}
         for expert, (up_DH, down_FD) in enumerate(zip(stacks_EX["w_up"], stacks_EX["w_down"], strict=True)):
             matrices = (*up_DH.T.chunk(2), down_FD.T)
@@ -287,6 +271,7 @@ class SeparateExperts:
         return tensors
 
     def names(self, prefix: str, num_experts: int) -> set[str]:
+        """Return the names of these tensors."""
         separate = (name for expert in range(num_experts) for name in self._of_expert(prefix, expert))
         return {*separate, *self._stacks(prefix)}
 
@@ -308,6 +293,7 @@ class SeparateExperts:
 
     @property
     def targets(self) -> PeftTargets:
+        """Names of the experts in peft's configuration of adapters."""
         if self.peft_stacks:
             return PeftTargets(modules=frozenset({self.gate, self.up, self.down}))
         return PeftTargets(parameters=_PEFT_STACKS, in_halves=frozenset({_STACKED["w_up"]}))
@@ -431,3 +417,10 @@ class PlainFeedForward:
 
     def _of_layer(self, prefix: str) -> tuple[str, ...]:
         return tuple(f"{prefix}{layer}.{kind}" for layer in (self.up, self.down) for kind in ("weight", "bias"))
+
+
+ExpertLayout = SeparateExperts | StackedExperts
+"""The tensors of one block's experts on disk."""
+
+ExpertReader = ExpertLayout | GatedFeedForward | PlainFeedForward
+"""Reader of the experts' first weights."""
