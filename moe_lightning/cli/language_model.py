@@ -349,9 +349,7 @@ def _of_folder(folder: Path, given: str | None) -> LanguageModel:
 
 def _pretrained(folder: Path) -> Any:
     """Load the model of a folder: safetensors only, no code of the folder, and every tensor of it must be there."""
-    library = transformers()
-    library.logging.set_verbosity_error()
-    library.logging.disable_progress_bar()
+    library = _quiet_transformers()
     try:
         network, report = library.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True, trust_remote_code=False, use_safetensors=True,
@@ -366,6 +364,14 @@ def _pretrained(folder: Path) -> Any:
             f"{folder} lacks {len(missing)} tensors of the model, such as {missing[0]!r}: it is incomplete"
         )
     return network
+
+
+def _quiet_transformers() -> Any:
+    """The package, which keeps its advice on options of a folder to itself."""
+    library = transformers()
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    return library
 
 
 def _base_of(folder: Path) -> Path:
@@ -415,7 +421,9 @@ def _take_generation_defaults(network: Any, folder: Path) -> None:
     if not (folder / GENERATION).is_file():
         return
     try:
-        network.generation_config = transformers().GenerationConfig.from_pretrained(folder, local_files_only=True)
+        network.generation_config = _quiet_transformers().GenerationConfig.from_pretrained(
+            folder, local_files_only=True
+        )
     except (OSError, ValueError, TypeError) as error:
         raise ConfigurationError(
             f"{folder / GENERATION} cannot be read ({str(error).splitlines()[0]}): get it again, or remove it"

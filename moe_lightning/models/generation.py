@@ -49,9 +49,11 @@ class Sampling:
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments for `generate` of transformers."""
+        one = {"num_beams": 1}  # tokens of several would not come one after the other
         if self.temperature is None:
-            return {"do_sample": False}
-        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k or 0, "top_p": self.top_p}
+            return one | {"do_sample": False}
+        chosen = {"temperature": self.temperature, "top_k": self.top_k or 0, "top_p": self.top_p}
+        return one | {"do_sample": True, **chosen}
 
 
 class KeyValueCache(ContextParallel):

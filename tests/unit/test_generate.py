@@ -335,6 +335,24 @@ def test_generation_ends_at_the_end_token(tmp_path: Path, capsys: pytest.Capture
     assert run(capsys, trained_run(tmp_path / "other", data), PROMPT, "--greedy") == f"{PROMPT}\n"
 
 
+def test_a_folder_that_prefers_several_beams_gives_one_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    theirs = make_checkpoint("olmoe", tmp_path / "theirs")
+    expected = theirs.generate(torch.tensor([IDS]), max_new_tokens=12, do_sample=False)[0].tolist()
+    preferred = {"num_beams": 3, "do_sample": True, "temperature": 0.7, "max_length": 9}
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps(preferred))
+    module = HuggingFaceModule({"pretrained": str(tmp_path / "theirs"), "context_length": 16})
+    module.configure_model()
+    for path in (tmp_path / "theirs", save(module, tmp_path / "run.ckpt")):
+        transformers.logging.set_verbosity_warning()
+        assert main([str(path), PROMPT, "--greedy", "--max-new-tokens", "12", "--tokenizer", "bytes"]) == 0
+        captured = capsys.readouterr()
+        assert list(captured.out.removesuffix("\n").encode()) == expected
+        assert captured.err == ""
+    transformers.logging.set_verbosity_error()
+
+
 def test_the_newest_complete_checkpoint_of_a_run_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = trained_run(tmp_path / "run", {"tokenizer": "bytes"})
     expected = run(capsys, folder, PROMPT, "--greedy")
