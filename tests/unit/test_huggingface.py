@@ -444,7 +444,8 @@ def test_adapters_keep_the_format_and_the_end_of_conversations(
     (tmp_path / "talk.jsonl").write_text("\n".join(lines))
     tokenizer = str(tmp_path / "theirs" / "tokenizer.json")
     data = InstructionData(path=tmp_path / "talk.jsonl", tokenizer=tokenizer, context_length=64, global_batch_size=2)
-    module = load(tmp_path / "theirs", adapter={"kind": "lora", "rank": 2})
+    monkeypatch.chdir(tmp_path)
+    module = load(Path("theirs"), adapter={"kind": "lora", "rank": 2})
     trainer = fit(module, 1, data, callbacks=[HuggingFaceExport(tmp_path / "ours", form="adapter")])
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "later"), "--adapter"]) == 0
@@ -453,7 +454,9 @@ def test_adapters_keep_the_format_and_the_end_of_conversations(
         answers = Answers(monkeypatch, "fine<e>lost")
         says(monkeypatch, "how?")
         capsys.readouterr()
-        assert generate.main([str(tmp_path / folder), "--chat"]) == 0, capsys.readouterr().err
+        monkeypatch.chdir(tmp_path / folder)
+        assert generate.main([".", "--chat"]) == 0, capsys.readouterr().err
+        monkeypatch.chdir(tmp_path)
         assert capsys.readouterr().out == "fine\n"
         assert answers.prompts == ["<|user|>\nhow?\n<|assistant|>\n"]
         ends = transformers.GenerationConfig.from_pretrained(tmp_path / folder).eos_token_id

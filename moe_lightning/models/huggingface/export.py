@@ -312,7 +312,7 @@ def write_adapter(
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": named.repository if named else base,
+        "base_model_name_or_path": named.repository if named else str(Path(base).expanduser().absolute()),
         "revision": named.revision if named else None,
         "r": config.rank,
         "lora_alpha": config.alpha,
