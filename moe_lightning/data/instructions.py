@@ -677,8 +677,10 @@ class InstructionData(StepDataModule):
     @cached_property
     def end_of_answer(self) -> int | None:
         """Token that ends an answer; None where several do, or none."""
-        ids = self.tokenizer.encode(self.written.end)[0].tolist()
-        return ids[0] if len(ids) == 1 else None
+        with suppress(ValueError):  # of a template that refuses a conversation of one question
+            ids = self.tokenizer.encode(self.written.end)[0].tolist()
+            return ids[0] if len(ids) == 1 else None
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what every checkpoint keeps for an export: the chat template that no file has, and the end token."""
