@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Interval
 
@@ -25,6 +25,8 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from moe_lightning.data.token_folder import TokenFolder
 
 _Workers = Annotated[int, Interval(ge=1, le=1024)]
@@ -114,66 +116,56 @@ def tokenize(arguments: argparse.Namespace) -> None:
     )
 
 
-class _Progress(Protocol):
-    def advance(self, nbytes: int, tokens: int) -> None: ...
-
-
 @contextmanager
 def _progress(size_bytes: int) -> Iterator[_Progress]:
     """A bar on a terminal, a line every few seconds elsewhere."""
     if not sys.stdout.isatty():
-        yield _Lines(size_bytes)
+        yield _Progress(size_bytes)
         return
-    bar = _Bar(size_bytes)
-    with bar.drawn:
-        yield bar
+    with _bar() as bar:
+        yield _Progress(size_bytes, bar)
 
 
-class _Bar:
-    def __init__(self, size_bytes: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.table import Column
+def _bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.table import Column
 
-        console = Console()
-        is_wide = console.width >= _WIDE
-        self.drawn = Progress(
-            *([BarColumn(bar_width=None)] if is_wide else []),
-            TextColumn("{task.fields[amount]}", table_column=Column(no_wrap=True)),
-            TimeElapsedColumn(table_column=Column(no_wrap=True)),
-            TextColumn("<", table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
-            console=console,
-            refresh_per_second=4,
-            expand=is_wide,
-        )
-        self._counts = _Counts(size_bytes)
-        self._task = self.drawn.add_task("", total=size_bytes, amount=str(self._counts))
-
-    def advance(self, nbytes: int, tokens: int) -> None:
-        self._counts.add(nbytes, tokens)
-        self.drawn.update(self._task, advance=nbytes, amount=str(self._counts))
+    console, narrow = Console(), Column(no_wrap=True)
+    is_wide = console.width >= _WIDE
+    return Progress(
+        *([BarColumn(bar_width=None)] if is_wide else []),
+        TextColumn("{task.fields[amount]}", table_column=narrow),
+        TimeElapsedColumn(table_column=narrow),
+        TextColumn("<", table_column=narrow),
+        TimeRemainingColumn(table_column=narrow),
+        console=console,
+        refresh_per_second=4,
+        expand=is_wide,
+    )
 
 
-class _Lines:
-    def __init__(self, size_bytes: int) -> None:
-        self._counts, self._next_s = _Counts(size_bytes), time.monotonic() + _PLAIN_S
+class _Progress:
+    """What is done, as a text of at most 40 columns up to a terabyte.
 
-    def advance(self, nbytes: int, tokens: int) -> None:
-        self._counts.add(nbytes, tokens)
-        if time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + _PLAIN_S
-            print(self._counts, flush=True)
+    Args:
+        size_bytes: of all.
+        bar: that shows it; None: lines.
+    """
 
-
-class _Counts:
-    """Text of what is done, at most 40 columns up to a terabyte."""
-
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, bar: Progress | None = None) -> None:
         self._size_bytes, self._nbytes, self._tokens = size_bytes, 0, 0
+        self._bar, self._next_s = bar, time.monotonic() + _PLAIN_S
+        if bar is not None:
+            self._task = bar.add_task("", total=size_bytes, amount=str(self))
 
-    def add(self, nbytes: int, tokens: int) -> None:
+    def advance(self, nbytes: int, tokens: int) -> None:
         self._nbytes, self._tokens = self._nbytes + nbytes, self._tokens + tokens
+        if self._bar is not None:
+            self._bar.update(self._task, advance=nbytes, amount=str(self))
+        elif time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _PLAIN_S
+            print(self, flush=True)
 
     def __str__(self) -> str:
         return f"{self._nbytes / 1e6:,.1f}/{self._size_bytes / 1e6:,.1f} MB  {self._tokens / 1e6:,.1f}M tokens"

@@ -569,10 +569,10 @@ def test_ctrl_c_says_that_the_command_goes_on(
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_progress_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    bar = moe_data._Bar(999_999_999_999)
-    bar.advance(123_456_789_012, 98_765_432_109)
-    with bar.drawn.console.capture() as shown:
-        bar.drawn.console.print(bar.drawn.get_renderable())
+    bar = moe_data._bar()
+    moe_data._Progress(999_999_999_999, bar).advance(123_456_789_012, 98_765_432_109)
+    with bar.console.capture() as shown:
+        bar.console.print(bar.get_renderable())
     (line,) = shown.get().splitlines()
     assert len(line) <= columns
     assert "123,456.8/1,000,000.0 MB  98,765.4M tokens" in line
