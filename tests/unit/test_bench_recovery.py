@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,8 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.plots import phase_lines
 from moe_lightning.simulate.failures import read_trace
 from tests.options import options_of
+from tests.traces import recorded
 
-TRACE = (
-    Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data")) / "spot_trace_p3.csv"
-)
 TASK = Task(folder="", ranks=2, batch=4)
 
 
@@ -88,9 +85,8 @@ def test_a_trace_becomes_absences_of_ranks(tmp_path: Path) -> None:
     assert second == ()
 
 
-@pytest.mark.skipif(not TRACE.is_file(), reason="the spot trace is not here; MOE_LIGHTNING_TRACES names its folder")
 def test_the_spot_trace_fits_four_ranks() -> None:
-    absences = Replay(path=TRACE, start_s=1980.0, speed=60.0, seconds=60.0).absences(4)
+    absences = Replay(path=recorded("spot_trace_p3.csv"), start_s=1980.0, speed=60.0, seconds=60.0).absences(4)
     lost = sorted(a.from_s for slot in absences for a in slot if a.from_s < 60.0)
     assert len(lost) >= 4
     assert lost[0] > 0, "all four ranks are there at first"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import ForcedRouting, Popularity, sample_experts
 from moe_lightning.moe.randomness import SampleStream, attach_stream
 from moe_lightning.moe.router import Router, RouterConfig
-
-TRACES = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
-TRACE = TRACES / "routing_trace_gpt_32e.npz"
+from tests.traces import recorded
 
 
 def inclusion_by_hand(shares: np.ndarray, top_k: int) -> np.ndarray:
@@ -100,13 +97,11 @@ def test_a_trace_is_followed_in_time_and_by_layer(tmp_path: Path) -> None:
 
 
 def test_the_recorded_trace_drives_a_router() -> None:
-    if not TRACE.is_file():
-        pytest.skip(f"the recorded trace {TRACE} is not here")
-    with np.load(TRACE, allow_pickle=False) as archive:
+    with np.load(path := recorded(), allow_pickle=False) as archive:
         counts, iteration = archive["counts"], archive["iteration"]
     at = len(iteration) // 2
     loads = counts[at, 0].sum(axis=0).astype(float)
-    shares = Popularity(ForcedRouting(kind="trace", path=str(TRACE)), counts.shape[3], 0).at(int(iteration[at]) - 1)
+    shares = Popularity(ForcedRouting(kind="trace", path=str(path)), counts.shape[3], 0).at(int(iteration[at]) - 1)
     np.testing.assert_allclose(shares, loads / loads.sum())
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,16 +26,13 @@ from moe_lightning.checkpoint.selection import (
     worst_case_plt,
 )
 from moe_lightning.errors import ConfigurationError
+from tests.traces import recorded
 
 
 def load_trace() -> np.ndarray:
     """Assignments [samples, L, E] of the recorded trace, summed over source ranks; skips the test where it is
     absent."""
-    default = Path(__file__).parents[3] / "shared" / "data"
-    path = Path(os.environ.get("MOE_LIGHTNING_TRACES", default)) / "routing_trace_gpt_32e.npz"
-    if not path.exists():
-        pytest.skip(f"no routing trace at {path}: set MOE_LIGHTNING_TRACES to its folder")
-    with np.load(path) as trace:
+    with np.load(recorded()) as trace:
         return trace["counts"].sum(axis=2, dtype=np.int64)
 
 

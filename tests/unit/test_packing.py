@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from itertools import product
 
 import numpy as np
 import pytest
@@ -31,6 +30,8 @@ def problems(draw: st.DrawFn) -> tuple[np.ndarray, Cluster]:
 
 
 @settings(deadline=None, max_examples=150)
+@example(problem=(np.array([238, 602, 837, 504]), Cluster.of(12, 1, ranks_per_node=3)), floor=3)  # neither way packs it
+@example(problem=(np.array([692, 324, 968]), Cluster.of(6, 2, ranks_per_node=3)), floor=2)  # more replicas than room
 @given(problem=problems(), floor=st.integers(1, 3))
 def test_slots_distinct_nodes_and_coverage_hold(problem: tuple[np.ndarray, Cluster], floor: int) -> None:
     load, cluster = problem
@@ -102,26 +103,6 @@ def test_loads_that_can_be_cut_evenly_are(problem: tuple[np.ndarray, Cluster]) -
     assert quota.sum(axis=0).max() <= 1.01 * load.sum() / cluster.num_ranks + 1
 
 
-@pytest.mark.parametrize(
-    ("load", "cluster", "floor"),
-    [
-        ([238, 602, 837, 504], Cluster.of(12, 1, ranks_per_node=3), 3),  # neither packing nor greedy finds a way
-        ([692, 324, 968], Cluster.of(6, 2, ranks_per_node=3), 2),  # a replica more than there are ranks with room
-    ],
-)
-def test_promises_that_leave_no_slack_are_kept(load: list[int], cluster: Cluster, floor: int) -> None:
-    table = packed_placement(np.array(load), cluster, floor).replicas
-    assert ((cluster.by_node(table) > 0).sum(axis=1) >= floor).all()
-    assert table.sum(axis=0).max() <= cluster.slots_per_rank
-
-
-def test_unequal_nodes_and_unknown_loads() -> None:
-    cluster = Cluster(node_of=(0, 0, 1, 2, 2), slots_per_rank=2)
-    table = packed_placement(np.zeros(4, dtype=np.int64), cluster, 2).replicas
-    assert ((cluster.by_node(table) > 0).sum(axis=1) >= 2).all()
-    assert (table.sum(axis=0) == 2).all()
-
-
 @st.composite
 def uneven_problems(draw: st.DrawFn) -> tuple[np.ndarray, Cluster]:
     sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=5))
@@ -152,18 +133,6 @@ def test_unequal_nodes_keep_as_many_as_slots_allow(problem: tuple[np.ndarray, Cl
     assert cluster.missing_nodes(placement.pairs, promised) == len(load) * promised - possible
     assert placement.replicas.max() == 1
     assert placement.replicas.sum(axis=0).max() <= cluster.slots_per_rank
-
-
-@settings(deadline=None, max_examples=50)
-@given(problem=uneven_problems())
-def test_the_least_cut_is_what_a_search_of_all_tables_finds(problem: tuple[np.ndarray, Cluster]) -> None:
-    load, cluster = problem
-    slots = cluster.node_slots().tolist()[:3]
-    num_experts = min(len(load), 3)
-    rows = [row for row in product((0, 1), repeat=len(slots)) if sum(row) <= 2]
-    tables = (np.array(table) for table in product(rows, repeat=num_experts))
-    found = max(int(table.sum()) for table in tables if (table.sum(axis=0) <= slots).all())
-    assert found == most_nodes(num_experts, slots, min(2, len(slots)))
 
 
 def test_too_few_slots_say_so() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,8 @@ from moe_lightning.cli.bench import main
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.plots import svg
 from moe_lightning.simulate.failures import Event, check_events
+from tests.traces import recorded
 
-DATA = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
-SOURCES = Sources(routing=DATA / "routing_trace_gpt_32e.npz", spot=DATA / "spot_trace_p3.csv")
 WITHOUT_TRACES = (
     "pec-sizes",
     "lazarus-sizes",
@@ -36,9 +34,7 @@ SLOW = tuple(sorted(set(paper.PAPERS) - set(WITHOUT_TRACES) - set(QUICK)))
 
 
 def _traces() -> Sources:
-    if not (DATA / "routing_trace_gpt_32e.npz").is_file():
-        pytest.skip(f"no recorded traces in {DATA}: set MOE_LIGHTNING_TRACES")
-    return SOURCES
+    return Sources(routing=recorded(), spot=recorded("spot_trace_p3.csv"))
 
 
 NOT_REPRODUCED = {

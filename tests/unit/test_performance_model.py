@@ -178,20 +178,6 @@ def test_fit_never_predicts_negative_parts_and_reports_its_error() -> None:
     assert mean_relative_error(np.array([1.0, 3.0]), np.array([2.0, 2.0])) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"bytes_per_s": 0.0}, "bytes_per_s=0.0 is not positive"),
-        ({"rows_per_s": np.array([1.0, -1.0])}, "rows_per_s"),
-        ({"dense_forward_s": -1.0}, "dense_forward_s=-1.0 of BlockCosts must be a number of at least 0"),
-        ({"transfer": "magic"}, "transfer='magic' of BlockCosts must be 'scatter' or 'direct' or 'average'"),
-    ],
-)
-def test_wrong_constants_are_one_sentence(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        costs(**changes)
-
-
 def test_wrong_measurements_are_one_sentence() -> None:
     for amounts, seconds in (
         ([1.0, 1.0], [1.0, 2.0]),

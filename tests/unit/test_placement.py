@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.balance_trace import judged_samples, load_trace
 from moe_lightning.arrays import Pairs, cut
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.packing import packed_placement
 from moe_lightning.dispatch.placement import Placement, dispatch_groups, parse_placements, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
+from tests.traces import recorded
 
 
 @settings(deadline=None, max_examples=150)
@@ -139,10 +137,6 @@ def test_wrong_placements(replicas: np.ndarray, message: str) -> None:
 # What protection costs in balance: counting replicas bounds every placement, and packing is near the bound.
 
 
-TRACES = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
-TRACE = TRACES / "routing_trace_gpt_32e.npz"
-
-
 def least_imbalance(load: np.ndarray, cluster: Cluster, min_replicas: int) -> float:
     """Busiest rank over mean that no placement can beat: at a capacity C an expert needs ceil(t / C) ranks to compute
     its tokens and `min_replicas` to be safe, and all of them need slots."""
@@ -165,9 +159,7 @@ def least_imbalance(load: np.ndarray, cluster: Cluster, min_replicas: int) -> fl
 )
 def test_two_replicas_in_four_slots_of_sixteen_ranks(num_experts: int, bound: float, reached: float) -> None:
     """On the recorded loads, less the coldest experts: the least imbalance there can be, and what packing reaches."""
-    if not TRACE.is_file():
-        pytest.skip(f"the recorded trace {TRACE} is not here: set MOE_LIGHTNING_TRACES")
-    counts = np.load(TRACE)["counts"]
+    counts = np.load(recorded())["counts"]
     cluster = Cluster.of(16, 4)
     best, found = [], []
     for sample in range(60, 501, 110):
@@ -179,15 +171,3 @@ def test_two_replicas_in_four_slots_of_sixteen_ranks(num_experts: int, bound: fl
             found.append(balanced_quota(load, table).sum(axis=0).max() / (load.sum() / 16))
     assert np.mean(best) == pytest.approx(bound, abs=0.06)
     assert np.mean(best) - 1e-9 <= np.mean(found) <= reached * np.mean(best)
-
-
-def test_two_nodes_in_four_slots_reach_what_counting_allows() -> None:
-    """docs/skew.md: 2.92 at 4 slots is the bound and not the packing's fault."""
-    if not TRACE.is_file():
-        pytest.skip(f"the recorded trace {TRACE} is not here: set MOE_LIGHTNING_TRACES")
-    trace, cluster = load_trace(TRACE), Cluster.of(16, 4)
-    samples = judged_samples(trace, age=50, first=600, step=60)
-    for column, bound in ((1, 2.900), (0, 2.915)):
-        chosen = trace.counts[[pair[column] for pair in samples]].sum(axis=2, dtype=np.int64)
-        loads = chosen.reshape(-1, chosen.shape[-1])
-        assert np.mean([least_imbalance(load, cluster, 2) for load in loads]) == pytest.approx(bound, abs=1e-3)

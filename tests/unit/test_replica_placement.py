@@ -115,23 +115,6 @@ def test_truncated_mro_breaks_the_guarantee_and_the_repair_keeps_it() -> None:
     assert fatal(mro_plus(replicas, node_slots)) == [0, 0, 3, 1]
 
 
-@pytest.mark.parametrize(
-    ("replicas", "num_nodes", "size", "failures", "by_mro", "by_spread", "at_least"),
-    [
-        (ints(3, 3, 4), 5, 2, 3, 0.6, 0.8, 0.8),
-        (ints(7, 7, 7, 7, 8, 8, 8, 8), 10, 6, 6, 0.833, 1.0, 1.0),
-        (ints(7, 7, 7, 7, 8, 8, 8, 8), 10, 6, 7, 0.7, 0.967, 0.967),
-    ],
-)
-def test_spread_beats_truncated_mro_and_mro_plus_beats_both(
-    replicas: np.ndarray, num_nodes: int, size: int, failures: int, by_mro: float, by_spread: float, at_least: float
-) -> None:
-    node_slots = np.full(num_nodes, size)
-    assert recovery_probabilities([mro(replicas, node_slots)])[failures] == pytest.approx(by_mro, abs=1e-3)
-    assert recovery_probabilities([spread(replicas, node_slots)])[failures] == pytest.approx(by_spread, abs=1e-3)
-    assert recovery_probabilities([mro_plus(replicas, node_slots)])[failures] >= at_least - 1e-3
-
-
 def test_mro_plus_reaches_the_optimum_of_nearly_all_small_truncated_instances() -> None:
     total = reached = better_than_mro = 0
     for num_nodes, size in ((3, 2), (4, 2), (5, 2), (3, 3)):
@@ -222,26 +205,6 @@ def test_closed_form_of_mro(instance: tuple[np.ndarray, np.ndarray]) -> None:
     assert exact == pytest.approx([block_recovery(blocks, num_nodes, k) for k in range(num_nodes + 1)])
 
 
-def test_nested_supports_survive_while_the_rarest_expert_does() -> None:
-    exact = recovery_probabilities([mro(ints(2, 3, 5), ints(2, 2, 2, 2, 2))])
-    assert exact[3] == pytest.approx(block_recovery(mro_blocks(ints(2, 3, 5), np.full(5, 2)), 5, 3))
-    rarest = recovery_probabilities([mro(ints(2, 4, 4), np.full(5, 3))])
-    assert rarest[:5] == pytest.approx([block_recovery((2,), 5, k) for k in range(5)])
-
-
-def test_blocks_of_two_and_three_of_five_nodes_fail_four_times_in_ten() -> None:
-    assert 1 - block_recovery((2, 3), 5, 3) == pytest.approx(0.4)
-
-
-def test_sampling_agrees_with_enumeration_over_all_layers_together() -> None:
-    tables = [mro(ints(2, 2, 3, 5), np.full(6, 2)), spread(ints(2, 3, 3, 4), np.full(6, 2))]
-    exact = recovery_probabilities(tables)
-    assert exact[3] <= min(recovery_probabilities([table])[3] for table in tables)
-    assert sampled_recovery(tables, 3, samples=20_000, seed=1) == pytest.approx(exact[3], abs=0.02)
-    with pytest.raises(ConfigurationError, match="7 failed nodes"):
-        sampled_recovery(tables, 7)
-
-
 @pytest.mark.parametrize("failures", [0, 1, 3, 5, 6])
 def test_sampled_sets_are_drawn_uniformly_and_judged_exactly(failures: int) -> None:
     """Against every failed set; 100 samples are no whole number of words."""
@@ -270,20 +233,6 @@ def test_too_many_nodes_to_enumerate_says_so() -> None:
         recovery_probabilities([np.ones((2, 24), dtype=np.int64)])
 
 
-@settings(deadline=None, max_examples=60)
-@given(instance=instances(), ranks_per_node=st.integers(1, 3))
-def test_dealing_keeps_replicas_on_their_nodes_and_ranks_within_their_slots(
-    instance: tuple[np.ndarray, np.ndarray], ranks_per_node: int
-) -> None:
-    replicas, node_slots = instance
-    cluster = Cluster.of(len(node_slots) * ranks_per_node, -(-int(node_slots[0]) // ranks_per_node), ranks_per_node)
-    table = spread(replicas, node_slots)
-    for load in (None, np.arange(len(replicas)) ** 2):
-        placement = deal_to_ranks(table, cluster, load)
-        assert (cluster.by_node(placement.replicas) == table).all()
-        assert placement.replicas.sum(axis=0).max() <= cluster.slots_per_rank
-
-
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_spreading_and_dealing_at_once_are_what_one_by_one_makes(data: st.DataObject) -> None:
@@ -297,11 +246,6 @@ def test_spreading_and_dealing_at_once_are_what_one_by_one_makes(data: st.DataOb
     assert (deal_to_ranks(table, cluster, load).replicas == dealt_one_by_one(table, cluster, load)).all()
 
 
-def test_copies_on_a_node_go_to_different_ranks() -> None:
-    placement = deal_to_ranks(ints(2, 2).reshape(2, 1), Cluster.of(2, 2, ranks_per_node=2))
-    assert (placement.replicas == 1).all()
-
-
 def test_wrong_input_is_one_sentence() -> None:
     with pytest.raises(ConfigurationError, match="5 replicas do not fit 4 slots"):
         mro(ints(2, 3), ints(2, 2))
@@ -310,6 +254,8 @@ def test_wrong_input_is_one_sentence() -> None:
     with pytest.raises(ConfigurationError, match="cannot be grouped"):
         mro(ints(1, 1, 1, 1), ints(1, 3))
     assert mro_plus(ints(1, 1, 1, 1), ints(1, 3)).sum() == 4  # falls back to spread
+    with pytest.raises(ConfigurationError, match="7 failed nodes"):
+        sampled_recovery([spread(ints(2, 3, 3, 4), np.full(6, 2))], 7)
 
 
 # ----------------------------------------------------------------------
@@ -358,26 +304,6 @@ def test_water_filling_gives_what_giving_one_at_a_time_does(
             replicas[first] += 1
     found = allocate_replicas(load, slots=slots, num_nodes=num_nodes, min_replicas=wanted, max_replicas=cap)
     assert found.tolist() == replicas.tolist()
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    load=st.lists(st.integers(0, 40), min_size=1, max_size=4),
-    slots=st.integers(1, 9),
-    floor=st.integers(1, 2),
-    cap=st.one_of(st.none(), st.integers(2, 5)),
-)
-def test_water_filling_minimises_the_busiest_replica(load: list[int], slots: int, floor: int, cap: int | None) -> None:
-    if slots < len(load):
-        return
-    tokens = np.array(load, dtype=np.int64)
-    replicas = allocate_replicas(tokens, slots=slots, num_nodes=slots, min_replicas=floor, max_replicas=cap)
-    least = affordable_replicas(len(load), slots=slots, num_nodes=slots, min_replicas=floor)
-    most = cap or slots
-    total = min(slots, most * len(load))
-    assert replicas.sum() == total
-    choices = (np.array(r) for r in product(range(least, most + 1), repeat=len(load)) if sum(r) == total)
-    assert (tokens / replicas).max() == min((tokens / r).max() for r in choices)
 
 
 def test_eq1_by_hand() -> None:

@@ -1,12 +1,8 @@
-"""Published and own figures on a recorded routing trace: a sample of it by default, all of it with -m slow.
-
-The trace is third-party data outside the repository: set MOE_LIGHTNING_TRACES to its folder.
-"""
+"""Published and own figures on a recorded routing trace: a sample of it by default, all of it with -m slow."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,25 +15,22 @@ from hypothesis import strategies as st
 
 from benchmarks import balance_trace
 from benchmarks.balance_trace import RoutingTrace, load_trace
-from benchmarks.paper_recovery import greedy_assignment
 from benchmarks.recovery_probability import recovery_probabilities
 from moe_lightning.balancing import shadow_search
-from moe_lightning.balancing.cluster import Cluster, allocate_replicas, balance_ratio, imbalance
+from moe_lightning.balancing.cluster import Cluster, allocate_replicas, imbalance
 from moe_lightning.balancing.cost_model import BlockCosts
-from moe_lightning.balancing.migration import align_placements, held_states, optimal_assignment, plan_migration
-from moe_lightning.balancing.replica_placement import NODE_RULES, mro_plus
+from moe_lightning.balancing.migration import align_placements, held_states, plan_migration
+from moe_lightning.balancing.replica_placement import NODE_RULES
 from moe_lightning.balancing.rules import SHADOW_POLICIES, PlacementPolicy, plan_placement, replan_placement
-from moe_lightning.balancing.shadow_search import fastermoe_shadows, no_shadows, predict_plan, search_shadows
+from moe_lightning.balancing.shadow_search import no_shadows, predict_plan, search_shadows
 from moe_lightning.callbacks.routing_health import WINDOW, RoutingHealth
-from moe_lightning.dispatch.placement import Placement, uniform_placement
-from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, shadow_quota
+from moe_lightning.dispatch.placement import uniform_placement
+from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import ForcedRouting, Popularity, read_routing_trace
 from moe_lightning.simulate.workload import make_routing
 from tests.options import options_of
-
-FOLDER = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
-PATH = FOLDER / "routing_trace_gpt_32e.npz"
+from tests.traces import recorded
 
 STRIDES = [pytest.param(60, id="sample"), pytest.param(2, id="whole", marks=pytest.mark.slow)]
 """Samples between two that are looked at."""
@@ -49,9 +42,7 @@ COSTS = replace(balance_trace.reference_costs(), transfer="average")
 
 @pytest.fixture(scope="module")
 def trace() -> RoutingTrace:
-    if not PATH.is_file():
-        pytest.skip(f"no routing trace at {PATH}: set MOE_LIGHTNING_TRACES to the folder that holds it")
-    return load_trace(PATH)
+    return load_trace(recorded())
 
 
 def hottest(trace: RoutingTrace, sample: int, layer: int, experts: int) -> np.ndarray:
@@ -94,29 +85,6 @@ def test_recovery_of_sixteen_experts_matches_lazarus(trace: RoutingTrace, layers
     assert recovery["spread"][[4, 5]] * [210, 252] == pytest.approx([80, 32])
     assert recovery["compact"][3] == 0
     assert (recovery["mro+"] >= recovery["mro"]).all()
-
-
-def test_optimal_mapping_moves_a_tenth_less_than_greedy_after_failures(trace: RoutingTrace) -> None:
-    moved = {optimal_assignment: 0, greedy_assignment: 0}
-    for sample, dead in ((20, [0, 5]), (120, [2, 3]), (220, [7, 9]), (320, [1, 8]), (420, [4, 6])):
-        loads = [hottest(trace, sample, layer, 16) for layer in range(12)]
-        old, new = (
-            [
-                Placement(
-                    replicas=mro_plus(
-                        allocate_replicas(load, slots=nodes * SLOTS, num_nodes=nodes, policy="eq1"),
-                        np.full(nodes, SLOTS),
-                    )
-                )
-                for load in loads
-            ]
-            for nodes in (NODES, NODES - 2)
-        )
-        held = np.delete(held_states(old), dead, axis=2)
-        for assign in moved:
-            aligned = align_placements(held, new, Cluster.of(NODES - 2, SLOTS), assign)
-            moved[assign] += len(plan_migration(held, aligned).transfers)
-    assert 0 < moved[optimal_assignment] <= 0.93 * moved[greedy_assignment]
 
 
 @pytest.mark.parametrize("stride", STRIDES)
@@ -197,23 +165,8 @@ def test_settled_routing_keeps_plans_good_and_early_routing_does_not(trace: Rout
     assert kept_speedup(trace, range(1, 60, 12), age=1) < 0.92
 
 
-def test_the_search_balances_better_than_fastermoe(trace: RoutingTrace) -> None:
-    ratios = []
-    for sample in range(60, len(trace.counts), 80):
-        for layer in range(0, 24, 4):
-            tokens = sixteen(trace, sample, layer)
-            plans = (
-                no_shadows(tokens, SIXTEEN),
-                fastermoe_shadows(tokens, SIXTEEN, COSTS),
-                search_shadows(tokens, SIXTEEN, COSTS),
-            )
-            before, theirs, ours = (shadow_quota(tokens, SIXTEEN, plan).sum(axis=0) for plan in plans)
-            ratios.append(balance_ratio(before, ours) / balance_ratio(before, theirs))
-    assert np.median(ratios) > 1.55
-
-
 def test_the_benchmark_prints_a_row_per_strategy(trace: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(PATH), "--slots", "4", "--strategies", "plain", "packed", "--step", "200"]
+    arguments = [str(recorded()), "--slots", "4", "--strategies", "plain", "packed", "--step", "200"]
     arguments += ["--protection-slots", "4"]
     assert balance_trace.run(options_of(balance_trace.Options, *arguments)) == 0
     printed = capsys.readouterr().out
@@ -401,8 +354,3 @@ def test_every_turn_has_the_zipf_shares_in_another_order() -> None:
     for turn in [shares for layer in turns for shares in layer]:
         np.testing.assert_allclose(np.sort(turn), expected)
     assert len({tuple(shares) for layer in turns for shares in layer}) > 4
-
-
-def test_a_period_below_a_step() -> None:
-    with pytest.raises(ConfigurationError, match="period=0 of ForcedRouting must be an integer of at least 1"):
-        ForcedRouting(kind="drift", period=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.simulate.failures import NS, Event, Failures, cap_nodes, check_events, read_trace
+from tests.traces import recorded
 
-DATA = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
 HOUR_S = 3600.0
 
 
@@ -82,10 +81,7 @@ def test_trace_begins_where_it_is_asked_to(tmp_path: Path) -> None:
 
 
 def test_recorded_spot_instances() -> None:
-    path = DATA / "spot_trace_p3.csv"
-    if not path.is_file():
-        pytest.skip(f"no recorded traces in {DATA}: set MOE_LIGHTNING_TRACES")
-    events = read_trace(path)
+    events = read_trace(recorded("spot_trace_p3.csv"))
     check_events(events)
     live = np.cumsum([len(event.joined) - len(event.failed) for event in events])
     assert (live[0], live.max(), len(events)) == (18, 32, 163)

@@ -2,7 +2,6 @@
 
 import argparse
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +11,8 @@ from hypothesis import strategies as st
 from benchmarks.least_time import least_time
 from benchmarks.uneven_trace import listed_speeds, speeds_argument
 from moe_lightning.cli import bench
-from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
-from tests.unit.test_quota import TRACE
+from tests.traces import recorded
 
 
 @settings(max_examples=60, deadline=None)
@@ -32,15 +30,6 @@ def test_the_least_time_is_that_of_the_set_of_experts_that_most_fills_its_holder
     assert least_time(tokens, replicas, speeds) == worst
 
 
-def test_quotas_reach_the_least_time_to_a_percent():
-    generator = np.random.default_rng(3)
-    tokens, speeds = generator.integers(0, 10**6, 32), generator.integers(1000, 4096, 16)
-    replicas = (generator.random((32, 16)) < 0.2).astype(np.int64)
-    replicas[np.arange(32), generator.integers(0, 16, 32)] = 1
-    longest = (balanced_quota(tokens, replicas, speeds).sum(axis=0) / speeds).max()
-    assert longest <= 1.01 * float(least_time(tokens, replicas, speeds))
-
-
 def test_speeds_of_the_first_ranks_are_listed():
     assert listed_speeds(speeds_argument("0.5x2,0.8"), 5) == [0.5, 0.5, 0.8, 1.0, 1.0]
     assert listed_speeds(speeds_argument("1:0.5"), 3) == [1.0, 0.75, 0.5]
@@ -55,10 +44,8 @@ def test_what_is_no_speed_is_one_sentence(text):
 
 
 def test_uneven_ranks_cost_a_percent_on_the_recorded_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    if not Path(TRACE).is_file():
-        pytest.skip(f"the recorded trace {TRACE} is not here: set MOE_LIGHTNING_TRACES")
     limits = {"0.5": 1.01, "0.8": 1.01, "1:0.723": 1.01, "0.5x8": 1.06}
-    assert bench.main(["balance-trace", str(TRACE), "--slots", "4", "--step", "100", "--speeds", *limits]) == 0
+    assert bench.main(["balance-trace", str(recorded()), "--slots", "4", "--step", "100", "--speeds", *limits]) == 0
     lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()[2:]}
     for speeds, limit in limits.items():
         even, *_, both, bound = map(float, lines[speeds][1:])

@@ -27,6 +27,7 @@ from moe_lightning import (
     StepSampler,
 )
 from moe_lightning.balancing.cluster import allocate_replicas
+from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.forecast import LoadForecast, ReplanRule
 from moe_lightning.balancing.rules import PlacementPolicy
 from moe_lightning.callbacks.fault_injection import FaultInjection
@@ -74,6 +75,9 @@ MAKERS: dict[str, Callable[[Any], object]] = {
     "FaultInjection": lambda options: FaultInjection("faults", **options),
     "RoutingRecorder": lambda options: RoutingRecorder("counts.npz", **options),
     "fault": lambda options: FaultInjection("faults", **options),
+    "BlockCosts": lambda options: BlockCosts(
+        **dict.fromkeys(("row_bytes", "weight_bytes", "gradient_bytes", "bytes_per_s", "rows_per_s"), 1.0) | options
+    ),
     "mesh": chosen_axes,
     "speeds": lambda speeds: given_speeds(speeds, 2, "load_balancer.speeds"),
     "placement table": lambda table: parse_placements(
