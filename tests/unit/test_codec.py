@@ -82,7 +82,7 @@ objects = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(value=objects)
 def test_what_may_travel_comes_back_as_it_was(value: Any) -> None:
     assert same(decode(encode(value)), value)
@@ -154,13 +154,6 @@ def test_what_may_not_travel_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be sent to other ranks") as raised:
         encode(REFUSED[name])
     assert "\n" not in str(raised.value)
-
-
-def test_what_holds_itself_is_refused() -> None:
-    ring: list[Any] = []
-    ring.append(ring)
-    with pytest.raises(ConfigurationError, match="nested deeper"):
-        encode(ring)
 
 
 def test_too_large_an_object_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +250,7 @@ def test_a_forged_message_is_one_sentence(name: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(value=objects, data=st.data())
 def test_damage_is_an_error_or_another_value_but_nothing_else(value: Any, data: st.DataObject) -> None:
     message = bytearray(encode(value))

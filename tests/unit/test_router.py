@@ -171,17 +171,6 @@ def test_bias_selects_but_does_not_weigh() -> None:
     torch.testing.assert_close(routing.weights_TK[:, 0], routing.scores_TE[:, 2])
 
 
-def test_bias_evens_out_a_skewed_load() -> None:
-    router, x_TD = make_router(4, bias_update_rate=0.005, score="sigmoid", top_k=1), tokens(2000) * 0.5 + 0.5
-    first = router(x_TD).tokens_per_expert_E
-    for _ in range(300):
-        router.count_for_bias(router(x_TD).tokens_per_expert_E)
-        router.update_bias()
-    last = router(x_TD).tokens_per_expert_E
-    assert first.max() > 1.9 * 500
-    assert last.max() < 1.2 * 500
-
-
 @settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_capacity_keeps_what_the_policy_says(data: st.DataObject) -> None:
