@@ -41,13 +41,11 @@ SEEN = {"hydra": "1.3.8", "lightning": "2.6.6", "omegaconf": "2.3.1", "torch": "
 WORKERS = "lightning.pytorch.strategies.launchers.multiprocessing._MultiProcessingLauncher"
 METHODS = {
     "torch.nn.Module._apply": "self, fn, recurse",
-    "torch.nn.Module._load_from_state_dict": (
-        "self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs"
-    ),
+    "torch.nn.Module._load_from_state_dict":
+        "self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs",
     "torch.nn.modules.dropout._DropoutNd.extra_repr": "self",
-    "hydra._internal.utils._run_hydra": (
-        "args, args_parser, task_function, config_path, config_name, caller_stack_depth"
-    ),
+    "hydra._internal.utils._run_hydra":
+        "args, args_parser, task_function, config_path, config_name, caller_stack_depth",
     "hydra._internal.utils.get_args_parser": "",
     "omegaconf.Node._get_full_key": "self, key",
     "torch.distributed.distributed_c10d._get_default_store": "",
@@ -69,24 +67,20 @@ METHODS = {
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.on_advance_end": "self, data_fetcher",
     "lightning.pytorch.plugins.Precision._after_closure": "self, model, optimizer",
     "lightning.pytorch.plugins.Precision.clip_grad_by_norm": "self, optimizer, clip_val",
-    f"{WORKERS}._collect_rank_zero_results": ("self, trainer, results"),
-    f"{WORKERS}._recover_results_in_main_process": ("self, worker_output, trainer"),
-    f"{WORKERS}._wrapping_function": (
-        "self, process_idx, trainer, function, args, kwargs, return_queue, global_states"
-    ),
-    "lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher.launch": (
-        "self, function, args, trainer, kwargs"
-    ),
+    f"{WORKERS}._collect_rank_zero_results": "self, trainer, results",
+    f"{WORKERS}._recover_results_in_main_process": "self, worker_output, trainer",
+    f"{WORKERS}._wrapping_function": "self, process_idx, trainer, function, args, kwargs, return_queue, global_states",
+    "lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher.launch":
+        "self, function, args, trainer, kwargs",
     "lightning.pytorch.trainer.call._call_callbacks_load_state_dict": "trainer, checkpoint",
     "lightning.pytorch.trainer.call._call_callbacks_on_load_checkpoint": "trainer, checkpoint",
     "lightning.pytorch.trainer.call._call_callbacks_state_dict": "trainer",
-    "lightning.pytorch.trainer.call._call_callback_hooks": ("trainer, hook_name, args, monitoring_callbacks, kwargs"),
+    "lightning.pytorch.trainer.call._call_callback_hooks": "trainer, hook_name, args, monitoring_callbacks, kwargs",
     "lightning.pytorch.trainer.call._call_lightning_module_hook": "trainer, hook_name, args, pl_module, kwargs",
     "lightning.fabric.utilities.types._Stateful.state_dict": "self",
     "lightning.pytorch.trainer.connectors.data_connector._worker_check": "trainer, dataloader, name",
-    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector.dump_checkpoint": (
-        "self, weights_only"
-    ),
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector.dump_checkpoint":
+        "self, weights_only",
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector.reset_results": "self",
     "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary._get_summary_data": "self",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "self",
@@ -96,28 +90,23 @@ METHODS = {
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded": "self",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init": "self",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": "self",
-    "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": (
-        "module, params_and_buffers_to_ignore"
-    ),
+    "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model":
+        "module, params_and_buffers_to_ignore",
     "torch.nn.utils.clip_grad._clip_grads_with_norm_": "parameters, max_norm, total_norm, foreach",
     "torch.nn.utils.clip_grad._get_total_norm": "tensors, norm_type, error_if_nonfinite, foreach",
     "torch.utils._python_dispatch.TorchDispatchMode.__torch_dispatch__": "self, func, types, args, kwargs",
     "torch.utils._pytree.tree_leaves": "tree, is_leaf",
     "torch.utils._pytree.tree_map": "func, tree, rests, is_leaf",
-}
+}  # fmt: skip
 """Functions that are called or overridden, with their arguments."""
 
 ATTRIBUTES = {
-    "torch.distributed.checkpoint.filesystem._StorageInfo": {"relative_path", "offset", "length"},
-    "lightning.pytorch.Trainer": {"_checkpoint_connector", "_logger_connector", "_accelerator_connector"},
-    "lightning.pytorch.LightningModule": {"_trainer", "_compiler_ctx", "_current_fx_name"},
+    "torch.distributed.checkpoint.filesystem._StorageInfo": {"length", "offset", "relative_path"},
+    "lightning.pytorch.Trainer": {"_accelerator_connector", "_checkpoint_connector", "_logger_connector"},
+    "lightning.pytorch.LightningModule": {"_compiler_ctx", "_current_fx_name", "_trainer"},
     "lightning.pytorch.callbacks.ModelCheckpoint": {"_last_global_step_saved"},
     "lightning.pytorch.callbacks.WeightAveraging": {
-        "_average_model",
-        "_device",
-        "_kwargs",
-        "_latest_update_step",
-        "_use_buffers",
+        "_average_model", "_device", "_kwargs", "_latest_update_step", "_use_buffers",
     },
     "lightning.pytorch.callbacks.model_summary.ModelSummary": {"_max_depth"},
     "lightning.pytorch.loggers.CSVLogger": {"_experiment", "_version"},
@@ -136,19 +125,13 @@ ATTRIBUTES = {
     "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary": {"_model"},
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {"_module_info", "_post_load_hook_handle"},
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
-        "_module_to_pre_load_state_dict_hook_handle",
-        "_module_to_pre_save_state_dict_hook_handle",
-        "fsdp_params",
+        "_module_to_pre_load_state_dict_hook_handle", "_module_to_pre_save_state_dict_hook_handle", "fsdp_params",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
-        "_fsdp_param_groups",
-        "_modules",
-        "_post_forward_hook_handle",
-        "_pre_forward_hook_handle",
-        "_state_ctx",
+        "_fsdp_param_groups", "_modules", "_post_forward_hook_handle", "_pre_forward_hook_handle", "_state_ctx",
     },
     "torchmetrics.Metric": {"_computed", "_defaults", "_update_count"},
-}
+}  # fmt: skip
 """Attributes that objects have from their construction, by class."""
 
 PROPERTIES = {
@@ -158,36 +141,12 @@ PROPERTIES = {
 }
 
 OTHERS = {
-    "_C",
-    "_IS_INTERACTIVE",
-    "_amp_foreach_non_finite_check_and_unscale_",
-    "_base",
-    "_buffers",
-    "_device_types",
-    "_distributed_c10d",
-    "_foreach_mul_",
-    "_foreach_norm",
-    "_get_backend",
-    "_get_sequence_number_for_group",
-    "_grouped_mm",
-    "_to_copy",
-    "_group_end",
-    "_group_start",
-    "_parameters",
-    "_pickler",
-    "_subclasses",
-    "_symmetric_memory",
-    "_timeout",
-    "_unpickler",
-    "_version",
-    "_world",
-    "_compiled_call_impl",
-    "_composable",
-    "_current_graph_task_id",
-    "_module_state_mapping",
-    "_orig_cls_mro_index",
-    "_val_check_time_interval",
-}
+    "_C", "_IS_INTERACTIVE", "_amp_foreach_non_finite_check_and_unscale_", "_base", "_buffers", "_device_types",
+    "_distributed_c10d", "_foreach_mul_", "_foreach_norm", "_get_backend", "_get_sequence_number_for_group",
+    "_grouped_mm", "_to_copy", "_group_end", "_group_start", "_parameters", "_pickler", "_subclasses",
+    "_symmetric_memory", "_timeout", "_unpickler", "_version", "_world", "_compiled_call_impl", "_composable",
+    "_current_graph_task_id", "_module_state_mapping", "_orig_cls_mro_index", "_val_check_time_interval",
+}  # fmt: skip
 """Tested below."""
 
 
@@ -434,12 +393,14 @@ def test_a_trainer_keeps_whether_it_validates_by_time() -> None:
 # ---------------------------------------------------------------------- nothing private elsewhere
 
 
-def private_names(file: Path) -> Iterator[tuple[int, str]]:
-    """Line and name of every private attribute, imported name and attribute given as a string."""
+def private_names(file: Path, *, own: bool = True) -> Iterator[tuple[int, str]]:
+    """Line and name of every private attribute, imported name and attribute given as a string; with `own`, of functions
+    and of attributes of `self` and `cls`, too."""
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
-            yield node.lineno, node.attr
-        elif isinstance(node, ast.FunctionDef) and is_private(node.name):
+            if own or not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.FunctionDef) and is_private(node.name) and own:
             yield node.lineno, node.name
         elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("moe_lightning"):
             names = [*node.module.split("."), *(alias.name for alias in node.names)]
@@ -472,7 +433,7 @@ def test_nothing_private_of_lightning_is_touched_elsewhere() -> None:
     """Names of its classes: on objects of theirs, or in classes that derive from them."""
     private = lightning_names()
     assert {"_should_accumulate", "_trainer", "_setup_model", "_launcher"} <= private
-    own = {name for file in sources() for name in own_names(file)}
+    own = {name for file in sources() for name in defined_names(file)}
     wrong = [
         f"{file}:{line}: {name}"
         for file in sources()
@@ -490,7 +451,7 @@ def test_nothing_private_of_torch_or_hydra_is_touched_elsewhere() -> None:
     wrong = [
         f"{file}:{line}: {name}"
         for file in sources()
-        for line, name in foreign_names(file)
+        for line, name in private_names(file, own=False)
         if (name in names or name not in own) and (file.name, name) not in OF_OTHER_LIBRARIES
     ]
     assert not wrong
@@ -515,23 +476,6 @@ OF_OTHER_LIBRARIES = {
     ("objects.py", "_pipe_file"),
 }
 """Names of Python, transformers, datasets and fsspec."""
-
-
-def foreign_names(file: Path) -> Iterator[tuple[int, str]]:
-    """Line and name of every private import, and private attribute of anything but `self` and `cls`."""
-    nodes = list(ast.walk(tree(file)))
-    attributes = [node for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)]
-    for node in attributes:
-        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
-            yield node.lineno, node.attr
-    functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
-    yield from ((line, name) for line, name in private_names(file) if not is_attribute(nodes, name, line, functions))
-
-
-def is_attribute(nodes: list[ast.AST], name: str, line: int, functions: set[str]) -> bool:
-    """True if a private name is an attribute or a function of the file, and no import or string."""
-    is_read = any(isinstance(n, ast.Attribute) and (n.attr, n.lineno) == (name, line) for n in nodes)
-    return is_read or name in functions
 
 
 def defined_names(file: Path) -> set[str]:
@@ -567,15 +511,6 @@ def lightning_names() -> frozenset[str]:
     files.append(Path(str(inspect.getsourcefile(torchmetrics.Metric))))
     given = re.compile(r"(?:def |class |self\.)(_[a-zA-Z]\w*)")
     return frozenset(name for file in files for name in given.findall(file.read_text()))
-
-
-def own_names(file: Path) -> set[str]:
-    """Private names that a file of ours gives to something itself."""
-    nodes = list(ast.walk(tree(file)))
-    given = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    given |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-    fields = {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
-    return {name for name in given | fields if is_private(name)}
 
 
 @cache
