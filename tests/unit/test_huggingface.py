@@ -11,20 +11,30 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file, save_file
 
 from moe_lightning import CheckpointError, ConfigurationError
+from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
+from moe_lightning.cli import train
+from moe_lightning.cli.ckpt import main
 from moe_lightning.data.corpus import prepare_corpus
+from moe_lightning.data.instructions import InstructionData, Turn, templated_turns
 from moe_lightning.data.text import TextData
+from moe_lightning.models.gpt_module import OptimizerConfig
 from moe_lightning.models.huggingface.architecture import SparseArchitecture
 from moe_lightning.models.huggingface.attention import check_packing
+from moe_lightning.models.huggingface.card import TrainingFacts, write_card
+from moe_lightning.models.huggingface.export import copy_companions, plan_export
 from moe_lightning.models.huggingface.families import FAMILIES
 from moe_lightning.models.huggingface.loading import build_skeleton
-from moe_lightning.models.huggingface.weights import StackedExperts
+from moe_lightning.models.huggingface.module import HuggingFaceConfig, HuggingFaceModule
+from moe_lightning.models.huggingface.weights import StackedExperts, WeightsFolder
+from moe_lightning.moe.experts import VACANT, deferred_experts
 from moe_lightning.moe.losses import mean_over_targets
+from tests.distributed.training import OwnModule, RandomTokens, quiet, quiet_trainer
 from tests.documented import ROOT
 from tests.huggingface_models import (
-    DENSE,
     SIZES,
     SPARSE,
     WITH_IMAGES,
@@ -36,6 +46,7 @@ from tests.huggingface_models import (
     reloaded,
     transformers,
 )
+from tests.unit.test_generate import write_tokenizer
 
 PAGE = (ROOT / "docs" / "huggingface.md").read_text()
 TOLERANCE = 1e-5
@@ -44,7 +55,6 @@ TOLERANCE = 1e-5
 
 def load(folder: Path, **options: Any) -> Any:
     """A HuggingFaceModule with its model, as a process without a strategy has it."""
-    from moe_lightning.models.huggingface.module import HuggingFaceModule
 
     module = HuggingFaceModule({"pretrained": str(folder), "context_length": 16, **options})
     module.configure_model()
@@ -53,7 +63,6 @@ def load(folder: Path, **options: Any) -> Any:
 
 def save(module: Any, folder: Path, dtype: str | None = None) -> None:
     """Export a module whose experts are all here."""
-    from moe_lightning.models.huggingface.export import plan_export
 
     stacks = (layer.experts.stacked_parameters() for layer in module.architecture.layers.values())
     plan_export(module.architecture, module.model, dtype).write(folder, module.model.state_dict(), stacks)
@@ -91,12 +100,6 @@ def test_the_stacks_of_transformers_5_are_read(name: str, tmp_path: Path) -> Non
         expected = load(tmp_path / "theirs", **adapted)(inputs)
         torch.manual_seed(0)
         assert torch.equal(load(tmp_path / "stacked", **adapted)(inputs), expected)
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_dense_models_have_one_layout_only(name: str, tmp_path: Path) -> None:
-    make_checkpoint(name, tmp_path / "theirs").save_pretrained(tmp_path / "other", save_original_format=False)
-    files_equal(tmp_path / "theirs", tmp_path / "other")
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -149,18 +152,6 @@ def test_the_documentation_lists_every_family() -> None:
     assert {row[1]: row[2:] for row in rows} == supported
 
 
-def test_every_tensor_has_its_own_values_when_all_are_different(tmp_path: Path) -> None:
-    """A round trip that swapped two experts on the way in and out would go unnoticed in a checkpoint of equals."""
-    make_checkpoint("gpt_oss", tmp_path / "theirs")
-    module = load(tmp_path / "theirs")
-    disk = load_file(tmp_path / "theirs" / "model.safetensors")
-    experts = module.architecture.layers["model.layers.1.mlp"].experts
-    gate_up_DH = disk["model.layers.1.mlp.experts.gate_up_proj"][4]
-    assert torch.equal(experts.w_up[4, :, :48], gate_up_DH[:, 0::2])
-    assert torch.equal(experts.w_up[4, :, 48:], gate_up_DH[:, 1::2])
-    assert torch.equal(experts.b_down[4], disk["model.layers.1.mlp.experts.down_proj_bias"][4])
-
-
 def test_bfloat16_survives_training_in_float32(tmp_path: Path) -> None:
     model = make_checkpoint("deepseek", tmp_path / "float32")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
@@ -176,17 +167,8 @@ def test_bfloat16_survives_training_in_float32(tmp_path: Path) -> None:
     reloaded(tmp_path / "wide")
 
 
-def test_a_checkpoint_in_several_files(tmp_path: Path) -> None:
-    theirs, inputs = make_checkpoint("mixtral", tmp_path / "one"), inputs_for("mixtral")
-    theirs.save_pretrained(tmp_path / "many", max_shard_size="20KB")
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
-    assert_same_logits(load(tmp_path / "many"), logits_of(theirs, inputs), inputs)
-
-
 def test_experts_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Building the model reads no expert; placing one reads its rows and no other's."""
-    from moe_lightning.models.huggingface.weights import WeightsFolder
-    from moe_lightning.moe.experts import VACANT, deferred_experts
 
     make_checkpoint("olmoe", tmp_path)
     seen: list[str] = []
@@ -271,25 +253,15 @@ def test_loaded_models_can_be_copied(tmp_path: Path) -> None:
 
 def fit(module: Any, steps: int = 3, loader: Any = None, **options: Any) -> pl.Trainer:
     """A few steps of stock Lightning in this process, on tokens where nothing else is given."""
-    from tests.distributed.training import RandomTokens, quiet
 
     quiet()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"logger": False, **options},
-    )
+    trainer = quiet_trainer(max_steps=steps, **options)
     trainer.fit(module, loader or torch.utils.data.DataLoader(RandomTokens(24), batch_size=8))
     return trainer
 
 
 @pytest.mark.parametrize("name", ["deepseek", "gpt_oss"])
 def test_training_moves_every_weight_and_export_takes_them(name: str, tmp_path: Path) -> None:
-    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
-
     make_checkpoint(name, tmp_path / "theirs")
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
     router = {"bias_update_rate": 0.01} if name == "deepseek" else {"aux_loss_coef": 0.1}
@@ -335,8 +307,6 @@ def test_a_folder_of_tokens_of_another_tokenizer_is_refused(tmp_path: Path) -> N
 
 
 def test_an_export_takes_over_only_what_belongs_to_tokenizer_and_configuration(tmp_path: Path) -> None:
-    from moe_lightning.models.huggingface.export import copy_companions
-
     cache = tmp_path / "models--a--b"
     source, blobs, target = cache / "snapshots" / "0a1b", cache / "blobs", tmp_path / "target"
     for folder in (source, blobs, target, source / "vocab.json"):
@@ -357,8 +327,6 @@ def test_an_export_takes_over_only_what_belongs_to_tokenizer_and_configuration(t
 
 
 def test_export_of_a_lightning_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from moe_lightning.cli.ckpt import main
-
     make_checkpoint("qwen3", tmp_path / "theirs")
     module = load(tmp_path / "theirs")
     fit(module).save_checkpoint(tmp_path / "last.ckpt")
@@ -373,9 +341,6 @@ def test_export_of_a_lightning_checkpoint(tmp_path: Path, capsys: pytest.Capture
 def test_a_trained_tokenizer_is_exported(tmp_path: Path) -> None:
     """By the callback and from the checkpoint; transformers reads the tokens of the training with it."""
     from tokenizers import Tokenizer
-
-    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
-    from moe_lightning.cli.ckpt import main
 
     make_checkpoint("mixtral", tmp_path / "theirs", vocab_size=300)
     text = "The quick brown fox. " * 300
@@ -400,10 +365,6 @@ def test_a_trained_tokenizer_is_exported(tmp_path: Path) -> None:
 
 def test_the_format_of_conversations_is_exported_as_a_chat_template(tmp_path: Path) -> None:
     """Of a tokenizer without one; transformers writes a conversation as the training did."""
-    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
-    from moe_lightning.cli.ckpt import main
-    from moe_lightning.data.instructions import InstructionData, Turn, templated_turns
-    from tests.unit.test_generate import write_tokenizer
 
     make_checkpoint("mixtral", tmp_path / "theirs", vocab_size=300)
     write_tokenizer(tmp_path / "theirs")
@@ -478,10 +439,6 @@ def card(folder: Path) -> str:
 
 def test_the_card_of_an_export_says_how_the_model_was_trained(tmp_path: Path) -> None:
     """That of the callback and that of the run's checkpoint are the same."""
-    from lightning.pytorch.loggers import CSVLogger
-
-    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
-    from moe_lightning.cli.ckpt import main
 
     make_checkpoint("qwen3", tmp_path / "theirs", vocab_size=256)
     book = tmp_path / "a | b.txt"
@@ -534,10 +491,6 @@ def test_the_card_of_an_export_says_how_the_model_was_trained(tmp_path: Path) ->
 
 
 def test_the_card_names_a_model_of_a_cache_as_the_hub_does(tmp_path: Path) -> None:
-    from moe_lightning.models.gpt_module import OptimizerConfig
-    from moe_lightning.models.huggingface.card import TrainingFacts, write_card
-    from moe_lightning.models.huggingface.module import HuggingFaceConfig
-
     cached = tmp_path / "hub" / "models--allenai--OLMoE-1B--7B" / "snapshots" / "0a1b"
     for folder, upcycling in ((cached, None), (tmp_path / "gpt2", {"num_experts": 4})):
         config = HuggingFaceConfig(pretrained=str(folder), upcycling=upcycling)
@@ -566,8 +519,6 @@ def test_the_card_names_a_model_of_a_cache_as_the_hub_does(tmp_path: Path) -> No
 def test_what_is_no_checkpoint_with_experts_is_told(
     name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from moe_lightning.cli.train import main as moe_train
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     Path("empty").mkdir()
@@ -579,7 +530,7 @@ def test_what_is_no_checkpoint_with_experts_is_told(
     with pytest.raises(ConfigurationError, match=sentence):
         load(Path(name))
     with pytest.raises(SystemExit) as exit_:
-        moe_train(["recipes=olmoe_finetune", f"model.pretrained={name}", "data.path=chat.jsonl", "ranks=1"])
+        train.main(["recipes=olmoe_finetune", f"model.pretrained={name}", "data.path=chat.jsonl", "ranks=1"])
     error = capfd.readouterr().err
     assert exit_.value.code == 2
     assert re.search(sentence, error)
@@ -635,6 +586,7 @@ def test_other_swiglu_constants_are_refused(tmp_path: Path) -> None:
     [
         ("lacks", "has no tensor 'model.layers.1.block_sparse_moe.experts.3.w2.weight'"),
         ("shape", "'model.norm.weight' .* has shape"),
+        ("width", r"give w_down the shape \[1, 32\], the layer has \[48, 32\]"),  # which would fit by broadcasting
         ("cut", "is damaged or unreadable"),
         ("index", "lists 'x/../y.safetensors', which is not in the folder"),
     ],
@@ -647,6 +599,9 @@ def test_damaged_weights_are_one_sentence(damage: str, message: str, tmp_path: P
         del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
     if damage == "shape":
         tensors["model.norm.weight"] = torch.ones(31)
+    if damage == "width":
+        name = "model.layers.0.block_sparse_moe.experts.0.w2.weight"
+        tensors[name] = tensors[name][:, :1].contiguous()
     save_file(tensors, file)
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:100])
@@ -654,16 +609,6 @@ def test_damaged_weights_are_one_sentence(damage: str, message: str, tmp_path: P
         index = {"weight_map": {"model.norm.weight": "x/../y.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
-        load(tmp_path)
-
-
-def test_experts_of_another_width(tmp_path: Path) -> None:
-    """A width of one would fit by broadcasting."""
-    make_checkpoint("mixtral", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.0.block_sparse_moe.experts.0.w2.weight"
-    save_file({**tensors, name: tensors[name][:, :1].contiguous()}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"give w_down the shape \[1, 32\], the layer has \[48, 32\]"):
         load(tmp_path)
 
 
@@ -695,9 +640,6 @@ def test_tensors_without_use_are_named(tmp_path: Path) -> None:
 
 
 def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
-    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
-    from tests.distributed.training import OwnModule
-
     make_checkpoint("olmoe", tmp_path / "theirs")
     with pytest.raises(ConfigurationError, match="theirs exists already: name another folder"):
         fit(load(tmp_path / "theirs"), callbacks=[HuggingFaceExport(tmp_path / "theirs")])
@@ -708,8 +650,6 @@ def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_replaces_its_own_export_only(tmp_path: Path) -> None:
-    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
-
     make_checkpoint("olmoe", tmp_path / "theirs")
     module, target = load(tmp_path / "theirs"), tmp_path / "deep" / "ours"
     for steps in (1, 2):
@@ -723,8 +663,6 @@ def test_a_run_that_goes_on_replaces_its_own_export_only(tmp_path: Path) -> None
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
-    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
-
     make_checkpoint("olmoe", tmp_path / "theirs")
     (tmp_path / "file").write_text("")
     module = load(tmp_path / "theirs")
@@ -735,9 +673,6 @@ def test_a_place_that_cannot_be_written_is_refused_before_training(tmp_path: Pat
 
 
 def test_other_modules_cannot_be_exported(tmp_path: Path) -> None:
-    from moe_lightning.cli.ckpt import main
-    from tests.distributed.training import OwnModule
-
     trainer = fit(OwnModule(), steps=1)
     trainer.save_checkpoint(tmp_path / "own.ckpt")
     assert main(["export-hf", str(tmp_path / "own.ckpt"), str(tmp_path / "ours")]) == 2
