@@ -21,7 +21,7 @@ from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import SETTINGS, Hold, Kill, assert_same_losses, elastic_run, reference
 from tests.chaos.elastic_worker import checkpoints_of
-from tests.forks import PATIENCE_S
+from tests.forks import wait_until
 from tests.parameters import slow
 
 STEPS = 24
@@ -138,8 +138,8 @@ KILLS = [Kill(worker=1, step=5, place="exchange"), Kill(worker=0, step=11, place
     ("options", "tolerance"),
     [
         slow({"trainer_options": {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}}, 1e-5),
-        pytest.param({"trainer_options": {"precision": "bf16-mixed"}}, 2e-2, marks=pytest.mark.slow),
-        pytest.param({"model": {"router": {"top_k": 1}}, "global_batch": 10}, 1e-5, marks=pytest.mark.slow),
+        slow({"trainer_options": {"precision": "bf16-mixed"}}, 2e-2),
+        slow({"model": {"router": {"top_k": 1}}, "global_batch": 10}, 1e-5),
         slow({"model": {"router": {"jitter": 0.1}, "num_experts": 7}, "global_batch": 10}, 1e-5),
     ],
     ids=["accumulation", "bf16", "top1-uneven-batch", "noise-7-experts"],
@@ -188,11 +188,9 @@ def test_a_stopped_rank_is_expelled_and_comes_back(tmp_path: Path) -> None:
     """Law L6: the others go on within the silence timeout; the stopped one comes back as a new member."""
     kills = [Kill(worker=1, step=5, place="forward", signal=signal.SIGSTOP)]
     with elastic_run(tmp_path, workers=3, steps=16, kills=kills, holds=[Hold(step=9, ranks=3)]) as run:
-        deadline = time.monotonic() + PATIENCE_S
-        while not (found := run.recoveries(0)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: run.recoveries(0))
         stopped_at = float(next(tmp_path.glob("kill-1-*")).read_text())
-        report = found[0]["report"]
+        report = run.recoveries(0)[0]["report"]
         assert report["ranks_after"] == 2
         went_on_at = report["began_at"] + report["seconds"]["total"]
         assert went_on_at - stopped_at < SETTINGS.silence_timeout_s + SETTINGS.heartbeat_timeout_s + 3.0
@@ -281,13 +279,9 @@ def run_recoveries(folder: Path, deaths: int) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_leaks_over_8_recoveries(tmp_path: Path) -> None:
-    run_recoveries(tmp_path, 4)  # asserts what stays
-
-
-@pytest.mark.slow
-def test_nothing_leaks_over_50_recoveries(tmp_path: Path) -> None:
-    run_recoveries(tmp_path, 25)  # asserts what stays
+@pytest.mark.parametrize("rounds", [4, 25])
+def test_nothing_leaks_over_many_recoveries(tmp_path: Path, rounds: int) -> None:
+    run_recoveries(tmp_path, rounds)  # asserts what stays
 
 
 # ----------------------------------------------------------------------
@@ -305,10 +299,8 @@ def survives(folder: Path, lost: tuple[int, ...]) -> bool:
     table = [[int(node in pair) for node in range(NODES)] for pair in PAIRS]
     kills = [Kill(worker=worker, step=2, place="forward") for worker in lost]
     with elastic_run(folder, workers=NODES, steps=4, kills=kills, strategy={"placement": table}) as run:
-        deadline = time.monotonic() + PATIENCE_S
-        while len(codes := run.reap(range(NODES))) < NODES:
-            assert time.monotonic() < deadline, (lost, codes)
-            time.sleep(0.02)
+        wait_until(lambda: len(run.reap(range(NODES))) == NODES)
+        codes = run.reap(range(NODES))
         assert all(codes[worker] < 0 for worker in lost)
         codes_left = {codes[worker] for worker in range(NODES) if worker not in lost}
         assert len(codes_left) == 1, "survivors decide alike"

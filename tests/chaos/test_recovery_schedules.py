@@ -66,33 +66,21 @@ def assert_losses_survive(folder: Path, seed: int, dense: str = "ddp") -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [59, 1013])  # these come to every place, with and without a launcher that tells
-def test_random_faults(tmp_path: Path, seed: int) -> None:
-    assert_losses_survive(tmp_path, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("seed", "dense"), [(102, "hsdp")])  # from two copies to one and back, and from snapshots
-def test_random_faults_of_ranks_that_share_dense_state(tmp_path: Path, seed: int, dense: str) -> None:
+@pytest.mark.parametrize(
+    ("dense", "seed"),
+    [
+        *(("ddp", seed) for seed in (*range(8), 59, *range(1000, 1195))),  # 59 and 1013 come to every place
+        *((dense, seed) for dense in ("fsdp", "hsdp") for seed in range(2000, 2020)),
+        ("hsdp", 102),  # from two copies to one and back, and from snapshots
+    ],
+)
+def test_random_faults(tmp_path: Path, dense: str, seed: int) -> None:
     assert_losses_survive(tmp_path, seed, dense)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dense", ["fsdp", "hsdp"])
-@pytest.mark.parametrize("seed", range(2000, 2020))
-def test_40_schedules_of_ranks_that_share_dense_state(tmp_path: Path, seed: int, dense: str) -> None:
-    assert_losses_survive(tmp_path, seed, dense)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 5, 6, 7, *range(1000, 1195)])
-def test_200_schedules_of_random_faults(tmp_path: Path, seed: int) -> None:
-    assert_losses_survive(tmp_path, seed)
 
 
 # ----------------------------------------------------------------------
 # Sixty steps on four ranks with kills at random places, for every source of what is lost: the losses of a quiet run.
-# A seed is a schedule. Repeat a failed one with `pytest tests/chaos/test_long_run.py -k "SEED" -m ""`.
+# A seed is a schedule.
 
 
 LONG_RUN = 60

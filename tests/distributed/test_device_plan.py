@@ -19,6 +19,7 @@ from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.test_dispatch import D_MODEL, random_case
 from tests.distributed.test_transports import as_on_a_device
+from tests.parameters import slow
 
 
 def check_cases(rank: int, world_size: int, first: int, last: int) -> int:
@@ -72,14 +73,9 @@ def check_cases(rank: int, world_size: int, first: int, last: int) -> int:
     return computed
 
 
-def test_every_assignment_is_computed_exactly_once() -> None:
-    assert sum(run_ranks(3, check_cases, 0, 12)) > 100
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_assignment_of_many_cases(world_size: int) -> None:
-    assert sum(run_ranks(world_size, check_cases, 0, 60)) > 100
+@pytest.mark.parametrize(("world_size", "cases"), [(3, 12), slow(2, 60), slow(4, 60)])
+def test_every_assignment_is_computed_exactly_once(world_size: int, cases: int) -> None:
+    assert sum(run_ranks(world_size, check_cases, 0, cases)) > 100
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

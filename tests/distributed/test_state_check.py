@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -211,11 +212,9 @@ class Meddler(pl.Callback):
             module.moe.experts.w_up.data[slots.index(4), 0, 0] += 1e-3
 
 
-def fit_meddled(
-    rank: int, world_size: int, replicas: int, every: int, step: int, callbacks: Sequence[pl.Callback] = ()
-) -> tuple[str, int, int]:
+def fit_meddled(rank: int, world_size: int, replicas: int, every: int, step: int) -> tuple[str, int, int]:
     options = {"replicas": replicas, "check_state_every": every}
-    trainer = make_trainer(rank, world_size, options, callbacks=[Meddler(step), *callbacks], max_steps=8)
+    trainer = make_trainer(rank, world_size, options, callbacks=[Meddler(step)], max_steps=8)
     compared = 0
     stock = state_check.differing
 
@@ -443,6 +442,17 @@ def test_dense_state_that_differs_from_a_majority_is_overwritten() -> None:
     assert "after step 4 embed.weight on ranks [1] differed from its other replicas" in lines[0]
 
 
+def test_an_expert_that_differs_from_a_majority_is_overwritten_whole() -> None:
+    names = ("moe.experts.w_up", "moe.experts.w_up/exp_avg")
+    results = run_ranks(3, fit_with_flips, 3, "between steps", names, {"replicas": 3})
+    assert [told for told, *_ in results] == [""] * 3
+    assert results[0][1] == results[1][1] == results[2][1], "weights and moments"
+    (line,) = results[0][2]
+    assert re.match(
+        r"after step 4 expert \d of MoE layer 0 on ranks \[1\] differed .*overwritten with that of rank 0", line
+    )
+
+
 def test_of_two_dense_replicas_that_differed_before_the_last_update_nobody_knows_which_is_intact() -> None:
     for told, *_ in run_ranks(2, fit_with_flips, 3):
         assert told.startswith(
@@ -485,51 +495,6 @@ def test_memory_of_one_rank_alone_ends_the_run_before_it_is_used(
         assert told.startswith("after step 4 ")
         assert f"{damaged}" in told
         assert "has changed in the memory of rank 1 without being written" in told
-
-
-class States(pl.Callback):
-    """Digests of the experts after every step: weights and optimizer states."""
-
-    def __init__(self) -> None:
-        self.after: dict[int, dict[str, str]] = {}
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        digests = state_digests(trainer.strategy)  # type: ignore[arg-type]
-        self.after[trainer.global_step] = {unit: digest for unit, digest in digests.items() if unit != "dense"}
-
-
-def fit_recovering(rank: int, world_size: int, replicas: int, step: int) -> tuple[str, int, dict[str, str], list[str]]:
-    states, warned = States(), Warned()
-    logging.getLogger("moe_lightning").addHandler(warned)
-    recovery = FaultRecovery(min_replicas=1)
-    told, steps, _ = fit_meddled(rank, world_size, replicas, 3, step, [Twin(step), states, recovery])
-    return told, steps, states.after[steps], warned.lines
-
-
-class Twin(pl.Callback):
-    """Changes a moment of another expert's replica, too: the whole state of an expert is repaired."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        if trainer.global_step == self.step and trainer.global_rank == 1:
-            weight = module.moe.experts.w_up
-            trainer.optimizers[0].state[weight]["exp_avg"][module.moe.experts.slot_experts.index(4)] += 1.0
-
-
-def test_a_replica_that_differs_from_a_majority_is_overwritten() -> None:
-    results = run_ranks(3, fit_recovering, 3, 4)
-    assert [(told, steps) for told, steps, _, _ in results] == [("", 8)] * 3
-    assert results[0][2] == results[1][2] == results[2][2], "weights and moments"
-    assert [len(lines) for *_, lines in results] == [1, 0, 0]
-    assert "after step 6 expert 4 of MoE layer 0 on ranks [1] differed" in results[0][3][0]
-    assert "overwritten with that of rank 0" in results[0][3][0]
-
-
-def test_of_two_replicas_nobody_knows_which_is_whole() -> None:
-    results = run_ranks(2, fit_recovering, 2, 4)
-    assert all(told.startswith("after step 6 the replicas of expert 4") and steps == 6 for told, steps, *_ in results)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.network.hosts import Hosts, Process, wait_for
-from tests.network.trainings import environment, longest_pause
+from tests.network.trainings import environment
 
 _LISTEN = "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.bind(('', 5000))\n"
 _ECHO = _LISTEN + "while True: s.sendto(*s.recvfrom(100))"
@@ -139,15 +139,6 @@ def test_a_frozen_host_stands_still(hosts: Hosts, tmp_path: Path) -> None:
     assert heard(hosts, "a", "b", tmp_path / "out")[0] == 1
 
 
-def test_exit_codes_and_signals(hosts: Hosts, tmp_path: Path) -> None:
-    assert run(hosts, "a", "exit 3", tmp_path).code == 3
-    sleeping = hosts["a"].start(["sleep", "60"], output=tmp_path / "sleep")
-    sleeping.send(signal.SIGTERM)
-    assert sleeping.wait(10) == -signal.SIGTERM
-    with pytest.raises(TimeoutError, match=r"not within 0.1 s: a: "):
-        hosts["a"].start(["sleep", "60"], output=tmp_path / "sleep").wait(0.1)
-
-
 def test_power_off_ends_everything_and_power_on_starts_anew(tmp_path: Path) -> None:
     with Hosts("a", "b") as hosts:
         sleeping = hosts["b"].start(["sleep", "61.7"], output=tmp_path / "sleep")
@@ -170,12 +161,6 @@ with Hosts("a", "b") as hosts:
     killed = subprocess.run([sys.executable, "-c", code], env=environment())
     assert killed.returncode == -signal.SIGKILL
     wait_for(lambda: not running("62.9"), 10)
-
-
-def test_longest_pause() -> None:
-    times = [0.0, 0.1, 0.3, 0.4, 3.4, 3.5]
-    assert longest_pause(times, 0.35) == pytest.approx(2.8)
-    assert longest_pause([*times, 9.0], 3.45) == pytest.approx(2.5)
 
 
 def running(argument: str) -> list[str]:

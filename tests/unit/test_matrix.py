@@ -32,24 +32,11 @@ def test_parts_hold_every_case_once_and_take_the_same_time(parts: int) -> None:
     assert max(times) <= sum(times) / parts + 20.0, "one case of the slowest file at most"
 
 
-def test_files_stay_together_where_they_are_small() -> None:
-    found = matrix.cut(CASES, 2, SECONDS)
-    assert {len({case in part for case in CASES if "/c.py" in case}) for part in found} == {1}
-
-
 def arguments(folder: Path, *more: str) -> list[str]:
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     (folder / "test_little.py").write_text(LITTLE_TESTS)
-    options = (
-        "-n0",
-        "-p",
-        "no:hydra_pytest",
-        "-c",
-        f"{folder}/pytest.ini",
-        f"--rootdir={folder}",
-        f"{folder}/test_little.py",
-        *more,
-    )
+    ini = ("-c", f"{folder}/pytest.ini", f"--rootdir={folder}")
+    options = ("-n0", "-p", "no:hydra_pytest", *ini, f"{folder}/test_little.py", *more)
     return ["-m", "tests.matrix", "--results", f"{folder}/results.jsonl", "--part", "1/1", "--", *options]
 
 
@@ -86,23 +73,3 @@ def test_a_part_ends_when_its_time_is_over_and_goes_on_later(tmp_path: Path) -> 
     done = run_program(*arguments(tmp_path, "-k", "passes or last"), folder=ROOT)
     assert done.returncode == 0
     assert "1/1      2       2       0        0        0" in done.stdout
-
-
-@pytest.mark.parametrize("part", ["5/4", "0/4", "1", "a/b"])
-def test_a_wrong_part_is_told(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        matrix.main(["--results", str(tmp_path / "r"), "--part", part])
-    assert f"--part {part}: give K/N" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("action", ["--table", "--record"])
-@pytest.mark.parametrize("content", [None, ""])
-def test_results_without_a_part_are_refused(
-    action: str, content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = tmp_path / "results.jsonl"
-    if content is not None:
-        results.write_text(content)
-    with pytest.raises(SystemExit):
-        matrix.main(["--results", str(results), action])
-    assert f"--results {results}: no results in it: run a part first" in capsys.readouterr().err
