@@ -64,7 +64,7 @@ def run_schedule(base: Path, seed: int, faults: Faults) -> None:
             # A manifest that a store keeps half of is written again at once, unless its writer is killed first.
             faults.at_random(rng.randrange(1 << 30), 0.05, *FAULTS, never_cut=MANIFEST)
             with forked(agent, str(made.arenas), str(root), environment) as process:
-                deadline = time.monotonic() + rng.uniform(0.3, 3.0)  # the schedule itself: the instant of the kill
+                deadline = time.monotonic() + rng.uniform(0.3, 1.8)  # the schedule itself: the instant of the kill
                 while time.monotonic() < deadline:
                     step += 1
                     made.snapshot(step, fresh=None if step == 1 else [step % EXPERTS])
@@ -83,12 +83,6 @@ def run_schedule(base: Path, seed: int, faults: Faults) -> None:
         made.close()
 
 
-@pytest.mark.parametrize("seed", [0, slow(1)])
+@pytest.mark.parametrize("seed", [0, *map(slow, [1, 2, 3, *range(1000, 1067)])])
 def test_kill_9_while_a_store_fails(seed: int, tmp_path: Path, faults: Faults) -> None:
-    run_schedule(tmp_path, seed, faults)  # asserts after every kill
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [2, 3, *range(1000, 1067)])
-def test_kill_9_at_200_random_instants(seed: int, tmp_path: Path, faults: Faults) -> None:
     run_schedule(tmp_path, seed, faults)  # asserts after every kill

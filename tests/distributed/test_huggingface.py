@@ -210,8 +210,8 @@ def test_one_rank(root: Path, reference: dict[str, Any]) -> None:
     [
         slow(2, NAMES, {}),
         (4, NAMES, {"replicas": 2, "dense": "zero1", "slots": 4}),
-        slow(2, IN_LAYERS, TP2),
-        (4, IN_LAYERS, TP2),
+        (2, IN_LAYERS, TP2),
+        slow(4, IN_LAYERS, TP2),
     ],
 )
 def test_ranks(

@@ -230,8 +230,8 @@ WINDOW = {"k_snapshot": 3}
     [
         slow(1, {}, id="one"),
         slow(2, {"strategy": {"dense": "zero1"}}, id="zero1"),
-        slow(2, {"strategy": {"dense": "fsdp"}}, id="fsdp"),
-        pytest.param(4, {"strategy": {"dense": "hsdp", "replicas": 2}}, id="hsdp"),
+        pytest.param(2, {"strategy": {"dense": "fsdp"}}, id="fsdp"),
+        slow(4, {"strategy": {"dense": "hsdp", "replicas": 2}}, id="hsdp"),
         slow(2, {"trainer": SMALL | {"precision": "bf16-mixed"}}, id="bf16"),
         pytest.param(2, {"saver": {"windows": "scheduled", "k_snapshot": 5}}, id="scheduled"),
     ],

@@ -262,7 +262,7 @@ def fit_twice(
     return kinds, hooks_of(module) - hooks, losses
 
 
-@pytest.mark.parametrize("strategy", [FSDP, TP2])
+@pytest.mark.parametrize("strategy", [FSDP, slow(TP2)])
 def test_a_module_is_whole_after_training_and_trains_again(strategy: dict[str, Any]) -> None:
     whole = run_ranks(2, partial(fit_twice, strategy=strategy, room=1 << 30))
     cut = run_ranks(2, partial(fit_twice, strategy=strategy, room=0))

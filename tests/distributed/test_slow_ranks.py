@@ -424,6 +424,7 @@ def test_a_slow_loader_is_named_with_its_line(pp: int) -> None:
     assert "in __getitem__: time.sleep(0.008)" in line
 
 
+@pytest.mark.slow
 def test_a_slow_disk_is_named_with_its_line() -> None:
     line = lines_of("disk")[0]
     assert "slow: rank 1 needs" in line

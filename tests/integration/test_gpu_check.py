@@ -17,7 +17,6 @@ from moe_lightning.cli.gpu_check import NAMES, Options, outcomes_of, run
 from moe_lightning.cli.gpu_check_worker import CHECKS
 from tests.distributed.harness import run_ranks
 from tests.forks import PATIENCE_S
-from tests.parameters import slow
 
 ENDS_S = 20.0
 """More than it takes to end processes, and less than any of them would take."""
@@ -31,14 +30,11 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert told.count("\n") == 1
 
 
-@pytest.mark.parametrize("names", [("routing", "communicators"), slow(NAMES)], ids=len)
-def test_checks_pass_on_the_cpu_in_processes_of_their_own(
-    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu_check, "NAMES", names)
-    assert run(Options(stand_in=True)) == 0, capsys.readouterr().out
+@pytest.mark.slow
+def test_checks_pass_on_the_cpu_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Options(stand_in=True)) == 0
     told = capsys.readouterr().out
-    assert told.count("pass") == len(names)
+    assert told.count("pass") == len(NAMES)
     assert "no check failed" in told
 
 
@@ -81,8 +77,8 @@ def test_checks_that_hang_leave_time_for_those_after_them() -> None:
     hangs, fine = ("sleep", "1000"), ("echo", "within 0")
     commands = {**{f"hangs {number}": hangs for number in range(5)}, "fine": fine, "fine too": fine}
     began = time.monotonic()
-    outcomes = outcomes_of(commands, budget_s=10.0)
-    assert time.monotonic() - began < 10.0 + ENDS_S
+    outcomes = outcomes_of(commands, budget_s=4.0)
+    assert time.monotonic() - began < 4.0 + ENDS_S
     assert [one.name for one in outcomes] == list(commands)
     assert [one.verdict for one in outcomes] == ["FAIL"] * 5 + ["pass"] * 2
     assert all(one.note.startswith("timed out after") for one in outcomes[:5])
