@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import time
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -77,6 +78,14 @@ def kill(processes: Iterable[BaseProcess]) -> None:
     for process in processes:
         process.join(PATIENCE_S)
         assert process.exitcode is not None, f"process {process.pid} outlives SIGKILL"
+
+
+def wait_until(condition: Callable[[], object], complaint: str | Callable[[], str] = "it did not happen") -> None:
+    """Look every hundredth of a second, for as long as tests wait, whether it holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, complaint if isinstance(complaint, str) else complaint()
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

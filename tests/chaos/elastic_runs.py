@@ -23,7 +23,7 @@ from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from tests.agents import fork_agent
 from tests.chaos.elastic_worker import Hold, Kill, checkpoints_of, gate_of, worker_main
 from tests.distributed.harness import run_ranks
-from tests.forks import PATIENCE_S, fork, kill
+from tests.forks import PATIENCE_S, fork, kill, wait_until
 
 __all__ = ["SETTINGS", "ElasticRun", "Hold", "Kill", "assert_same_losses", "elastic_run", "finish", "reference"]
 
@@ -203,10 +203,7 @@ class ElasticRun:
 
     def wait_for_step(self, step: int) -> None:
         """Until somebody has made it."""
-        deadline = time.monotonic() + PATIENCE_S
-        while max(self.losses()) < step:
-            assert time.monotonic() < deadline, f"nobody made step {step}: {self.words()}"
-            time.sleep(_POLL_S)
+        wait_until(lambda: max(self.losses(), default=0) >= step, self.words)
 
     def validations(self) -> dict[int, float]:
         """step -> loss of the validation after it."""

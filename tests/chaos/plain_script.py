@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import ExpertParallelStrategy, GPTModule, OptimizerConfig
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
-from tests.distributed.training import TINY, RandomTokens
+from tests.distributed.training import TINY, RandomTokens, quiet_trainer
 
 folder = Path(sys.argv[1])
 
@@ -29,15 +29,11 @@ class Crash(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-trainer = pl.Trainer(
-    accelerator="cpu",
+trainer = quiet_trainer(
+    devices="auto",
     strategy=ExpertParallelStrategy(),
     callbacks=[FaultRecovery(), Crash()],
     max_steps=3,
-    logger=False,
-    enable_checkpointing=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
     use_distributed_sampler=False,
 )
 trainer.fit(GPTModule(TINY, OptimizerConfig()), DataLoader(RandomTokens(), batch_size=4))

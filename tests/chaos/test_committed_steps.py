@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, reference
-from tests.forks import PATIENCE_S
+from tests.forks import wait_until
 from tests.parameters import slow
 
 
@@ -64,9 +63,7 @@ class Interrupted(pl.Callback):
             inner(optimizer)
             if trainer.global_step != self.step or elastic.step.version != self.step or elastic.engine.task.slot != 2:
                 return
-            deadline = time.monotonic() + PATIENCE_S
-            while elastic.engine.reason is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: elastic.engine.reason is not None)
             raise ConnectionError("connection closed by a peer")
 
         elastic.prepare = prepare

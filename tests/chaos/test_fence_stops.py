@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
 from moe_lightning.checkpoint.storage import posix
 from moe_lightning.checkpoint.storage.posix import PosixStorage
-from tests.forks import PATIENCE_S, forked
+from tests.forks import PATIENCE_S, forked, wait_until
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds
 
 PHASES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
@@ -55,13 +54,6 @@ def stopping_agent(arenas: str, root: str, phase: str, log: str) -> None:
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
     sys.exit(agent_main(["--arenas", arenas, "--checkpoints", root, "--poll-s", "0.01", "--grace-s", "0.05"]))
-
-
-def wait_until(condition: Callable[[], bool], complaint: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.01)
 
 
 def is_stopped(pid: int) -> bool:

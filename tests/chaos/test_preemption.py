@@ -49,13 +49,6 @@ def slow_to_leave(folder: Path) -> list[Any]:
     return [SlowToLeave()]
 
 
-def _wait_for_steps(diary: Path, steps: int, timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not diary.exists() or len(diary.read_text().splitlines()) < steps:
-        assert time.monotonic() < deadline, f"{diary.name} did not reach {steps} steps"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("dense", [slow("ddp"), "zero1", slow("fsdp")])
 def test_sigterm_as_a_notice_hands_over_and_leaves(tmp_path: Path, dense: str) -> None:
     """Nothing was saved, and nothing is lost."""
@@ -68,7 +61,7 @@ def test_sigterm_as_a_notice_hands_over_and_leaves(tmp_path: Path, dense: str) -
         recovery={"min_replicas": 1},
         callbacks=slow_to_leave,
     ) as run:
-        _wait_for_steps(tmp_path / "diary-0.jsonl", 3)
+        run.wait_for_step(3)
         os.kill(run.processes[1].pid or 0, signal.SIGTERM)
         for worker in range(3):
             run.processes[worker].join(PATIENCE_S)

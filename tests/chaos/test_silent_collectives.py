@@ -4,7 +4,6 @@ they leave is judged or made final.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.chaos.elastic_runs import Kill, assert_same_losses, elastic_run, finish, reference
+from tests.forks import wait_until
 from tests.parameters import slow
 
 STEPS = 8
@@ -35,10 +35,7 @@ class Silent(pl.Callback):
         strategy: Any = trainer.strategy
 
         def until_cut() -> None:
-            deadline = time.monotonic() + PATIENCE_S
-            while not strategy.world.is_cut():
-                assert time.monotonic() < deadline, "nobody cut the world of a dead rank"
-                time.sleep(0.001)
+            wait_until(strategy.world.is_cut, "nobody cut the world of a dead rank")
 
         for name in COLLECTIVES:
             if hasattr(dist, name):  # some torch have others

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.chaos.elastic_runs import ElasticRun, elastic_run
-from tests.forks import PATIENCE_S
+from tests.forks import wait_until
 from tests.parameters import slow
 
 
@@ -61,10 +60,7 @@ def own_store(_: Path) -> list[Any]:
 
 def ends(run: ElasticRun, workers: set[int]) -> None:
     """Wait until these workers have ended."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not all(worker in run.reap(workers) for worker in workers):
-        assert time.monotonic() < deadline, run.words()
-        time.sleep(0.02)
+    wait_until(lambda: run.reap(workers).keys() >= workers, run.words)
 
 
 @pytest.mark.parametrize("callbacks", [refused, slow(refused_connection)])

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 from moe_lightning import ExpertParallelStrategy
-from tests.distributed.training import OwnModule, RandomTokens, quiet
+from tests.distributed.training import OwnModule, RandomTokens, quiet, quiet_trainer
 
 what, who, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 
@@ -37,15 +37,12 @@ SAVERS: dict[str, Any] = {
 }
 if __name__ == "__main__":
     quiet()
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=2,
         strategy=ExpertParallelStrategy(timeout_s=600),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         max_steps=6,
         default_root_dir=folder,
         callbacks=[Fails(), SAVERS[what]()],
+        enable_checkpointing=True,
     )
     trainer.fit(OwnModule(), DataLoader(RandomTokens(), batch_size=12))

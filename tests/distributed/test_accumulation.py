@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from moe_lightning.data.loader import StepLoader
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_pooled
-from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet
+from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet, quiet_trainer
 from tests.parameters import slow
 
 SCHEDULES = ({0: 2}, {0: 1, 1: 3, 2: 2}, {1: 2})
@@ -62,9 +62,7 @@ def fit(
     if stock:
         quiet()
         pl.seed_everything(7, verbose=False)
-        names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        chosen |= dict.fromkeys(names, False)
-        trainer = pl.Trainer(accelerator="cpu", devices=1, **chosen)
+        trainer = quiet_trainer(**chosen | {"enable_checkpointing": False})
     else:
         trainer = make_trainer(rank, world_size, **chosen)
     module = Plain()

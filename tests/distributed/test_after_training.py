@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import ConfigurationError, ExpertParallelStrategy
 from moe_lightning.strategies import expert_parallel
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import OwnModule, RandomTokens, make_trainer
+from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet_trainer
 
 
 class Evaluated(OwnModule):
@@ -29,8 +29,7 @@ def held_out() -> DataLoader[Any]:
 
 
 def alone(**options: Any) -> pl.Trainer:
-    quiet = dict.fromkeys(("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary"), False)
-    return pl.Trainer(accelerator="cpu", devices=1, max_steps=2, **quiet, **options)  # type: ignore[arg-type]
+    return quiet_trainer(max_steps=2, **options)
 
 
 def trained(rank: int, world_size: int, **strategy: Any) -> tuple[pl.Trainer, Evaluated, dict[str, Any]]:

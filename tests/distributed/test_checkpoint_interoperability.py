@@ -16,18 +16,8 @@ from moe_lightning import CheckpointError, GPTModule, StepLoader, StepSampler
 from moe_lightning.errors import MissingCheckpointError
 from tests.distributed.harness import run_pooled
 from tests.distributed.test_strategy import assert_close, full_state, tiny_gpt
-from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, quiet
+from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, quiet, quiet_trainer
 from tests.parameters import slow
-
-STOCK: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "barebones": False,
-}
 
 
 def step_loader() -> StepLoader:
@@ -86,7 +76,7 @@ def fit(
     else:
         quiet()
         pl.seed_everything(7, verbose=False)
-        trainer = pl.Trainer(**STOCK | options)
+        trainer = quiet_trainer(**options)
     trainer.fit(MODULES[kind](), step_loader(), ckpt_path=ckpt_path)
     if save_to is not None:
         trainer.save_checkpoint(save_to)

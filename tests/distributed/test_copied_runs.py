@@ -14,7 +14,7 @@ from moe_lightning.checkpoint.agent_handle import STOP, AgentHandle, agent_alive
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import find_newest
 from tests.agents import ForkedAgent
-from tests.distributed.test_partial_checkpoint import wait_until
+from tests.forks import wait_until
 from tests.unit.checkpoint_state import EXPERTS, assert_holds, node
 
 

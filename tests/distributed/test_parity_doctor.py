@@ -19,7 +19,7 @@ from moe_lightning.user_errors import sentence_of
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import CASES
 from tests.distributed.seeded_bugs import BUGS
-from tests.distributed.training import RandomTokens, make_trainer, train
+from tests.distributed.training import RandomTokens, make_trainer, quiet_trainer, train
 from tests.parameters import slow
 from tests.programs import TESTS, run_program
 
@@ -106,19 +106,8 @@ def under_ddp(rank: int, world_size: int, trainings: list[dict[str, Any]]) -> li
     for options in trainings:
         doctor = ParityDoctor()
         make_trainer(rank, world_size)  # the environment of a rank, and the seed
-        trainer = pl.Trainer(
-            strategy="ddp",
-            plugins=[LightningEnvironment()],
-            accelerator="cpu",
-            devices=world_size,
-            max_epochs=1,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[doctor],
-            logger=False,
-            **options,
-        )
+        common = {"strategy": "ddp", "plugins": [LightningEnvironment()], "devices": world_size, "max_epochs": 1}
+        trainer = quiet_trainer(**common, callbacks=[doctor], **options)
         try:
             trainer.fit(Plain(), DataLoader(RandomTokens(48), batch_size=5, shuffle=False))
         except ParityError as error:

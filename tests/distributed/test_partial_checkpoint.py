@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.agents import START_AGENT, agent_ahead
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import train
-from tests.forks import PATIENCE_S
+from tests.forks import wait_until
 from tests.parameters import slow
 
 EXPERTS, LAYERS = 6, 2
@@ -102,13 +101,6 @@ def let_the_agent_finish(root: Path) -> None:
     wait_until(lambda: agent_alive(arenas) or bool(checkpoints(root)), "the agent did not come up")
     request_stop(arenas)
     wait_until(lambda: not agent_alive(arenas), "the agent did not leave")
-
-
-def wait_until(condition: Callable[[], bool], complaint: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.test_meshes import FOUR, MESHES, PP, save
-from tests.distributed.training import TINY, RandomTokens, make_trainer, replicas_of
+from tests.distributed.training import TINY, RandomTokens, make_trainer, quiet_trainer, replicas_of
 from tests.distributed.training import train as train_tiny
 from tests.parameters import slow
 
@@ -439,7 +439,7 @@ def test_a_users_module_sees_parts_and_answers_wholes() -> None:
 def alone(rank: int, world_size: int, path: str) -> list[str]:
     """What stock Lightning says of a checkpoint on one device."""
     module = GPTModule.load_from_checkpoint(path, weights_only=True)
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = quiet_trainer()
     trainer.validate(module, DataLoader(RandomTokens(30), batch_size=10), verbose=False)
     return list(module.state_dict())
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,16 +21,9 @@ from moe_lightning.errors import CheckpointError
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_partial_checkpoint import WITH_CHECKPOINTS, run, saver
 from tests.distributed.training import train
-from tests.forks import PATIENCE_S
+from tests.forks import wait_until
 
 RANKS, EARLIER, LATER = 2, 1, 3
-
-
-def wait_until(condition: Callable[[], bool], complaint: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 from moe_lightning import ConfigurationError, ExpertParallelStrategy
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_users_modules import Base, Options, tokens
-from tests.distributed.training import make_trainer, quiet
+from tests.distributed.training import make_trainer, quiet, quiet_trainer
 
 
 class Built(Base):
@@ -53,17 +53,8 @@ def from_here(rank: int, world_size: int, kind: type[Base], strategy: str | Opti
     """In one process, which starts two ranks."""
     quiet()
     pl.seed_everything(7, verbose=False)
-    trainer = pl.Trainer(
-        strategy=strategy if isinstance(strategy, str) else ExpertParallelStrategy(**strategy),
-        accelerator="cpu",
-        devices=2,
-        max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    chosen = strategy if isinstance(strategy, str) else ExpertParallelStrategy(**strategy)
+    trainer = quiet_trainer(strategy=chosen, devices=2, max_steps=3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

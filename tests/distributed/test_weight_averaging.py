@@ -17,7 +17,7 @@ from moe_lightning import GPTModule, MoELayer, OptimizerConfig
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from tests.distributed.harness import run_pooled
-from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer, quiet
+from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer, quiet, quiet_trainer
 from tests.parameters import slow
 
 STEPS = 6
@@ -108,10 +108,8 @@ def stock(kind: str) -> dict[str, Any]:
     pl.seed_everything(7, verbose=False)
     losses = Validations()
     saver = ModelCheckpoint("files", every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, max_steps=STEPS, val_check_interval=2, callbacks=[losses, averaging(kind), saver],
-    )  # fmt: skip
+    callbacks = [losses, averaging(kind), saver]
+    trainer = quiet_trainer(max_steps=STEPS, val_check_interval=2, callbacks=callbacks, enable_checkpointing=True)
     module = Counting()
     run(trainer, module)
     saved = {file.stem: torch.load(file, weights_only=False) for file in Path("files").glob("*.ckpt")}

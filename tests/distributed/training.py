@@ -153,6 +153,12 @@ TINY = {
 }
 
 
+def quiet_trainer(**options: Any) -> pl.Trainer:
+    """A Trainer on one CPU that shows, logs and saves nothing unless `options` say so."""
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return pl.Trainer(**{"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0} | silent | options)
+
+
 def make_trainer(rank: int, world_size: int, strategy: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
     """A quiet, seeded Trainer for one rank of a world that already exists."""
     os.environ.update(
@@ -165,20 +171,10 @@ def make_trainer(rank: int, world_size: int, strategy: dict[str, Any] | None = N
     )
     quiet()
     pl.seed_everything(7, verbose=False)
-    return pl.Trainer(
+    return quiet_trainer(
         strategy=ExpertParallelStrategy(**(strategy or {})),
         plugins=[LightningEnvironment(), *options.pop("plugins", ())],
-        **{
-            "accelerator": "cpu",
-            "devices": world_size,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "log_every_n_steps": 1,
-            **options,
-        },
+        **{"devices": world_size, "log_every_n_steps": 1} | options,
     )
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import struct
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_com
 from moe_lightning.cli.train import main
 from tests.agents import ForkedAgent
 from tests.commands import WORDS, write_words
+from tests.forks import wait_until
 
 SWEEP = Path(__file__).parents[2] / "docs" / "sweep.yaml"
 EVERY_STEP = ("trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
@@ -43,10 +43,7 @@ def train(folder: Path, *arguments: str) -> Path:
     wandb.finish()
     assert exit_.value.code == 0
     (written,) = set(folder.glob("outputs/*/wandb/offline-run-*/*.wandb")) - before
-    deadline = time.monotonic() + 60
-    while not any(record.HasField("exit") for record in records(written)):  # W&B's own process writes it
-        assert time.monotonic() < deadline, f"{written} has no end"
-        time.sleep(0.02)
+    wait_until(lambda: any(record.HasField("exit") for record in records(written)))  # W&B's own process writes it
     return written
 
 

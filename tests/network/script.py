@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import ExpertParallelStrategy, GPTModule, OptimizerConfig
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
-from tests.distributed.training import TINY, RandomTokens, quiet
+from tests.distributed.training import TINY, RandomTokens, quiet, quiet_trainer
 
 _FOREVER = 1_000_000
 _GLOBAL_BATCH = 12
@@ -97,19 +97,14 @@ def main(folder: Path, is_ddp: bool) -> None:
     if is_elastic:
         saver = PartialExpertsCheckpoint(str(folder / "checkpoints"), every_n_steps=10, timeout_s=60.0)
         callbacks = [saver, FaultRecovery()]
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         strategy="ddp" if is_ddp else ExpertParallelStrategy(),
         plugins=[LightningEnvironment()] if is_elastic or ranks == 1 else [],
-        accelerator="cpu",
-        devices=1,
         num_nodes=ranks,
         max_steps=_FOREVER,
         max_epochs=_FOREVER,
         callbacks=[Diary(folder), *callbacks],
-        logger=False,
         enable_checkpointing=is_elastic,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         log_every_n_steps=1,
     )
     batch = _GLOBAL_BATCH // ranks if is_ddp else _GLOBAL_BATCH

@@ -89,17 +89,13 @@ def disturb(model: nn.Module) -> None:
 
 def trainer_with(module: Any, path: Path, **options: Any) -> Any:
     """A Trainer that has exported the module's adapters and its sum with them, and saved it; nothing was trained."""
-    import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 
     from moe_lightning.callbacks.huggingface_export import export_to_huggingface
-    from tests.distributed.training import RandomTokens, quiet
+    from tests.distributed.training import RandomTokens, quiet, quiet_trainer
 
     quiet()
-    trainer = pl.Trainer(
-        max_steps=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=1, **options)
     trainer.fit(module, DataLoader(RandomTokens(2), batch_size=2))
     disturb(module)
     export_to_huggingface(trainer, path / "merged")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moe_lightning import RecomputeDense, callbacks
+from tests.distributed.training import quiet_trainer
 
 MODULES = [
     importlib.import_module(f"{callbacks.__name__}.{found.name}") for found in pkgutil.iter_modules(callbacks.__path__)
@@ -53,11 +54,7 @@ class Failing(pl.LightningModule):
 
 
 def test_a_module_keeps_its_forward_after_an_error() -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu", callbacks=[RecomputeDense()], logger=False, enable_checkpointing=False, max_steps=1,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    module = Failing()
+    trainer, module = quiet_trainer(callbacks=[RecomputeDense()], max_steps=1), Failing()
     with pytest.raises(RuntimeError, match="a mistake"):
         trainer.fit(module, DataLoader(torch.zeros(4, 4)))
     assert not any("forward" in vars(part) for part in module.modules())

@@ -24,22 +24,13 @@ from moe_lightning.callbacks.summary import Summary, ngram_cross_entropy, ngram_
 from moe_lightning.callbacks.telemetry import Telemetry, perplexity
 from moe_lightning.cli.training import Run, measure
 from moe_lightning.data.text import TextData
-from tests.distributed.training import TINY, RandomTokens
+from tests.distributed.training import TINY, RandomTokens, quiet_trainer
 
 
 def _trainer(callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:
     pl.seed_everything(3, verbose=False)
-    return pl.Trainer(
-        strategy=ExpertParallelStrategy(),
-        callbacks=callbacks,
-        accelerator="cpu",
-        devices=1,
-        log_every_n_steps=2,
-        logger=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **({"max_steps": 4, "enable_checkpointing": False} | options),
-    )
+    common = {"log_every_n_steps": 2, "max_steps": 4, "enable_progress_bar": True}
+    return quiet_trainer(strategy=ExpertParallelStrategy(), callbacks=callbacks, **common | options)
 
 
 def _fit(callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:

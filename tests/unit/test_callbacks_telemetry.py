@@ -21,7 +21,7 @@ from moe_lightning.callbacks.telemetry import Metric, Telemetry, averages_over_l
 from moe_lightning.models.gpt import model_size
 from moe_lightning.moe.layer import LayerStatistics
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import TINY, RandomTokens, make_trainer
+from tests.distributed.training import TINY, RandomTokens, make_trainer, quiet_trainer
 
 LENGTH = RandomTokens().length
 
@@ -41,18 +41,8 @@ class Logged(pl.Callback):
 def _fit(callbacks: list[pl.Callback], *, steps: int = 6, **options: Any) -> pl.Trainer:
     pl.seed_everything(3, verbose=False)
     checkpoint = options.pop("ckpt_path", None)
-    trainer = pl.Trainer(
-        strategy=ExpertParallelStrategy(),
-        callbacks=callbacks,
-        accelerator="cpu",
-        devices=1,
-        max_steps=steps,
-        gradient_clip_val=1.0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"num_sanity_val_steps": 0, "logger": False, "log_every_n_steps": 3, **options},
-    )
+    common = {"max_steps": steps, "gradient_clip_val": 1.0, "log_every_n_steps": 3}
+    trainer = quiet_trainer(strategy=ExpertParallelStrategy(), callbacks=callbacks, **common | options)
     module = GPTModule(TINY, OptimizerConfig(lr=2e-3, warmup_steps=0, decay="constant"))
     held_out = DataLoader(RandomTokens(24), batch_size=12) if options.get("num_sanity_val_steps") else None
     trainer.fit(module, DataLoader(RandomTokens(96), batch_size=12), held_out, ckpt_path=checkpoint)

@@ -33,7 +33,7 @@ from moe_lightning.parallel.context import World
 from moe_lightning.strategies.checkpoints import DurableCheckpointIO
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import OwnModule, RandomTokens, make_trainer
+from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet_trainer
 
 STATE: dict[str, Any] = {
     "state_dict": {"w": torch.arange(3000.0).view(30, 100), "b": torch.ones(7, dtype=torch.bfloat16)},
@@ -183,10 +183,7 @@ def test_our_strategy_seals_and_stock_lightning_goes_on(tmp_path: Path) -> None:
     fit(tmp_path, 4)
     (path,) = tmp_path.iterdir()
     assert path.read_bytes()[-35:].startswith(b"moe-lightning xxh3 ")
-    stock = pl.Trainer(
-        accelerator="cpu", max_steps=6, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
+    stock = quiet_trainer(max_steps=6)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stock.fit(OwnModule(), DataLoader(RandomTokens(), batch_size=12), ckpt_path=str(path))

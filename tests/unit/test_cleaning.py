@@ -18,7 +18,7 @@ from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.memory import local_inventory
 from moe_lightning.cli.ckpt import main
 from tests.agents import fork_agent
-from tests.distributed.test_partial_checkpoint import wait_until
+from tests.forks import wait_until
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, node
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -20,7 +19,7 @@ from moe_lightning.data.instructions import InstructionData
 from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.data.text import TextData
-from tests.distributed.training import TINY, RandomTokens
+from tests.distributed.training import TINY, RandomTokens, quiet_trainer
 
 TEXT = "".join(f"line {i} of a text that is long enough\n" for i in range(200))
 CHAT = "".join(json.dumps({"prompt": f"p{i:02d}", "response": "r"}) + "\n" for i in range(20))
@@ -151,16 +150,7 @@ class SizedStream(OwnStream):
 
 def fit(folder: Path, samples: Any, steps: int, **options: Any) -> int:
     torch.manual_seed(0)
-    trainer = pl.Trainer(
-        strategy=ExpertParallelStrategy(**options),
-        accelerator="cpu",
-        devices=1,
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy=ExpertParallelStrategy(**options), max_steps=steps)
     saved = folder / "one.ckpt"
     trainer.fit(GPTModule(TINY), DataLoader(samples, batch_size=4), ckpt_path=saved if saved.exists() else None)
     trainer.save_checkpoint(saved)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
@@ -32,6 +32,7 @@ from torch.utils.data import (
 from moe_lightning.data.loader import StepLoader
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
+from tests.distributed.training import quiet_trainer
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -422,16 +423,7 @@ class Recorder(LightningModule):
 
 def fit(path: Path, resume: Path | None = None, limit: int | None = None, **options: Any) -> Recorder:
     module = Recorder()
-    trainer = Trainer(
-        default_root_dir=path,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_train_batches=limit,
-        **{"enable_checkpointing": False} | options,
-    )
+    trainer = quiet_trainer(default_root_dir=path, limit_train_batches=limit, **{"num_sanity_val_steps": 2} | options)
     loader = step_loader()
     loader.bind_to(trainer)
     trainer.fit(module, loader, step_loader(size=7, evaluation=True, drop_last=False, shuffle=False), ckpt_path=resume)
@@ -495,16 +487,7 @@ class Writer(BasePredictionWriter):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_prediction_writers_get_the_indices_of_their_rank(tmp_path: Path) -> None:
     writer = Writer()
-    trainer = Trainer(
-        default_root_dir=tmp_path,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[writer],
-    )
-    trainer.predict(
+    quiet_trainer(default_root_dir=tmp_path, callbacks=[writer]).predict(
         Recorder(), step_loader(size=7, evaluation=True, drop_last=False, shuffle=False, rank=1, world_size=4)
     )
     assert writer.indices == [[1], [5]]

@@ -25,6 +25,7 @@ from moe_lightning.data.documents import source_files
 from moe_lightning.data.text import TextData, TokenWindows
 from moe_lightning.data.tokenizer import BpeTokenizer
 from moe_lightning.errors import ConfigurationError
+from tests.distributed.training import quiet_trainer
 
 PANGRAM = "The quick brown fox jumps over the lazy dog; für Elise — ÄÖÜ.\n"
 
@@ -631,13 +632,7 @@ class Counter(LightningModule):
 
 
 def small_trainer(tmp_path: Path, **options: Any) -> Trainer:
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    return Trainer(default_root_dir=tmp_path, accelerator="cpu", devices=1, **quiet, **options)
+    return quiet_trainer(**{"default_root_dir": tmp_path, "num_sanity_val_steps": 2} | options)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from moe_lightning.data.documents import parts_of, source_files
 from moe_lightning.data.text import TextData
 from moe_lightning.data.token_folder import Recipe, TokenFolder, open_token_folder, write_token_folder
 from moe_lightning.errors import ConfigurationError
+from tests.forks import wait_until
 from tests.programs import users_environment
 
 pa = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
@@ -384,13 +384,6 @@ def test_a_command_that_is_killed_leaves_no_worker_and_goes_on(tmp_path: Path) -
     assert "was begun before: what is finished is kept" in done.stderr
     assert (out / "tokens.bin").read_bytes() == "".join(TEXTS * 20).encode()
     assert sorted(path.name for path in out.iterdir()) == ["documents.npy", "tokens.bin", "tokens.json"]
-
-
-def wait_until(is_true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def workers(pid: int) -> list[int]:

@@ -20,7 +20,7 @@ from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.expert_edits import ExpertEdit, edit_file, least_loaded, parse_edits
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.router import Router, RouterConfig
-from tests.distributed.training import TINY, RandomTokens, quiet
+from tests.distributed.training import TINY, RandomTokens, quiet, quiet_trainer
 
 E = TINY["num_experts"]
 NO_LOADS = np.zeros(4, dtype=np.int64)
@@ -54,8 +54,7 @@ def trained(folder: Path, **model: Any) -> Path:
     """A checkpoint of three steps."""
     quiet()
     pl.seed_everything(3, verbose=False)
-    options = {"max_steps": 3, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **options)
+    trainer = quiet_trainer(max_steps=3)
     trainer.fit(GPTModule(TINY | model), DataLoader(RandomTokens(24), batch_size=8))
     trainer.save_checkpoint(folder / "whole.ckpt")
     write_file(read_file(folder / "whole.ckpt"), folder / "whole.ckpt")

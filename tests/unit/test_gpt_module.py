@@ -22,6 +22,7 @@ from moe_lightning import ConfigurationError, GPTConfig, GPTModule, OptimizerCon
 from moe_lightning.models.gpt_module import WarmupAndDecay
 from moe_lightning.models.optimizers import parameter_groups
 from moe_lightning.moe.router import RouterConfig
+from tests.distributed.training import quiet_trainer
 
 TINY: dict[str, Any] = {
     "vocab_size": 40,
@@ -119,10 +120,7 @@ def trained(steps: int, resumed: Path | None = None, save: Path | None = None, *
     """Train for this many steps in all; the rates of the steps that ran."""
     ids, rates = torch.randint(40, (64, 9)), Rates()
     module = GPTModule(TINY, {"lr": 1e-3, "warmup_steps": 2, **options})
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(
-        max_steps=steps, max_epochs=-1, accelerator="cpu", callbacks=[rates], enable_model_summary=False, **quiet
-    )
+    trainer = quiet_trainer(max_steps=steps, max_epochs=-1, callbacks=[rates])
     loader = DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=8)
     trainer.fit(module, loader, ckpt_path=resumed)
     if save is not None:

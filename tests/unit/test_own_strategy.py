@@ -17,6 +17,7 @@ from moe_lightning import (
     RoutingReplay,
 )
 from moe_lightning.callbacks.fault_injection import FaultInjection
+from tests.distributed.training import quiet_trainer
 
 
 class OneLayer(pl.LightningModule):
@@ -36,7 +37,7 @@ class OneLayer(pl.LightningModule):
     ],
 )
 def test_another_strategy_is_refused(made: Any, tmp_path: Path) -> None:
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = quiet_trainer()
     hook = made(str(tmp_path))
     expected = f"{type(hook.__self__).__name__} needs strategy='expert_parallel', not SingleDeviceStrategy: use that"
     with pytest.raises(ConfigurationError, match=expected):

@@ -21,6 +21,7 @@ from moe_lightning.doctor.parity_doctor import ParityDoctor
 from moe_lightning.doctor.reference import one_process_loader
 from moe_lightning.errors import ConfigurationError, ParityError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from tests.distributed.training import quiet_trainer
 
 
 class Numbers(IterableDataset[int]):
@@ -122,10 +123,7 @@ class Small(pl.LightningModule):
 
 def examined(folder: Path) -> str:
     """What the doctor says of a training of `Small`; empty if it finds nothing."""
-    plain = {"enable_checkpointing": False, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    run = pl.Trainer(
-        max_epochs=1, default_root_dir=folder, enable_model_summary=False, callbacks=[ParityDoctor()], **plain
-    )
+    run = quiet_trainer(max_epochs=1, default_root_dir=folder, callbacks=[ParityDoctor()])
     try:
         run.fit(Small(), DataLoader(torch.randn(12, 4), batch_size=4))  # type: ignore[arg-type]
     except ParityError as error:

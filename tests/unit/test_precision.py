@@ -15,6 +15,7 @@ from moe_lightning import ExpertParallelStrategy, MoELayer
 from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
 from moe_lightning.models.gpt import GPTConfig, Rotary
 from moe_lightning.moe.router import Router, RouterConfig
+from tests.distributed.training import quiet_trainer
 from tests.huggingface_models import make_checkpoint, reloaded
 
 HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -98,10 +99,9 @@ class Module(pl.LightningModule):
 
 def fit(module: pl.LightningModule, folder: Path, precision: str, steps: int, **options: Any) -> pl.Trainer:
     callbacks, strategy = options.pop("callbacks", []), ExpertParallelStrategy()
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(
-        strategy=strategy, precision=precision, max_steps=steps, accelerator="cpu", devices=1, default_root_dir=folder,
-        enable_checkpointing=False, callbacks=callbacks, **quiet)  # fmt: skip
+    trainer = quiet_trainer(
+        strategy=strategy, precision=precision, max_steps=steps, default_root_dir=folder, callbacks=callbacks
+    )
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     trainer.fit(module, options.pop("loader", DataLoader(TensorDataset(x), batch_size=8)), **options)
     return trainer

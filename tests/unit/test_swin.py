@@ -25,6 +25,7 @@ from moe_lightning.models.optimizers import parameter_groups
 from moe_lightning.models.swin import SwinConfig, SwinModule, top_k_accuracy
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.moe.randomness import SampleStream, attach_stream
+from tests.distributed.training import quiet_trainer
 from tests.huggingface_models import inputs_for, logits_of, make_checkpoint, transformers
 from tests.unit.test_conf import composed_model
 
@@ -179,14 +180,7 @@ def test_hyperparameters_are_plain_and_rebuild_the_module() -> None:
 
 
 def fit(module: SwinModule, data: ImageData, **options: Any) -> pl.Trainer:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **{"max_steps": 2, "enable_progress_bar": False, **options},
-    )
+    trainer = quiet_trainer(**{"max_steps": 2} | options)
     trainer.fit(module, data)
     return trainer
 
