@@ -14,15 +14,10 @@ from moe_lightning.callbacks.lost_tokens import DynamicK as DynamicKCallback
 from moe_lightning.checkpoint.policy import CheckpointLedger, Order
 from moe_lightning.checkpoint.selection import (
     DynamicKRule,
-    Ledger,
-    Source,
-    full_selection,
     parse_scopes,
-    sequential_selection,
     worst_case_plt,
 )
 from moe_lightning.errors import ConfigurationError
-from tests.unit.test_ledger import load_trace
 
 
 def predictor(experts: int, interval: int, total_steps: int, model=worst_case_plt):
@@ -56,36 +51,6 @@ def test_budget_holds_when_no_fault_costs_more_than_predicted(
         assert k0 <= dynamic.k <= experts
         dynamic.after_fault(share * cost(dynamic.k))
     assert dynamic.total <= 0.05 + 1e-12
-
-
-@pytest.mark.parametrize(("k0", "interval"), [(1, 1), (2, 4), (4, 16)])
-def test_budget_holds_for_200_faults_on_the_recorded_trace(k0: int, interval: int) -> None:
-    trace = load_trace()
-    samples, layers, experts = trace.shape
-    repeats = 4
-    total_steps = samples * repeats
-    ledger = Ledger(num_layers=layers, num_experts=experts, planned_assignments=repeats * trace.sum(axis=(0, 2)))
-    dynamic = DynamicKRule(k0=k0, num_experts=experts, predicted_plt=predictor(experts, interval, total_steps))
-    faults = set(np.random.default_rng(interval).choice(total_steps, 200, replace=False).tolist())
-    full = full_selection(layers, experts).mask()
-    ledger.begin_checkpoint(0, snapshot=full, persist=full)
-    ledger.complete_checkpoint(0)
-    struck = 0
-    for step in range(total_steps):
-        ledger.record(trace[step // repeats])
-        if (step + 1) % interval == 0:
-            ordinal = (step + 1) // interval
-            mask = sequential_selection(ordinal=ordinal, k=dynamic.k, num_layers=layers, num_experts=experts).mask()
-            ledger.begin_checkpoint(step + 1, snapshot=mask, persist=mask)
-            ledger.complete_checkpoint(step + 1)
-        if step in faults:
-            before = ledger.plt
-            ledger.recover(Source.STORAGE)
-            dynamic.after_fault(ledger.plt - before)
-            struck += 1
-    assert struck == 200
-    assert 0 < ledger.plt <= 0.0375
-    assert dynamic.total == pytest.approx(ledger.plt)
 
 
 def test_state_survives_a_restart_and_a_smaller_model() -> None:
@@ -128,13 +93,6 @@ def test_the_bound_is_what_the_schedule_reaches_for_every_k(experts: int) -> Non
                 oldest = max(oldest, step - int(version.min()))
             bound = worst_case_plt(num_experts=experts, k=k_persist, k_snapshot=k_snapshot, interval=1, total_steps=1)
             assert bound == oldest, (k_snapshot, k_persist)
-
-
-def test_the_bound_where_k_persist_does_not_divide_k_snapshot() -> None:
-    shape = {"num_experts": 16, "interval": 10, "total_steps": 1000}
-    assert worst_case_plt(k=3, k_snapshot=4, **shape) == pytest.approx(0.07), "not 0.05"
-    assert worst_case_plt(k=2, k_snapshot=4, **shape) == pytest.approx(0.07)
-    assert worst_case_plt(k=16, k_snapshot=16, **shape) == 0
 
 
 @pytest.mark.parametrize("order", ["load_aware", "load_aware_global"])

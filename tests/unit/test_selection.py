@@ -67,15 +67,6 @@ def test_sequential_balances_the_ranks_and_covers_every_expert(layout: tuple[int
     assert np.logical_or.reduce(masks).all(), "some expert was not saved within ceil(E / K) checkpoints"
 
 
-def test_plain_order_would_overload_a_rank() -> None:
-    mask = sequential_selection(ordinal=0, k=3, num_layers=12, num_experts=16, ep_size=8).mask()
-    assert mask.reshape(12, 8, 2).sum(axis=(0, 2)).max() == 5
-    plain = np.zeros((12, 16), dtype=bool)
-    for layer in range(12):
-        plain[layer, (layer * 3 + np.arange(3)) % 16] = True
-    assert plain.reshape(12, 8, 2).sum(axis=(0, 2)).max() == 6
-
-
 def test_k_above_the_number_of_experts_is_a_full_checkpoint() -> None:
     assert sequential_selection(ordinal=5, k=9, num_layers=2, num_experts=4).mask().all()
     assert full_selection(2, 4).mask().all()
@@ -265,13 +256,6 @@ def test_a_failed_persist_is_made_up_for(tmp_path: Path, monkeypatch: pytest.Mon
     found = oldest_versions(tmp_path, experts=6, k=(2, 2), steps=60, serves=lambda _: next(looks) % 2 == 0)
     assert 5 < len(found) < 60, "some failed"
     assert max(step - oldest for step, oldest in found.items()) <= 2
-
-
-def test_a_commit_without_drops_writes_k_experts(tmp_path: Path) -> None:
-    oldest_versions(tmp_path, experts=8, k=(2, 2), steps=12, serves=lambda _: True)
-    checkpoint = find_newest(tmp_path / "checkpoints").checkpoint
-    assert checkpoint is not None
-    assert ((checkpoint.expert_versions() == 12).sum(axis=1) == 2).all()
 
 
 def test_a_snapshot_that_gives_way_while_an_agent_looks_leaves_it_without_a_job(tmp_path: Path) -> None:
