@@ -73,22 +73,6 @@ def test_goals_judge_what_was_measured() -> None:
     assert hidden == "missed  copies hidden, top2 under 8:1: 0.60 (the model says 0.90)"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--strategies", "magic"), "invalid choice: 'magic'"),
-        (("--experts", "7"), "7 experts do not divide over 2 ranks"),
-        (("--slots", "3"), "8 experts do not divide over 2 ranks of 3 slots"),
-        (("--ratios", "0"), "--ratios: 0 must be an integer of at least 1"),
-        (("--trace", "/nowhere.npz"), "'/nowhere.npz' is not a file"),
-    ],
-)
-def test_wrong_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises((ConfigurationError, SystemExit)) as refusal:
-        balance.run(parse(*arguments))
-    assert message in f"{refusal.value} {capsys.readouterr().err}"
-
-
 @pytest.mark.slow
 def test_a_small_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"

@@ -88,28 +88,6 @@ def test_tables_relate_each_row_to_its_base() -> None:
     assert rows["ours, K = E/4, each step"] == ["1", "50.0", "300.0", "2.00", "4.0"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--parts", "magic"), "invalid choice: 'magic'"),
-        (("--rounds", "0"), "--rounds: 0 must be an integer of at least 1"),
-        (("--d-expert", "0"), "--d-expert: 0 must be an integer of at least 1"),
-        (("--steps", "12"), "--steps 12 must be a multiple of --every 5"),
-        (("--steps", "5"), "at least twice as many"),
-        (("--batch", "3"), "--batch 3 must be even"),
-        (("--experts", "1"), "--experts 1 must be at least 2"),
-        (("--layers", "1"), "--layers 1 must be at least 2"),
-        (("--d-model", "6"), "--d-model 6 must be a multiple of 4"),
-        (("--directory", f"{__file__}/inside"), "is not a folder, and none can be created there"),
-        (("--json", "/nowhere/a.json"), "in a folder that does not exist"),
-    ],
-)
-def test_wrong_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises((ConfigurationError, SystemExit)) as refusal:
-        compare.run(parse(*arguments))
-    assert message in f"{refusal.value} {capsys.readouterr().err}"
-
-
 @pytest.mark.slow
 def test_contenders_do_the_same_work(tmp_path: Path) -> None:
     names = ["DDP, loop", "FSDP2, our layer", "ours", "DDP, dcp.async_save", "ours, K = E/4, each step", PIPELINE]

@@ -10,7 +10,6 @@ import pytest
 from benchmarks.compatibility import written
 from benchmarks.silent.matrix import FEATURES, LAYOUTS, cell, cell_id
 from benchmarks.silent.runner import run_healthy
-from moe_lightning.cli.bench import main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 QUICK = [("bf16-true", "tp + fsdp"), ("low-rank adapters", "fsdp"), ("tied embeddings", "pp")]
@@ -59,15 +58,3 @@ def test_a_reason_names_its_columns() -> None:
     assert "| A | same | refused | refused |\n| B | differs | differs | differs |" in page
     reasons = re.findall(r"^\* (.*)", page.split("## Reasons")[1], re.M)
     assert reasons == ["A (fsdp, tp) refused: not here", "B (everywhere) differs: it may"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--row", "z loss"], "--row 'z loss' is not a row: did you mean 'z-loss'?"),
-        (["--row", "AdamW", "--page", "x.md"], "--page is for the results of all rows: drop --row"),
-    ],
-)
-def test_wrong_options(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compatibility", *arguments]) == 2
-    assert sentence in capsys.readouterr().err

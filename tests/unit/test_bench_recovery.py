@@ -126,23 +126,6 @@ def test_phases_are_drawn_to_scale() -> None:
         phase_lines({"a": {}}, "title")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--parts", "kill", "dance"), "invalid choice: 'dance'"),
-        (("--rounds", "0"), "--rounds: 0 must be an integer of at least 1"),
-        (("--trace-speed", "-1"), "--trace-speed: -1.0 must be a number above 0"),
-        (("--ranks", "1"), "--ranks 1 must be at least 2"),
-        (("--batch", "13"), "must be at least 2 and divide --batch 13"),
-        (("--parts", "cost", "--svg", "x.svg"), "--svg shows recoveries"),
-    ],
-)
-def test_wrong_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises((ConfigurationError, SystemExit)) as refusal:
-        recovery.run(parse(*arguments))
-    assert message in f"{refusal.value} {capsys.readouterr().err}"
-
-
 @pytest.mark.slow  # by default, tests/chaos kills ranks, and the tests above draw and print what was measured
 def test_a_rank_is_killed_and_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     results, drawn = tmp_path / "rows.json", tmp_path / "recovery.svg"

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks import uneven
-from moe_lightning.errors import ConfigurationError
 from tests.options import options_of
 
 
@@ -39,21 +38,6 @@ def test_the_ideal_divides_the_calm_step_by_the_speeds() -> None:
     episode = row("episode", "both", 0.5)
     assert len(uneven.episode_picture([*rows, episode]).axes[0].lines) >= 1
     assert uneven.counted("episode", 64) == slice(32, 40)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--steps", "8"), "use at least 24"),
-        (("--scenarios", "half"), "keep the scenario calm and even"),
-        (("--slots", "3"), "cannot hold 8 experts"),
-        (("--scenarios", "stormy"), "invalid choice: 'stormy'"),
-    ],
-)
-def test_wrong_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises((ConfigurationError, SystemExit)) as refusal:
-        uneven.run(parse(*arguments))
-    assert message in f"{refusal.value} {capsys.readouterr().err}"
 
 
 @pytest.mark.slow

@@ -31,13 +31,6 @@ def test_the_installed_package_has_no_benchmarks(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("place", ["/proc/out.json", f"/tmp/{'n' * 300}", "/tmp", ""])
-def test_a_place_that_cannot_be_written_is_told_first(place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["compare", f"--json={place}"])
-    assert "argument --json: " in capsys.readouterr().err
-
-
 def test_packing_is_measured_beside_padding(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--conversations", "60", "--rounds", "1", "--batch", "2", "--d-model", "8", "--layers", "1"]
     assert main(["packing", *small, "--context", "256"]) == 0

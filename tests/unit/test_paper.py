@@ -137,14 +137,7 @@ def test_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (tmp_path / "reft-survival.svg").read_text().startswith("<svg")
 
 
-def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["paper", "lost"]) == 2
-    assert "'lost' is not a reproduction: use all or one of" in capsys.readouterr().err
-    assert main(["paper", "lazarus-recovery"]) == 2
-    assert "give it with --routing PATH" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["paper", "lazarus-recovery", "--routing", "no.npz"])
-    assert "--routing: 'no.npz' is not a file" in capsys.readouterr().err
+def test_an_absent_trace_is_named() -> None:
     with pytest.raises(ConfigurationError, match="--spot"):
         Sources(routing=Path(__file__)).spot_path()
 

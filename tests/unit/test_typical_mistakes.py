@@ -35,7 +35,7 @@ _OTHER_WORDS = re.compile(
 )
 _CURE = re.compile(
     r"\bmust\b|--help|\b(use|give|set|choose|name|lower|write|drop|leave|create|run|start|add|did you mean|make|train|"
-    r"put|takes|shows|says|has|ends|makes|counts|trains|simulates|prints|needs?)\b"
+    r"put|takes|shows|says|has|ends|makes|counts|trains|simulates|prints|needs?|lists)\b"
 )
 _EVERY = 40  # of the table, in the default run
 _ROWS = Path(__file__).with_name("typical_mistakes.tsv").read_text().splitlines()[1:]
