@@ -371,24 +371,26 @@ def test_a_users_module_trains_alike() -> None:
             assert found["logged"][name] == pytest.approx(alone["logged"][name], abs=TOLERANCE)
 
 
-def evaluate(rank: int, world_size: int, strategy: dict[str, Any], accumulate: int = 1) -> tuple[float, float, Any]:
-    """Losses of a module that was never trained, and after it was; its predictions then."""
+def evaluate(
+    rank: int, world_size: int, strategy: dict[str, Any], accumulate: int = 1, kind: type[Own] = Own
+) -> tuple[float, dict[str, float], Any]:
+    """Loss of a module that was never trained; its scores and predictions after it was."""
     trainer = make_trainer(rank, world_size, strategy, max_steps=3, accumulate_grad_batches=accumulate)
-    module, loader = Own(), DataLoader(RandomTokens(30), batch_size=9)
+    module, loader = kind(), DataLoader(RandomTokens(30), batch_size=9)
     first = trainer.validate(module, loader, verbose=False)[0]["val/loss"]
     trainer.fit(module, DataLoader(RandomTokens(), batch_size=12 // accumulate))
-    second = trainer.validate(module, loader, verbose=False)[0]["val/loss"]
+    (scores,) = trainer.validate(module, loader, verbose=False)
     predictions = trainer.predict(module, loader)
     assert predictions is not None
-    return first, second, torch.cat([batch["next"] for batch in predictions]).numpy()  # type: ignore[call-overload]
+    return first, dict(scores), torch.cat([batch["next"] for batch in predictions]).numpy()  # type: ignore[call-overload]
 
 
 def test_evaluation_and_prediction_run_through_the_stages() -> None:
-    ((first, second, predicted),) = run_ranks(1, partial(evaluate, strategy={}, accumulate=3))
+    ((first, scores, predicted),) = run_ranks(1, partial(evaluate, strategy={}, accumulate=3))
     ranks = run_ranks(2, partial(evaluate, strategy={"mesh": {"pp": 2}, "micro_batches": 3}))
-    for found_first, found_second, found in ranks:
+    for found_first, found_scores, found in ranks:
         assert found_first == pytest.approx(first, abs=TOLERANCE)
-        assert found_second == pytest.approx(second, abs=TOLERANCE)
+        assert found_scores == pytest.approx(scores, abs=TOLERANCE)
         assert found.shape == predicted.shape
         np.testing.assert_array_equal(found, ranks[0][2])
 
@@ -413,24 +415,14 @@ class Attending(Own):
         self.body.append(Attention())
 
 
-def use(rank: int, world_size: int, strategy: dict[str, Any], accumulate: int = 1) -> dict[str, Any]:
-    """Train, validate and predict."""
-    trainer = make_trainer(rank, world_size, strategy, max_steps=3, accumulate_grad_batches=accumulate)
-    module, held_out = Attending(), DataLoader(RandomTokens(30), batch_size=9)
-    trainer.fit(module, DataLoader(RandomTokens(), batch_size=12 // accumulate))
-    (scores,) = trainer.validate(module, held_out, verbose=False)
-    predictions = trainer.predict(module, held_out)
-    assert predictions is not None
-    return {"scores": scores, "next": torch.cat([batch["next"] for batch in predictions])}  # type: ignore[call-overload]
-
-
 @pytest.mark.slow
 def test_a_users_module_sees_parts_and_answers_wholes() -> None:
-    (alone,) = run_ranks(1, partial(use, strategy={}, accumulate=3))
-    ranks = run_ranks(4, partial(use, strategy={**CP, "mesh": {"pp": 2, "cp": 2}, "micro_batches": 3}))
-    for rank, found in enumerate(ranks):
-        assert found["scores"] == pytest.approx(alone["scores"], abs=TOLERANCE)
-        assert torch.equal(found["next"], alone["next"][: 0 if rank % 2 else None])
+    ((first, scores, predicted),) = run_ranks(1, partial(evaluate, strategy={}, accumulate=3, kind=Attending))
+    ranks = run_ranks(4, partial(evaluate, strategy={"mesh": {"pp": 2, "cp": 2}, "micro_batches": 3}, kind=Attending))
+    for rank, (found_first, found_scores, found) in enumerate(ranks):
+        assert found_first == pytest.approx(first, abs=TOLERANCE)
+        assert found_scores == pytest.approx(scores, abs=TOLERANCE)
+        np.testing.assert_array_equal(found, predicted[: 0 if rank % 2 else None])
 
 
 # ---------------------------------------------------------------------- checkpoints

@@ -353,7 +353,7 @@ def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize(
-    ("running", "number"), [(2, signal.SIGINT), slow(2, signal.SIGTERM), (1, signal.SIGTERM)], indirect=["running"]
+    ("running", "number"), [(2, signal.SIGINT), slow(2, signal.SIGTERM), slow(1, signal.SIGTERM)], indirect=["running"]
 )
 def test_a_signal_ends_everything_and_all_is_saved(running: Running, number: signal.Signals) -> None:
     running.program.process.send_signal(number)

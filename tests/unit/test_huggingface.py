@@ -320,7 +320,7 @@ def test_an_export_takes_over_only_what_belongs_to_tokenizer_and_configuration(t
     (tmp_path / "secret").write_text("secret")
     (source / "vocab.txt").symlink_to(tmp_path / "secret")
 
-    copy_companions(source, target)
+    copy_companions(source, target, None)
 
     copied = {path.name: path.read_text() for path in target.iterdir()}
     assert copied == {"tokenizer.json": "tokenizer.json", "merges.txt": "cached", "generation_config.json": "ours"}

@@ -16,7 +16,7 @@ from moe_lightning.balancing.packing import packed_placement
 from moe_lightning.balancing.planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
 from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES
 from moe_lightning.callbacks.load_balancer import balanced_ranks, min_replicas
-from moe_lightning.dispatch.placement import uniform_placement
+from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
 
@@ -26,9 +26,12 @@ COSTS = BlockCosts(
 )
 
 
-def make(slots: int = 3, **policy: Any) -> BalancePlanner:
-    placements = [uniform_placement(EXPERTS, RANKS)] * LAYERS
-    return BalancePlanner(BalancePolicy(**policy), Cluster.of(RANKS, slots), placements, [COSTS] * LAYERS)
+CLUSTER = Cluster.of(RANKS, 3)
+
+
+def make(cluster: Cluster = CLUSTER, first: Placement | None = None, **policy: Any) -> BalancePlanner:
+    placements = [first or uniform_placement(EXPERTS, cluster.num_ranks)] * LAYERS
+    return BalancePlanner(BalancePolicy(**policy), cluster, placements, [COSTS] * LAYERS)
 
 
 def skewed(hot: int, tokens: int = 1000) -> np.ndarray:
@@ -80,8 +83,7 @@ def test_no_placement_takes_experts_from_nodes_that_recovery_relies_on(hot: int,
     """Nodes in any order, as ranks are by birth: experts that two nodes hold are on two nodes afterwards."""
     cluster = Cluster(node_of=tuple(nodes), slots_per_rank=4)
     first = packed_placement(np.ones(EXPERTS, dtype=np.int64), cluster, 2)
-    policy = BalancePolicy(rebalance_every=1, placement_rule=rule, min_replicas=2, shadows="none")
-    planner = BalancePlanner(policy, cluster, [first] * LAYERS, [COSTS] * LAYERS)
+    planner = make(cluster, first, rebalance_every=1, placement_rule=rule, min_replicas=2, shadows="none")
     table = np.full((EXPERTS, 6), 10, dtype=np.int64)
     table[hot] = 700
     observe(planner, table)
@@ -94,10 +96,8 @@ def test_no_placement_takes_experts_from_nodes_that_recovery_relies_on(hot: int,
 
 def test_a_rule_that_would_give_protection_up_is_not_followed() -> None:
     """Plain holds each expert once: it relieves nobody's fear of the next fault."""
-    cluster = Cluster.of(RANKS, 4)
-    first = uniform_placement(EXPERTS, RANKS, 2)
-    policy = BalancePolicy(rebalance_every=1, placement_rule="plain", min_replicas=2, shadows="none")
-    planner = BalancePlanner(policy, cluster, [first] * LAYERS, [COSTS] * LAYERS)
+    cluster, first = Cluster.of(RANKS, 4), uniform_placement(EXPERTS, RANKS, 2)
+    planner = make(cluster, first, rebalance_every=1, placement_rule="plain", min_replicas=2, shadows="none")
     observe(planner, skewed(0))
     assert planner.rebalance() is None
     planner.close()
@@ -105,9 +105,7 @@ def test_a_rule_that_would_give_protection_up_is_not_followed() -> None:
 
 def test_lost_protection_is_restored_though_nobody_is_busier() -> None:
     cluster = Cluster.of(RANKS, 4)
-    policy = BalancePolicy(rebalance_every=1, min_replicas=2, shadows="none")
-    placements = [uniform_placement(EXPERTS, RANKS)] * LAYERS
-    planner = BalancePlanner(policy, cluster, placements, [COSTS] * LAYERS)
+    planner = make(cluster, rebalance_every=1, min_replicas=2, shadows="none")
     observe(planner, np.full((EXPERTS, RANKS), 50))
     fresh = planner.rebalance()
     assert fresh is not None
@@ -234,9 +232,7 @@ def test_a_restart_on_other_ranks_takes_the_loads_only() -> None:
     planner = make()
     observe(planner, skewed(3))
     state = planner.state_dict()
-    other = BalancePlanner(
-        BalancePolicy(), Cluster.of(2, 5), [uniform_placement(EXPERTS, 2)] * LAYERS, [COSTS] * LAYERS
-    )
+    other = make(Cluster.of(2, 5))
     other.load_state_dict(state)
     assert other.state_dict()["loads"] == state["loads"]
     assert other.state_dict()["averages"] == [None, None]

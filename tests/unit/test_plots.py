@@ -79,6 +79,10 @@ def test_nothing_to_draw_is_refused() -> None:
         phase_lines({"a": {"b": 0.0}}, "t")
     with pytest.raises(ConfigurationError, match="has no values"):
         grid(np.zeros((0, 2)), "t", "layer", "expert", "steps")
+    with pytest.raises(ConfigurationError, match="needs samples and a step for each"):
+        heat_map(np.zeros((0, 3)), [], "x")
+    with pytest.raises(ConfigurationError, match="without spans"):
+        time_line(Timeline(spans=(), total_s=0.0, transfer_s=0.0, exposed_s=0.0), "x")
 
 
 def test_a_line_that_hides_another_has_gaps() -> None:
@@ -132,16 +136,8 @@ def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytes
 # Moe-bench plot: what a run logged is what its pictures show.
 
 
-ALL = {
-    "checkpoint_mb",
-    "checkpoint_ms",
-    "expert_load_layer00",
-    "expert_load_layer01",
-    "imbalance",
-    "k",
-    "plt",
-    "recovery",
-}
+ALL = {"checkpoint_mb", "checkpoint_ms", "expert_load_layer00", "expert_load_layer01", "imbalance", "k", "plt",
+       "recovery"}  # fmt: skip
 
 
 def write_metrics(directory: Path, version: int, rows: list[dict[str, float]]) -> None:
@@ -175,10 +171,6 @@ def run(tmp_path: Path) -> Path:
         "step,layer,expert_0,expert_1\n10,0,0.5,0.5\n10,1,0.9,0.1\n20,0,0.4,0.6\n20,1,1.0,0.0\n"
     )
     return tmp_path
-
-
-def words_in(picture: Figure) -> list[str]:
-    return [element.text or "" for element in ElementTree.fromstring(svg(picture)).iter(f"{SVG}text")]
 
 
 def test_every_picture_is_drawn_and_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,9 +208,7 @@ def test_bars_of_a_recovery_are_its_phases(run: Path) -> None:
     first = [bar.get_width() for bar in bars if bar.get_y() < 0]
     assert first == pytest.approx([0.02, 0.2, 0.01, 0.001, 0.04, 0.09, 0.039]), "the last: what no phase accounts for"
     assert len(bars) == 7 + 6
-    assert {"step 25, 3 ranks", "step 31, 3 ranks", "400 ms", "361 ms", "other"} <= {
-        w.strip() for w in words_in(picture)
-    }
+    assert {"step 25, 3 ranks", "step 31, 3 ranks", "400 ms", "361 ms", "other"} <= set(map(str.strip, words(picture)))
 
 
 def test_only_what_was_logged_is_drawn(tmp_path: Path) -> None:
@@ -264,13 +254,6 @@ def test_a_time_line_has_a_bar_for_every_span_in_its_place() -> None:
     assert "step 3" in svg(picture)
 
 
-def test_nothing_to_draw() -> None:
-    with pytest.raises(ConfigurationError, match="needs samples and a step for each"):
-        heat_map(np.zeros((0, 3)), [], "x")
-    with pytest.raises(ConfigurationError, match="without spans"):
-        time_line(Timeline(spans=(), total_s=0.0, transfer_s=0.0, exposed_s=0.0), "x")
-
-
 def test_pictures_of_a_run_and_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "expert_load.csv"
     table.write_text("step,layer,expert_0,expert_1\n10,0,0.5,0.5\n10,1,0.9,0.1\n20,0,0.4,0.6\n20,1,1.0,0.0\n")
@@ -296,16 +279,17 @@ def test_a_step_that_is_not_whole_yet_is_left_out(tmp_path: Path, begun: str) ->
     assert (steps, shares.tolist()) == ([1], [[[0.5, 0.5]], [[0.25, 0.75]]])
 
 
+HEAD = "step,layer,expert_0,expert_1\n"
+
+
 @pytest.mark.parametrize(
     "text",
-    ["", "step,layer,share\n", "1,0,0.5\n1,2,0.5\n", "1,0,0.5\n1,1,0.5,0.5\n", "1,0,nan,0.5\n", "1,0,-1,2\n"],
-)
+    ["", "1,0,0.5,0.5\n", *(HEAD + rows for rows in (HEAD, "1,0,0.5\n1,2,0.5\n", "1,0,0.5\n1,1,0.5,0.5\n",
+                                                   "1,0,nan,0.5\n", "1,0,-1,2\n"))],
+)  # fmt: skip
 def test_files_that_hold_something_else(tmp_path: Path, text: str) -> None:
     path = tmp_path / "expert_load.csv"
-    path.write_text(text and "step,layer,expert_0,expert_1\n" + text)
-    with pytest.raises(ConfigurationError, match="has no lines of step, layer, shares"):
-        read_loads(path)
-    path.write_text("1,0,0.5,0.5\n")  # without a head
+    path.write_text(text)
     with pytest.raises(ConfigurationError, match="has no lines of step, layer, shares"):
         read_loads(path)
     with pytest.raises(ConfigurationError, match="is not a file"):
