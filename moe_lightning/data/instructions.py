@@ -679,7 +679,7 @@ class InstructionData(StepDataModule):
         """Token that ends an answer; None where several do, or none."""
         with suppress(ValueError):  # of a template that refuses a conversation of one question
             ids = self.tokenizer.encode(self.written.end)[0].tolist()
-            return ids[0] if len(ids) == 1 else None
+            return int(ids[0]) if len(ids) == 1 else None
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class BpeTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         # The largest number and not the count of entries: vocabularies may have holes, as before added tokens.
-        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._dtype = np.dtype(token_dtype(self.vocab_size))
 
     def encode(self, text: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
