@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Interval
@@ -99,6 +100,10 @@ def tokenize(arguments: argparse.Namespace) -> None:
         check_local("SOURCE", source)
         if is_token_folder(source):
             raise ConfigurationError(f"{source} holds tokens already; train on it with data.source={source}")
+        if arguments.out.resolve().is_relative_to(Path(source).expanduser().resolve()):
+            raise ConfigurationError(
+                f"--out {arguments.out} lies in {source}, whose files it would then be among; give a folder beside it"
+            )
     files = source_files(arguments.source)
     recipe = Recipe(
         tokenizer=_tokenizer(arguments),

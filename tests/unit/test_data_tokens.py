@@ -519,7 +519,9 @@ def test_tokenize_and_inspect(texts: Path, capsys: pytest.CaptureFixture[str]) -
         (["tokenize", "texts", "--tokenizer=bpe:9", "--out=out"], "larger than the 256 bytes"),
         (["tokenize", "texts", "--tokenizer=none.json", "--out=out"], "tokenizer='none.json' does not exist"),
         (["tokenize", "texts", "--tokenizer=bytes", "--out=texts/0.jsonl"], "is not a folder"),
-        (["tokenize", "texts", "--tokenizer=bytes", "--out=texts"], "is not empty, and holds no tokens"),
+        (["tokenize", "texts/0.jsonl", "--tokenizer=bytes", "--out=texts"], "is not empty, and holds no tokens"),
+        (["tokenize", "texts", "--tokenizer=bytes", "--out=texts"], "--out texts lies in texts, whose files"),
+        (["tokenize", "texts", "--tokenizer=bytes", "--out=texts/a/b"], "--out texts/a/b lies in texts, .*; give"),
         (["tokenize", "texts", "--tokenizer=bytes", "--out=out", "--workers=0"], "'0' must be|0 must be an integer"),
         (
             ["tokenize", "texts", "--tokenizer=bytes", "--out=out", "--workers=1", "--text-field=body"],
