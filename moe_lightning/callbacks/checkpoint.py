@@ -36,6 +36,7 @@ from moe_lightning.config import Coefficient, PositiveInt, Seconds, validated
 from moe_lightning.errors import StateDamagedError
 from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
+from moe_lightning.strategies.placed_experts import stages_of
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import ExpertParallelCallback, FixedWorld
 
@@ -292,8 +293,9 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._settings = self._asked  # ranks that join have measured nothing
         self._experts_moved, self._saved_at = False, None
         self._is_interrupted = True
-        if own_strategy(trainer, "PartialExpertsCheckpoint").elastic.has_rolled_back:
-            self.lost.forget()
+        strategy = own_strategy(trainer, "PartialExpertsCheckpoint")
+        rolled_back = strategy.elastic.has_rolled_back
+        self.lost.enter_world(strategy.state.stages, strategy.world, has_rolled_back=rolled_back)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -334,7 +336,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.lost.counts.add(pl_module)
+        self.lost.counts.add(stages_of(trainer))
         is_update = not private_lightning.is_accumulating(trainer)
         if is_update:
             self.lost.counts.end_step(is_skipped=self._strategy is not None and self._strategy.update.is_skipped)
@@ -368,7 +370,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         strategy = trainer.strategy
         assert isinstance(strategy, ExpertParallelStrategy)
         strategy.steps.state_check.before_save(trainer.global_step)
-        self.lost.counts.total = strategy.state.stages.counts_of_all(self.lost.counts.total)
+        self.lost.counts.join_stages(strategy.state.stages)
         if self._experts_moved:
             self._experts_moved = False
             self._reassign(strategy)

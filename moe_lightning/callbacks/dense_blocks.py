@@ -30,7 +30,9 @@ from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.randomness import StreamDropout, remembering
+from moe_lightning.strategies.expert_parallel import own_strategy
 from moe_lightning.strategies.stages import is_gated
+from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
@@ -135,7 +137,7 @@ def check_inductor(device: torch.device) -> None:
         raise ConfigurationError(f'torch.compile needs Triton: pip install "moe-lightning[triton]", or {cure}')
 
 
-class RecomputeDense(Callback):
+class RecomputeDense(ExpertParallelCallback):
     """While a Trainer fits, the dense parts of the module keep their inputs only, and compute what lies between again
     in the backward pass: the same losses, to the last bit, with less memory and about a third more dense computation.
 
@@ -148,6 +150,7 @@ class RecomputeDense(Callback):
 
     def __init__(self) -> None:
         self.recomputed: list[str] = []
+        self._parts: list[nn.Module] = []  # of these names; those of a pipeline stage may leave this rank
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -156,16 +159,28 @@ class RecomputeDense(Callback):
                 "CompileDense and RecomputeDense both take the dense parts: Inductor decides by itself what to compute "
                 "again, so drop one of them"
             )
-        for name, part in dense_parts(pl_module):
+        self._recompute(pl_module)
+
+    def _recompute(self, module: pl.LightningModule) -> None:
+        for name, part in dense_parts(module):
             if "forward" not in vars(part):  # somebody else's, such as a quantiser's, stays
                 part.forward = MethodType(_forward, part)
                 self.recomputed.append(name)
+                self._parts.append(part)
+
+    @override
+    def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Other blocks may be on this rank now. Where ranks only wait for others nothing is computed."""
+        worlds = own_strategy(trainer, "RecomputeDense").worlds
+        if not worlds.is_passing(worlds.present.size):
+            self.teardown(trainer, pl_module, "fit")
+            self._recompute(pl_module)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        for name in self.recomputed:
-            del pl_module.get_submodule(name).forward
-        self.recomputed = []
+        for part in self._parts:
+            del part.forward
+        self.recomputed, self._parts = [], []
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

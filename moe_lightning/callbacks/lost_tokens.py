@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
@@ -26,7 +28,8 @@ from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.moe.layer import moe_layers
+from moe_lightning.parallel.context import World, all_reduce_
+from moe_lightning.strategies.placed_experts import StageMap
 
 
 @validated
@@ -87,20 +90,25 @@ class TokenCounts:
     """Assignments of each expert that the ledger has not recorded yet.
 
     Attributes:
-        total: of whole steps, int64 [L, E]; None before the first.
+        total: of whole steps, int64 [L, E] of all layers; a rank counts those of its pipeline stages. None before the
+            first.
     """
 
-    def __init__(self, total: Tensor | None = None) -> None:
-        self.total = total
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
         self._of_step: Tensor | None = None
 
-    def add(self, module: nn.Module) -> None:
+    def add(self, stages: StageMap) -> None:
         """Those of the last micro-batch."""
-        layers = moe_layers(module)
-        counts = [layer.statistics.computed_NE.sum(dim=0) for layer in layers if layer.statistics is not None]
-        if counts and len(counts) == len(layers):
-            stacked = torch.stack(counts)
-            self._of_step = stacked if self._of_step is None else self._of_step + stacked
+        layers = stages.layers
+        own = [(number, layers[number].statistics) for number in stages.numbers]
+        counts = {number: found.computed_NE.sum(dim=0) for number, found in own if found is not None}
+        if not counts or len(counts) < len(own):
+            return
+        if self._of_step is None:
+            some = next(iter(counts.values()))
+            self._of_step = some.new_zeros(len(layers), len(some))
+        self._of_step[list(counts)] += torch.stack(list(counts.values()))
 
     def end_step(self, *, is_skipped: bool) -> None:
         """Add those of the step, unless its update was left out."""
@@ -108,11 +116,32 @@ class TokenCounts:
         if added is not None and not is_skipped:
             self.total = added if self.total is None else self.total + added
 
+    def join_stages(self, stages: StageMap) -> None:
+        """Take those of other pipeline stages from their ranks; collective there."""
+        self.total = stages.counts_of_all(None if self.total is None else self.total[stages.numbers])
+
     def record(self, checkpoint_ledger: CheckpointLedger | None) -> None:
         """Into the ledger, where there is one."""
         if self.total is not None and checkpoint_ledger is not None:
             checkpoint_ledger.ledger.record(self.total.cpu().numpy())
             self.total = None
+
+    def enter_world(self, recorded: IntArray | None, stages: StageMap, world: World) -> None:
+        """Drop those of a step that is repeated, and take those that other ranks have seen: this one may have joined,
+        computed other layers, or missed the end of the last step. Collective.
+
+        Args:
+            recorded: what the ledger of this rank holds, int64 [L, E]; None: nothing.
+        """
+        self._of_step = None
+        layers = stages.layers
+        own = torch.zeros(len(layers), max((layer.num_experts for layer in layers), default=0), dtype=torch.int64)
+        own += 0 if recorded is None else torch.as_tensor(recorded)
+        own = own.to(world.device)
+        seen = own.clone() if self.total is None else own + self.total
+        all_reduce_(seen, world, dist.ReduceOp.MAX)
+        missing = seen - own
+        self.total = missing if bool(missing.any()) else None
 
 
 class LostTokens:
@@ -149,16 +178,25 @@ class LostTokens:
         if self.checkpoint_ledger is None:
             return {}
         ledger = self.checkpoint_ledger.state_dict()
-        return {"checkpoint_ledger": ledger, "counts": self.counts.total, "lost_plt": self._lost_plt}
+        return {"checkpoint_ledger": ledger, "lost_plt": self._lost_plt}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Count on from the state of another rank at the next `begin`."""
         self._received = state_dict.get("checkpoint_ledger")
-        self.counts, self._lost_plt = TokenCounts(state_dict.get("counts")), state_dict.get("lost_plt", 0.0)
+        self.counts, self._lost_plt = TokenCounts(), state_dict.get("lost_plt", 0.0)
 
-    def forget(self) -> None:
-        """Drop all counts: the run has gone back to saved state, which has its own."""
-        self.checkpoint_ledger, self.counts, self._lost_plt = None, TokenCounts(), 0.0
+    def enter_world(self, stages: StageMap, world: World, *, has_rolled_back: bool) -> None:
+        """Go on in another world, where all ranks have the same counts; collective.
+
+        Args:
+            has_rolled_back: the run has gone back to saved state, which has its own counts: drop all.
+        """
+        if has_rolled_back:
+            self.checkpoint_ledger, self.counts, self._lost_plt = None, TokenCounts(), 0.0
+        recorded = None if self._received is None else self._received["ledger"]["processed"]
+        if self.checkpoint_ledger is not None:
+            recorded = self.checkpoint_ledger.ledger.processed
+        self.counts.enter_world(recorded, stages, world)
 
     def begin(self, trainer: pl.Trainer, state: TrainingState, steps: int) -> None:
         """Count for the experts as they are written now.
@@ -168,9 +206,10 @@ class LostTokens:
         """
         if self.checkpoint_ledger is not None:
             self.checkpoint_ledger.reassign(state.owners())
-        elif state.num_experts and self.counts.total is not None:
-            per_step: IntArray = self.counts.total.sum(dim=1).cpu().numpy() // max(1, steps)
-            planned = (per_step * planned_steps(trainer)).clip(min=1)
+        elif state.num_experts and (self.counts.total is not None or self._received is not None):
+            new = self.counts.total
+            per_step = 0 if new is None else new.sum(dim=1).cpu().numpy() // max(1, steps)
+            planned: IntArray = np.maximum(per_step * planned_steps(trainer), 1)
             scopes, order = parse_scopes(self._settings.scopes), self._settings.order
             self.checkpoint_ledger = state.checkpoint_ledger(planned, scopes=scopes, order=order)
             if self._received is not None:

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
@@ -40,6 +41,7 @@ from moe_lightning.moe.replayed_routing import (
 from moe_lightning.moe.router import Router
 from moe_lightning.strategies.expert_parallel import own_strategy
 from moe_lightning.strategies.placed_experts import StageMap, stages_of
+from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 
 @validated
@@ -48,7 +50,8 @@ class RoutingRecorder(Callback):
     drop, and `iteration` [samples], 1 for the first step. Written when training ends or fails, and on rank 0 only. In a
     pipeline it has the layers of all stages, and the ranks of one.
 
-    A resumed run continues the file: samples after the step that it resumes from are dropped.
+    A resumed run continues the file: samples after the step that it resumes from are dropped. After a recovery on
+    another number of ranks the file begins anew.
 
     Args:
         path: of the file.
@@ -65,6 +68,7 @@ class RoutingRecorder(Callback):
         self._samples: list[NDArray[np.int64]] = []
         self._iterations: list[int] = []
         self._running: NDArray[np.int64] | None = None
+        self._is_recording = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -76,9 +80,14 @@ class RoutingRecorder(Callback):
                 f"RoutingRecorder writes one table for all MoE layers, but they have {sorted(experts)} experts: "
                 "give them equally many"
             )
-        self._samples, self._iterations = [], []
+        self._running = None
+        shape = (len(layers), stages.num_ranks, experts.pop())
+        if self._is_recording:
+            self._go_on(trainer.global_step, shape)
+            return
+        self._samples, self._iterations, self._is_recording = [], [], True
         if trainer.global_step and self._path.is_file():
-            self._continue(trainer.global_step, (len(layers), stages.num_ranks, experts.pop()))
+            self._continue(trainer.global_step, shape)
 
     def _continue(self, step: int, shape: tuple[int, ...]) -> None:
         counts, iterations = read_routing_trace(self._path)
@@ -89,6 +98,13 @@ class RoutingRecorder(Callback):
             )
         kept = iterations <= step
         self._samples, self._iterations = list(counts[kept]), iterations[kept].tolist()
+
+    def _go_on(self, step: int, shape: tuple[int, ...]) -> None:
+        """Keep the samples up to a recovery, in which the loop begins again; none of another number of ranks."""
+        kept = [at for at, sample in enumerate(self._samples) if sample.shape == shape and self._iterations[at] <= step]
+        if len(kept) < sum(iteration <= step for iteration in self._iterations):
+            rank_zero_warn(f"{self._path} begins after step {step}: samples before it have another number of ranks")
+        self._samples, self._iterations = [self._samples[at] for at in kept], [self._iterations[at] for at in kept]
 
     @override
     def on_train_batch_end(
@@ -118,6 +134,7 @@ class RoutingRecorder(Callback):
 
     def _write(self, trainer: pl.Trainer) -> None:
         """Replace the file at once, so that a reader never sees half of it."""
+        self._is_recording = False
         if not trainer.is_global_zero or not self._samples:
             return
         counts = np.stack(self._samples)
@@ -150,7 +167,7 @@ def _counts(layers: Sequence[MoELayer], stages: StageMap) -> NDArray[np.int64]:
 
 
 @validated
-class RoutingReplay(Callback):
+class RoutingReplay(ExpertParallelCallback):
     """Records or replays the routing of a training, token by token; evaluation routes by itself.
 
     Args:
@@ -175,16 +192,24 @@ class RoutingReplay(Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         own_strategy(trainer, "RoutingReplay", "call replay_routing in your step")
-        stages = stages_of(trainer)
-        with stages.whole_module():
+        with stages_of(trainer).whole_module():
             self._routers = routers_of(pl_module)
+        self._begin(stages_of(trainer))
+
+    @override
+    def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Other layers may be on this rank now, and the step is repeated."""
+        self._stack.close()
+        self._begin(stages_of(trainer))
+
+    def _begin(self, stages: StageMap) -> None:
         self._layers = stages.own(range(len(self._routers)))
         if not self._layers:
             raise ConfigurationError(
                 "a stage of mesh.pp has no MoE layer whose routing could be kept: use fewer stages, or drop "
                 "RoutingReplay"
             )
-        self._seen = {}
+        self._seen, self._table = {}, None
         choose = self._record if self._mode == "record" else self._replay
         choosers = [lambda router, scores, layer=layer: choose(layer, router, scores) for layer in self._layers]
         self._stack.enter_context(choosing([self._routers[layer] for layer in self._layers], choosers))

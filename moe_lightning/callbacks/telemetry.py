@@ -130,24 +130,32 @@ class _Pace:
     def __init__(self) -> None:
         self.tokens: int | Tensor = 0
         self.steps, self.flops = 0, 0.0
+        self._of_step: tuple[int | Tensor, float] = 0, 0.0
         self._elapsed_s = 0.0
         self._resumed_at: float | None = None  # None: not training
 
     def add_batch(self, tokens: int | Tensor, flops: float) -> None:
         """Add the work of a micro-batch."""
-        self.tokens += tokens
-        self.flops += flops
+        before = self._of_step
+        self._of_step = before[0] + tokens, before[1] + flops
 
     def end_step(self) -> None:
         """Count a step."""
-        self.steps += 1
+        tokens, flops = self._of_step
+        self.tokens, self.flops, self.steps = self.tokens + tokens, self.flops + flops, self.steps + 1
+        self._of_step = 0, 0.0
+
+    def begin(self) -> None:
+        """Training begins, or repeats a step that a fault has ended."""
+        self._of_step = 0, 0.0
+        self.resume()
 
     def resume(self) -> None:
-        """Training begins, or goes on."""
+        """Training goes on."""
         self._resumed_at = time.perf_counter()
 
     def pause(self) -> None:
-        """A validation begins; it may come before training, to try it or to finish an epoch."""
+        """Training ends, or a validation begins; that may come before training, to try it or to finish an epoch."""
         if self._resumed_at is not None:
             self._elapsed_s += time.perf_counter() - self._resumed_at
         self._resumed_at = None
@@ -225,10 +233,14 @@ class Telemetry(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._peak_flops_per_s is None:
             self._peak_flops_per_s = known_peak(trainer.strategy.root_device, str(trainer.precision))
-        self._pace.resume()
+        self._pace.begin()
         size = model_size(pl_module)
         for logger in trainer.loggers:
             logger.log_hyperparams({"parameters/whole": size.whole, "parameters/active": size.active})
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pace.pause()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -236,7 +248,8 @@ class Telemetry(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._pace.resume()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._pace.resume()
         loss = trainer.callback_metrics.get("val/loss")
         is_language = isinstance(pl_module, SupervisedModule) and pl_module.attention_width is not None
         if loss is None or not is_language or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:

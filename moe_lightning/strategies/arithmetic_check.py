@@ -106,6 +106,10 @@ class ArithmeticCheck:
         self.products: Products | None = None
         self.times_wrong = 0
 
+    def begin_training(self) -> None:
+        """See `CheckSchedule.begin_training`."""
+        self._schedule.begin_training()
+
     def before_step(self, step: int) -> None:
         """Begin to screen products, if that is due. Not collective."""
         if self._schedule.begins(step):

@@ -203,7 +203,8 @@ class Averaging:
         if not self.are_in_module:
             self._set_aside = [(p, p.detach().clone(), p.grad) for p in unowned]
         self.averages.swap(self._state.module, self._state.optimizers)
-        if self.are_in_module:
+        self.are_in_module = not self.are_in_module  # before ranks meet: a fault there must not hide it
+        if not self.are_in_module:
             for parameter, weight, _ in self._set_aside:
                 parameter.copy_(weight)
             self._set_aside = []
@@ -212,7 +213,6 @@ class Averaging:
                 self._state.shards.broadcast_updates(optimizer)
             for parameter, _, gradient in self._set_aside:  # accumulated so far
                 parameter.grad = gradient
-        self.are_in_module = not self.are_in_module
         self._state.find_twins()
 
     def withdraw(self) -> None:

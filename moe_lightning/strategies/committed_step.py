@@ -354,8 +354,11 @@ class CommittedStep:
         self.batch.keep(fault, is_prepared=self.prepared is not None)
 
     def make_up(self) -> None:
-        """Apply the update that others have applied."""
-        assert self.prepared is not None
+        """Apply the update that others have applied, unless an earlier plan of this recovery has: snapshots that turn
+        out to be damaged make another one, from the same inventories.
+        """
+        if self.prepared is None:
+            return
         self.prepared()
         self.prepared = None
         self.version += 1

@@ -579,6 +579,7 @@ class ElasticWorlds:
 
     def _leave(self, reason: str) -> None:
         """Abort the old world on all ranks, so that nothing waits on its connections."""
+        self._departure = None  # it was granted in that world, for its size; who asked asks again
         self.engine.abort(reason)
         self._strategy.leave()
         destroy_groups()

@@ -558,7 +558,7 @@ class ExpertParallelStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.checkpoints.begin_training()
-        self.steps.gradients.forget_writers()
+        self.steps.begin_training()
         follow_schedule(self.state.trainer)
         private_lightning.end_resumed_epochs(self.state.trainer)
 

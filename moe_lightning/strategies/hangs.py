@@ -300,7 +300,7 @@ class HangWatch:
         store = common_store()
         if self._limit_s is None:
             return
-        self._batches, self._ended = 0, threading.Event()
+        self._batches, self._ended, self._slow = 0, threading.Event(), None
         reports = Path("." if "://" in folder else folder) / "hangs"
         if store is None or not world.is_connected:
             process_stacks.show_stacks()  # of the workers of loaders

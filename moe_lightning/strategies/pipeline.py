@@ -76,7 +76,8 @@ def _piece(value: Any, where: slice, total: int) -> Any:
 
 
 def joined(outcomes: Sequence[Any], counts: Sequence[int], weights: Sequence[float]) -> Any:
-    """Join the results of a step over its micro-batches: rows are concatenated, scalars averaged.
+    """Join the results of a step over its micro-batches: rows, and lists of a value for each sample, are concatenated,
+    scalars averaged.
 
     Args:
         counts: samples of each; rows of micro-batches without samples are left out.
@@ -88,6 +89,8 @@ def joined(outcomes: Sequence[Any], counts: Sequence[int], weights: Sequence[flo
     first = outcomes[0]
     if isinstance(first, Mapping):
         return {key: joined([outcome[key] for outcome in outcomes], counts, weights) for key in first}
+    if isinstance(first, list) and _are_of_samples(outcomes, counts):
+        return [value for outcome, count in zip(outcomes, counts, strict=True) for value in outcome[:count]]
     if isinstance(first, list | tuple):
         columns = zip(*outcomes, strict=True)
         return type(first)(joined(column, counts, weights) for column in columns)
@@ -104,6 +107,12 @@ def joined(outcomes: Sequence[Any], counts: Sequence[int], weights: Sequence[flo
     raise ConfigurationError(
         f"a step returns a {type(first).__name__}, which mesh.pp cannot put together from micro-batches: return tensors"
     )
+
+
+def _are_of_samples(outcomes: Sequence[list[Any]], counts: Sequence[int]) -> bool:
+    """True if lists have a value, and no tensor, for each sample of their micro-batches."""
+    fit = all(len(outcome) == count for outcome, count in zip(outcomes, counts, strict=True) if count)
+    return fit and any(counts) and not any(isinstance(leaf, Tensor) for leaf in private_torch.tree_leaves(outcomes))
 
 
 _SIGNATURE = inspect.signature(pl.LightningModule.log)

@@ -35,7 +35,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import VACANT
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
-from moe_lightning.parallel.context import World, broadcast_
+from moe_lightning.parallel.context import World, agree, broadcast_
 from moe_lightning.state.tensors import cuts_of
 from moe_lightning.state.transfer import install, transfer
 from moe_lightning.strategies.worlds import Worlds
@@ -86,6 +86,8 @@ def migrate_rows(
     live = {way: rows(after, way) for way in ordered if way.target == world.rank}
     arrived = {way: [torch.empty_like(row) for row in of_expert] for way, of_expert in live.items()}
     sent_bytes = transfer(ordered, lambda way: rows(before, way), arrived.__getitem__, world, of_all=of_all)
+    if not of_all or any(way.source != way.target for way in ordered):
+        agree(world)  # all have theirs, or none gives its own up
     # A leaving expert may lie where an arriving one will.
     for layer, old, new in zip(tensors, before, after, strict=True):
         _clear(layer, old.slot_experts, new.slot_experts)

@@ -70,6 +70,10 @@ class CheckSchedule:
         self._entered = self._step_s = self.spent_s = 0.0
         self.at, self.is_new_world = (-1, -1), True
 
+    def begin_training(self) -> None:
+        """Begin as in a new world: nothing is known of the state that a training starts from."""
+        self.at = (-1, -1)
+
     def begins(self, step: int) -> bool:
         """Return True when a step begins in the present world, and not again for its other micro-batches."""
         generation = self._worlds.present.generation
@@ -151,6 +155,10 @@ class StateCheck:
         self._repaired_in: int | None = None  # world whose last check has repaired by majority: newcomers do not know
         self.times_damaged = 0
         self.verified = -1
+
+    def begin_training(self) -> None:
+        """Forget what the last update of another training has left."""
+        self._schedule.begin_training()
 
     def stop(self) -> None:
         """Check no more: the ranks are compared otherwise, by what also names a cause."""

@@ -213,6 +213,12 @@ class Steps:
         self.batch: StepSlice | None = None
         self.is_dummy_batch = False
 
+    def begin_training(self) -> None:
+        """Begin a training, or go on after a recovery."""
+        self.gradients.forget_writers()
+        self.state_check.begin_training()
+        self.arithmetic_check.begin_training()
+
     def leave_world(self) -> None:
         """Abort the running step."""
         self.is_blocked, self.batch = False, None

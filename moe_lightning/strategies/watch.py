@@ -228,8 +228,7 @@ class FiniteWatch:
         (is_bad,) = any_says([found is not None], world)
         if not is_bad:
             self._skipped = 0
-            if not module.automatic_optimization:  # another update may follow in the same batch
-                self.begin_batch(module)
+            self._begin_next(module)
             return False
         findings = [_Finding(*each) for each in all_gather_json(found and astuple(found), world) if each is not None]
         # The ranks that have samples that are the cause know most, then those whose gradients are not finite.
@@ -245,7 +244,13 @@ class FiniteWatch:
         if world.rank == 0:
             logger.warning("%s: this step changes nothing", message)
         _restore(module, before or {})
+        self._begin_next(module)
         return True
+
+    def _begin_next(self, module: pl.LightningModule) -> None:
+        """Under manual optimization another update may follow in the same batch."""
+        if not module.automatic_optimization:
+            self.begin_batch(module)
 
     def _fly(
         self, value: Tensor, find: Callable[[float], _Finding | None], place: Callable[[], str] | None = None

@@ -96,8 +96,8 @@ def test_rows_arrive_where_they_belong_and_vacant_ones_are_zero(world_size: int)
 
 
 def migrate_until_killed(rank: int, world_size: int, folder: str, killed: int, exchange: int) -> None:
-    """All experts of each rank go to the next one; one rank is killed before an exchange of many. The others write
-    whether their rows are those of before.
+    """All experts of each rank go to the next one; one rank is killed before an exchange of many, or where there are
+    fewer after the last one. The others write whether their rows are those of before.
     """
     world, experts = connect(), [3 * rank + slot for slot in range(3)]
     before = Placement(replicas=np.repeat(np.eye(world_size, dtype=np.int64), 3, axis=0))
@@ -119,8 +119,14 @@ def migrate_until_killed(rank: int, world_size: int, folder: str, killed: int, e
         left[0] -= 1
         exchanged(*arguments)
 
+    def transfer_or_die(*arguments: Any, **options: Any) -> int:
+        sent = state_transfer.transfer(*arguments, **options, most_bytes=32)
+        if rank == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sent
+
     state_transfer._exchange = exchange_or_die
-    placed_experts.transfer = partial(state_transfer.transfer, most_bytes=32)
+    placed_experts.transfer = transfer_or_die
     transfers = plan_migration(held_states([before]), [after]).transfers
     with pytest.raises(RuntimeError):
         migrate_rows(old, new, (), transfers, world)
@@ -135,13 +141,15 @@ def test_ranks_do_not_meet_where_no_expert_moves() -> None:
         migrate_rows([], [], (), [], apart, of_all=False)
 
 
-@pytest.mark.parametrize("killed", [0, 2])
-def test_a_rank_that_is_killed_between_exchanges_leaves_all_rows_as_they_were(tmp_path: Path, killed: int) -> None:
+@pytest.mark.parametrize(("killed", "exchange"), [(0, 3), (2, 3), (1, 10**9)])
+def test_a_rank_that_is_killed_between_exchanges_leaves_all_rows_as_they_were(
+    tmp_path: Path, killed: int, exchange: int
+) -> None:
     with pytest.raises(RankFailure, match="died without a word"):
-        run_ranks(3, migrate_until_killed, str(tmp_path), killed, 3)
-    told = {int(file.name): file.read_text().split() for file in tmp_path.iterdir()}
-    assert told.keys() == {0, 1, 2} - {killed}
-    assert all(intact == "True" and int(begun) > 3 for intact, begun in told.values()), told
+        run_ranks(3, migrate_until_killed, str(tmp_path), killed, exchange)
+    found = {int(file.name): file.read_text().split() for file in tmp_path.iterdir()}
+    assert found.keys() == {0, 1, 2} - {killed}
+    assert all(intact == "True" and int(begun) > 3 for intact, begun in found.values()), found
 
 
 def run(world_size: int, **options: Any) -> list[dict[str, Any]]:

@@ -8,8 +8,10 @@ import math
 import re
 import warnings
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,11 @@ from moe_lightning.callbacks.spike_guard import SpikeGuard
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import NonFiniteLossError
 from moe_lightning.moe.layer import MoELayer
-from tests.distributed.harness import run_ranks
+from moe_lightning.parallel.context import World
+from moe_lightning.strategies.placed_experts import StageMap
+from moe_lightning.strategies.watch import FiniteWatch
+from moe_lightning.strategies.worlds import Worlds
+from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, stepped
 from tests.parameters import slow
 
@@ -317,12 +323,56 @@ def test_a_layer_that_nobody_trains_keeps_its_bias() -> None:
     assert not module.moe.router.expert_bias_E.any()
 
 
+def counted(rank: int, world_size: int) -> list[int]:
+    """Rank 0 has seen a step in a stage with layer 0 and some of the next step, rank 1 nothing; then both compute
+    layer 1.
+    """
+    layers, counts = [MoELayer(8, 8, 4) for _ in range(2)], TokenCounts()
+    stages: Any = SimpleNamespace(layers=layers, numbers=[0])
+    for _ in range(2 * (rank == 0)):
+        layers[0](torch.randn(3, 8))
+        counts.add(stages)
+        if counts.total is None:
+            counts.end_step(is_skipped=False)
+    stages.numbers = [1]
+    counts.enter_world(None, stages, connect())
+    layers[1](torch.ones(5, 8))
+    counts.add(stages)
+    counts.end_step(is_skipped=False)
+    assert counts.total is not None
+    return counts.total.sum(dim=1).tolist()
+
+
+def test_ranks_of_a_new_world_have_counted_the_same_tokens() -> None:
+    assert run_ranks(2, counted) == [[6, 10]] * 2
+
+
+def test_what_a_ledger_has_recorded_is_not_counted_again() -> None:
+    stages: Any = SimpleNamespace(layers=[MoELayer(8, 8, 4)], numbers=[0])
+    counts = TokenCounts()
+    counts.enter_world(np.full((1, 4), 3), stages, World.single())
+    assert counts.total is None
+
+
+def test_a_skipped_update_is_not_the_last_of_a_batch_under_manual_optimization() -> None:
+    """The buffers of the next one are remembered as well."""
+    module, watch = nn.BatchNorm1d(1), FiniteWatch("skip")
+    module.automatic_optimization = False
+    watch.begin_batch(module)
+    for _ in range(2):
+        watch.look(torch.tensor(math.nan), lambda: "somewhere")
+        module.running_mean.fill_(5.0)  # type: ignore[union-attr]
+        assert watch.is_skipped(module, World.single())  # type: ignore[arg-type]
+        assert float(module.running_mean) == 0.0  # type: ignore[arg-type]
+
+
 def test_tokens_of_a_step_that_is_left_out_are_not_in_the_ledger() -> None:
     layer, counts = MoELayer(8, 8, 4), TokenCounts()
+    stages = StageMap(layer, Worlds())
     for is_skipped in (False, True, False):
         for _ in range(2):  # micro-batches
             layer(torch.randn(3, 8))
-            counts.add(layer)
+            counts.add(stages)
         counts.end_step(is_skipped=is_skipped)
     assert counts.total is not None
     assert counts.total.sum() == 2 * 2 * 3 * 2  # steps, micro-batches, tokens, choices

@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.moe.layer import moe_layers
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies import slow_ranks
+from moe_lightning.strategies.hangs import HangWatch
 from moe_lightning.strategies.process_stacks import is_blocked
 from moe_lightning.strategies.slow_ranks import (
     Begun,
@@ -447,3 +449,12 @@ def test_a_neighbour_on_the_core_is_named() -> None:
     line = lines_of("cpu")[-1]
     assert "slow: rank 1 needs" in line
     assert "other processes take its CPU, for which it waits" in line
+
+
+def test_a_rank_that_is_left_alone_has_no_slowest_one(tmp_path: Path) -> None:
+    watch: Any = HangWatch(60.0)
+    watch._slow = SlowRankWatch(0, 2, [(0, 1)], HashStore())
+    watch._slow.last = SlowRank(rank=1, ratio=2.0, excess_s=1.0, step_s=1.0, phases={})
+    watch.begin(World.single(), str(tmp_path))
+    watch.end()
+    assert watch.slowest is None

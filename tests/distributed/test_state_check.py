@@ -271,6 +271,16 @@ def test_nothing_is_compared_in_other_steps(replicas: int, every: int, compared:
     assert run_ranks(2, fit_meddled, replicas, every, -1) == [("", 8, compared)] * 2
 
 
+def test_a_further_training_is_checked_from_its_begin() -> None:
+    """Its steps are counted from 0 again."""
+    worlds = Worlds()
+    worlds.take_place(World.offline(0, 2, torch.device("cpu")))
+    schedule = state_check.CheckSchedule(worlds, "auto", most_steps=100, unchecked=2)
+    schedule.begins(5000)
+    schedule.begin_training()
+    assert [step for step in range(5) if schedule.begins(step) and schedule.is_due(step)] == [2, 3, 4]
+
+
 class Odd(nn.Module):
     """Parameters of unusual shapes and types."""
 

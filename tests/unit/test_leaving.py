@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_lightning.checkpoint.memory import DamagedSnapshots
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies import elastic_worlds, gradients
 from moe_lightning.strategies.committed_step import CommittedStep
@@ -58,6 +59,36 @@ def test_a_rank_whose_values_a_fault_left_half_overwritten_does_not_offer_them(
     with pytest.raises(dist.DistNetworkError):
         worlds._move(plan, None, World.offline(rank, 3, torch.device("cpu")))
     assert worlds.step.is_torn is is_torn
+
+
+def test_a_second_plan_of_a_recovery_makes_no_update_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots of the first one were damaged."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise DamagedSnapshots([("a", "arena", 0, 1)])
+
+    monkeypatch.setattr(elastic_worlds, "fetch_missing", fail)
+    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
+    worlds._state = SimpleNamespace(abort_window_replay=lambda: None)
+    worlds._strategy, worlds._planner = SimpleNamespace(checkpoints=SimpleNamespace(reads_objects=False)), None
+    worlds.step, worlds.is_newcomer, update = CommittedStep(MagicMock()), False, MagicMock()
+    worlds.step.prepare(update)
+    for _ in range(2):
+        with pytest.raises(DamagedSnapshots):
+            worlds._move(SimpleNamespace(level="live", live_ranks=(0, 1), apply_prepared=(0,)), None, World.single())
+    assert (update.call_count, worlds.step.version) == (1, 1)
+
+
+def test_a_departure_is_granted_for_one_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank lost meanwhile, there may be too few others."""
+    monkeypatch.setattr(elastic_worlds, "destroy_groups", lambda: None)
+    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
+    worlds.engine, worlds._strategy = SimpleNamespace(abort=lambda _: None), MagicMock()
+    worlds.engine.settings = SimpleNamespace(min_ranks=2)
+    worlds._strategy.worlds.present = World.offline(0, 3, torch.device("cpu"))
+    assert worlds.request_departure(0, "it is slow")
+    worlds._leave("rank 2 died")
+    assert worlds._departure is None
 
 
 @pytest.mark.parametrize("own", [{}, {"forward": len}], ids=["of its class", "its own"])

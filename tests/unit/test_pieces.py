@@ -96,6 +96,9 @@ def test_outcomes_are_put_together() -> None:
     assert found["rows"].shape == (3, 2)
     assert float(joined(outcomes, [3, 1], [1.0, 2.0])["loss"]) == 3.0
     assert joined([None, None], [1, 1], [1.0, 1.0]) is None
+    assert joined([["a", "b"], ["c"], ["of nothing"]], [2, 1, 0], [2.0, 1.0, 0.0]) == ["a", "b", "c"]
+    assert joined([[[1, 2], [3]], [[4]]], [2, 1], [2.0, 1.0]) == [[1, 2], [3], [4]]
+    assert joined([[1.0, 4.0], [3.0, 8.0]], [3, 3], [1.0, 1.0]) == [2.0, 6.0]
 
 
 # ----------------------------------------------------------------------

@@ -1,0 +1,46 @@
+"""Averages of weights where a fault comes in the middle."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from moe_lightning.state.averages import Averages
+from moe_lightning.strategies.averaging import Averaging
+
+
+def test_weights_come_back_after_a_fault_between_averages_and_their_broadcast() -> None:
+    """Under dense=zero1 a rank has the averages of its own parameters only, and broadcasts them."""
+    module = pl.LightningModule()
+    module.linear, own = nn.Linear(2, 2, bias=False), nn.Parameter(torch.ones(2))
+    module.own = own
+    optimizer = torch.optim.SGD([own], lr=0.1)
+
+    def fail(_: object) -> None:
+        with torch.no_grad():
+            module.linear.weight.fill_(7.0)  # another rank's average has arrived
+        raise RuntimeError("a rank died")
+
+    shards = SimpleNamespace(unowned=[module.linear.weight], shares_optimizers=True, broadcast_updates=fail)
+    state: Any = SimpleNamespace(
+        module=module,
+        optimizers=[optimizer],
+        shards=shards,
+        reshard_weights=lambda: None,
+        find_twins=lambda: None,
+    )
+    averaging, averages = Averaging(state), Averages({}, use_buffers=False)
+    averages.begin(module, optimizer, lambda parameter: parameter.device)
+    averaging.averages = averages
+    with torch.no_grad():
+        own.fill_(2.0)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(RuntimeError, match="a rank died"):
+        averaging.swap()
+    averaging.withdraw()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

@@ -1,0 +1,88 @@
+"""Callbacks that record routing, where a recovery repeats a step or moves layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_lightning import GPTModule, OptimizerConfig, RecomputeDense
+from moe_lightning.callbacks.dense_blocks import dense_parts
+from moe_lightning.callbacks.routing import RoutingRecorder, RoutingReplay, _Seen
+from moe_lightning.callbacks.telemetry import Telemetry
+from moe_lightning.moe.replayed_routing import TokenRange
+from moe_lightning.strategies.stages import StageCut
+from tests.distributed.training import TINY
+
+
+def trainer_of(step: int, num_ranks: int) -> Any:
+    layers = [SimpleNamespace(num_experts=4)]
+    stages = SimpleNamespace(layers=layers, num_ranks=num_ranks, own=list)
+    strategy = SimpleNamespace(state=SimpleNamespace(stages=stages))
+    return SimpleNamespace(global_step=step, strategy=strategy, is_global_zero=True)
+
+
+def test_a_recorder_keeps_its_samples_in_a_recovery(tmp_path: Path) -> None:
+    """But not the micro-batches of a step that is repeated."""
+    recorder, path = RoutingRecorder(str(tmp_path / "routing.npz"), every_n_steps=1), tmp_path / "routing.npz"
+    module: Any = None
+    recorder.on_train_start(trainer_of(0, 2), module)
+    recorder._samples, recorder._iterations = [np.full((1, 2, 4), step) for step in (1, 2, 3)], [1, 2, 3]
+    recorder._running = np.full((1, 2, 4), 100)
+    recorder.on_train_start(trainer_of(2, 2), module)
+    assert recorder._running is None
+    recorder.on_train_end(trainer_of(2, 2), module)
+    with np.load(path) as archive:
+        assert archive["iteration"].tolist() == [1, 2]
+    recorder.on_train_start(trainer_of(2, 2), module)  # another training reads the file
+    with pytest.warns(UserWarning, match="another number of ranks"):
+        recorder.on_train_start(trainer_of(2, 1), module)
+    assert recorder._samples == []
+
+
+def test_a_replay_follows_the_layers_of_this_rank() -> None:
+    replay, chooser = RoutingReplay("nowhere"), object()
+    replay._routers = [SimpleNamespace(chooser=chooser) for _ in range(2)]  # type: ignore[misc]
+    trainer = trainer_of(0, 2)
+    trainer.strategy.state.stages.own = lambda layers: [layers[0]]
+    replay._begin(trainer.strategy.state.stages)
+    replay._seen = {TokenRange(step=0, first_sample=0): _Seen(count=1)}
+    trainer.strategy.state.stages.own = lambda layers: [layers[1]]
+    replay.on_world_changed(trainer, None)  # type: ignore[arg-type]
+    assert [router.chooser is chooser for router in replay._routers] == [True, False]
+    assert (replay._layers, replay._seen) == ([1], {})
+
+
+def test_parts_that_are_computed_again_may_leave_with_their_stage() -> None:
+    module = GPTModule({**TINY, "tie_embeddings": False}, OptimizerConfig())
+    module.configure_model()
+    cut, recomputed = StageCut(module, (0,), 2), RecomputeDense()
+    cut.apply(torch.device("cpu"))
+    recomputed._recompute(module)
+    former = list(recomputed._parts)
+    cut.hold((1,), training=True)
+    recomputed.teardown(None, module, "fit")  # type: ignore[arg-type]
+    recomputed._recompute(module)
+    assert former
+    assert recomputed._parts
+    assert not set(former) & set(recomputed._parts)
+    assert not any("forward" in vars(part) for part in former)
+    recomputed.teardown(None, module, "fit")  # type: ignore[arg-type]
+    assert not any("forward" in vars(part) for _, part in dense_parts(module))
+
+
+def test_pace_counts_no_micro_batch_of_a_step_that_is_repeated() -> None:
+    telemetry = Telemetry()
+    pace = telemetry._pace
+    pace.begin()
+    pace.add_batch(7, 0.0)
+    pace.begin()  # after a recovery
+    pace.add_batch(5, 0.0)
+    pace.end_step()
+    assert (pace.tokens, pace.steps) == (5, 1)
+    telemetry.on_train_end(None, None)  # type: ignore[arg-type]
+    assert pace._resumed_at is None
