@@ -521,6 +521,31 @@ def broadcast_(tensor: torch.Tensor, source: int, world: World, group: ProcessGr
         dist.broadcast(tensor, group=group or world.dense, group_src=source)
 
 
+_BUCKET_NUMBERS = 1 << 23
+
+
+@torch.no_grad()
+def in_buckets(tensors: Sequence[torch.Tensor], collective: Callable[[torch.Tensor], object]) -> None:
+    """Run a collective that works in place on tensors, joined to flat ones of one dtype and limited size. The order of
+    the tensors is the same on all ranks.
+    """
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[torch.Tensor] = []
+        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
+            if bucket and sum(each.numel() for each in bucket) + tensor.numel() > _BUCKET_NUMBERS:
+                _joined(bucket, collective)
+                bucket = []
+            bucket.append(tensor)
+        _joined(bucket, collective)
+
+
+def _joined(bucket: Sequence[torch.Tensor], collective: Callable[[torch.Tensor], object]) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    collective(flat)
+    for tensor, values in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+        tensor.copy_(values.view_as(tensor))
+
+
 def all_reduce_(tensor: torch.Tensor, world: World, op: Any = dist.ReduceOp.SUM) -> None:
     """Sum a tensor over all ranks in place, or reduce it by another operation."""
     if world.is_connected:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -463,13 +463,3 @@ def _require_equal(name: str, share: Shares, size: int) -> None:
             raise ConfigurationError(
                 f"mesh.tp={size} does not divide the {units} {share.of} of {name}: use a divisor, or another model"
             )
-
-
-def all_reduce_by_dtype(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Sum tensors over the ranks of a group in place, in one collective for each dtype."""
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        chosen = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
-        dist.all_reduce(flat, group=group)
-        for tensor, values in zip(chosen, torch.split(flat, [tensor.numel() for tensor in chosen]), strict=True):
-            tensor.copy_(values.view_as(tensor))

@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 from moe_lightning.compat import private_lightning
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import moe_layers
-from moe_lightning.parallel.mesh import MeshShape, ScheduleName
+from moe_lightning.parallel.mesh import ScheduleName
 from moe_lightning.state.tensors import cut_of, cuts_of, frozen_base, is_cut, local, swap_parameters
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
 
 
 def check_module(
@@ -327,13 +328,16 @@ def check_for_pipeline(module: pl.LightningModule) -> None:
         )
 
 
-def check_for_recovery(axes: MeshShape, dense: str) -> None:
+def require_own_sharding(dense: str, beside: str) -> None:
     """
+    Args:
+        beside: options that work with the shardings of this library only, in words.
+
     Raises:
-        ConfigurationError: a pipeline beside what elastic worlds cannot bring across with it.
+        ConfigurationError: another sharding.
     """
-    if axes.pp > 1 and dense not in ("ddp", "zero1", "fsdp", "hsdp"):
+    *others, last = DENSE_SHARDINGS
+    if dense not in (*others, last):
         raise ConfigurationError(
-            f"mesh.pp={axes.pp} beside dense={dense} cannot change its world, as elastic runs do: say "
-            "elastic.enabled=false, or use dense=ddp, zero1, fsdp or hsdp"
+            f"{beside} and dense={dense} do not go together: use dense={', '.join(others)} or {last}"
         )

@@ -1,8 +1,4 @@
-"""Dense parameters and optimizer states that ranks share: sharding policies, parts by tensor index, and their transfer.
-
-A policy of `DENSE_SHARDINGS` gives every rank all states (DDP); the states of each parameter to one rank, which updates
-it and broadcasts the new values (ZeRO-1); or rows of everything over the ranks (FSDP), or over each of several groups
-of ranks (hybrid FSDP).
+"""Dense parameters and optimizer states that ranks share: parts by rows and by tensor index, and their transfer.
 
 Under mesh.tp a model's `tensor_parallel_plan` says how its layers are cut: each rank of a tensor group stores, updates
 and computes with a part. Parameters stay the same objects with a part of their values, so optimizers and other code see
@@ -21,34 +17,31 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, 
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, verify_replays
-from moe_lightning.checkpoint.sharding import longest_processing_time
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.fsdp import end_backward
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.parallel.context import World, all_reduce_, broadcast_
-from moe_lightning.parallel.mesh import Groups, MeshShape, Part, TensorCut, hybrid_shard_size, shard_groups
+from moe_lightning.parallel.context import World, all_reduce_, broadcast_, in_buckets
+from moe_lightning.parallel.mesh import Part, TensorCut
 from moe_lightning.parallel.tensor import (
     Embedding,
     Parted,
     PartedForward,
     TensorRanks,
-    all_reduce_by_dtype,
     planned_cuts,
     planned_styles,
     undo_parts,
 )
-from moe_lightning.registry import Registry
 from moe_lightning.state.pieces import Block
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import (
@@ -64,6 +57,7 @@ from moe_lightning.state.tensors import (
 )
 from moe_lightning.state.transfer import Unit, Units, install, reshard, unit_of, unit_row, without_memory
 from moe_lightning.strategies.checks import identical_buffers
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, DenseSharding, ReplicatedDense
 from moe_lightning.strategies.fsdp import (
     is_sharded,
     materialise,
@@ -75,183 +69,6 @@ from moe_lightning.strategies.fsdp import (
 )
 from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
 from moe_lightning.strategies.worlds import Worlds
-
-
-class DenseSharding(Protocol):
-    """Assignment of optimizer states of dense parameters to ranks; built anew for every world. `DenseOptimizerShards`
-    implements all of it: a class with another assignment sets `owners`.
-
-    Attributes:
-        owners: the rank that has the state of each parameter, the same on all ranks that hold the same values of it;
-            empty if all ranks have all.
-    """
-
-    owners: Mapping[nn.Parameter, int]
-
-    def shard(self, optimizer: Optimizer) -> None:
-        """Remove the parameters of other ranks from the optimizer's groups."""
-
-    def spread_updates(self, updated: Collection[nn.Parameter]) -> None:
-        """Broadcast the values that a step gave to these parameters to every rank; collective."""
-
-
-class DenseFactory(Protocol):
-    """Factory of a `DenseSharding`. With `cut_size(nodes, wanted)`, as FullySharded has, it also shards the rows of
-    parameters over groups of so many ranks, whatever it does with optimizers.
-    """
-
-    def __call__(self, parameters: Sequence[nn.Parameter], world: World, /) -> DenseSharding:
-        """Build the sharding of dense parameters, given in an order that all ranks share."""
-
-
-def dense_sharding_name(dense: str, shard_size: int | None) -> str:
-    """Return the name of the chosen sharding.
-
-    Raises:
-        ConfigurationError: an unknown one, or a `shard_size` that it does not use.
-    """
-    factory = DENSE_SHARDINGS.find(dense)
-    if shard_size is not None and not hasattr(factory, "cut_size"):
-        raise ConfigurationError(f"shard_size={shard_size} is for dense=hsdp, not dense={dense}: drop one of them")
-    return dense
-
-
-class ReplicatedDense:
-    """Sharding under which every rank has every state and makes every update (DDP)."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
-        self.owners: Mapping[nn.Parameter, int] = {}
-
-    def shard(self, optimizer: Optimizer) -> None:
-        """Do nothing: nothing is shared."""
-
-    def spread_updates(self, updated: Collection[nn.Parameter]) -> None:
-        """Do nothing: nothing is shared."""
-
-
-class FullySharded(ReplicatedDense):
-    """Sharding under which each rank has some rows of every parameter, with their gradients and states; one copy in all
-    (FSDP).
-    """
-
-    @staticmethod
-    def cut_size(nodes: Sequence[object], wanted: int | None) -> int:
-        """Return the number of ranks that share one copy.
-
-        Args:
-            nodes: of each rank.
-            wanted: the user's `shard_size`.
-
-        Raises:
-            ConfigurationError: a size that needs hsdp.
-        """
-        if wanted is not None and wanted < len(nodes):
-            raise ConfigurationError(
-                f"shard_size={wanted} asks for several copies, and dense=fsdp keeps one over all {len(nodes)} ranks: "
-                "use dense=hsdp"
-            )
-        return len(nodes)
-
-
-class HybridSharded(ReplicatedDense):
-    """Sharding as FullySharded, in several copies, so that a lost rank's rows are elsewhere (hybrid FSDP)."""
-
-    cut_size = staticmethod(hybrid_shard_size)
-
-
-class DenseOptimizerShards:
-    """Sharding under which each optimizer has only the dense parameters that this rank owns (ZeRO-1); expert parameters
-    stay with their holders.
-
-    Args:
-        parameters: dense parameters in an order that all ranks share.
-        world: the ranks.
-
-    Attributes:
-        owners: rank of each parameter, one of those that hold the same values; the largest parameters are assigned
-            first (LPT over elements).
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
-        self._world = world
-        self._twins = world.row_cut.holders[world.row_cut.index]  # of the same parts
-        self.owners: Mapping[nn.Parameter, int] = {}
-        for is_part in (False, True):
-            chosen = [p for p in parameters if is_cut(p) == is_part]
-            holders = self._twins if is_part else range(world.size)
-            places = longest_processing_time([p.numel() for p in chosen], len(holders))
-            self.owners |= {p: holders[place] for p, place in zip(chosen, places, strict=True)}
-
-    def shard(self, optimizer: Optimizer) -> None:
-        """Remove the parameters of other ranks from the optimizer's groups."""
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if self.owners.get(p, self._world.rank) == self._world.rank]
-
-    @torch.no_grad()
-    def spread_updates(self, updated: Collection[nn.Parameter]) -> None:
-        """Broadcast the owner's values to every rank after a step of these parameters; drop gradients that no optimizer
-        of this rank will clear.
-        """
-        chosen = set(updated) if self._world.is_connected else set()
-        for is_part in (False, True):
-            parameters = [p for p in self.owners if p in chosen and is_cut(p) == is_part]
-            if is_part and "copy" not in self._world.groups:
-                continue  # no other rank has them
-            for dtype, owner in product(sorted({p.dtype for p in parameters}, key=str), range(self._world.size)):
-                owned = [p for p in parameters if self.owners[p] == owner and p.dtype == dtype]
-                if not owned:
-                    continue
-                flat = torch.cat([p.detach().reshape(-1) for p in owned])
-                source, group = owner, None
-                if is_part:
-                    source, group = sorted(self._twins).index(owner), self._world.group("copy")
-                broadcast_(flat, source, self._world, group)
-                if owner != self._world.rank:
-                    for parameter, values in zip(owned, torch.split(flat, [p.numel() for p in owned]), strict=True):
-                        parameter.copy_(values.view_as(parameter))
-                        parameter.grad = None
-
-
-DENSE_SHARDINGS: Registry[DenseFactory] = Registry(
-    "dense",
-    DenseFactory,
-    {"ddp": ReplicatedDense, "zero1": DenseOptimizerShards, "fsdp": FullySharded, "hsdp": HybridSharded},
-    makes=DenseSharding,
-)
-
-
-def cut_groups(dense: str, nodes: Sequence[object], wanted: int | None, tensors: int = 1) -> Groups:
-    """Return the ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side;
-    empty if each rank has a copy of its own.
-
-    Args:
-        dense: a name of DENSE_SHARDINGS.
-        nodes: of each rank.
-        wanted: the user's `shard_size`.
-        tensors: neighbouring ranks that compute parts of layers together.
-
-    Raises:
-        ConfigurationError: a `shard_size` that does not fit the ranks.
-    """
-    size_of = getattr(DENSE_SHARDINGS.find(dense), "cut_size", None)
-    firsts = nodes[::tensors]
-    least = None if wanted is None else -(-wanted // tensors)
-    size = 1 if size_of is None or len(firsts) == 1 else size_of(firsts, least)
-    if size * tensors == 1:
-        return ()
-    groups = shard_groups(firsts, size)
-    return tuple(tuple(first * tensors + t for t in range(tensors) for first in group) for group in groups)
-
-
-def check_parts(axes: MeshShape, dense: str) -> None:
-    """
-    Raises:
-        ConfigurationError: a sharding that does not work with tensor parallelism.
-    """
-    if axes.tp > 1 and dense not in ("ddp", "zero1", "fsdp", "hsdp"):
-        raise ConfigurationError(
-            f"mesh.tp={axes.tp} and dense={dense} do not go together: use dense=ddp, zero1, fsdp or hsdp"
-        )
 
 
 def fits_every_rank(parameters: Iterable[nn.Parameter], most_bytes: int, world: World) -> bool:
@@ -419,7 +236,7 @@ class DenseParts:
             return
         module, stack_of = self._state.module, self._state.experts.stack_of
         dense = [p for p in module.parameters() if p not in stack_of and p.ndim and has_index(p) != in_rows]
-        all_reduce_by_dtype([local(p.grad) for p in dense if p.grad is not None], group)
+        in_buckets([local(p.grad) for p in dense if p.grad is not None], partial(dist.all_reduce, group=group))
 
     # ------------------------------------------------------------------ a world that stays
 

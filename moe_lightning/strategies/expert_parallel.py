@@ -62,8 +62,9 @@ from moe_lightning.strategies.checks import (
     chosen_micro_batches,
     cut_parameters,
     identical_buffers,
+    require_own_sharding,
 )
-from moe_lightning.strategies.dense_parameters import check_parts, cut_groups, dense_sharding_name
+from moe_lightning.strategies.dense_sharding import cut_groups, dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.failures import TrainerFailures
 from moe_lightning.strategies.gathered_experts import GatheredExperts, gather_limit
@@ -114,7 +115,7 @@ class ExpertParallelStrategy(DDPStrategy):
         kernels: implementation of the kernels in this process, see `kernels.set_backend`. None: its default.
         dense: sharding of dense parameters and their optimizer states: "ddp" (none), "zero1" (each state on one
             rank), "fsdp" (all in rows over the ranks), "hsdp" (the same in several copies), or a name of
-            `strategies.dense_parameters.DENSE_SHARDINGS`.
+            `strategies.dense_sharding.DENSE_SHARDINGS`.
         shard_size: under hsdp, at least so many ranks share a copy. None: those of a node, or half of all.
         offload_optimizer: True: optimizer states of dense parameters stay in host memory, and updates are made there.
         mesh: ranks along pp (pipeline stages), cp (parts of sequences) and tp (parts of layers). None: one each.
@@ -185,7 +186,8 @@ class ExpertParallelStrategy(DDPStrategy):
             ep_size=ep_size, replicas=replicas, placement=placement, quota=quota, dispatch=dispatch, plan=plan,
             slots=slots, kernels=kernels)  # fmt: skip
         axes, dense = chosen_axes(mesh), dense_sharding_name(dense, shard_size)
-        check_parts(axes, dense)
+        if axes.tp > 1:
+            require_own_sharding(dense, f"mesh.tp={axes.tp}")
         self.options = RunOptions(
             timeout=timedelta(seconds=timeout_s),
             start_method=kwargs.get("start_method", "popen"),

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from moe_lightning.data.sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import LayerStatistics, MoELayer
 from moe_lightning.parallel.collectives import broadcast_object
-from moe_lightning.parallel.context import World, all_reduce_, broadcast_
+from moe_lightning.parallel.context import World, all_reduce_, broadcast_, in_buckets
 from moe_lightning.parallel.mesh import STAGES_PER_RANK, ScheduleName
 from moe_lightning.state.tensors import is_cut
 from moe_lightning.strategies.dummy_batches import without_traces
@@ -233,8 +234,6 @@ def _plain(option: str, value: Any) -> Any:
 
 _MOST_SHAPES = 8
 """Schedules that are cached for batches of different shapes."""
-
-_BUCKET_NUMBERS = 1 << 23
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -510,20 +509,6 @@ def sum_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
     has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=world.device)
     all_reduce_(has, world)
     found = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
-    for bucket in _buckets(found):
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        all_reduce_(flat, world)
-        for parameter, values in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
-            parameter.grad = values.view_as(parameter)
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    for dtype in dict.fromkeys(p.dtype for p in parameters):
-        bucket: list[nn.Parameter] = []
-        for parameter in (p for p in parameters if p.dtype == dtype):
-            if bucket and sum(p.numel() for p in bucket) + parameter.numel() > _BUCKET_NUMBERS:
-                yield bucket
-                bucket = []
-            bucket.append(parameter)
-        yield bucket
+    for parameter in found:
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    in_buckets([p.grad for p in found if p.grad is not None], partial(all_reduce_, world=world))

@@ -40,8 +40,9 @@ from moe_lightning.state.tensors import (
 )
 from moe_lightning.state.transfer import NO_UNITS, Units, reshard, without_memory
 from moe_lightning.strategies.averaging import Averaging
-from moe_lightning.strategies.checks import check_for_recovery, require_host_updates, require_updates_by_expert
-from moe_lightning.strategies.dense_parameters import DENSE_SHARDINGS, DenseParts, DenseShards
+from moe_lightning.strategies.checks import require_host_updates, require_own_sharding, require_updates_by_expert
+from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
 from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
 from moe_lightning.strategies.worlds import Worlds
 
@@ -122,9 +123,9 @@ class TrainState:
     def set_module(
         self, module: pl.LightningModule, experts: PlacedExperts, stages: StageMap, transfer: StateTransfer
     ) -> None:
-        """Set the module whose experts are placed, or some stages of it; raises as `check_for_recovery`."""
-        if self._worlds.is_elastic:
-            check_for_recovery(self._worlds.axes, self.shards.kind)
+        """Set the module whose experts are placed, or some stages of it; raises as `require_own_sharding`."""
+        if self._worlds.is_elastic and self._worlds.axes.pp > 1:
+            require_own_sharding(self.shards.kind, f"elastic.enabled=true, mesh.pp={self._worlds.axes.pp}")
         self._module, self._experts, self.stages, self.transfer = module, experts, stages, transfer
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:

@@ -14,7 +14,7 @@ from moe_lightning.checkpoint.recovery_plan import RankInventory, plan_recovery
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.state.pieces import Block
 from moe_lightning.state.transfer import reshard
-from moe_lightning.strategies.dense_parameters import DenseOptimizerShards
+from moe_lightning.strategies.dense_sharding import DenseOptimizerShards
 from tests.distributed.harness import connect, run_ranks
 
 

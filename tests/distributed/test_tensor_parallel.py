@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.parallel.mesh import MeshShape
 from moe_lightning.parallel.tensor import Columns, Gathered, Parted, Plan, Rows, TensorRanks
-from moe_lightning.strategies.dense_parameters import check_parts
+from moe_lightning.strategies.checks import require_own_sharding
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import TOLERANCE
 from tests.distributed.test_meshes import LLAMA, TP2, run, save
@@ -202,7 +201,7 @@ def refusal(rank: int, world_size: int, options: dict[str, Any]) -> str:
 
 def test_who_deals_out_parameters_otherwise_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"mesh\.tp=2 and dense=own do not go together: use dense=ddp, zero1"):
-        check_parts(MeshShape(tp=2), "own")
+        require_own_sharding("own", "mesh.tp=2")
 
 
 @pytest.mark.parametrize(

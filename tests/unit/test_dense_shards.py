@@ -11,7 +11,8 @@ from torch import nn
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
 from moe_lightning.state.tensors import blocks_of, part_of_whole
-from moe_lightning.strategies.dense_parameters import cut_groups, sum_scalars
+from moe_lightning.strategies.dense_parameters import sum_scalars
+from moe_lightning.strategies.dense_sharding import cut_groups
 
 CUTS = [
     TensorCut(shape=(8, 6)),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import pytest
@@ -16,8 +17,9 @@ from lightning.pytorch.callbacks import Callback
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import MeshShape
-from moe_lightning.strategies.checks import check_for_recovery
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import ExpertParallelCallback, FixedWorld, HookName, Worlds, call_hook
 
 
@@ -109,15 +111,15 @@ def test_axes_of_the_mesh_stay_from_world_to_world() -> None:
 # What pipelines refuse in elastic runs.
 
 
-def test_what_worlds_cannot_bring_across_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"mesh\.pp=2 beside dense=mine cannot change its world"):
-        check_for_recovery(MeshShape(pp=2), "mine")
-
-
-def test_what_they_can_is_not() -> None:
+def test_what_worlds_cannot_bring_across_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds = Worlds(MeshShape(pp=2))
+    worlds.allow_changes()
+    worlds.take_place(world_of(0, 2))
+    monkeypatch.setitem(DENSE_SHARDINGS._members, "mine", DENSE_SHARDINGS["ddp"])
     for dense in ("ddp", "zero1", "fsdp", "hsdp"):
-        check_for_recovery(MeshShape(pp=2, cp=2, tp=2), dense)
-    check_for_recovery(MeshShape(cp=2), "mine")
+        TrainState(worlds, dense=dense, max_slots=None).set_module(*[MagicMock()] * 4)
+    with pytest.raises(ConfigurationError, match=r"mesh\.pp=2 and dense=mine do not go together: use dense=ddp, zero1"):
+        TrainState(worlds, dense="mine", max_slots=None).set_module(*[MagicMock()] * 4)
 
 
 # ----------------------------------------------------------------------
