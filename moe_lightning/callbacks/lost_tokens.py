@@ -13,7 +13,6 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -28,7 +27,7 @@ from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.parallel.context import World, all_reduce_
+from moe_lightning.parallel.context import World, maximum_
 from moe_lightning.strategies.placed_experts import StageMap
 
 
@@ -139,7 +138,7 @@ class TokenCounts:
         own += 0 if recorded is None else torch.as_tensor(recorded)
         own = own.to(world.device)
         seen = own.clone() if self.total is None else own + self.total
-        all_reduce_(seen, world, dist.ReduceOp.MAX)
+        maximum_(seen, world)
         missing = seen - own
         self.total = missing if bool(missing.any()) else None
 

@@ -550,3 +550,8 @@ def all_reduce_(tensor: torch.Tensor, world: World, op: Any = dist.ReduceOp.SUM)
     """Sum a tensor over all ranks in place, or reduce it by another operation."""
     if world.is_connected:
         dist.all_reduce(tensor, op=op, group=world.dense)
+
+
+def maximum_(tensor: torch.Tensor, world: World) -> None:
+    """Replace a tensor by the elementwise maximum over all ranks."""
+    all_reduce_(tensor, world, dist.ReduceOp.MAX)
