@@ -42,6 +42,7 @@ from moe_lightning.checkpoint.arena import SnapshotIndex, digest_of
 from moe_lightning.checkpoint.directory import (
     check_world,
     claim,
+    damaged_after,
     directories,
     has_manifest,
     headings,
@@ -407,8 +408,8 @@ def prune(root: Place, keep_last: int, *, world: int | None = None) -> list[str]
 
     A manifest becomes a mark of what is to be deleted before anything is, so that no half-deleted directory looks like
     a checkpoint; files that kept manifests refer to stay. Nothing is deleted that neither such a mark nor the name of
-    a file of a save vouches for, and links are not followed. Checkpoints with a lease are skipped. One
-    directory that cannot be deleted keeps no other from being.
+    a file of a save vouches for, and links are not followed. Checkpoints with a lease are skipped, and so is the newest
+    one that was saved before memory was damaged. One directory that cannot be deleted keeps no other from being.
 
     Args:
         world: that prunes; it deletes nothing once a newer one has begun. None: whoever asks may.
@@ -430,15 +431,17 @@ def prune(root: Place, keep_last: int, *, world: int | None = None) -> list[str]
         own = [(path, heading) for path, heading in named if storage.is_own(path)]
         if not own:
             return []
-        kept, dropped = own[: max(1, keep_last)], own[max(1, keep_last) :]
-        for path, _ in reversed(dropped):
+        damaged = damaged_after(root)
+        sound = (path for path, h in own if h.step <= damaged.get(h.session, h.step))
+        kept = {*(path for path, _ in own[: max(1, keep_last)]), next(sound, None)}
+        for path in reversed([path for path, _ in own if path not in kept]):
             with _collecting(failures), storage.unread(path) as free:
                 if free:
                     storage.retire(path)
                     removed.append(path.name)
         staying = [(path, heading) for path, heading in named if path.name not in removed]
         needed = {_key(path / reference) for path, heading in staying for reference in heading.references}
-        newest = kept[0][1]
+        newest = own[0][1]
         for path in directories(root):
             with _collecting(failures):
                 if storage.is_own(path) and not has_manifest(path):

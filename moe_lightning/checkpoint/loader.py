@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -391,14 +391,15 @@ class Checkpoint(CheckpointSource):
 
 
 def find_newest(root: Place, *, run: str | None = None) -> Found:
-    """Verify checkpoints from the newest to the oldest and return the first that is whole.
+    """Verify checkpoints from the newest to the oldest and return the first that is whole, and before whose save no
+    memory was damaged.
 
     Args:
         root: a directory of checkpoints; it may be empty or missing.
         run: the run that they must belong to, if that matters.
     """
     problems = list(unreadable(root))
-    for path, _ in checkpoints(root):
+    for path in _saved_soundly(root, problems.append):
         try:
             checkpoint = Checkpoint(path, run=run)
             checkpoint.verify()
@@ -418,6 +419,17 @@ def unreadable(root: Place) -> Iterator[str]:
                 Checkpoint(path)
             except CheckpointError as error:
                 yield str(error)
+
+
+def _saved_soundly(root: Place, report: Callable[[str], None]) -> list[Place]:
+    """Return the readable checkpoints, the newest first, less those that may hold damaged memory, which are reported."""
+    damaged, sound = damaged_after(root), []
+    for path, manifest in checkpoints(root):
+        if manifest.step <= (good := damaged.get(manifest.session, manifest.step)):
+            sound.append(path)
+        else:
+            report(f"{path} may hold memory that was damaged after step {good}")
+    return sound
 
 
 _MOST_LISTED = 3
@@ -443,12 +455,7 @@ def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], 
     if record_problem is not None:
         note(f"{record_problem}; the checkpoints beside it tell the run")
     note(*unreadable(root))
-    damaged, readable = damaged_after(root), []
-    for path, manifest in checkpoints(root):
-        if manifest.step <= (good := damaged.get(manifest.session, manifest.step)):
-            readable.append(path)
-        else:
-            note(f"{path} may hold memory that was damaged after step {good}", then="; the one before it is tried")
+    readable = _saved_soundly(root, partial(note, then="; the one before it is tried"))
     for path in readable:
         try:
             checkpoint, sentences = _mend(Checkpoint(path, run=run), readable)

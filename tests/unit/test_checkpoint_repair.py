@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from moe_lightning.checkpoint import directory
+from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.inspect import verify_all
-from moe_lightning.checkpoint.loader import Checkpoint, Found, find_usable, repaired
+from moe_lightning.checkpoint.loader import Checkpoint, Found, find_newest, find_usable, repaired
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
 from moe_lightning.checkpoint.memory import MemoryCheckpoint, storage_inventory
 from moe_lightning.errors import CheckpointError
@@ -80,6 +81,16 @@ def test_what_was_saved_after_memory_was_damaged_is_passed_over(root: Path, good
     assert (None if found is None else found.step) == found_step
     assert len(told) == max(0, 3 - good)
     assert all(f"may hold memory that was damaged after step {good}" in line for line in told)
+
+
+def test_the_newest_that_was_saved_before_the_damage_is_not_pruned(root: Path) -> None:
+    """The agent commits what was copied before the damage was found, and prunes."""
+    directory.mark_damaged(root, Checkpoint(root / "step-00000003").manifest.session, 1)
+    assert prune(root, 1) == ["step-00000002"]
+    for found in (find_usable(root), find_newest(root)):
+        assert found.checkpoint is not None
+        assert found.checkpoint.step == 1
+        assert found.problems == (f"{root}/step-00000003 may hold memory that was damaged after step 1",)
 
 
 def test_an_expert_that_was_just_written_comes_back_older(root: Path) -> None:
