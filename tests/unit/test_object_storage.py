@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import uuid
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from moe_lightning.checkpoint import inspect
 from moe_lightning.checkpoint.agent import Agent
@@ -166,6 +168,23 @@ def test_what_is_cut_short_in_the_store_is_found(root: URL, tmp_path: Path) -> N
         assert found.checkpoint is not None
         assert found.checkpoint.step == 1
         assert "is damaged" in found.problems[0]
+
+
+def test_what_cannot_be_put_on_a_condition_is_not_put_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer world may have closed the name between two attempts."""
+
+    class Flaky(MemoryFileSystem):
+        store: ClassVar[dict[str, object]] = {}
+
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: object) -> None:
+            raise OSError("try again")
+
+    monkeypatch.setattr(objects, "_ATTEMPTS", 1)
+    monkeypatch.setattr(objects, "_store", lambda *_: Flaky())
+    place = place_of("memory://bucket/step") / MANIFEST
+    with pytest.raises(OSError, match="try again"):
+        objects.FsspecStorage("memory").put_if_absent(place, b"manifest")
+    assert Flaky.store == {}
 
 
 def test_an_older_world_commits_nothing_once_a_newer_one_has_begun(root: URL, tmp_path: Path) -> None:
