@@ -158,7 +158,7 @@ def write_part(
     damaged: Collection[str] = (),
 ) -> RankPart:
     """Write one rank's share of a checkpoint into the staging directory, and its part-manifest when the data are on
-    disk.
+    disk; nothing if it is there already.
 
     Written is what was due after the previous checkpoint of the session, in the newest copy that the snapshot has, and
     whatever that checkpoint does not hold, or not undamaged.
@@ -176,10 +176,12 @@ def write_part(
     claim(root, table.run)
     storage = storage_of(root)
     staging = storage.staging(root, table.session, table.step, table.world)
-    done = staging / part_name(table.rank)
-    if done.name in storage.names(staging):
-        # By an agent that died: another node may be committing it, so the files must not change.
+    done, names = staging / part_name(table.rank), storage.names(staging)
+    # By an agent that died: another node may be committing it, so the files must not change.
+    if done.name in names:
         return RankPart.parse(storage.read(done), str(done))
+    if MANIFEST in names:
+        return _part_of(table, {}, [])
     groups = _due_groups(root, table, damaged)
     make_staging(root, table.session, table.step, table.world)
     files: dict[str, FileRecord] = {}

@@ -212,13 +212,18 @@ def claim(root: Place, run: str) -> None:
         CheckpointError: it belongs to another run.
     """
     storage_of(root).make(root)
-    owner = run_of(root)
-    if owner is not None and owner != run:
-        raise CheckpointError(f"{root} holds the checkpoints of run {owner}, not of {run}: choose another directory")
-    if run_record_problem(root) is not None:
-        storage_of(root).put(root / RECORD, _run_record(run))
-    elif owner is None and storage_of(root).put_once(root / RECORD, _run_record(run)) != _run_record(run):
-        raise CheckpointError(f"another run has begun to save to {root}: choose another directory")
+    if _recorded_run(root) == (run, None):
+        return
+    with world_lock(root):  # of two runs that begin at one moment, one gets the directory
+        owner = run_of(root)
+        if owner is not None and owner != run:
+            raise CheckpointError(
+                f"{root} holds the checkpoints of run {owner}, not of {run}: choose another directory"
+            )
+        if run_record_problem(root) is not None:
+            storage_of(root).put(root / RECORD, _run_record(run))
+        elif owner is None and storage_of(root).put_once(root / RECORD, _run_record(run)) != _run_record(run):
+            raise CheckpointError(f"another run has begun to save to {root}: choose another directory")
 
 
 def previous_of(root: Place, session: str, step: int) -> tuple[Place, Manifest] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from moe_lightning.checkpoint import commit
 from moe_lightning.checkpoint.commit import prune
-from moe_lightning.checkpoint.directory import checkpoints
+from moe_lightning.checkpoint.directory import checkpoints, claim, run_of
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
 from moe_lightning.checkpoint.storage.posix import PosixStorage
@@ -286,6 +287,43 @@ def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
         other.close()
     with pytest.raises(CheckpointError, match="belongs to run run, not to other"):
         Checkpoint(tmp_path / "checkpoints" / "step-00000001", run="other")
+
+
+def test_of_runs_that_begin_at_one_moment_one_gets_the_directory(tmp_path: Path) -> None:
+    for number in range(10):
+        root, gate, refused = tmp_path / str(number), threading.Barrier(4), []
+
+        def begin(run: str, root: Path = root, gate: threading.Barrier = gate, refused: list[str] = refused) -> None:
+            gate.wait()
+            try:
+                claim(root, run)
+            except CheckpointError:
+                refused.append(run)
+
+        threads = [threading.Thread(target=begin, args=(run,)) for run in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted([*refused, run_of(root)]) == [*"abcd"]
+
+
+def test_what_is_being_committed_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an agent that was started again, after another node's has removed its part."""
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        with monkeypatch.context() as failing:
+            failing.setattr(PosixStorage, "_free_name", lambda *_: made.root / "no" / "such")
+            failing.setattr(commit, "withdraw_part", lambda *_, **__: None)
+            made.agent.serve_once()
+        (staging,) = made.root.glob(".staging-*")
+        assert not list(staging.glob("part-*"))
+        before = {path: path.stat().st_ino for path in staging.iterdir()}
+        arena = made.ranks[0].arena
+        assert commit.write_part(made.root, arena.tables()[0], arena.payload).files == {}
+        assert {path: path.stat().st_ino for path in staging.iterdir()} == before
+        made.persist()
+        assert [manifest.step for _, manifest in checkpoints(made.root)] == [1]
 
 
 def test_a_smaller_world_goes_on_without_the_ranks_that_left(tmp_path: Path) -> None:
