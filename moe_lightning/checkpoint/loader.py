@@ -422,7 +422,7 @@ def unreadable(root: Place) -> Iterator[str]:
 
 
 def _saved_soundly(root: Place, report: Callable[[str], None]) -> list[Place]:
-    """Return the readable checkpoints, the newest first, less those that may hold damaged memory, which are reported."""
+    """Return the readable checkpoints, newest first, and report those that may hold damaged memory instead."""
     damaged, sound = damaged_after(root), []
     for path, manifest in checkpoints(root):
         if manifest.step <= (good := damaged.get(manifest.session, manifest.step)):

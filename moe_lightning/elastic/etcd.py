@@ -324,6 +324,8 @@ class EtcdClient:
                     f"the certificate of etcd at {url} is not trusted ({error.verify_message}): name its authority in "
                     "ETCDCTL_CACERT, and the host that it is made for in rdzv_endpoint"
                 ) from None
+            except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # it was ended, as plain connections are
+                raise EtcdError(f"{url}: it ended the connection") from None
             except ssl.SSLError as error:
                 raise EtcdRefused(
                     f"etcd at {url} ends the TLS connection ({error.reason}): name a certificate that it accepts in "
@@ -358,12 +360,12 @@ class EtcdClient:
             )
         if "user name is empty" in message or "authentication" in message:
             return EtcdRefused(f"etcd at {url} refuses user {shown(name)} ({message}): set ETCDCTL_USER=NAME:PASSWORD")
-        if status == 404 or not message:
+        if status == 404 or (not message and status < 500):  # above that a proxy before it waits for it
             return EtcdRefused(
                 f"{url} does not answer as etcd (HTTP {status}): see that it is the client address of an etcd of at "
                 "least version 3.4 with its gRPC gateway"
             )
-        return EtcdError(f"{url}: {message}")
+        return EtcdError(f"{url}: {message or f'HTTP {status}'}")
 
     def _connect(self, url: str) -> HTTPConnection:
         address = Address.parse(url.partition("://")[2])

@@ -40,7 +40,6 @@ from moe_lightning.elastic.etcd import (
     EtcdClient,
     EtcdError,
     EtcdRefused,
-    Json,
     LeaseEnded,
     delete,
     get,
@@ -173,25 +172,22 @@ class Election:
     def keep(self, now: float, *, has_changed: bool) -> None:
         """Renew the lease if it is time, and read the leader then, or if its key has changed."""
         if now >= self._renew_at:
-            self._renew_at = now + self._ttl_s / 3
-            if not self._lease:
+            if not self._lease or not self._etcd.renew(self._lease):
                 self._register()
-            elif not self._etcd.renew(self._lease):
-                self._lease = self._etcd.grant(self._ttl_s)
-                self._etcd.transact([], [self._registration()])
+            self._renew_at = now + self._ttl_s / 3
         elif not has_changed:
             return
         self.leader = _read_leader(self._etcd, self.leader_key)
 
     def _register(self) -> None:
-        """Take part; the first launcher forgets the world of a run whose launchers were all killed, and its end."""
+        """Take part, also again; the first launcher of a run forgets the world, and the end, of one whose launchers
+        were all killed.
+        """
         lease = self._etcd.grant(self._ttl_s)
-        self._lease, others = lease, f"{self._prefix}launchers/"
-        anew = [delete(self._prefix + "world"), delete(self._prefix + "ended"), self._registration()]
-        self._etcd.transact([is_empty(others)], anew, [self._registration()])
-
-    def _registration(self) -> Json:
-        return put(f"{self._prefix}launchers/{self._token}", "", self._lease)
+        registration = put(f"{self._prefix}launchers/{self._token}", "", lease)
+        former = [] if self._lease else [delete(self._prefix + name) for name in ("world", "ended")]
+        self._etcd.transact([is_empty(f"{self._prefix}launchers/")], [*former, registration], [registration])
+        self._lease = lease
 
     def campaign(self, address: Address) -> tuple[int, str | None] | None:
         """Become the leader in place of the one that was last read.
@@ -273,7 +269,6 @@ class _Term:
 
     Attributes:
         revision: of the election.
-        has_ended: the host has ended, since it could not commit a world.
     """
 
     def __init__(
@@ -286,11 +281,16 @@ class _Term:
         patience: list[float],
     ) -> None:
         assert election.leader is not None
-        self.revision, self.has_ended = election.leader.revision, False
+        self.revision = election.leader.revision
         self._election, self._patience, self._world_revision = election, patience, world_revision
         self._is_over = threading.Event()
         self._predecessor = 0 if state.world is None else state.world.number
         self._server = ServerThread(listener, secret, RendezvousService(state, self._commit))
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the host has ended, since it could not commit a world or for a defect."""
+        return self._server.has_ended
 
     def close(self) -> None:
         """End the host and its connections."""
@@ -318,7 +318,6 @@ class _Term:
                 break
             self._world_revision, self._predecessor = revision, world.number
             return True
-        self.has_ended = True
         return False
 
 
@@ -407,7 +406,8 @@ class EtcdRendezvous:
                 if not is_checked:
                     self._etcd.check_version()
                     is_checked = True
-                if not has_secret:
+                if not has_secret:  # only who takes part keeps the last of former launchers from deleting it
+                    self._election.keep(time.monotonic(), has_changed=True)
                     self._write_secret()
                     has_secret = True
                 self._step(has_changed=True)

@@ -135,6 +135,11 @@ class ServerThread:
         """Let the service decide at once; from any thread."""
         self._selector.wake()
 
+    @property
+    def has_ended(self) -> bool:
+        """True once the thread has ended."""
+        return not self._thread.is_alive()
+
     def close(self) -> None:
         """End the thread and close all connections."""
         self._closed.set()

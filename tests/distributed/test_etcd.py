@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from socketserver import BaseRequestHandler, TCPServer
 
 import pytest
 
@@ -140,6 +142,58 @@ def test_a_launcher_whose_lease_ended_takes_part_again(one: EtcdCluster) -> None
         client.revoke(alone._election._lease)
         wait_for(lambda: alone.address != before)
         assert LauncherClient(alone.address, alone.secret_file, QUICK).close() is None
+
+
+@pytest.mark.usefixtures("etcd")
+def test_a_launcher_takes_part_again_when_etcd_failed_meanwhile(
+    one: EtcdCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its key the next launcher would forget the world, and the last one but it the secret."""
+    client = one.client()
+    election = Election(client, "/moe-lightning/run/", "late", 60)
+    election.keep(0.0, has_changed=True)
+    client.revoke(election._lease)
+
+    def fail(*_: object) -> None:
+        raise EtcdError("no answer")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(client, "transact", fail)
+        with pytest.raises(EtcdError):
+            election.keep(100.0, has_changed=True)
+    election.keep(100.1, has_changed=False)
+    assert client.transact([], [get("/moe-lightning/run/launchers/late")]).found != (None,)
+    election.resign()
+
+
+@pytest.mark.usefixtures("etcd")
+def test_a_launcher_that_leaves_does_not_delete_the_secret_of_one_that_comes(
+    one: EtcdCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = Election(one.client(), "/moe-lightning/run/", "former", 60)
+    former.keep(0.0, has_changed=True)
+    read = EtcdRendezvous._write_secret
+
+    def read_at_the_last_moment(self: EtcdRendezvous) -> None:
+        former.secret()
+        read(self)
+        former.resign()
+
+    monkeypatch.setattr(EtcdRendezvous, "_write_secret", read_at_the_last_moment)
+    with EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as anew:
+        (entry,) = one.client().transact([], [get("/moe-lightning/run/secret")]).found
+        assert entry is not None
+        assert entry.value.encode() == anew.secret_file.read_bytes()
+
+
+@pytest.mark.usefixtures("etcd")
+def test_a_host_that_ends_for_a_defect_is_replaced(one: EtcdCluster) -> None:
+    with EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as alone:
+        before = alone.address
+        assert alone._term is not None
+        alone._term._server._round = sys.exit  # type: ignore[method-assign]
+        wait_for(lambda: alone.address != before)
+        LauncherClient(alone.address, alone.secret_file, QUICK).close()
 
 
 @pytest.mark.usefixtures("etcd")
@@ -298,6 +352,25 @@ def test_users_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with EtcdRendezvous(cluster.endpoints, "run", ElasticSettings()) as one:
             one._etcd._token = "expired.1"
             one._etcd.transact([], [get("/x")])
+
+
+class _EndingEtcd(BaseRequestHandler):
+    """A member that ends, or a proxy before it that says so."""
+
+    def handle(self) -> None:
+        if self.request.recv(4096).startswith(b"GET"):
+            self.request.sendall(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
+
+
+@pytest.mark.parametrize(("scheme", "why"), [("http", "HTTP 502"), ("https", "it ended the connection")])
+def test_an_etcd_that_ends_is_waited_for(scheme: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TCPServer(("127.0.0.1", 0), _EndingEtcd) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            url = f"{scheme}://127.0.0.1:{server.server_address[1]}"
+            assert f"etcd has not answered for 0.3 s ({url}: {why})" in refused({}, url, monkeypatch)
+        finally:
+            server.shutdown()
 
 
 class _OldEtcd(BaseHTTPRequestHandler):
