@@ -62,7 +62,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_S = 0.05
 _INSIST_S = 1.0
 _SAVING_S = 600.0
-_TAIL_LINES = 20
+_TAIL_LINES, _TAIL_BYTES = 20, 1 << 16
 
 Process = subprocess.Popen[bytes]
 
@@ -135,12 +135,19 @@ class WorkerLogs(LogsSpecs):
         return "" if rank == self._terminal else str(self.path(rank, kind))
 
     def _unreported(self, rank: int, code: int, slot: int | None) -> RankFailure:
-        err = self.path(rank, "err")
-        tail = err.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if err.is_file() else []
+        tail = _last_lines(self.path(rank, "err"))
         name = f"rank {rank}" if slot is None else f"worker {slot}"
         message = f"{name} {how_it_ended(code)}"
         number = rank if slot is None else slot
         return RankFailure(rank=number, kind="death", message=message, details="\n".join(tail), time_s=0.0)
+
+
+def _last_lines(path: Path) -> list[str]:
+    """Return the end of a log, which may be larger than the memory; nothing if it is missing."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+    return []
 
 
 def append_to_outputs() -> None:
@@ -154,7 +161,10 @@ def append_to_outputs() -> None:
 
 def how_it_ended(code: int) -> str:
     """Describe the exit code of a process."""
-    return f"{KILLED} {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    if code >= 0:
+        return f"exited with code {code}"
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")  # some have no names
+    return f"{KILLED} {name}"
 
 
 def start(program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: LogsSpecs) -> dict[int, Process]:

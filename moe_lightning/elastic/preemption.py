@@ -12,6 +12,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
 
@@ -28,6 +29,7 @@ _NO = {"", "FALSE", "NONE"}
 # AWS answers 401 to whoever has no session token (IMDSv2), and gives one for a PUT to the same server.
 _TOKEN_PATH, _TOKEN_LIFE = "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
 _TOKEN = "X-aws-ec2-metadata-token"
+_FAILURES = (OSError, HTTPException, ValueError)  # of the server, the network, or the address
 _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 logger = logging.getLogger(__name__)
@@ -100,7 +102,7 @@ class PreemptionWatch:
             return None
         try:
             answer = self._read(self._settings.notice_url)
-        except (urllib.error.URLError, OSError, ValueError) as error:
+        except _FAILURES as error:
             self._report(self._settings.notice_url, error)
             return None
         return f"{self._settings.notice_url} answers: {answer}" if answer.upper() not in _NO else None
@@ -115,7 +117,7 @@ class PreemptionWatch:
             self._token = {}  # there was none, or it has expired
             try:
                 token = _answer(urllib.parse.urljoin(url, _TOKEN_PATH), _TOKEN_LIFE, method="PUT")
-            except (urllib.error.URLError, OSError, ValueError):
+            except _FAILURES:
                 raise refused from None
         self._token = {_TOKEN: token}
         return _answer(url, _HEADERS | self._token)

@@ -506,8 +506,9 @@ class WorldStore:
             case "check":
                 return all(key in self._values for key in keys)
             case "delete":
-                self._bytes -= len(key) + len(self._values.get(key, ""))
-                return self._values.pop(key, None) is not None
+                former = self._values.pop(key, None)
+                self._bytes -= 0 if former is None else len(key) + len(former)
+                return former is not None
             case "count":
                 return len(self._values)
         raise WireError("an unknown operation of the store")

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from moe_lightning.elastic import launcher as processes
-from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
+from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed, WorkerLogs
 from moe_lightning.elastic.worker import RankFailure
 from tests.programs import ROOT, Program, Watched
 
@@ -89,6 +90,20 @@ def test_a_rank_without_a_word_is_told_by_its_code_and_log(tmp_path: Path) -> No
 def test_a_killed_rank_is_told_by_its_signal(tmp_path: Path) -> None:
     failure = _failure("killed", tmp_path)
     assert (failure.rank, failure.message) == (1, "rank 1 was killed by SIGKILL")
+
+
+def test_a_log_is_read_from_its_end(tmp_path: Path) -> None:
+    logs = WorkerLogs(tmp_path, ["rank0"], terminal=None)
+    with logs.path(0, "err").open("wb") as file:
+        file.truncate(256 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nlast words\n")
+    tracemalloc.start()
+    failure = logs.failure(0, -40)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    assert failure.message == "rank 0 was killed by signal 40"
+    assert failure.details.endswith("\nlast words")
 
 
 def test_logs_are_private(tmp_path: Path) -> None:

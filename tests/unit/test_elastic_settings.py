@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import socketserver
 import sys
 import threading
 import time
@@ -173,6 +174,26 @@ def metadata(*, gives_tokens: bool) -> Iterator[tuple[str, list[str]]]:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/latest/meta-data/spot/instance-action", handler.seen
         server.shutdown()
+
+
+def test_a_server_that_talks_nonsense_does_not_end_the_watch(tmp_path: Path) -> None:
+    asked: list[bytes] = []
+
+    class Nonsense(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            asked.append(self.request.recv(4096))
+            self.request.sendall(b"nonsense\r\n\r\n")
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Nonsense) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        url, file = f"http://127.0.0.1:{server.server_address[1]}/", tmp_path / "notice"
+        watch = PreemptionWatch(ElasticSettings(notice_url=url, notice_file=str(file), notice_poll_s=0.01))
+        assert soon(lambda: len(asked) > 2)
+        file.touch()
+        assert soon(lambda: watch.notice)
+        watch.close()
+        server.shutdown()
+    assert watch.notice == f"{file} appeared"
 
 
 def test_aws_gives_notices_for_a_token(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_lightning.elastic import server
 from moe_lightning.elastic.protocol import Channel, Message, Refused, WireError, encode
 from moe_lightning.elastic.server import WorldStore
 
@@ -227,3 +228,12 @@ def test_waits_of_one_connection_are_bounded() -> None:
         ask(store, 0, "wait", ["a"], n)
     with pytest.raises(WireError, match="more than 256 waits at once"):
         ask(store, 0, "wait", ["a"])
+
+
+def test_deleting_what_is_not_there_gives_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MOST_BYTES", 100)
+    store = WorldStore([])
+    store.begin(7)
+    ask(store, 0, "delete", ["k" * 1000])
+    with pytest.raises(WireError, match="more than 100 bytes"):
+        ask(store, 0, "set", ["k" * 101])
