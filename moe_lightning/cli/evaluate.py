@@ -4,7 +4,7 @@
     moe-eval RUN --tasks NAMES    tasks of lm-eval, such as hellaswag
 
 Text is cut into windows of the context, as in training and with the same loss. Each line of JSONL is a text of its own,
-{"text": ...}, or a conversation, of which the answers are measured.
+in the field that the run has read, or a conversation, of which the answers are measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_lightning.cli.language_model import LanguageModel
-    from moe_lightning.data.instructions import ChatFormat
     from moe_lightning.data.tokenizer import Tokenizer
 
     Sample = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -61,6 +60,9 @@ def parser(*, has_file: bool = True) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--batch-size", type=value(Count), default=8, metavar="N", help="sequences at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--text-field", metavar="NAME", help="of the texts in JSONL (default: that of the run, or text)"
     )
     parser.add_argument(
         "--tasks", metavar="NAME[,NAME]", help="of lm-eval, or YAML files of tasks; what they need is downloaded"
@@ -130,7 +132,7 @@ def _run(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--context-length {length} is more than the {model.positions} positions of {model.name}: lower it"
         )
-    measured = measure(model, arguments.file, length, arguments.batch_size)
+    measured = measure(model, arguments.file, length, arguments.batch_size, arguments.text_field)
     if arguments.json:
         print(json.dumps({"model": model.name, "file": str(arguments.file), **asdict(measured)}))
         return
@@ -140,8 +142,9 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _run_tasks(arguments: argparse.Namespace) -> None:
-    if arguments.context_length is not None:
-        raise ConfigurationError("--context-length is for a file: leave it out with --tasks")
+    for name in ("context_length", "text_field"):
+        if getattr(arguments, name) is not None:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for a file: leave it out with --tasks")
     names = [name for name in arguments.tasks.split(",") if name]
     if not names:
         raise ConfigurationError("--tasks is empty: name one, such as hellaswag")
@@ -175,8 +178,13 @@ def _rows(task: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str
         yield task, title, f"{number:.4f}", f"{error:.4f}" if isinstance(error, float) else "-"
 
 
-def measure(model: LanguageModel, path: Path, context_length: int, batch_size: int) -> Measurement:
+def measure(
+    model: LanguageModel, path: Path, context_length: int, batch_size: int, text_field: str | None
+) -> Measurement:
     """Measure a model on a file.
+
+    Args:
+        text_field: of the texts in JSONL; None: that of the model's training.
 
     Raises:
         ConfigurationError: the file is not text, nothing in it is predicted, or a line has another form.
@@ -187,7 +195,7 @@ def measure(model: LanguageModel, path: Path, context_length: int, batch_size: i
 
     def samples() -> Iterator[Sample]:
         nonlocal num_tokens, num_bytes, is_text
-        for document in documents(model, path, context_length):
+        for document in documents(model, path, context_length, text_field):
             model.check_known(document.ids.tolist(), str(path))
             num_tokens, num_bytes = num_tokens + len(document.ids), num_bytes + document.num_bytes
             is_text &= document.is_predicted is None
@@ -232,7 +240,7 @@ def next_token_logits(model: LanguageModel, sequences: Sequence[Tensor]) -> Tens
         return model.logits(ids_BL, torch.arange(ids_BL.shape[1], device=model.device) < lengths_B1)
 
 
-def documents(model: LanguageModel, path: Path, context_length: int) -> Iterator[Document]:
+def documents(model: LanguageModel, path: Path, context_length: int, text_field: str | None) -> Iterator[Document]:
     """Yield the documents of a file.
 
     Raises:
@@ -245,7 +253,7 @@ def documents(model: LanguageModel, path: Path, context_length: int) -> Iterator
 
     tokenizer = model.tokenizer()
     if path.suffix == ".jsonl":
-        yield from _records(model, tokenizer, path, context_length)
+        yield from _records(model, tokenizer, path, context_length, text_field)
         return
     num_bytes = path.stat().st_size
     with reading(path), open_regular(path) as file:
@@ -258,19 +266,24 @@ def documents(model: LanguageModel, path: Path, context_length: int) -> Iterator
     yield Document(ids=ids, num_bytes=num_bytes)
 
 
-def _records(model: LanguageModel, tokenizer: Tokenizer, path: Path, context_length: int) -> Iterator[Document]:
+def _records(
+    model: LanguageModel, tokenizer: Tokenizer, path: Path, context_length: int, text_field: str | None
+) -> Iterator[Document]:
     import numpy as np
 
+    from moe_lightning.data.documents import CONVERSATIONS
     from moe_lightning.data.instructions import encode, read, records
     from moe_lightning.files import decoded
 
-    written: ChatFormat | None = None
+    field, written = text_field or str(model.data.get("text_field", "text")), None
+    is_text_first = text_field is not None or not model.is_trained_on_conversations
     for name, _, record in records(path):
         try:
-            text = json.loads(decoded(record))
-            if isinstance(text, dict) and isinstance(text.get("text"), str):
-                ids = np.asarray(tokenizer.encode(text["text"])[0], np.int64)
-                yield Document(ids=ids, num_bytes=len(text["text"].encode()))
+            found = json.loads(decoded(record))
+            text = found.get(field) if isinstance(found, dict) else None
+            if isinstance(text, str) and (is_text_first or not CONVERSATIONS & found.keys()):
+                ids = np.asarray(tokenizer.encode(text)[0], np.int64)
+                yield Document(ids=ids, num_bytes=len(text.encode()))
                 continue
             conversation = read(record)
             written = written or model.chat()
@@ -279,7 +292,7 @@ def _records(model: LanguageModel, tokenizer: Tokenizer, path: Path, context_len
             if isinstance(error, ConfigurationError):
                 raise
             raise ConfigurationError(
-                f'{path}, {name}, is neither {{"text": ...}} nor a conversation: {error}'
+                f'{path}, {name}, is neither {{"{field}": ...}} nor a conversation: {error}'
             ) from error
         end = context_length + 1
         ids, is_predicted = np.asarray(said.tokens[:end], np.int64), said.is_predicted[:end]

@@ -106,13 +106,18 @@ class LanguageModel:
                 "--tokenizer the one that it was trained with"
             )
 
+    @property
+    def is_trained_on_conversations(self) -> bool:
+        """The run has learned the answers of conversations."""
+        return str(self.data.get(TARGET)).endswith(".InstructionData")
+
     def chat(self) -> ChatFormat:
         """Return the format of conversations.
 
         Raises:
             ConfigurationError: none is known.
         """
-        if str(self.data.get(TARGET)).endswith(".InstructionData"):
+        if self.is_trained_on_conversations:
             return chat_format(self.spec, self.data.get("end_token"))
         templated = None if self.spec in ("", "bytes") else templated_turns(tokenizer_file(self.spec).parent)
         if templated is None:

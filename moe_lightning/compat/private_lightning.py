@@ -397,12 +397,26 @@ def _fetcher(trainer: pl.Trainer) -> Any:
 
 
 def is_validation_due(trainer: pl.Trainer) -> bool:
-    """Return True if a validation follows the last batch. No public property says it."""
-    return trainer.fit_loop.epoch_loop._should_check_val_fx(_fetcher(trainer))
+    """Return True if a validation follows the last batch, not one that is due by time, for which the clocks of ranks
+    differ. No public property says it.
+    """
+    return not _validates_by_time(trainer) and trainer.fit_loop.epoch_loop._should_check_val_fx(_fetcher(trainer))
 
 
-def validates_by_time(trainer: pl.Trainer) -> bool:
-    """Return True if `val_check_interval` is a time. No public property says it."""
+def agree_on_validations(trainer: pl.Trainer, agreed: Callable[[bool], bool]) -> None:
+    """Let the ranks decide together on each validation that is due by time: Lightning asks the clock of each rank. No
+    public hook comes before the decision.
+
+    Args:
+        agreed: turns the decisions of the ranks into one; collective, after every batch.
+    """
+    if _validates_by_time(trainer):
+        loop = trainer.fit_loop.epoch_loop
+        decide = partial(type(loop)._should_check_val_fx, loop)
+        loop._should_check_val_fx = lambda data_fetcher: agreed(decide(data_fetcher))  # type: ignore[method-assign]
+
+
+def _validates_by_time(trainer: pl.Trainer) -> bool:
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 

@@ -29,6 +29,9 @@ from moe_lightning.files import check_regular, check_written, decoded, open_regu
 
 STDLIB = "stdlib"
 TOKEN_SUFFIXES = (".bin", ".npy")
+CONVERSATIONS = frozenset({"messages", "conversations", "prompt", "instruction"})
+"""Fields of which conversations have one."""
+
 _PACKED = (".gz", ".zst")
 _KINDS: dict[str, Literal["jsonl", "parquet", "arrow"]] = {
     ".jsonl": "jsonl",
@@ -483,8 +486,7 @@ def _text_of(line: bytes, text_field: str) -> bytes:
 def _no_field(text_field: str, names: Iterable[str]) -> str:
     names = list(names)
     listed = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-    is_chat = {"messages", "conversations", "prompt", "instruction"} & {*names}
-    chat = ", or use data=instructions for conversations" if is_chat else ""
+    chat = ", or use data=instructions for conversations" if CONVERSATIONS & {*names} else ""
     return f"it has no {text_field!r}, but {listed or 'nothing'}; set text_field to the name of the text{chat}."
 
 

@@ -120,9 +120,7 @@ class FitProgress:
         batches: Any = loop.batch_progress
         if batches.total.completed == batches.total.processed:  # saved at the end of training
             return self
-        is_due = not private_lightning.validates_by_time(trainer) and private_lightning.is_validation_due(
-            trainer
-        )  # clocks of ranks differ
+        is_due = private_lightning.is_validation_due(trainer)
         return replace(self, validation_is_due=is_due, epoch_is_over=batches.is_last_batch)
 
     def restore(self, trainer: pl.Trainer) -> None:

@@ -46,7 +46,12 @@ from moe_lightning.kernels import BackendName
 from moe_lightning.moe.experts import deferred_experts
 from moe_lightning.moe.layer import whole_state_dict
 from moe_lightning.moe.randomness import attach_stream
-from moe_lightning.parallel.collectives import broadcast_object, carry_objects_without_pickle, check_versions
+from moe_lightning.parallel.collectives import (
+    all_gather_json,
+    broadcast_object,
+    carry_objects_without_pickle,
+    check_versions,
+)
 from moe_lightning.parallel.context import World, all_reduce_, join_local_world
 from moe_lightning.parallel.mesh import ScheduleName, chosen_axes
 from moe_lightning.strategies.checkpoints import (
@@ -461,7 +466,21 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(tensor, group, sync_grads) if self.world_size > 1 else tensor
+        """As in DDP.
+
+        Raises:
+            ConfigurationError: ranks have tensors of different shapes.
+        """
+        if self.world_size == 1:
+            return tensor
+        if group in (None, dist.group.WORLD):
+            shapes = all_gather_json(list(tensor.shape), self.reachable)
+            if any(shape != shapes[0] for shape in shapes):
+                raise ConfigurationError(
+                    f"all_gather of tensors of the shapes {', '.join(map(str, shapes))}, one of each rank: ranks have "
+                    "shares of a batch of different sizes, so gather with a torchmetrics.CatMetric, or pad to one shape"
+                )
+        return super().all_gather(tensor, group, sync_grads)
 
     # ------------------------------------------------------------------ setup
 
@@ -475,6 +494,8 @@ class ExpertParallelStrategy(DDPStrategy):
         self.steps.draw_noise()
         self._ignore_in_ddp()
         self._hangs.begin(self.world, trainer.default_root_dir)
+        if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
+            private_lightning.agree_on_validations(trainer, partial(self.reduce_boolean_decision, all=False))
         if self.options.has_comm_hook:
             raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
         if trainer.state.fn == TrainerFn.FITTING or (self.world.is_connected and self.world.shape.pp == 1):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from moe_lightning.compat import private_torch
 from moe_lightning.elastic.faults import explain, is_network_fault
@@ -57,7 +58,10 @@ class Failure:
         if not self.is_network_fault and self._store is not None:
             with suppress(RuntimeError):  # the store has ended: nobody is left to read it
                 counts = [private_torch.num_collectives(group) for group in world.all_groups]
-                report = [f"{type(error).__name__}: {one_line(error)}", counts]
+                said = f"failed: {type(error).__name__}: {one_line(error)}; see its traceback"
+                if isinstance(error, SIGTERMException):
+                    said = "got SIGTERM"
+                report = [said, counts]
                 self._store.set(self._keys[self._rank], json.dumps(report))
 
     @cached_property
@@ -92,14 +96,14 @@ class Failure:
     def explained(self, error: Exception) -> Exception:
         """Return the exception that another rank has raised, in the place of its consequence here."""
         cause = self._cause() if self.is_network_fault else None
-        return error if cause is None else PeerFailed(f"{cause}; see its traceback")
+        return error if cause is None else PeerFailed(cause)
 
     def _cause(self) -> str | None:
         """Return the exception of another rank, in words; None if none has published one."""
         with suppress(RuntimeError):
             for rank, key in enumerate(self._keys):
                 if self._store is not None and rank != self._rank and self._store.check([key]):
-                    return f"rank {rank} failed: {json.loads(self._store.get(key))[0]}"
+                    return f"rank {rank} {json.loads(self._store.get(key))[0]}"
         return None
 
 

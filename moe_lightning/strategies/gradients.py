@@ -244,12 +244,17 @@ class Gradients:
         if not differing:
             return
         first = differing[0]
+        unused = (
+            "; where a loss leaves parameters unused, as with several optimizers, give the strategy "
+            "find_unused_parameters=True"
+        )
         whose = "replicas of experts" if first else "dense parameters"
         raise ConfigurationError(
             f"{' or '.join(self._writers)} leaves the gradients of {whose} different on the ranks (norms from "
             f"{least[first]:.6g} to {greatest[first]:.6g}), because a rank's own gradients are not those of the whole "
             "model: clip with self.clip_gradients(optimizer, gradient_clip_val=...) or "
             "torch.nn.utils.clip_grad_norm_, and change gradients only by what is equal on all ranks"
+            + ("" if self._state.module.automatic_optimization else unused)
         )
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loops import training_epoch_loop
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_hook_order import fitted, trainer_of
 from tests.distributed.test_users_modules import Base, Options, Seen, tokens
+from tests.distributed.training import RandomTokens
 
 
 class Dense(pl.LightningModule):
@@ -172,3 +178,33 @@ def test_plain_hyper_parameters_bring_no_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.save_checkpoint(tmp_path / "one.ckpt")
+
+
+class Validated(Dense):
+    """Keeps the steps before which it was validated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def on_validation_start(self) -> None:
+        self.steps.append(self.global_step)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+
+def validated_by_time(rank: int, world_size: int) -> list[int]:
+    """The clock of the last rank is an hour ahead in one step."""
+    trainer = trainer_of(rank, world_size, {}, max_steps=4, val_check_interval="00:00:30:00")
+    is_ahead = lambda: rank == world_size - 1 and trainer.global_step == 2  # noqa: E731
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * is_ahead())
+    module = Validated()
+    with mock.patch.object(training_epoch_loop, "time", clock):
+        trainer.fit(module, DataLoader(RandomTokens(), batch_size=4), DataLoader(RandomTokens(5), batch_size=4))
+    return module.steps
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_validation_is_due_by_the_clock_of_any_rank(world_size: int) -> None:
+    assert run_ranks(world_size, validated_by_time) == [[2]] * world_size

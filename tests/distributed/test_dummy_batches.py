@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 
@@ -91,6 +94,25 @@ def counts_of(rank: int, world_size: int) -> dict[str, Any]:
         "lazily": getattr(module, "lazily", 0),
         "callback": seen.count,
     }
+
+
+class Gathering(Counting):
+    """Collects what its validation steps have seen."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.all_gather(torch.cat(self.kept))
+
+
+def gathers(rank: int, world_size: int) -> str:
+    trainer = make_trainer(rank, world_size, max_steps=1)
+    with pytest.raises(ConfigurationError) as told:
+        trainer.validate(Gathering(), DataLoader(RandomTokens(5), batch_size=2), verbose=False)
+    return str(told.value)
+
+
+def test_shares_of_different_sizes_are_not_gathered() -> None:
+    for told in run_ranks(2, gathers):
+        assert re.search(r"all_gather of tensors of the shapes \[3, \d+\], \[2, \d+\], one .*CatMetric", told)
 
 
 def test_sums_of_users_count_every_sample_once() -> None:

@@ -424,6 +424,7 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
         "_gather_in",
         "_let_clipping_call",
         "_undo_group",
+        "_validates_by_time",
     }
     of_the_files |= {"_literal", "_plain", "_saved", "_text", "_without_interpolations"}
     assert {name for file in COMPAT for _, name in private_names(file)} - known == of_the_files

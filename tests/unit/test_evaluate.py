@@ -98,6 +98,24 @@ def test_answers_of_conversations_have_the_loss_of_training(
     assert found["bits_per_byte"] is None
 
 
+def test_the_field_is_that_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = trained_run(tmp_path / "run", {**BYTES, "text_field": "content"})
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "1", "content": "1234"}\n{"content": "56"}\n')
+    assert measured(capsys, folder, file)["tokens"] == 4
+    file.write_text('{"text": "1234567", "content": "1234"}\n')
+    assert measured(capsys, folder, file, "--text-field", "text")["tokens"] == 6
+
+
+def test_conversations_of_a_run_come_before_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = trained_run(tmp_path / "run", {**INSTRUCTIONS, "end_token": "</>"}, vocab_size=256, context_length=48)
+    file = tmp_path / "said.jsonl"
+    file.write_text('{"text": "of the whole", "prompt": "1", "response": "2"}\n{"text": "alone"}\n')
+    assert measured(capsys, folder, file)["tokens"] == len("2</>") + len("alone") - 1
+    file.write_text('{"text": "of the whole", "prompt": "1", "response": "2"}\n')
+    assert measured(capsys, folder, file, "--text-field", "text")["tokens"] == len("of the whole") - 1
+
+
 def test_the_format_of_conversations_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
