@@ -82,10 +82,9 @@ def test_a_users_module_trains_alike(manual: bool) -> None:
     options: dict[str, Any] = {
         "own_module": partial(Mixed, manual=manual), "trainer": {"gradient_clip_val": None if manual else 0.5}
     }  # fmt: skip
-    alone = run(1, **options)[0]
-    for result in run(2, strategy={"dense": "fsdp"}, **options):
+    alone, ranks = run(1, **options)[0], run(2, strategy={"dense": "fsdp"}, **options)
+    for result in ranks:
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=TOLERANCE)
-    ranks = run(2, strategy={"dense": "fsdp"}, **options)
     for name, values in alone["state"].items():
         np.testing.assert_allclose(ranks[0]["state"][name], values, rtol=0, atol=5e-5, err_msg=name)
 

@@ -15,7 +15,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
 
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.lost_tokens import DynamicK
@@ -25,7 +24,6 @@ from moe_lightning.checkpoint.arena import arenas_name
 from moe_lightning.checkpoint.directory import checkpoints, run_of
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.dispatch.placement import Placement
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.agents import START_AGENT, agent_ahead
@@ -219,12 +217,6 @@ class DrawNoise(pl.Callback):
         for parameter in module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(1 + 0.1 * torch.rand(()))
-
-
-def test_another_strategy_is_refused(tmp_path: Path) -> None:
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[saver(tmp_path)], max_steps=1)
-    with pytest.raises(ConfigurationError, match="expert_parallel"):
-        trainer.fit(BoringModel())
 
 
 class MoveExperts(pl.Callback):
