@@ -241,7 +241,7 @@ def test_one_rank_does_what_stock_lightning_does(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [*((name, 2 + number % 2) for number, name in enumerate(CASES)), ("one to validate", 4)],
+    [*((name, 2 + number % 2) for number, name in enumerate(CASES)), slow("one to validate", 4)],
 )
 def test_several_ranks_do_it_too(name: str, world_size: int) -> None:
     ranks = run_ranks(world_size, fit, name, CASES[name].strategy)
