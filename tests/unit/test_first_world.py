@@ -12,6 +12,12 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import first_world
 
 
+@pytest.fixture(autouse=True)
+def _without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are none to destroy; what is done for them takes seconds in a process of many tests."""
+    monkeypatch.setattr("moe_lightning.strategies.elastic_worlds.destroy_groups", lambda: None)
+
+
 class Engine:
     """Of a run whose ranks come together each time."""
 
