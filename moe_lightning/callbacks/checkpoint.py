@@ -414,7 +414,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             state,
             self._settings,
             computed_in=computed_in(strategy),
-            experts_move=any(isinstance(c, LoadBalancer) for c in trainer.callbacks),  # type: ignore[attr-defined]
+            experts_move=private_lightning.callback_of(trainer, LoadBalancer) is not None,
         )
         self.session = CheckpointSession.open(
             contents,

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from moe_lightning.compat import private_torch
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
@@ -154,7 +154,7 @@ class RecomputeDense(ExpertParallelCallback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if any(isinstance(callback, CompileDense) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        if private_lightning.callback_of(trainer, CompileDense) is not None:
             raise ConfigurationError(
                 "CompileDense and RecomputeDense both take the dense parts: Inductor decides by itself what to compute "
                 "again, so drop one of them"

@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.arena import Arena, arena_path
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, build_config, validated
 from moe_lightning.elastic.membership import ElasticTask
 from moe_lightning.errors import ConfigurationError
@@ -505,5 +506,5 @@ def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
 
 def _arenas(trainer: pl.Trainer) -> Path | None:
     """Folder of this node's snapshots."""
-    checkpoint = next((c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)), None)  # type: ignore[attr-defined]
+    checkpoint = private_lightning.callback_of(trainer, PartialExpertsCheckpoint)
     return checkpoint.recovery_sources(_strategy(trainer)).arenas if checkpoint is not None else None

@@ -177,7 +177,7 @@ class FaultRecovery(ExpertParallelCallback):
                 f"reload_dataloaders_every_n_epochs={reload_every} makes loaders anew at "
                 "epochs that a rank which joins later does not count: set it to 0, or leave FaultRecovery out"
             )
-        checkpoint = next((c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)), None)  # type: ignore[attr-defined]
+        checkpoint = private_lightning.callback_of(trainer, PartialExpertsCheckpoint)
         policy = RecoveryPolicy(
             min_replicas=self._min_replicas,
             max_recoveries=self._max_recoveries,

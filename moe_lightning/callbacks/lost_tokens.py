@@ -253,7 +253,7 @@ class LostTokens:
         Args:
             interval: steps between checkpoints.
         """
-        dynamic = _dynamic_k(trainer)
+        dynamic = private_lightning.callback_of(trainer, DynamicK)
         if self.checkpoint_ledger is None or dynamic is None or self._settings.lossless:
             return
         total_steps = planned_steps(trainer)
@@ -279,7 +279,7 @@ class LostTokens:
 
     def bound_cost(self, trainer: pl.Trainer, contents: SnapshotContents) -> None:
         """Under the load-aware orders: let DynamicK raise K until a restore of the next checkpoint keeps the budget."""
-        dynamic, ledger = _dynamic_k(trainer), self.checkpoint_ledger
+        dynamic, ledger = private_lightning.callback_of(trainer, DynamicK), self.checkpoint_ledger
         if ledger is not None and dynamic is not None and self._settings.order != "sequential":
             contents.raise_k(
                 dynamic.before_checkpoint(lambda k: ledger.cost(ledger.plan(max(k, contents.k_snapshot), k)))
@@ -298,7 +298,3 @@ def planned_steps(trainer: pl.Trainer) -> int:
             "the proportion of lost tokens needs the length of the training: give the Trainer max_steps"
         )
     return steps
-
-
-def _dynamic_k(trainer: pl.Trainer) -> DynamicK | None:
-    return next((c for c in trainer.callbacks if isinstance(c, DynamicK)), None)  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ from typing_extensions import override
 from moe_lightning.callbacks.telemetry import Telemetry, perplexity
 from moe_lightning.checkpoint.storage import absolute, place_of
 from moe_lightning.checkpoint.storage.interface import Place
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, validated
 from moe_lightning.data.images import ImageData
 from moe_lightning.data.text import TextData
@@ -214,7 +215,7 @@ class Summary(Callback):
             numbers["val_perplexity"] = perplexity(metrics["val/loss"])
         if isinstance(data, TextData) and len(data.corpora) == 1:
             numbers |= ngram_losses(data, self._orders)
-        telemetry = next((c for c in trainer.callbacks if isinstance(c, Telemetry)), None)  # type: ignore[attr-defined]
+        telemetry = private_lightning.callback_of(trainer, Telemetry)
         if telemetry is not None and telemetry.train_s:
             things = "images" if isinstance(data, ImageData) else "tokens"
             numbers[f"{things}_per_s"] = telemetry.tokens_trained * trainer.world_size / telemetry.train_s

@@ -195,8 +195,8 @@ class Telemetry(Callback):
     Numbers of MoE layers are those of the step's last micro-batch, of all pipeline stages. W&B also gets
     moe/layerNN/expert_load, a histogram over the experts, which it draws as a heat map over time. Every logger's
     configuration gets the model's numbers of parameters, each expert once (`parameters/whole`), and of those that a
-    token passes (`parameters/active`). The first loss that is not finite, layers whose routing collapses, and ranks
-    whose losses or gradients differ from those of the others, are reported in a warning.
+    token passes (`parameters/active`). Layers whose routing collapses, and ranks whose losses or gradients differ from
+    those of the others, are reported in a warning; the strategy warns of a loss that is not finite.
 
     Args:
         expert_load_path: CSV of step, layer and the share of each expert, a row for every layer on logging steps; None:
@@ -223,7 +223,6 @@ class Telemetry(Callback):
         self._peak_flops_per_s = peak_flops_per_s
         self.tokens_trained = self.tokens_seen = 0
         self.train_s = 0.0
-        self._has_warned = False
         self._health = RoutingHealth()
         self._comparison = RankComparison()
         self._pace = _Pace()
@@ -273,12 +272,16 @@ class Telemetry(Callback):
         self._exchanges.watch(trainer)
         if not private_lightning.logs_now(trainer):
             return
-        self._warn_of_nan(trainer, outputs)
         if isinstance(trainer.strategy, ExpertParallelStrategy):
             self._comparison.compare(trainer.strategy.update.own, trainer.strategy.world)
         stages = stages_of(trainer)
         layers = dict(zip(stages.numbers, stages.own(stages.layers), strict=True))
-        loads = of_all_stages(expert_loads(layers), stages)
+        own, lines = expert_loads(layers), dict[int, list[str]]()
+        if self._placements is not None and (trainer.is_global_zero or stages.num_stages > 1):
+            lines = {number: placement_line(layer) for number, layer in layers.items()}
+        everyones = of_all_stages({number: (own.get(number), lines.get(number)) for number in layers}, stages)
+        loads = {number: shares_E for number, (shares_E, _) in everyones.items() if shares_E is not None}
+        placements = {number: line for number, (_, line) in everyones.items() if line is not None}
         health = self._health.observe({layer: np.array(shares_E) for layer, shares_E in loads.items()})
         has_peak = self._peak_flops_per_s is not None or trainer.strategy.root_device.type == "cuda"
         metrics = [
@@ -294,9 +297,6 @@ class Telemetry(Callback):
         for name in ("train/mfu_ratio", "comm/exchange_ms"):  # no peak of some GPU is known, no step was counted yet
             if not math.isfinite(numbers.get(name, 0.0)):
                 del numbers[name]
-        placements: Mapping[int, list[str]] = {}
-        if self._placements is not None and (trainer.is_global_zero or stages.num_stages > 1):
-            placements = of_all_stages({number: placement_line(layer) for number, layer in layers.items()}, stages)
         self.tokens_seen += round(numbers["train/tokens_seen"])
         pl_module.log_dict(numbers | {"train/tokens_seen": float(self.tokens_seen)} | _slowest_rank(trainer))
         if trainer.is_global_zero:
@@ -309,18 +309,6 @@ class Telemetry(Callback):
             for logger in trainer.loggers:
                 if isinstance(logger, WandbLogger):
                     log_histograms(logger, loads, trainer.global_step - 1)  # as Lightning counts
-
-    def _warn_of_nan(self, trainer: pl.Trainer, outputs: Any) -> None:
-        """Once, at the first logging step whose loss is no number."""
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if self._has_warned or not isinstance(loss, Tensor) or bool(loss.detach().isfinite().all()):
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"the loss of step {trainer.global_step} is {float(loss.detach().sum())}, from which training does not "
-            "recover: continue from a checkpoint before that step with a lower learning rate or gradient clipping",
-            stacklevel=2,
-        )
 
     @override
     def state_dict(self) -> dict[str, int]:

@@ -36,8 +36,8 @@ from moe_lightning.checkpoint.snapshotter import CopyWindows, SnapshotReport, Sn
 from moe_lightning.checkpoint.storage import absolute, pause_s
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.checkpoint.training_state import TrainingState
-from moe_lightning.errors import CheckpointError, ConfigurationError, WorldCutError
-from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.errors import CheckpointError, WorldCutError
+from moe_lightning.parallel.collectives import all_gather_json, failing_together
 from moe_lightning.parallel.context import World
 from moe_lightning.state.pieces import StatePiece, describe
 
@@ -342,9 +342,7 @@ def _agree(world: World, place: SavingPlace, settings: CheckpointSettings, neede
     agent: AgentHandle | None = None
     began: tuple[int, str] | None = None
     room: str | None = None
-    problem: str | None = None
-    run = ""
-    try:
+    with failing_together(world):
         run = run_of(place.root) or str(opening[0][1])
         if world.rank == node_peers[0]:
             agent, folder = _start_agent(place, settings, run, sum(int(opening[rank][0]) for rank in node_peers))
@@ -353,13 +351,8 @@ def _agree(world: World, place: SavingPlace, settings: CheckpointSettings, neede
             number = place.world_number or next_world(place.root)
             enter_world(place.root, number)
             began = number, f"{max(time.time_ns() // 1000, 1000 * number):020d}"
-    except (ConfigurationError, CheckpointError, OSError) as error:
-        problem = str(error)
-    answers = all_gather_json([room, problem, began], world)
-    for _, reason, _ in answers:
-        if reason is not None:
-            raise ConfigurationError(reason)
-    number, session = answers[0][2]
+    answers = all_gather_json([room, began], world)
+    number, session = answers[0][1]
     arenas = Path(answers[node_peers[0]][0])
     return Opening(run=run, session=session, arenas=arenas, world_number=int(number), agent=agent)
 

@@ -34,7 +34,7 @@ from moe_lightning.checkpoint.memory import (
 from moe_lightning.checkpoint.protection import ProtectionLayout, sub_shard, sub_shard_bytes
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import xor_parity
-from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.collectives import all_gather_json, failing_together
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import PeerBuffer, PendingBuffers
 from moe_lightning.state.pieces import Block, Location, Piece
@@ -279,14 +279,11 @@ class Protector:
         ):
             return
         self._limits = [(length * 5 // 4 + _SLACK_BYTES, size * 65 // 64 + _SLACK_BYTES) for length, size in gathered]
-        problem = None
-        try:
-            self._open_files(session)
-        except (ConfigurationError, OSError) as error:
-            problem = f"rank {self._world.rank} cannot keep protected snapshots: {error}"
-        for reason in all_gather_json(problem, self._world):
-            if reason is not None:
-                raise ConfigurationError(reason)
+        with failing_together(self._world):
+            try:
+                self._open_files(session)
+            except (ConfigurationError, OSError) as error:
+                raise ConfigurationError(f"rank {self._world.rank} cannot keep protected snapshots: {error}") from error
 
     def _open_files(self, session: str) -> None:
         self._close_files()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -226,6 +226,14 @@ def steps_of_training(trainer: pl.Trainer) -> int | None:
     """
     steps = trainer.estimated_stepping_batches
     return int(steps) if 0 <= steps < float("inf") else None
+
+
+C = TypeVar("C")
+
+
+def callback_of(trainer: pl.Trainer, kind: type[C]) -> C | None:
+    """Return the first callback of a class; None without one. The Trainer declares no attribute that holds them."""
+    return next((c for c in trainer.callbacks if isinstance(c, kind)), None)  # type: ignore[attr-defined]
 
 
 def logs_now(trainer: pl.Trainer) -> bool:

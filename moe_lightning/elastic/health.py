@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text, replace_text
-from moe_lightning.parallel.collectives import all_gather_json, different_versions, versions
+from moe_lightning.parallel.collectives import all_gather_json, different_versions, failing_together, versions
 from moe_lightning.parallel.context import World
 
 MEMORY = Path("/dev/shm")
@@ -245,16 +245,8 @@ def check_fixed_nodes(node: str | None, folder: Path, world: World) -> None:
     Raises:
         ConfigurationError: on every rank, if a node computes wrong or does not keep what is written.
     """
-    own: NodeHealth | None = None
-    refused = ""
-    if node is not None:
-        try:
-            own = check_node(node, folder)
-        except ConfigurationError as error:
-            refused = str(error)
-    for sentence in all_gather_json(refused, world):
-        if sentence:
-            raise ConfigurationError(sentence)
+    with failing_together(world):
+        own = None if node is None else check_node(node, folder)
     told = all_gather_json([time.time(), None if own is None else asdict(own)], world)
     first_s = told[0][0]
     nodes = [replace(NodeHealth.parse(value), clock_offset_s=at - first_s) for at, value in told if value is not None]

@@ -30,7 +30,8 @@ import traceback
 import types
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import PurePath
 from typing import IO, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -44,7 +45,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from moe_lightning.compat import private_torch
-from moe_lightning.errors import ConfigurationError, ForeignMessageError
+from moe_lightning.errors import CheckpointError, ConfigurationError, ForeignMessageError, MissingCheckpointError
 from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.parallel.exchange import all_gather_counts
 
@@ -461,6 +462,32 @@ def broadcast_object(value: Any, source: int, world: World) -> Any:
     data = data.to(world.device)
     broadcast_(data, source, world)
     return value if is_source else decode(world.read(data).numpy().tobytes(), world.device, sender=f"rank {source}")
+
+
+_USER_ERRORS: tuple[type[Exception], ...] = (MissingCheckpointError, CheckpointError, ConfigurationError)
+
+
+@contextmanager
+def failing_together(world: World) -> Iterator[None]:
+    """Raise what one rank cannot do inside on every rank: the first rank's error; collective at the end.
+
+    Raises:
+        ConfigurationError, CheckpointError: as inside; an error of storage becomes a CheckpointError.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except _USER_ERRORS as error:
+        own = error
+    except OSError as error:
+        own = CheckpointError(f"{error.filename or 'storage'} cannot be used ({error.strerror or error})")
+    kind = next((index for index, kind in enumerate(_USER_ERRORS) if isinstance(own, kind)), None)
+    found = all_gather_json([kind, str(own)], world)
+    first = next((rank for rank, (kind, _) in enumerate(found) if kind is not None), None)
+    if first is None:
+        return
+    kind, message = found[first]
+    raise own if own is not None and first == world.rank else _USER_ERRORS[kind](message)
 
 
 def _check_size(size: int, rank: int) -> None:

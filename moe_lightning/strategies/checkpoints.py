@@ -30,7 +30,7 @@ from moe_lightning.checkpoint.training_state import random_state
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.containers import AS_CONTAINERS
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
-from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
+from moe_lightning.parallel.collectives import broadcast_object, failing_together
 from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import cuts_of
 from moe_lightning.strategies.averaging import CURRENT
@@ -246,12 +246,8 @@ class Checkpoints:
         return checkpoint
 
     def _read_file(self, path: Path, world: World) -> dict[str, Any]:
-        problem, kind = None, CheckpointError
-        try:
+        with failing_together(world):
             check_file(path)
-        except CheckpointError as error:
-            problem, kind = str(error), type(error)
-        self._raise_together(path, problem, world, kind)
         return read_checkpoint(path, is_trusted=self.reads_objects)
 
     def end_hooks(self, module: pl.LightningModule, *, is_set_up: bool) -> None:
@@ -321,35 +317,13 @@ class Checkpoints:
             return [str(own.path), own.substitutes]
 
         place, substitutes = decided(look, world)
-        chosen, problem = place_of(place), None
-        if own is None:
-            try:
-                own, self._leases = _leased(chosen, report=lambda _: None)
+        with failing_together(world):
+            if own is None:
+                own, self._leases = _leased(place_of(place), report=lambda _: None)
                 if own.substitutes != substitutes:
-                    problem = f"rank {world.rank} finds other damage in it than rank 0"
-            except CheckpointError as error:
-                problem = str(error)
-        self._raise_together(chosen, problem, world)
+                    raise CheckpointError(f"rank {world.rank} finds other damage in {place} than rank 0")
         assert own is not None
         return own
-
-    def _raise_together(
-        self, path: Place, problem: str | None, world: World, kind: type[CheckpointError] = CheckpointError
-    ) -> None:
-        """Raise on every rank if one rank cannot read the checkpoint; collective.
-
-        Args:
-            problem, kind: message of this rank, None without a problem, and its exception type.
-
-        Raises:
-            CheckpointError: on every rank, the first problem.
-        """
-        problems = all_gather_json([problem, kind is MissingCheckpointError], world)
-        message, is_missing = next((one for one in problems if one[0] is not None), (None, False))
-        if message is not None:
-            self.release()
-            error = MissingCheckpointError if is_missing else CheckpointError
-            raise error(message if str(path) in message else f"not every rank can read {path}: {message}")
 
     def release(self) -> None:
         """Release the lease of the checkpoint that this run was restored from: it may be pruned."""
@@ -365,23 +339,10 @@ def decided(look: Callable[[], T], world: World) -> T:
     Raises:
         ConfigurationError, CheckpointError: on every rank, the error of rank 0.
     """
-    found: T | None = None
-    problem: ConfigurationError | CheckpointError | None = None
-    if world.rank == 0:
-        try:
-            found = look()
-        except (ConfigurationError, CheckpointError) as error:
-            problem = error
-        except OSError as error:
-            problem = CheckpointError(f"{error.filename or 'storage'} cannot be read ({error.strerror or error})")
-    kinds: list[type[Exception]] = [ConfigurationError, MissingCheckpointError, CheckpointError]
-    kind = next((index for index, kind in enumerate(kinds) if isinstance(problem, kind)), None)
-    found, kind, message = broadcast_object((found, kind, str(problem)), 0, world)
-    if problem is not None:
-        raise problem
-    if kind is not None:
-        raise kinds[kind](message)
-    return found
+    with failing_together(world):
+        found = look() if world.rank == 0 else None
+    answer: T = broadcast_object(found, 0, world)
+    return answer
 
 
 def _fit_loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,14 +42,13 @@ def check_module(
     Raises:
         ConfigurationError: what cannot be trained the same on any number of ranks.
     """
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    averaging = next((c for c in callbacks if isinstance(c, StochasticWeightAveraging)), None)
+    averaging = private_lightning.callback_of(trainer, StochasticWeightAveraging)
     if averaging is not None and (cuts_dense or moe_layers(module)):
         raise ConfigurationError(
             f"{type(averaging).__name__} copies the module before experts and parts of layers have their places: "
             "use WeightAveraging, or average checkpoints after training"
         )
-    finetuning = next((c for c in callbacks if isinstance(c, BaseFinetuning)), None)
+    finetuning = private_lightning.callback_of(trainer, BaseFinetuning)
     if finetuning is not None and fixed_groups is not None and trainer.state.fn == TrainerFn.FITTING:
         raise ConfigurationError(f"{type(finetuning).__name__} adds parameter groups, but {fixed_groups}")
     if private_lightning.was_compiled(module) and moe_layers(module):

@@ -283,15 +283,9 @@ class PlacedExperts:
         before = [layer.experts.slot_experts for layer in self.layers]
         return self._move(placements, dispatchers, before, held_states(self.placements), optimizers, began, nodes)
 
-    def refusal(self, placements: Sequence[Placement]) -> str | None:
-        """Return the error message with which `replace` would refuse placements, as far as this rank can check alone;
-        None without one.
-        """
-        try:
-            self._dispatchers(placements)
-        except ConfigurationError as error:
-            return str(error)
-        return None
+    def check(self, placements: Sequence[Placement]) -> None:
+        """Check placements as `replace` does, as far as this rank can alone; raises as that."""
+        self._dispatchers(placements)
 
     def enter_world(
         self,

@@ -31,7 +31,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import AbsentBlock
-from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
+from moe_lightning.parallel.collectives import check_agreement, failing_together, fingerprint
 from moe_lightning.parallel.context import World, agree, all_reduce_
 from moe_lightning.parallel.mesh import Part, stage_ranks
 from moe_lightning.state.pieces import Block
@@ -611,9 +611,8 @@ class StageState(StageMap):
             )
         wanted = fingerprint(*(placement.replicas for placement in placements))
         check_agreement(wanted, "the new placement", self.world)
-        refusals = all_gather_json(experts.refusal(self.own(placements)), self.pipe)
-        if refusal := next(filter(None, refusals), None):
-            raise ConfigurationError(refusal)
+        with failing_together(self.pipe):
+            experts.check(self.own(placements))
         report = experts.replace(self.set_placements(placements), optimizers, self.nodes(nodes))
         moved = torch.tensor(report.moved_states, device=self.world.device)
         all_reduce_(moved, self.pipe)

@@ -17,13 +17,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed import distributed_c10d as c10d
 
 from moe_lightning import ExpertParallelStrategy
-from moe_lightning.errors import ConfigurationError, ForeignMessageError
+from moe_lightning.errors import CheckpointError, ConfigurationError, ForeignMessageError, MissingCheckpointError
 from moe_lightning.parallel.collectives import (
     MAX_BYTES,
     all_gather_json,
     broadcast_object,
     carry_objects_without_pickle,
     check_versions,
+    failing_together,
 )
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_
 from tests.distributed.harness import connect, run_ranks
@@ -39,6 +40,31 @@ def outcome(function: Any, *args: Any) -> str:
     except (ConfigurationError, ForeignMessageError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def fail(rank: int, world_size: int) -> list[str]:
+    """Rank 1 fails in each way, rank 2 in another one; then none does."""
+    world, found = connect(), []
+    for error in (OSError(13, "Permission denied", "/x"), ConfigurationError("a"), MissingCheckpointError("b"), None):
+        own = (None, error, error and CheckpointError("c"))[rank]
+        try:
+            with failing_together(world):
+                if own is not None:
+                    raise own
+            found.append("none")
+        except (ConfigurationError, CheckpointError) as caught:
+            found.append(f"{type(caught).__name__}: {caught}")
+    return found
+
+
+def test_all_ranks_raise_the_error_of_the_first_that_fails() -> None:
+    expected = [
+        "CheckpointError: /x cannot be used (Permission denied)",
+        "ConfigurationError: a",
+        "MissingCheckpointError: b",
+        "none",
+    ]
+    assert run_ranks(3, fail) == [expected] * 3
 
 
 # ---------------------------------------------------------------------- among ourselves

@@ -174,22 +174,6 @@ def test_tokens_of_all_ranks_count() -> None:
     assert run_ranks(2, _tokens_on_ranks) == [72 * LENGTH] * 2
 
 
-class Diverging(pl.Callback):
-    """Breaks the model before a step."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if trainer.global_step == 1:
-            with torch.no_grad():
-                next(pl_module.parameters()).fill_(float("nan"))
-
-
-def test_a_loss_that_is_no_number_is_told_once(recwarn: pytest.WarningsRecorder) -> None:
-    _fit([Telemetry(), Diverging()], steps=9)
-    told = [str(warning.message) for warning in recwarn if "is nan" in str(warning.message)]
-    assert len(told) == 1
-    assert told[0].startswith("the loss of step 3 is nan")
-
-
 def test_steps_that_do_not_log_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     of_layer = telemetry.layer_metrics
