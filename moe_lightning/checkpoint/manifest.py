@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import xxhash
-from annotated_types import Interval
-from pydantic import AfterValidator, StringConstraints, TypeAdapter, ValidationError
+from annotated_types import Interval, Predicate
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import (
@@ -42,6 +41,9 @@ from moe_lightning.state.pieces import (
     replay_key,
 )
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
 T = TypeVar("T")
 
 _END_OF_TIME_S = 253_402_300_799  # the last second of the year 9999
@@ -49,7 +51,13 @@ _MOST_EXPERTS = 1 << 24  # of all layers together
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+def _make_adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter  # a tenth of the time in which the package is imported
+
+    return TypeAdapter(kind)
+
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(_make_adapter)
 
 
 def dump_json(kind: type[T], value: T) -> bytes:
@@ -63,6 +71,8 @@ def read_json(kind: type[T], data: bytes, origin: str) -> T:
     Raises:
         CheckpointError: the data is something else.
     """
+    from pydantic import ValidationError
+
     try:
         value: T = _adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
@@ -89,13 +99,13 @@ _EXTRA: Mapping[str, Any] = {
 }
 
 
-def _checked_extra(values: dict[str, Any]) -> dict[str, Any]:
+def _is_extra(values: dict[str, Any]) -> bool:
     for name in _EXTRA.keys() & values.keys():
         _adapter(_EXTRA[name]).validate_python(values[name], strict=True)
-    return values
+    return True
 
 
-Extra = Annotated[dict[str, Any], AfterValidator(_checked_extra)]
+Extra = Annotated[dict[str, Any], Predicate(_is_extra)]
 """Any entries, and limits of those that are used here."""
 
 
@@ -217,7 +227,7 @@ class FileRecord:
 
     path: Text
     nbytes: Size
-    xxh3: Annotated[str, StringConstraints(pattern=f"^{_DIGEST.pattern}$")]
+    xxh3: Annotated[str, Predicate(lambda text: _DIGEST.fullmatch(text) is not None)]
 
 
 @dataclass(frozen=True, kw_only=True)
