@@ -54,10 +54,6 @@ from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place, lock_exclusively, write_durably
 from moe_lightning.errors import CheckpointError
 
-_POLL_S = 0.01
-_RECORD_S = 1.0
-_LEAVE_S = 30.0
-
 
 def complaint_of(error: OSError | CheckpointError, root: Place) -> str:
     """Return the reason why an attempt to write a checkpoint failed, in one sentence."""

@@ -127,19 +127,18 @@ class CheckpointSource(ABC):
         self.read_into(key, out)
         return out
 
-    def read_into(self, key: str, out: torch.Tensor, *, first_row: int = 0, block: Block | None = None) -> None:
-        """Fill `out` with rows of the tensor under a key, beginning at `first_row`, or with a block of it; converts
-        dtype and device where they differ.
+    def read_into(self, key: str, out: torch.Tensor, *, block: Block | None = None) -> None:
+        """Fill `out` with the tensor under a key, or with a block of it; converts dtype and device where they differ.
 
         Raises:
             CheckpointError: no such key, or the shapes do not fit.
         """
         pieces = self._tensor_pieces(key)
         shape = pieces[0].block.whole
-        wanted = block or Block.of_rows(out.shape, first_row, shape[0] if shape else 0)
+        wanted = block or Block.of(out.shape)
         if wanted.whole != shape or not wanted.is_inside:
             raise CheckpointError(
-                f"{key} has shape {list(shape)} in {self.path.name}: rows from {first_row} do not fit {list(out.shape)}"
+                f"{key} has shape {list(shape)} in {self.path.name}: {list(out.shape)} is no part of it"
             )
         for piece in pieces:
             shared = wanted.intersection(piece.block)

@@ -212,9 +212,7 @@ def protected_by(protection: Protection, node_of: Sequence[int], failures: int) 
     return layout
 
 
-def choose_protection(
-    node_of: Sequence[int], *, replicated: bool, failures: int = 1, group_nodes: int = 8
-) -> ProtectionLayout:
+def choose_protection(node_of: Sequence[int], *, replicated: bool, failures: int = 1) -> ProtectionLayout:
     """The cheapest layout that survives so many simultaneous node failures.
 
     None where all state lives on enough nodes already, or where there is one node only; parities for one failure in
@@ -233,7 +231,7 @@ def choose_protection(
     if replicated or failures == 0 or num_nodes == 1:
         return no_protection(node_of)
     if failures == 1 and num_nodes >= 3:
-        return aec_layout(node_of, group_nodes=max(3, group_nodes))
+        return aec_layout(node_of)
     return arc_layout(node_of, shifts=failures)
 
 

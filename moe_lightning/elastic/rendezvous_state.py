@@ -438,7 +438,7 @@ _OUTAGE_S = 2 * HEARTBEAT_S  # without a message of any client: the host itself 
 logger = logging.getLogger(__name__)
 
 
-class _Connections:
+class Connections:
     """Connections by name, each of which has one at most.
 
     Attributes:
@@ -465,53 +465,16 @@ class Clients:
     """Connections of members and launchers, and the messages to them.
 
     Attributes:
+        members: by their ids.
+        launchers: by their tokens.
         outbox: (connection, message) to be sent, in order.
         dropped: connections to be closed.
     """
 
     def __init__(self) -> None:
-        self._members = _Connections()
-        self._launchers = _Connections()  # by their tokens
+        self.members, self.launchers = Connections(), Connections()
         self.outbox: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
-
-    @property
-    def num_members(self) -> int:
-        """Number of members that are connected."""
-        return len(self._members.by_name)
-
-    @property
-    def members(self) -> list[tuple[int, str]]:
-        """The connections of members, each with the member."""
-        return list(self._members.names.items())
-
-    def member(self, connection: int) -> str:
-        """Return the member of a connection; "" if it has none."""
-        return self._members.names.get(connection, "")
-
-    def of_member(self, member_id: str) -> int | None:
-        """Return the connection of a member; None if it has none."""
-        return self._members.by_name.get(member_id)
-
-    def connect_member(self, connection: int, member_id: str) -> None:
-        """Set the connection of a member."""
-        self._members.add(connection, member_id)
-
-    def disconnect_member(self, connection: int) -> None:
-        """Forget a connection of a member, which may have another one by now."""
-        self._members.remove(connection)
-
-    def connect_launcher(self, connection: int, token: str) -> None:
-        """Set the connection of a launcher."""
-        self._launchers.add(connection, token)
-
-    def disconnect_launcher(self, connection: int) -> None:
-        """Forget a connection of a launcher, which may have another one by now."""
-        self._launchers.remove(connection)
-
-    def is_launcher(self, connection: int) -> bool:
-        """Return True if a connection is one of a launcher."""
-        return connection in self._launchers.names
 
     def send(self, connection: int, **message: Any) -> None:
         """Queue a message."""
@@ -519,26 +482,26 @@ class Clients:
 
     def send_to(self, ids: Iterable[str], message: Message) -> None:
         """Queue a message for those of these members that are connected."""
-        connections = (self._members.by_name.get(member_id) for member_id in ids)
+        connections = (self.members.by_name.get(member_id) for member_id in ids)
         self.outbox += [(connection, message) for connection in connections if connection is not None]
 
     def send_to_all(self, message: Message) -> None:
         """Queue a message for all members and launchers."""
-        self.outbox += [(connection, message) for connection in (*self._members.names, *self._launchers.names)]
+        self.outbox += [(connection, message) for connection in (*self.members.names, *self.launchers.names)]
 
     def send_to_launcher(self, member_id: str, kind: str) -> None:
         """Queue for the launcher of a member, if it is connected, what happened to that."""
         token = token_of(member_id)
-        if (connection := self._launchers.by_name.get(launcher_of(token))) is not None:
+        if (connection := self.launchers.by_name.get(launcher_of(token))) is not None:
             self.send(connection, t=kind, token=token)
 
     def send_workers(self, ids: Iterable[str]) -> None:
         """Queue for every launcher which of its workers are in a world of these members."""
-        workers: dict[str, list[str]] = {token: [] for token in self._launchers.by_name}
+        workers: dict[str, list[str]] = {token: [] for token in self.launchers.by_name}
         for member_id in ids:
             token = token_of(member_id)
             workers.setdefault(launcher_of(token), []).append(token)
-        for token, connection in self._launchers.by_name.items():
+        for token, connection in self.launchers.by_name.items():
             self.send(connection, t="formed", tokens=workers[token])
 
 
@@ -668,7 +631,7 @@ class RendezvousState:
     @property
     def missing(self) -> int:
         """Number of members that are expected and not connected."""
-        return max(0, self._expected - self.clients.num_members)
+        return max(0, self._expected - len(self.clients.members.by_name))
 
     # ------------------------------------------------------------------ input
 
@@ -682,7 +645,7 @@ class RendezvousState:
             WireError: the message is malformed.
         """
         self._exclude_own_outage(now)
-        member = self._members.get(self.clients.member(connection))
+        member = self._members.get(self.clients.members.names.get(connection, ""))
         if member is not None:
             member.last_seen = now
         match message:
@@ -690,10 +653,10 @@ class RendezvousState:
                 self._register(connection, message, now, is_local=is_local)
             case {"t": "launcher", "token": str(token), "expected": int(expected)}:
                 self._expected = max(self._expected, expected)
-                self.clients.connect_launcher(connection, token)
-            case {"t": "health", "time_s": float(time_s)} if self.clients.is_launcher(connection):
+                self.clients.launchers.add(connection, token)
+            case {"t": "health", "time_s": float(time_s)} if connection in self.clients.launchers.names:
                 self._judge_node(connection, message, time_s - self._wall_clock_s())
-            case {"t": "died", "token": str(token), "how": str(how)} if self.clients.is_launcher(connection):
+            case {"t": "died", "token": str(token), "how": str(how)} if connection in self.clients.launchers.names:
                 self._record_death(token, how[:LONGEST_WORD], now)
             case {"t": "beat", "progress": int(progress)}:
                 self.clients.outbox.append((connection, _BEAT))
@@ -759,18 +722,18 @@ class RendezvousState:
 
     def disconnect(self, connection: int, now: float) -> None:
         """Record that a connection has ended."""
-        self.clients.disconnect_launcher(connection)
+        self.clients.launchers.remove(connection)
         self._nodes.pop(connection, None)
-        member = self._members.get(self.clients.member(connection))
+        member = self._members.get(self.clients.members.names.get(connection, ""))
         self._unlink(connection)
-        if member is not None and self.clients.of_member(member.id) is None:
+        if member is not None and self.clients.members.by_name.get(member.id) is None:
             member.lost_at = now
 
     def _unlink(self, connection: int) -> None:
         """Remove a connection of a member."""
         self._announced.forget(connection)
         self._unknown.forget(connection)
-        self.clients.disconnect_member(connection)
+        self.clients.members.remove(connection)
 
     def tick(self, now: float) -> None:
         """Make the decisions that are due; call it after all input is handled."""
@@ -845,12 +808,12 @@ class RendezvousState:
             case {"number": int(reported)} if "members" not in world and not self._is_known(reported):
                 self._unknown.add(connection, reported)
                 return
-        older = self.clients.of_member(member_id)
+        older = self.clients.members.by_name.get(member_id)
         if older is not None and older != connection:
             self._unlink(older)
             self.clients.dropped.append(older)
         self._unlink(connection)  # of the member under its former name
-        self.clients.connect_member(connection, member_id)
+        self.clients.members.add(connection, member_id)
         self._expected = max(self._expected, expected)
         self._restore_world(world, member_id, now)
         if world is not None:
@@ -906,7 +869,7 @@ class RendezvousState:
                     grace_s=grace_s,
                     progress=-1,
                 )
-        for connection, owner in self.clients.members:
+        for connection, owner in list(self.clients.members.names.items()):
             if owner in self._members and owner != reporter:  # it has missed that this world formed
                 self._send_missed(connection, self._members[owner], None, now)
 
@@ -943,7 +906,7 @@ class RendezvousState:
         self._members.pop(member.id, None)
         if self.world is not None and member.id in self.world.ranks:
             self.world.gone.add(member.id)
-        if (connection := self.clients.of_member(member.id)) is not None:
+        if (connection := self.clients.members.by_name.get(member.id)) is not None:
             self._unlink(connection)
 
     def _evict(self, member: Member, reason: str, rating: int, now: float) -> None:
@@ -993,7 +956,7 @@ class RendezvousState:
         self._links.forget_reports()
         for member in members:
             member.joining_since, member.has_set_up, member.is_spare = None, True, False
-        connections = [c for m in ids if (c := self.clients.of_member(m)) is not None]
+        connections = [c for m in ids if (c := self.clients.members.by_name.get(m)) is not None]
         self.clients.outbox.extend(self._announced.formed(connections, self.world))
         self.clients.send_workers(ids)
 

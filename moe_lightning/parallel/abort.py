@@ -104,13 +104,9 @@ class GroupAborter:
         aborter.confirm(exchange)
 
     An abort while the block still runs ends present connections at once, later ones at the end of the block.
-
-    Args:
-        only_to: record only connections to this port; None for all.
     """
 
-    def __init__(self, *, only_to: int | None = None) -> None:
-        self._only_to = only_to
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._before: frozenset[Connection] | None = None
         self._connections: frozenset[Connection] = frozenset()
@@ -190,8 +186,7 @@ class GroupAborter:
 
     def _remember(self) -> None:
         assert self._before is not None
-        new = frozenset(open_connections()) - self._before
-        self._connections |= {c for c in new if self._only_to in (None, c.peer[1])}
+        self._connections |= frozenset(open_connections()) - self._before
 
     def _cut_all(self) -> None:
         for connection in self._connections:

@@ -141,10 +141,3 @@ def test_confirm_does_not_take_a_process_for_its_own_peer(peers: Peers) -> None:
     assert len(aborter.connections) == 2
     aborter.confirm(lambda mine: [mine])
     assert aborter.connections == frozenset()
-
-
-def test_only_to_a_port(peers: Peers) -> None:
-    with ExitStack() as stack, GroupAborter(only_to=peers.port) as aborter:
-        peers.pair()
-        Peers(stack).pair()
-    assert {c.peer[1] for c in aborter.connections} == {peers.port}

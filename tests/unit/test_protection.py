@@ -164,7 +164,8 @@ def test_the_choice() -> None:
     assert choose_protection(range(4), replicated=False, failures=0).method == "none"
     assert choose_protection([0, 0, 1], replicated=False).method == "arc", "two nodes: a parity would be a copy"
     assert choose_protection(range(3), replicated=False).groups == ((0, 1, 2),)
-    assert [len(g) for g in choose_protection(range(20), replicated=False, group_nodes=6).groups] == [7, 7, 6]
+    assert [len(g) for g in choose_protection(range(20), replicated=False).groups] == [10, 10]
+    assert [len(g) for g in aec_layout(range(20), group_nodes=6).groups] == [7, 7, 6]
     twice = choose_protection(range(4), replicated=False, failures=2)
     assert (twice.method, twice.holders[0]) == ("arc", (3, 2))
 

@@ -20,6 +20,7 @@ from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
 from moe_lightning.checkpoint.storage.posix import PosixStorage
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import Block
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, expert_keys, node, whole_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -146,12 +147,11 @@ def test_another_number_of_ranks_reads_rows(tmp_path: Path) -> None:
             bounds = [rank * 11 // world_size for rank in range(world_size + 1)]
             for low, high in pairwise(bounds):
                 out = torch.empty(high - low, 3, dtype=torch.float64)
-                checkpoint.read_into("dense/embedding/weight", out, first_row=low)
+                checkpoint.read_into("dense/embedding/weight", out, block=Block.of_rows(out.shape, low, 11))
                 assert torch.equal(out.float(), expected[low:high])
-        with pytest.raises(CheckpointError, match="do not fit"):
-            checkpoint.read_into("dense/embedding/weight", torch.empty(5, 3), first_row=8)
-        with pytest.raises(CheckpointError, match="do not fit"):
-            checkpoint.read_into("dense/embedding/weight", torch.empty(5, 4))
+        for out, block in ((torch.empty(5, 3), Block.of_rows((5, 3), 8, 11)), (torch.empty(5, 4), None)):
+            with pytest.raises(CheckpointError, match="is no part of it"):
+                checkpoint.read_into("dense/embedding/weight", out, block=block)
 
 
 def test_a_missing_part_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
