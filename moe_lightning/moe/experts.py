@@ -586,7 +586,8 @@ class FeedForward(nn.Module):
             gate, up = hidden.chunk(2, dim=-1)
             active = F.silu(gate) * up
         elif self.activation == "swiglu_clamped":
-            active = ops.expert_activation(hidden.flatten(0, -2), self.activation).unflatten(0, hidden.shape[:-1])
+            flat = ops.expert_activation(hidden.flatten(0, -2), self.activation)
+            active = flat.view(*hidden.shape[:-1], flat.shape[-1])
         else:
             active = F.gelu(hidden, approximate="tanh" if self.activation == "gelu_tanh" else "none")
         return self.down(active)  # type: ignore[no-any-return]

@@ -44,7 +44,7 @@ def drop_overflow(
 
 def limit_to_best_groups(selection_TE: Tensor, num_groups: int, top_groups: int, group_top_k: int) -> Tensor:
     """Minus infinity outside each token's best groups."""
-    grouped_TGE = selection_TE.unflatten(1, (num_groups, selection_TE.shape[1] // num_groups))
+    grouped_TGE = selection_TE.view(len(selection_TE), num_groups, selection_TE.shape[1] // num_groups)
     group_scores_TG = grouped_TGE.topk(min(group_top_k, grouped_TGE.shape[-1]), dim=-1).values.sum(dim=-1)
     best_TG = ops.top_k_experts(group_scores_TG, top_groups)
     allowed_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(-1, best_TG, True)

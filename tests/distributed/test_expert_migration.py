@@ -120,7 +120,7 @@ def migrate_until_killed(rank: int, world_size: int, folder: str, killed: int, e
         exchanged(*arguments)
 
     def transfer_or_die(*arguments: Any, **options: Any) -> int:
-        sent = state_transfer.transfer(*arguments, **options, most_bytes=32)
+        sent = state_transfer.transfer(*arguments, **options | {"most_bytes": 32})
         if rank == killed:
             os.kill(os.getpid(), signal.SIGKILL)
         return sent

@@ -92,7 +92,8 @@ def test_layer_equals_the_loop(data: st.DataObject) -> None:
 @pytest.mark.parametrize("groups", [{}, {"num_groups": 3, "top_groups": 2}])
 @pytest.mark.parametrize("shape", [(0, D_MODEL), (3, 0, D_MODEL)])
 def test_no_token_at_all(shape: tuple[int, ...], groups: dict[str, int]) -> None:
-    layer = make(num_experts=6, router={"z_loss_coef": 0.1, **groups})
+    router = {"z_loss_coef": 0.1, **groups}
+    layer = make(num_experts=6, router=router, num_shared_experts=1, activation="swiglu_clamped")
     x = torch.randn(*shape, requires_grad=True)
     out = layer(x)
     assert out.shape == shape

@@ -109,10 +109,10 @@ def test_reorder_chunks_and_gather_rows(chunks):
     sizes = [size for _, size in sorted(chunks)]
     starts = [sum(sizes[:old]) for old, _ in chunks]
     ends = list(itertools.accumulate(size for _, size in chunks))
-    index, inverse = ops.reorder_chunks(*(torch.tensor(v, device=DEVICE) for v in (starts, ends)), ends[-1])
-    assert index.tolist() == [
-        start + row for start, (_, size) in zip(starts, chunks, strict=True) for row in range(size)
-    ]
+    places = torch.tensor([starts, ends], device=DEVICE)
+    index, inverse = ops.reorder_chunks(places[0], places[1], ends[-1])
+    old = [range(start, start + size) for start, (_, size) in zip(starts, chunks, strict=True)]
+    assert index.tolist() == list(itertools.chain(*old))
     assert torch.equal(index[inverse], torch.arange(len(index), device=DEVICE))
     x = randn(len(index), 5)
     assert_equals_reference(lambda x: ops.gather_rows(x, index, inverse), x)
