@@ -381,16 +381,6 @@ class BalancePlanner:
         self._wait = self._interval
         return self._threads.result(placing)
 
-    def rebalance(self) -> list[Placement] | None:
-        """Count one step; new placements where they are due and any layer gains by them."""
-        placements = self.due_placements()
-        return placements if placements != self._placements else None
-
-    def fresh_placements(self) -> list[Placement]:
-        """Wait for and return the placements for the loads since the last placement, with fading earlier ones."""
-        self._placing = None
-        return self._threads.result(self._place())
-
     def _place(self) -> Future[list[Placement]]:
         """Have placements made from the loads up to here."""
         taken = [self._threads.submit(layer.take_load, _FADE) for layer in self._layers]

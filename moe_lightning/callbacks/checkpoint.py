@@ -242,6 +242,9 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._strategy = trainer.strategy
         if self._settings.lossless:
             self._strategy.state.require_replayable()
+        if not self._strategy.worlds.is_elastic and self._strategy.state.restored is not None:
+            self._settings = self._asked
+            self.lost = LostTokens(self._settings)  # of the state that was restored
         if self._strategy.worlds.is_elastic:  # a rank that joined for the end saves with those that were there
             self._is_interrupted = self.session is None
 

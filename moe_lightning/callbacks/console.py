@@ -152,6 +152,7 @@ class Console(ProgressBar):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._is_described = False
         self._close()
 
     def _close(self) -> None:

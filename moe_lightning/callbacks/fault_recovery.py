@@ -22,7 +22,7 @@ from typing_extensions import override
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.protection import PROTECTIONS, ProtectionLayout, choose_protection, protected_by
 from moe_lightning.compat import private_lightning
-from moe_lightning.config import validated
+from moe_lightning.config import PositiveInt, validated
 from moe_lightning.elastic.faults import MEMBERS_CHANGE, WorldChanged
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy
@@ -124,24 +124,15 @@ class FaultRecovery(ExpertParallelCallback):
     def __init__(
         self,
         *,
-        min_replicas: int = 2,
+        min_replicas: PositiveInt = 2,
         protection: str = "auto",
-        failures: int = 1,
+        failures: PositiveInt = 1,
         optimizer_replay: bool = False,
-        verify_replay_every: int = 100,
-        max_recoveries: int = 100,
+        verify_replay_every: PositiveInt = 100,
+        max_recoveries: PositiveInt = 100,
     ) -> None:
         if protection != "auto":
             PROTECTIONS.find(protection)
-        numbers = {
-            "min_replicas": min_replicas,
-            "failures": failures,
-            "verify_replay_every": verify_replay_every,
-            "max_recoveries": max_recoveries,
-        }
-        for name, value in numbers.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"{name}={value!r} must be an integer of at least 1")
         self._min_replicas = min_replicas
         self._protection, self._failures = protection, failures
         self.replays, self._verify_every = optimizer_replay, verify_replay_every

@@ -387,6 +387,11 @@ class LoadBalancer(ExpertParallelCallback):
     # ------------------------------------------------------------------ start and end
 
     @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":  # what was saved is loaded after this
+            self._restored = None
+
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop()
         self._take_planner(None)
@@ -518,11 +523,6 @@ class LoadBalancer(ExpertParallelCallback):
     def _move(self, strategy: ExpertParallelStrategy, planner: BalancePlanner, placements: list[Placement]) -> None:
         self._since_log.reports.append(strategy.replace_experts(strategy.state.stages.placements_of_all(placements)))
         planner.moved(placements)
-
-    def rebalance(self, trainer: pl.Trainer) -> None:
-        """Place experts anew at once, from the loads so far; collective, between steps."""
-        if self.planner is not None:
-            self._move(_strategy(trainer), self.planner, self.planner.fresh_placements())
 
     def _observe(self, pipeline: Steps | None, index: int, layer: MoELayer) -> None:
         """While the last micro-batch's tokens travel: take the step's counts in and plan the next step's shadows.

@@ -115,7 +115,11 @@ class RoutingRecorder(Callback):
         stages = stages_of(trainer)
         if (iteration - 1) % self._every or not (trainer.is_global_zero or stages.num_stages > 1):
             return
-        counts = _counts(moe_layers(pl_module), stages)
+        layers = moe_layers(pl_module)
+        if any(layer.statistics is None for layer in layers):  # left to run by a fault, which has dropped them
+            self._running = None
+            return
+        counts = _counts(layers, stages)
         if not trainer.is_global_zero:
             return
         self._running = counts if self._running is None else self._running + counts

@@ -230,17 +230,20 @@ class SpeedFollower:
     def _look_after_stragglers(self) -> None:
         ratios = np.array(self.ratios)
         self._slow_for = np.where(ratios < _SLOW, self._slow_for + 1, 0)
-        for rank in np.flatnonzero(self._slow_for == _SLOW_STEPS).tolist():
-            leaves = self._policy.stragglers == "expel" and self._expel(rank, ratios)
-            rank_zero_info(
-                f"LoadBalancer: rank {rank} has had {ratios[rank]:.2f} of the median rank's speed for {_SLOW_STEPS} "
-                + ("steps: it hands over and leaves" if leaves else "steps: it gets fewer samples and tokens")
-            )
+        is_due = (self._slow_for > 0) & (self._slow_for % _SLOW_STEPS == 0)
+        for rank in np.flatnonzero(is_due).tolist():
+            steps = int(self._slow_for[rank])
+            leaves = self._policy.stragglers == "expel" and self._expel(rank, ratios, steps)
+            if leaves or steps == _SLOW_STEPS:
+                rank_zero_info(
+                    f"LoadBalancer: rank {rank} has had {ratios[rank]:.2f} of the median rank's speed for {steps} "
+                    + ("steps: it hands over and leaves" if leaves else "steps: it gets fewer samples and tokens")
+                )
 
-    def _expel(self, rank: int, ratios: np.ndarray) -> bool:
+    def _expel(self, rank: int, ratios: np.ndarray, steps: int) -> bool:
         """Let a rank leave, if it is the slowest and enough others are left."""
         share = f"{ratios[rank]:.2f} of the median rank's speed"
-        reason = f"it had {share} for {_SLOW_STEPS} steps (stragglers=expel)"
+        reason = f"it had {share} for {steps} steps (stragglers=expel)"
         return rank == int(ratios.argmin()) and self._strategy.elastic.request_departure(rank, reason)
 
     # ------------------------------------------------------------------ metrics

@@ -177,6 +177,9 @@ class SpikeGuard(ExpertParallelCallback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         own_strategy(trainer, "SpikeGuard").update.finite.ignore_spikes()
+        if stage == "fit":  # what was saved is loaded after this
+            self._losses.clear()
+            self.rollbacks = 0
         if not pl_module.automatic_optimization:
             raise ConfigurationError(
                 "SpikeGuard returns to the end of a step, which manual optimization does not state: use automatic "
@@ -202,7 +205,11 @@ class SpikeGuard(ExpertParallelCallback):
         self._began = began = None if here is None or sampler is None else sampler.begin_of(here)
         self._position = None if here is None or began is None else began + here.step_total
         if not self._copies:
-            self._copies.append(StateCopy.of(own_strategy(trainer, "SpikeGuard"), trainer.global_step, began))
+            self._copy(own_strategy(trainer, "SpikeGuard"), trainer.global_step, began)
+
+    def _copy(self, strategy: ExpertParallelStrategy, step: int, position: int | None) -> None:
+        if strategy.state.window_replay is None:  # else experts lack what brings their state back
+            self._copies.append(StateCopy.of(strategy, step, position))
 
     @override
     def on_before_optimizer_step(
@@ -254,8 +261,7 @@ class SpikeGuard(ExpertParallelCallback):
             if trainer.is_global_zero:
                 self._report()
         elif trainer.global_step % self._every == 0:
-            strategy = own_strategy(trainer, "SpikeGuard")
-            self._copies.append(StateCopy.of(strategy, trainer.global_step, self._position))
+            self._copy(own_strategy(trainer, "SpikeGuard"), trainer.global_step, self._position)
 
     def _report(self) -> None:
         spike, self._spike = self._spike, None

@@ -229,6 +229,10 @@ class Telemetry(Callback):
         self._exchanges = _ExchangeTime()
 
     @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._health = RoutingHealth()
+
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._peak_flops_per_s is None:
             self._peak_flops_per_s = known_peak(trainer.strategy.root_device, str(trainer.precision))

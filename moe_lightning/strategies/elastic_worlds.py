@@ -286,7 +286,6 @@ class ElasticWorlds:
         step: the last one that was committed, and the way back to it.
         is_newcomer: this process holds nothing of the run yet.
         change_is_due: the ranks agreed to form another world before the next step.
-        report: of the last recovery; None before the first.
     """
 
     def __init__(self, strategy: ChangingStrategy, engine: Membership) -> None:
@@ -298,7 +297,6 @@ class ElasticWorlds:
         self.step = CommittedStep(strategy.state)
         self.is_newcomer = self.change_is_due = False
         self._departure: str | None = None
-        self.report: RecoveryReport | None = None
         self._plan: RecoveryPlan | None = None  # of the last recovery
         self._faults = RepeatedFaults()
         self._cause: str | None = None
@@ -557,7 +555,7 @@ class ElasticWorlds:
         reported = reason if isinstance(fault, WorldChanged) or before == 0 else self._cause or reason
         if reported == MEMBERS_CHANGE:
             reported = members.change_from(former) or reported
-        self.report = RecoveryReport(
+        report = RecoveryReport(
             reason=reported,
             step=self.step.version,
             steps_lost=max(0, version - self.step.version) if before else 0,
@@ -570,9 +568,9 @@ class ElasticWorlds:
             began_at=began_at,
             seconds=seconds,
         )
-        self.step.batch.record_lost(self.report.lost_ranks)
-        call_hook(self._state.module, "on_recovered", self.report)
-        self._faults.check(self.report.lost_ranks, version, reason)
+        self.step.batch.record_lost(report.lost_ranks)
+        call_hook(self._state.module, "on_recovered", report)
+        self._faults.check(report.lost_ranks, version, reason)
 
     def _reason(self, fault: BaseException | None) -> str:
         return "this process joins a running world" if self.is_newcomer else reason_of(fault, self.engine.reason)

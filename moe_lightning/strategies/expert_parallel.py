@@ -382,6 +382,10 @@ class ExpertParallelStrategy(DDPStrategy):
         self.model = self._dense_sum.unwrapped(self.state.module)
         self.state.parts.leave()
         self.steps.leave_world()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        """Forget an aborted step, of this training or of one that an exception has ended."""
         self.experts.forget_step()
         if self._pipeline is not None:
             self._pipeline.forget_step()
@@ -580,6 +584,8 @@ class ExpertParallelStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._forget_step()
+        self.state.forget_counts()
         self.checkpoints.begin_training()
         self.steps.begin_training()
         follow_schedule(self.state.trainer)
@@ -600,6 +606,7 @@ class ExpertParallelStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self._hangs.end()
+        self.failures.restore_savers()
         self.checkpoints.release()
         module = self.lightning_module
         if module is not None and self.state.holds(module):

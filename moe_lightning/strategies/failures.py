@@ -13,7 +13,7 @@ import logging
 import time
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -81,12 +81,13 @@ class Failure:
         except RuntimeError:  # as above
             return False
 
-    def stop_savers(self, trainer: pl.Trainer) -> None:
-        """Let callbacks save no checkpoint on this exception, unless all ranks can."""
-        for saver in trainer.checkpoint_callbacks:
-            if getattr(saver, "save_on_exception", False) and not self.is_common:
-                saver.save_on_exception = False  # type: ignore[attr-defined]  # it would report a file that is not there
-                self.warn_of_no_checkpoint()
+    def savers(self, trainer: pl.Trainer) -> list[Any]:
+        """Return the callbacks that would save a checkpoint on this exception, but not all ranks can."""
+        savers = [saver for saver in trainer.checkpoint_callbacks if getattr(saver, "save_on_exception", False)]
+        if not savers or self.is_common:
+            return []
+        self.warn_of_no_checkpoint()
+        return savers
 
     def warn_of_no_checkpoint(self) -> None:
         """Warn that the exception leaves no checkpoint, on the rank that raised it."""
@@ -120,6 +121,7 @@ class TrainerFailures:
     def __init__(self, worlds: Worlds) -> None:
         self._worlds = worlds
         self.last: Failure | None = None
+        self._stopped: list[Any] = []
 
     def publish(self, error: BaseException, trainer: pl.Trainer | None) -> None:
         """Publish an exception to the other ranks, where there are any."""
@@ -127,8 +129,15 @@ class TrainerFailures:
         if not (worlds.is_joined and worlds.present.is_connected and dist.is_initialized()):
             return
         self.last = Failure(error, worlds.present, 0 if self.last is None else self.last.number + 1)
-        if trainer is not None:
-            self.last.stop_savers(trainer)
+        for saver in self.last.savers(trainer) if trainer is not None else ():
+            saver.save_on_exception = False  # it would report a file that is not there
+            self._stopped.append(saver)
+
+    def restore_savers(self) -> None:
+        """Let callbacks save on the exceptions of another fit."""
+        for saver in self._stopped:
+            saver.save_on_exception = True
+        self._stopped = []
 
     def explained(self, error: Exception, elastic: ElasticWorlds | FixedWorld) -> Exception:
         """Return the exception to raise instead of one that leaves the Trainer."""

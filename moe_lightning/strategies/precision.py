@@ -28,7 +28,7 @@ from typing_extensions import override
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.private_torch import SharedScaler
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.parallel.context import all_reduce_
+from moe_lightning.parallel.context import all_reduce_, any_says
 from moe_lightning.state.tensors import local, preserved_marks
 from moe_lightning.strategies.worlds import Worlds
 
@@ -108,9 +108,10 @@ class AgreedScaler(SharedScaler):
         """True if the update is left out; the same on every rank. Collective for fused optimizers, whose gradients
         Lightning does not divide by the scale.
         """
-        gradients = any(p.grad is not None for p in self._parameters_of(optimizer))
-        if gradients and not self.is_unscaled(optimizer):
-            self.unscale_(optimizer)
+        if not self.is_unscaled(optimizer):
+            has_gradients = any(p.grad is not None for p in self._parameters_of(optimizer))
+            if any_says([has_gradients], self._worlds.present)[0]:
+                self.unscale_(optimizer)
         return self.has_overflowed(optimizer)
 
 

@@ -178,7 +178,7 @@ class StateCheck:
         if not self._schedule.begins(step):
             return
         if self._schedule.is_new_world:
-            self._own, self.verified = None, step - 1
+            self._own, self.verified, self._counts_writes = None, step - 1, True  # newcomers have seen no writes
         if not self._schedule.is_due(step):
             return
         sums = self._sums()

@@ -65,7 +65,8 @@ class StepUpdate:
         private_lightning.use_own_methods(precision)
         own_scale(precision)
         private_torch.clip_norms_as_usual()
-        self._scaler = None
+        self.finite.end()
+        self._scaler, self._num_groups = None, -1
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that every row of a stack is updated by itself, each time that parameter groups are added.

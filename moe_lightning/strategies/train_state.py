@@ -133,6 +133,7 @@ class TrainState:
         if self.updates.on_host:
             require_host_updates(optimizers)
         self.optimizers = optimizers
+        self.restored = self.window_replay = None  # of a former fit
         for state in (
             state for optimizer in optimizers for state in optimizer.state.values()
         ):  # Adagrad creates it in its constructor

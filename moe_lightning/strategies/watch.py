@@ -208,7 +208,13 @@ class FiniteWatch:
         """Forget the running step, which will be repeated."""
         self._flying.clear()
         self._places, self._own, self._found, self._buffers = [], [], None, None
-        self._is_new_step = True
+        self._is_new_step, self._skipped = True, 0
+
+    def end(self) -> None:
+        """Forget a training."""
+        self.forget_step()
+        self._losses.clear()
+        self._watches_spikes, self._has_warned = True, False
 
     def finish(self) -> None:
         """Read the numbers that have not been read yet, at the end of training."""

@@ -228,12 +228,11 @@ class FixedWorld:
 
     Attributes:
         engine, step: None.
-        members, report, is_newcomer, change_is_due, has_rolled_back, node, is_broken, leaves_on_sigterm: see there.
+        members, is_newcomer, change_is_due, has_rolled_back, node, is_broken, leaves_on_sigterm: see there.
     """
 
     engine = step = None
     members: Members | None = None
-    report: RecoveryReport | None = None
     is_newcomer = change_is_due = has_rolled_back = is_broken = leaves_on_sigterm = False
     node = ""
 

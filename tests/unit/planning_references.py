@@ -8,9 +8,16 @@ import numpy as np
 
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.cost_model import ONE_COPY, BlockCosts, TransferMethod, predict_block
+from moe_lightning.balancing.planner import BalancePlanner
 from moe_lightning.balancing.shadow_search import no_shadows
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, choose_homes, shadow_quota
+
+
+def rebalance(planner: BalancePlanner) -> list[Placement] | None:
+    """Count one step; new placements where they are due and any layer gains by them."""
+    placements = planner.due_placements()
+    return placements if placements != planner._placements else None
 
 
 def searched_shadows(

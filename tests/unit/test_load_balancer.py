@@ -16,9 +16,11 @@ from moe_lightning.balancing.packing import packed_placement
 from moe_lightning.balancing.planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
 from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES
 from moe_lightning.callbacks.load_balancer import balanced_ranks, min_replicas
+from moe_lightning.callbacks.speeds import SpeedFollower, SpeedPolicy
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
+from tests.unit.planning_references import rebalance
 
 EXPERTS, RANKS, LAYERS = 8, 4, 2
 COSTS = BlockCosts(
@@ -51,7 +53,7 @@ def test_placements_come_early_first_and_then_as_often_as_asked() -> None:
     due: list[int] = []
     for step in range(90):
         observe(planner, skewed(hot=len(due)))  # another expert becomes hot after every placement
-        placements = planner.rebalance()
+        placements = rebalance(planner)
         if placements is not None:
             due.append(step + 1)
             planner.moved(placements)
@@ -64,7 +66,7 @@ def test_placements_come_early_first_and_then_as_often_as_asked() -> None:
 def test_a_new_placement_relieves_the_busiest_rank(hot: int, rule: str) -> None:
     planner = make(rebalance_every=1, placement_rule=rule, shadows="none")
     observe(planner, skewed(hot))
-    placements = planner.rebalance()
+    placements = rebalance(planner)
     assert placements is not None
     load = skewed(hot).sum(axis=1)
     before = imbalance(balanced_quota(load, uniform_placement(EXPERTS, RANKS).replicas).sum(axis=0))
@@ -87,7 +89,7 @@ def test_no_placement_takes_experts_from_nodes_that_recovery_relies_on(hot: int,
     table = np.full((EXPERTS, 6), 10, dtype=np.int64)
     table[hot] = 700
     observe(planner, table)
-    placements = planner.rebalance()
+    placements = rebalance(planner)
     planner.close()
     assume(placements is not None)  # rarely is the first placement the best one
     for placement in placements or ():
@@ -99,7 +101,7 @@ def test_a_rule_that_would_give_protection_up_is_not_followed() -> None:
     cluster, first = Cluster.of(RANKS, 4), uniform_placement(EXPERTS, RANKS, 2)
     planner = make(cluster, first, rebalance_every=1, placement_rule="plain", min_replicas=2, shadows="none")
     observe(planner, skewed(0))
-    assert planner.rebalance() is None
+    assert rebalance(planner) is None
     planner.close()
 
 
@@ -107,7 +109,7 @@ def test_lost_protection_is_restored_though_nobody_is_busier() -> None:
     cluster = Cluster.of(RANKS, 4)
     planner = make(cluster, rebalance_every=1, min_replicas=2, shadows="none")
     observe(planner, np.full((EXPERTS, RANKS), 50))
-    fresh = planner.rebalance()
+    fresh = rebalance(planner)
     assert fresh is not None
     assert all(cluster.missing_nodes(placement.pairs, 2) == 0 for placement in fresh)
     planner.close()
@@ -145,7 +147,7 @@ def test_even_loads_move_nothing_and_need_no_shadows() -> None:
     planner = make(rebalance_every=1)
     for _ in range(5):
         observe(planner, np.full((EXPERTS, RANKS), 50))
-        assert planner.rebalance() is None
+        assert rebalance(planner) is None
     assert planner.step_plans() is None
 
 
@@ -153,7 +155,7 @@ def test_never_rebalancing() -> None:
     planner = make(rebalance_every=0)
     for _ in range(50):
         observe(planner, skewed(0))
-        assert planner.rebalance() is None
+        assert rebalance(planner) is None
 
 
 @pytest.mark.parametrize("policy", sorted(SHADOW_POLICIES))
@@ -161,7 +163,7 @@ def test_every_policy_plans_for_the_placement_that_is(policy: str) -> None:
     planner = make(rebalance_every=1, shadows=policy)
     for step in range(6):
         observe(planner, skewed(step % 2))
-        placements = planner.rebalance()
+        placements = rebalance(planner)
         if placements is not None:
             planner.moved(placements)
         plans = planner.step_plans()
@@ -211,7 +213,7 @@ def test_a_restart_plans_at_once_from_what_was_known() -> None:
     restarted = make(rebalance_every=200)
     restarted.load_state_dict(planner.state_dict())
     assert restarted.state_dict() == planner.state_dict()
-    placements = restarted.rebalance()
+    placements = rebalance(restarted)
     assert placements is not None
     assert len(placements[0].holders(2)) > 1
 
@@ -239,3 +241,18 @@ def test_a_restart_on_other_ranks_takes_the_loads_only() -> None:
     foreign = BalancePlanner(BalancePolicy(), Cluster.of(2, 3), [uniform_placement(4, 2)], [COSTS])
     with pytest.raises(ConfigurationError, match=r"state is of \(2, 8\) .* the model has \(1, 4\)"):
         foreign.load_state_dict(state)
+
+
+def test_each_rank_that_stays_slow_is_asked_to_leave_in_turn() -> None:
+    """Not only in the step in which it has been slow for long enough, in which another one may be slower."""
+    gone: list[int] = []
+    follower = object.__new__(SpeedFollower)
+    follower._policy = SpeedPolicy(stragglers="expel")
+    elastic = SimpleNamespace(request_departure=lambda rank, reason: gone.append(rank) or True)
+    follower._strategy = SimpleNamespace(elastic=elastic)  # type: ignore[assignment]
+    follower._slow_for = np.zeros(5, dtype=np.int64)
+    for step in range(45):
+        speeds = np.array([100, 100, 100, 60, 50]) if step < 25 else np.array([100, 100, 100, 60, 100])
+        follower.experts = follower.samples = SimpleNamespace(speeds=speeds)  # type: ignore[assignment]
+        follower._look_after_stragglers()
+    assert gone == [4, 3]

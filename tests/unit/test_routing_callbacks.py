@@ -14,6 +14,8 @@ from moe_lightning import GPTModule, OptimizerConfig, RecomputeDense
 from moe_lightning.callbacks.dense_blocks import dense_parts
 from moe_lightning.callbacks.routing import RoutingRecorder, RoutingReplay, _Seen
 from moe_lightning.callbacks.telemetry import Telemetry
+from moe_lightning.compat import private_lightning
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.replayed_routing import TokenRange
 from moe_lightning.strategies.stages import StageCut
 from tests.distributed.training import TINY
@@ -42,6 +44,16 @@ def test_a_recorder_keeps_its_samples_in_a_recovery(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="another number of ranks"):
         recorder.on_train_start(trainer_of(2, 1), module)
     assert recorder._samples == []
+
+
+def test_a_recorder_leaves_out_a_step_whose_counts_a_fault_has_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_lightning, "is_accumulating", lambda _: False)
+    recorder, trainer = RoutingRecorder(str(tmp_path / "routing.npz"), every_n_steps=1), trainer_of(1, 2)
+    recorder._running = np.ones((2, 2, 4), dtype=np.int64)
+    recorder.on_train_batch_end(trainer, MoELayer(8, 8, 4), None, None, 1)  # type: ignore[arg-type]
+    assert (recorder._running, recorder._samples) == (None, [])
 
 
 def test_a_replay_follows_the_layers_of_this_rank() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from moe_lightning import parallel
 from moe_lightning.elastic.faults import explain, is_world_fault, reason_of, release_frames
 from moe_lightning.elastic.worker import PeerFailed, RunFinished
 from moe_lightning.errors import ConfigurationError, WorldCutError
+from moe_lightning.strategies import failures
 
 COLLECTIVE, OURS, USERS = str(dist.__file__), str(parallel.__file__), "/home/user/train.py"
 
@@ -169,3 +172,15 @@ def test_what_a_pipeline_wraps_is_looked_into_and_let_go() -> None:
     assert cause is not None
     assert (fault.__cause__, fault.__context__, cause.__traceback__) == (None, None, None)
     assert not is_world_fault(ValueError("a mistake"), None)
+
+
+def test_callbacks_save_on_the_exceptions_of_another_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = SimpleNamespace(save_on_exception=True)
+    monkeypatch.setattr(failures, "Failure", lambda *_: SimpleNamespace(number=0, savers=lambda _: [saver]))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    worlds: Any = SimpleNamespace(is_joined=True, present=SimpleNamespace(is_connected=True))
+    of_trainer, trainer = failures.TrainerFailures(worlds), SimpleNamespace()
+    of_trainer.publish(ValueError("an error of one rank"), trainer)  # type: ignore[arg-type]
+    assert not saver.save_on_exception
+    of_trainer.restore_savers()
+    assert saver.save_on_exception
