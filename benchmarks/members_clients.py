@@ -331,7 +331,7 @@ class Member:
             case {"t": "waiting", "count": int(count)}:
                 self.crowd.report.waiting = count
                 self.crowd.note_change()
-            case {"t": "expelled"}:
+            case {"t": "evicted"}:
                 self.crowd.report.evicted += 1
                 self.leave_world()
                 self.member_id, self.world = new_member_id(f"node-{self.node:04d}", self.token), 0

@@ -172,7 +172,7 @@ class RecomputeDense(ExpertParallelCallback):
     def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Other blocks may be on this rank now. Where ranks only wait for others nothing is computed."""
         worlds = own_strategy(trainer, "RecomputeDense").worlds
-        if not worlds.is_passing(worlds.present.size):
+        if not worlds.cannot_train(worlds.present.size):
             self.teardown(trainer, pl_module, "fit")
             self._recompute(pl_module)
 

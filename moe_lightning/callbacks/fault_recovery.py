@@ -93,7 +93,7 @@ class FaultRecovery(ExpertParallelCallback):
     `python -m moe_lightning.elastic.run`); under any other launcher a fault ends the run, and the same command resumes
     it from the last checkpoint.
 
-    Logs at every recovery: recovery/total_ms, recovery/PHASE_ms (rendezvous, groups, plan, movement, settling),
+    Logs at every recovery: recovery/total_ms, recovery/PHASE_ms (rendezvous, groups, plan, movement, resume),
     recovery/steps_lost, recovery/stale_experts, recovery/ranks, recovery/lost_rank (the lowest where several are), and
     a row of a table with the reason (`recovery_table`).
 

@@ -347,7 +347,7 @@ class LoadBalancer(ExpertParallelCallback):
         speeds: Literal["measured", "even"] | Sequence[float] = "measured",
         speeds_every: PositiveInt = 8,
         max_samples_per_rank: PositiveInt | None = None,
-        stragglers: Literal["adapt", "expel"] = "adapt",
+        stragglers: Literal["adapt", "evict"] = "adapt",
         timeline_path: str | None = None,
     ) -> None:
         self._policy = BalancePolicy(
@@ -394,7 +394,7 @@ class LoadBalancer(ExpertParallelCallback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop()
-        self._take_planner(None)
+        self._set_planner(None)
         strategy = _strategy(trainer)
         layers, stages = strategy.experts.layers, strategy.state.stages
         if strategy.world.stage.size == 1 or not stages.layers:
@@ -407,7 +407,7 @@ class LoadBalancer(ExpertParallelCallback):
         costs = self._costs.begin(numbered, world, dtype, times_dense=not is_pipeline)
         timeout_s = strategy.options.timeout.total_seconds()
         planner = BalancePlanner(policy, cluster, strategy.experts.placements, costs, timeout_s)
-        self._take_planner(planner)
+        self._set_planner(planner)
         if self._restored is not None:
             planner.load_state_dict(self._layers.part(self._restored))
         self.follower = SpeedFollower(self._speed_policy, strategy, self._rates)
@@ -424,7 +424,7 @@ class LoadBalancer(ExpertParallelCallback):
         if follower is not None:
             follower.close()
 
-    def _take_planner(self, planner: BalancePlanner | None) -> None:
+    def _set_planner(self, planner: BalancePlanner | None) -> None:
         """Plan with this one from here on; what the one before still plans is dropped."""
         if self.planner is not None:
             self.planner.close()
@@ -442,7 +442,7 @@ class LoadBalancer(ExpertParallelCallback):
         listed = [[number, block.to_json()] for number, block in costs.items()]
         told = all_gather_json([listed, numbers, self.state_dict() or None], strategy.world)
         self._stop()
-        self._take_planner(None)
+        self._set_planner(None)
         size, total = strategy.world.stage.size, len(strategy.state.stages.layers)
         known = {number: block for listed, *_ in reversed(told) for number, block in listed}
         self._costs.resume({number: BlockCosts.from_json(block, size) for number, block in known.items()})

@@ -49,7 +49,7 @@ class SpeedPolicy:
         speeds: "measured", "even" (all ranks count as equally fast), or relative speeds of all ranks.
         speeds_every: steps between two points at which tokens and slices may change.
         max_samples_per_rank: of a micro-batch, for ranks with little memory; None: twice the even share.
-        stragglers: "adapt", or "expel": in an elastic run a rank that stays below 0.8 of the median's speed hands over
+        stragglers: "adapt", or "evict": in an elastic run a rank that stays below 0.8 of the median's speed hands over
             and leaves, unless fewer than `min_ranks` would be left.
 
     Raises:
@@ -59,7 +59,7 @@ class SpeedPolicy:
     speeds: Literal["measured", "even"] | Sequence[float] = "measured"
     speeds_every: int = 8
     max_samples_per_rank: int | None = None
-    stragglers: Literal["adapt", "expel"] = "adapt"
+    stragglers: Literal["adapt", "evict"] = "adapt"
 
     def __post_init__(self) -> None:
         if not isinstance(self.speeds, str):
@@ -124,18 +124,18 @@ class SpeedFollower:
     def _check(self) -> None:
         policy, size = self._policy, self._strategy.world.shape.dp
         is_elastic = self._strategy.worlds.is_elastic
-        if policy.stragglers == "expel" and not is_elastic:
+        if policy.stragglers == "evict" and not is_elastic:
             raise ConfigurationError(
-                "stragglers=expel lets slow ranks leave, which only elastic runs can go on from: set elastic.enabled="
+                "stragglers=evict lets slow ranks leave, which only elastic runs can go on from: set elastic.enabled="
                 "true, or stragglers=adapt"
             )
         if is_elastic and not isinstance(policy.speeds, str):
             raise ConfigurationError(
                 "speeds lists fixed ranks, but those of an elastic run come and go: use speeds=measured or even"
             )
-        if policy.stragglers == "expel" and self._strategy.state.stages.num_stages > 1:
+        if policy.stragglers == "evict" and self._strategy.state.stages.num_stages > 1:
             raise ConfigurationError(
-                "stragglers=expel takes a rank away from one stage of mesh.pp, and ranks of all others would wait for "
+                "stragglers=evict takes a rank away from one stage of mesh.pp, and ranks of all others would wait for "
                 "another: use stragglers=adapt"
             )
         most, cut = policy.max_samples_per_rank, self._cut
@@ -233,17 +233,17 @@ class SpeedFollower:
         is_due = (self._slow_for > 0) & (self._slow_for % _SLOW_STEPS == 0)
         for rank in np.flatnonzero(is_due).tolist():
             steps = int(self._slow_for[rank])
-            leaves = self._policy.stragglers == "expel" and self._expel(rank, ratios, steps)
+            leaves = self._policy.stragglers == "evict" and self._evict(rank, ratios, steps)
             if leaves or steps == _SLOW_STEPS:
                 rank_zero_info(
                     f"LoadBalancer: rank {rank} has had {ratios[rank]:.2f} of the median rank's speed for {steps} "
                     + ("steps: it hands over and leaves" if leaves else "steps: it gets fewer samples and tokens")
                 )
 
-    def _expel(self, rank: int, ratios: np.ndarray, steps: int) -> bool:
+    def _evict(self, rank: int, ratios: np.ndarray, steps: int) -> bool:
         """Let a rank leave, if it is the slowest and enough others are left."""
         share = f"{ratios[rank]:.2f} of the median rank's speed"
-        reason = f"it had {share} for {steps} steps (stragglers=expel)"
+        reason = f"it had {share} for {steps} steps (stragglers=evict)"
         return rank == int(ratios.argmin()) and self._strategy.elastic.request_departure(rank, reason)
 
     # ------------------------------------------------------------------ metrics

@@ -269,7 +269,7 @@ class LoadBalancerKeys(TypedDict, total=False):
     speeds: Literal["measured", "even"] | Sequence[Any]
     speeds_every: int
     max_samples_per_rank: int | None
-    stragglers: Literal["adapt", "expel"]
+    stragglers: Literal["adapt", "evict"]
     timeline_path: str | None
 
 class ParityDoctorKeys(TypedDict, total=False):

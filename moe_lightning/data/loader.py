@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 
 from moe_lightning.compat import private_lightning
-from moe_lightning.data.sampler import SamplerOrder, StandIn, StepSampler, StepSlice, mixed_seed
+from moe_lightning.data.sampler import DummyIndices, SamplerOrder, StepSampler, StepSlice, mixed_seed
 from moe_lightning.errors import ConfigurationError
 
 
@@ -389,7 +389,7 @@ class _SeenIndices(private_lightning.BatchIndices):
 
     def __next__(self) -> list[int]:
         indices = super().__next__()
-        if isinstance(indices, StandIn):
+        if isinstance(indices, DummyIndices):
             self.seen_batch_indices[-1] = list(indices.of_samples)
         return indices
 

@@ -84,7 +84,7 @@ class StepSlice:
     micro: int  # which micro-batch of the step
     num_micros: int  # micro-batches in the step
     offset: int  # this rank's first sample, counted from the start of the step's global batch
-    count: int  # samples of this rank; 0: what it holds is a stand-in
+    count: int  # samples of this rank; 0: what it holds is a dummy
     micro_total: int  # samples of the micro-batch over all ranks
     step_total: int  # samples of the step over all ranks
     parts: int = 1  # equal shares of the loss of each sample, of which this rank computes one
@@ -103,11 +103,11 @@ class StepSlice:
 
     @property
     def rows(self) -> int:
-        """Samples in the rank's batch, stand-ins included."""
+        """Samples in the rank's batch, dummies included."""
         return sum(piece.rows for piece in self.pieces) if self.pieces else max(1, self.count)
 
 
-class StandIn(list[int]):
+class DummyIndices(list[int]):
     """Indices of which some are samples that another rank computes, for a rank that has none of its own.
 
     Attributes:
@@ -341,8 +341,8 @@ class StepSampler(Sampler[list[int]]):
         return self._slice(consumed, self.cut)
 
     def indices_at(self, consumed: int) -> list[int]:
-        """The data set's indices of `slice_at(consumed)`, in the order of the global batch; a StandIn where it is
-        empty. A piece that is empty takes one index, as a stand-in for it.
+        """The data set's indices of `slice_at(consumed)`, in the order of the global batch; a DummyIndices where it is
+        empty. A piece that is empty takes one index, as a dummy for it.
         """
         here = self.slice_at(consumed)
         epoch, inside = divmod(consumed, self.epoch_size)
@@ -353,12 +353,12 @@ class StepSampler(Sampler[list[int]]):
             own += some if piece.count else []
         if len(own) == len(found):
             return found
-        stand_in = StandIn(found)
-        stand_in.of_samples = own
-        return stand_in
+        dummy = DummyIndices(found)
+        dummy.of_samples = own
+        return dummy
 
     def indices_of(self, here: StepSlice) -> list[int]:
-        """The data set's indices of the samples in a slice, stand-ins left out."""
+        """The data set's indices of the samples in a slice, dummies left out."""
         epoch, began = divmod(self.begin_of(here), self.epoch_size)
         return [i for piece in here.pieces or (here,) for i in self._indices(epoch, began + piece.offset, piece.count)]
 

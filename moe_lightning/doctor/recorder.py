@@ -210,7 +210,7 @@ class _Micro:
     """A micro-batch: what `step_record.merged` reads, while it grows.
 
     Attributes:
-        count: its samples, stand-ins among them; None: it is one.
+        count: its samples, dummies among them; None: it is one.
         rows: (name, shape of the whole, digests of samples).
         calls: of each name.
     """
@@ -228,10 +228,10 @@ class _Micro:
             self.rows += [(name, layout.shape, digests_of(samples, layout)) for layout in layouts(samples.shape[1:])]
 
     def record(self, samples: Sequence[int | None]) -> dict[str, Any]:
-        """Without stand-ins.
+        """Without dummies.
 
         Args:
-            samples: their positions in the step; None of a stand-in.
+            samples: their positions in the step; None of a dummy.
         """
         real = {row: sample for row, sample in enumerate(samples) if sample is not None}
         rows = [[name, shape, [digests[row] for row in real]] for name, shape, digests in self.rows]
@@ -458,7 +458,7 @@ class Place:
 
 
 def samples_of(trainer: pl.Trainer, place: Place, micro: int) -> list[int | None]:
-    """The position in the step of every sample of the running micro-batch; None of a stand-in.
+    """The position in the step of every sample of the running micro-batch; None of a dummy.
 
     Args:
         micro: its number in the step, where the strategy tells nothing: then its batch is one sample.

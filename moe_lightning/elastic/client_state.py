@@ -268,7 +268,7 @@ class ClientState:
                 for world in (self.world, self.guarded):
                     if world is not None and world.members.number == number:
                         self._break(world, reason, rating, now)
-            case {"t": "expelled", "reason": str(reason)}:
+            case {"t": "evicted", "reason": str(reason)}:
                 self.is_evicted = True
                 if self.guarded is not None and self.guarded.broken_at is None:
                     self._break(self.guarded, reason, 2, now)

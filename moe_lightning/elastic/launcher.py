@@ -754,7 +754,7 @@ class _Workers:
                     self._failures.begin_world()
                 case {"t": "arrived", "token": str(token)}:
                     self._mark({token}, None)
-                case {"t": "expelled", "token": str(token)}:
+                case {"t": "evicted", "token": str(token)}:
                     self._mark({token}, time.monotonic())
         for worker in self._running.values():
             since = worker.silent_since

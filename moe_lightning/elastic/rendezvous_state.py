@@ -821,7 +821,7 @@ class RendezvousState:
         self.clients.send(connection, t="state", finished=self._finished)
         if (why := self._eviction_reason(member_id, world)) is not None:
             self._evicted[member_id] = why
-            self.clients.send(connection, t="expelled", reason=why)
+            self.clients.send(connection, t="evicted", reason=why)
             return
         member = self._members.get(member_id)
         if member is None:
@@ -920,8 +920,8 @@ class RendezvousState:
         self._evicted[member.id] = reason
         while len(self._evicted) > _MAX_EVICTED:
             del self._evicted[next(iter(self._evicted))]
-        self.clients.send_to([member.id], {"t": "expelled", "reason": reason})
-        self.clients.send_to_launcher(member.id, "expelled")
+        self.clients.send_to([member.id], {"t": "evicted", "reason": reason})
+        self.clients.send_to_launcher(member.id, "evicted")
 
     def _record_death(self, token: str, how: str, now: float) -> None:
         """Record the end of a process that a launcher saw; this reason replaces errors of survivors."""

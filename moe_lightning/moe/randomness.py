@@ -91,7 +91,7 @@ class SampleStream:
         self.micro_batch = 1 + (self.micro_batch or 0)
 
     def advance(self, *, step: int, first_sample: int, num_samples: int, total_samples: int = 0) -> None:
-        """Enter a micro-batch; one of no samples is a stand-in."""
+        """Enter a micro-batch; one of no samples is a dummy."""
         self.step, self.first_sample, self.num_samples = step, first_sample, num_samples
         self.total_samples = total_samples
         self.is_dummy_batch = num_samples == 0

@@ -176,7 +176,7 @@ class TokenRouter(Protocol):
     stream: SampleStream
 
     def __call__(self, x_TD: Tensor, is_token_T: Tensor | None = None) -> Routing:
-        """Choose experts for every row that is a token (None: all are), and -1 for all others and in stand-ins."""
+        """Choose experts for every row that is a token (None: all are), and -1 for all others and in dummy batches."""
 
     def count_for_bias(self, tokens_per_expert_E: Tensor) -> None:
         """The global counts of a training micro-batch are known."""

@@ -351,7 +351,7 @@ class CommittedStep:
         """Keep what a fault has left to do of the batch."""
         self.batch.keep(fault, is_prepared=self.prepared is not None)
 
-    def make_up(self) -> None:
+    def apply_prepared(self) -> None:
         """Apply the update that others have applied, unless an earlier plan of this recovery has: snapshots that turn
         out to be damaged make another one, from the same inventories.
         """

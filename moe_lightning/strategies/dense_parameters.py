@@ -137,7 +137,7 @@ class DenseParts:
         self._scalars: list[nn.Parameter] = []
 
     @property
-    def is_wished(self) -> bool:
+    def is_enabled(self) -> bool:
         """True if ranks share copies of the dense parameters, given enough ranks."""
         return self._in_rows or self._tensors > 1
 
@@ -461,7 +461,7 @@ class DenseShards:
     @property
     def shares_weights(self) -> bool:
         """True if ranks share copies of the dense parameters, given enough ranks."""
-        return self._state.stages.num_stages > 1 or self._parts.is_wished
+        return self._state.stages.num_stages > 1 or self._parts.is_enabled
 
     @property
     def shares_optimizers(self) -> bool:
@@ -606,7 +606,7 @@ class DenseShards:
         own, is_pipeline = self._owned_states(), self._state.stages.num_stages > 1
         if is_pipeline:
             self._detached |= own
-        elif self._parts.is_wished:
+        elif self._parts.is_enabled:
             own[_part_name(0, world.row_cut.part)] = self._parts.held()
         listed = all_gather_json({name: [unit_row(unit) for unit in units] for name, units in own.items()}, world)
         kept = {name for rank in staying for name in listed[rank]}

@@ -219,7 +219,7 @@ class ChangingStrategy(Protocol):
     @property
     def process_group_backend(self) -> str: ...
 
-    def take_place(self, world: World) -> None: ...
+    def set_present(self, world: World) -> None: ...
 
     def leave(self) -> None: ...
 
@@ -410,8 +410,8 @@ class ElasticWorlds:
         self.step.prepare(update)
         self.engine.record_progress()
         is_asked = self.engine.has_newcomers() or (self.engine.notice or self._departure) is not None
-        (is_wished,) = any_says([is_asked], self._strategy.worlds.present)
-        self.change_is_due = is_wished and self._state.window_replay is None  # state that crosses is whole
+        (is_due,) = any_says([is_asked], self._strategy.worlds.present)
+        self.change_is_due = is_due and self._state.window_replay is None  # state that crosses is whole
 
     def repeat_step(self, reason: str) -> None:
         """Repeat the running step, on all ranks.
@@ -614,7 +614,7 @@ class ElasticWorlds:
                 break
             except DamagedSnapshots as damage:
                 inventories = without_snapshots(inventories, damage.damaged)
-        with watch.phase("settling"):
+        with watch.phase("resume"):
             self._plan = plan
             if plan.level == "live" and plan.stale:
                 call_hook(self._state.module, "on_stale_experts", plan.stale)
@@ -629,7 +629,7 @@ class ElasticWorlds:
         state = self._state
         state.abort_window_replay()
         if world.rank in plan.apply_prepared:
-            self.step.make_up()
+            self.step.apply_prepared()
         saved = fetch_missing(self._planner, plan, repair, world, is_trusted=self._strategy.checkpoints.reads_objects)
         # Values of ranks that are not live are overwritten; another fault leaves those of live ranks as they were. What
         # follows does not wait for peers, except where optimizer shards change hands.
@@ -638,7 +638,7 @@ class ElasticWorlds:
         units = fetch_dense(state, plan, world) if plan.level == "live" else {}
         state.transfer.enter_world(world, repair.placements, plan.held, plan.nodes)
         self.step.begin_overwriting()
-        self._strategy.take_place(world)  # from here on the new world is the present one
+        self._strategy.set_present(world)  # from here on the new world is the present one
         state.reshard(plan.shards if plan.level == "live" else (), units)
         restore_missing(state, plan, saved)
         state.find_twins()

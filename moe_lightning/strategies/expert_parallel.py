@@ -232,7 +232,7 @@ class ExpertParallelStrategy(DDPStrategy):
             check_arithmetic_every=options.check_arithmetic_every,
         )
         self.update = StepUpdate(self.worlds, self.state, self.steps, options.stop_on_nan)
-        self._dense_sum = DenseGradientSum(options.ddp, self.update.look_at_own)
+        self._dense_sum = DenseGradientSum(options.ddp, self.update.check_own_norm)
         self._hangs = HangWatch(options.hang_report_s)
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.failures = TrainerFailures(self.worlds)
@@ -325,7 +325,7 @@ class ExpertParallelStrategy(DDPStrategy):
             if engine is not None:
                 carry_objects_without_pickle()
                 self.elastic = elastic = ElasticWorlds(self, engine)
-                self.take_place(elastic.enter(self.num_processes))
+                self.set_present(elastic.enter(self.num_processes))
         if not self.worlds.is_elastic:
             self._join()
         self._build_groups()
@@ -354,7 +354,7 @@ class ExpertParallelStrategy(DDPStrategy):
         layout = self.worlds.layout([rank // self.num_processes for rank in range(self.world_size)])
         if self.world_size > 1:
             world = World.connect(self.root_device, self.options.timeout, layout)
-        self.worlds.take_place(world)
+        self.worlds.set_present(world)
         check_versions(world)
         if self.num_nodes > 1:
             trainer = private_lightning.trainer_of(self.lightning_module)
@@ -369,10 +369,10 @@ class ExpertParallelStrategy(DDPStrategy):
         if task is not None and task.starts > 1:
             rank_zero_only.rank = max(1, self.global_rank)  # type: ignore[attr-defined]  # others train already
 
-    def take_place(self, world: World) -> None:
+    def set_present(self, world: World) -> None:
         """Set this process's rank and the number of ranks from a world, for Lightning too."""
         assert self.cluster_environment is not None
-        self.worlds.take_place(world, self.cluster_environment)
+        self.worlds.set_present(world, self.cluster_environment)
 
     def leave(self) -> None:
         """Release everything that belongs to the groups of the present world; values stay."""
@@ -394,7 +394,7 @@ class ExpertParallelStrategy(DDPStrategy):
     def enter(self, world: World) -> None:
         """Resume in another world, which this rank has joined and whose state it has by now; collective."""
         self.state.forget_update()
-        trainer, waits = self.state.trainer, self.worlds.is_passing(world.size)
+        trainer, waits = self.state.trainer, self.worlds.cannot_train(world.size)
         loaders = (None if waits else trainer.train_dataloader, trainer.val_dataloaders)  # no step is cut for all of it
         if not self.worlds.spares:
             self.step_data.enter_world(rank=world.data_rank, world_size=world.shape.dp, loaders=loaders)
@@ -537,7 +537,7 @@ class ExpertParallelStrategy(DDPStrategy):
         assert module is not None
         convert_by_rule(self.precision_plugin)
         fixed = FIXED_GROUPS if self.state.fixes_groups else None
-        check_module(trainer, module, cuts_dense=self.state.parts.is_wished, fixed_groups=fixed)
+        check_module(trainer, module, cuts_dense=self.state.parts.is_enabled, fixed_groups=fixed)
         self.steps.stream.begin_run(self._run_seed())
         attach_stream(module, self.steps.stream)
         self.steps.sequences.attach(module, self.world, self.worlds.axes.cp)
@@ -728,7 +728,7 @@ class ExpertParallelStrategy(DDPStrategy):
         parameters; stock DDP restores them before.
         """
         has_peers = self.world_size > 1 or self.worlds.is_elastic
-        return self.worlds.axes.pp > 1 or (has_peers and self.state.parts.is_wished)
+        return self.worlds.axes.pp > 1 or (has_peers and self.state.parts.is_enabled)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from moe_lightning.parallel.context import World, agree
 from moe_lightning.state.transfer import Units
 from moe_lightning.strategies.train_state import TrainState
 
-Phase = Literal["leaving", "rendezvous", "groups", "plan", "movement", "settling"]
+Phase = Literal["leaving", "rendezvous", "groups", "plan", "movement", "resume"]
 
 PHASES: tuple[str, ...] = get_args(Phase)
 """Phases of a recovery, in their order."""

@@ -470,7 +470,7 @@ class StageState(StageMap):
         self._layers = cut.layers()
         self.placements: list[Placement] = []
         size, axes = worlds.present.size, worlds.axes
-        everyone = range(size) if worlds.is_passing(size) else None
+        everyone = range(size) if worlds.cannot_train(size) else None
         self._ranks: list[Sequence[int]] = [everyone or stage_ranks(s, size, axes) for s in range(cut.num_stages)]
         with cut.whole():
             self._names = list(cut.module.state_dict(keep_vars=True))
@@ -801,4 +801,4 @@ class StageTransfer(StateTransfer):
         self._move_experts(world, repair.placements, held, nodes, ranks, None)
         alone = replace(World.offline(world.rank, world.size, world.device), nodes=world.nodes)
         self.install(units, alone)
-        self._worlds.take_place(alone)  # where nothing is cut
+        self._worlds.set_present(alone)  # where nothing is cut

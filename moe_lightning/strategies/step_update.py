@@ -101,7 +101,7 @@ class StepUpdate:
             loss, lambda: f"on rank {rank} in the step after step {step}{samples_of(batch, trainer.train_dataloader)}"
         )
 
-    def look_at_own(self, gradients: Tensor) -> None:
+    def check_own_norm(self, gradients: Tensor) -> None:
         """Look at dense gradients of this rank, before they are summed over ranks."""
         is_kept = self._state.trainer.global_step % NORM_STEPS == 0
         if not is_kept and self.finite.stop is None:
@@ -110,7 +110,7 @@ class StepUpdate:
         if is_kept:
             self.own.add_norm(norm)
         if self.finite.stop is not None:
-            self.finite.look_at_own(norm)
+            self.finite.check_own_norm(norm)
 
     def replace(self, replacement: Callable[[], None]) -> None:
         """Let the running step end with this instead of the optimizer's update. Called on every rank, in a hook before

@@ -392,7 +392,7 @@ class Steps:
         Under manual optimization gradients of earlier calls are summed already: they are put aside.
         """
         module, experts = self._state.module, self._state.experts
-        is_summed = self._worlds.present.size > 1 or self._state.parts.is_wished
+        is_summed = self._worlds.present.size > 1 or self._state.parts.is_enabled
         earlier = _take_gradients(module) if is_summed and not module.automatic_optimization else {}
         if experts.shadow_transfers is not None:
             experts.shadow_transfers.begin_backward(is_last=not self.is_blocked)

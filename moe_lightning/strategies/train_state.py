@@ -417,7 +417,7 @@ class StateTransfer:
             world: the ranks that hold the same stages.
         """
         self._state.stages.values_arrived()
-        if self._state.parts.is_wished:
+        if self._state.parts.is_enabled:
             self._state.parts.install(units, world)
 
     def enter_world(self, world: World, placements: Sequence[Placement], held: BoolArray, nodes: Sequence[str]) -> None:

@@ -140,7 +140,7 @@ class FiniteWatch:
 
     def __init__(self, stop: StopOnNan | None) -> None:
         self.stop = stop
-        self._flying: deque[tuple[Tensor, Any, Callable[[float], _Finding | None], Callable[[], str] | None]] = deque()
+        self._pending: deque[tuple[Tensor, Any, Callable[[float], _Finding | None], Callable[[], str] | None]] = deque()
         self._losses: deque[float] = deque(maxlen=_LOSSES)
         self._watches_spikes = True
         self._found: _Finding | None = None
@@ -168,13 +168,13 @@ class FiniteWatch:
         if self._is_new_step:
             self._places, self._is_new_step = [], False
         self._places.append(place)
-        self._fly(loss.detach(), lambda value: _Finding(f"the loss is {value}", place(), is_cause=True), place)
+        self._enqueue(loss.detach(), lambda value: _Finding(f"the loss is {value}", place(), is_cause=True), place)
 
     def ignore_spikes(self) -> None:
         """Warn of no spike from now on."""
         self._watches_spikes = False
 
-    def look_at_own(self, norm: Tensor) -> None:
+    def check_own_norm(self, norm: Tensor) -> None:
         """Check the norm of gradients of this rank, before they are summed over ranks: it tells whose samples are the
         cause.
         """
@@ -202,11 +202,11 @@ class FiniteWatch:
                 return None
             return _Finding(what or f"{_NORM} is {value}", where or place, is_cause)
 
-        self._fly(norm.detach(), find)
+        self._enqueue(norm.detach(), find)
 
     def forget_step(self) -> None:
         """Forget the running step, which will be repeated."""
-        self._flying.clear()
+        self._pending.clear()
         self._places, self._own, self._found, self._buffers = [], [], None, None
         self._is_new_step, self._skipped = True, 0
 
@@ -258,7 +258,7 @@ class FiniteWatch:
         if not module.automatic_optimization:
             self.begin_batch(module)
 
-    def _fly(
+    def _enqueue(
         self, value: Tensor, find: Callable[[float], _Finding | None], place: Callable[[], str] | None = None
     ) -> None:
         """Read a number as soon as it has arrived.
@@ -268,17 +268,17 @@ class FiniteWatch:
             place: of a loss.
         """
         arriving = (value, None) if value.device.type == "cpu" else read_later(value)
-        self._flying.append((*arriving, find, place))
+        self._pending.append((*arriving, find, place))
         self._read(waits=self.stop is not None)
 
     def _read(self, *, waits: bool) -> None:
-        while self._flying:
-            value, arrived, find, place = self._flying[0]
+        while self._pending:
+            value, arrived, find, place = self._pending[0]
             if arrived is not None and not arrived.query():
                 if not waits:
                     return
                 arrived.synchronize()
-            self._flying.popleft()
+            self._pending.popleft()
             number = float(value.float().mean())
             if not math.isfinite(number) and (self.stop is not None or not self._has_warned):
                 self._found = self._found or find(number)

@@ -161,7 +161,7 @@ class Worlds:
         """True if this rank is in a world."""
         return self._present is not None
 
-    def take_place(self, world: World, environment: ClusterEnvironment | None = None) -> None:
+    def set_present(self, world: World, environment: ClusterEnvironment | None = None) -> None:
         """Set this process's rank and the number of ranks from a world, for Lightning too, by its environment."""
         self._present = world
         if environment is None:
@@ -182,7 +182,7 @@ class Worlds:
         """
         num_ranks, order = len(nodes), list(dict.fromkeys(nodes))
         numbers = tuple(order.index(node) for node in nodes)
-        if self.is_passing(num_ranks):
+        if self.cannot_train(num_ranks):
             return Layout(shape=MeshShape(dp=num_ranks), nodes=numbers)
         shape = self.axes.over(num_ranks)
         stages = shape.stages
@@ -210,7 +210,7 @@ class Worlds:
             )
         self._has_warned_of_few = True
 
-    def is_passing(self, num_ranks: int) -> bool:
+    def cannot_train(self, num_ranks: int) -> bool:
         """True if an elastic world of so many ranks cannot train because the axes do not divide them. Each rank then
         has all dense parameters, so that ranks may leave or join.
         """

@@ -69,7 +69,7 @@ SOON_S = 30.0
 
 
 def test_a_rank_that_wakes_after_the_others_have_finished_ends(tmp_path: Path) -> None:
-    """Stopped in the middle of a step, expelled, and continued when nobody is left."""
+    """Stopped in the middle of a step, evicted, and continued when nobody is left."""
     stops = [Kill(worker=1, step=2, place="forward", signal=signal.SIGSTOP)]
     with elastic_run(tmp_path, workers=3, steps=6, kills=stops) as run:
         finish(run, [0, 2])

@@ -184,7 +184,7 @@ def test_from_4_to_3_to_2_to_4_ranks(tmp_path: Path) -> None:
         assert run.assert_replicas_equal() > 0
 
 
-def test_a_stopped_rank_is_expelled_and_comes_back(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_evicted_and_comes_back(tmp_path: Path) -> None:
     """Law L6: the others go on within the silence timeout; the stopped one comes back as a new member."""
     kills = [Kill(worker=1, step=5, place="forward", signal=signal.SIGSTOP)]
     with elastic_run(tmp_path, workers=3, steps=16, kills=kills, holds=[Hold(step=9, ranks=3)]) as run:

@@ -73,7 +73,7 @@ def test_a_straggler_hands_over_and_leaves_unless_too_few_would_be_left(tmp_path
         settings=replace(SETTINGS, min_ranks=min_ranks),
         recovery={"min_replicas": 1},
         strategy={"slots": 6},
-        callbacks=partial(slow_worker, stragglers="expel"),
+        callbacks=partial(slow_worker, stragglers="evict"),
     ) as run:
         for worker in range(3):
             run.processes[worker].join(PATIENCE_S)

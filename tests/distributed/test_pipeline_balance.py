@@ -224,12 +224,12 @@ def test_slices_follow_measured_speeds(strategy: dict[str, Any]) -> None:
     assert found[0]["samples"][-2] > 16  # the last step of an epoch is short
 
 
-def test_no_rank_is_expelled_from_a_stage() -> None:
+def test_no_rank_is_evicted_from_a_stage() -> None:
     state, worlds = SimpleNamespace(stages=SimpleNamespace(num_stages=2)), SimpleNamespace(is_elastic=True)
     world = World.offline(0, 2, torch.device("cpu"))
     strategy: Any = SimpleNamespace(world=world, worlds=worlds, state=state)
     with pytest.raises(ConfigurationError, match="takes a rank away from one stage"):
-        SpeedFollower(SpeedPolicy(stragglers="expel"), strategy, OwnRates())
+        SpeedFollower(SpeedPolicy(stragglers="evict"), strategy, OwnRates())
 
 
 # ---------------------------------------------------------------------- an error of one rank

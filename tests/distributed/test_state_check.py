@@ -257,11 +257,11 @@ def test_all_ranks_compare_before_a_save_in_which_no_step_has_begun(
     monkeypatch.setattr(check, "_damage", compare)
     world = World.offline(0, 2, torch.device("cpu"))
     if begun is not None:
-        worlds.take_place(replace(world, generation=1))
+        worlds.set_present(replace(world, generation=1))
         check.before_step(begun)
         check.before_save(begun + 1)
         assert compared == [], "in the first steps of a world nothing is compared"
-    worlds.take_place(replace(world, generation=2))
+    worlds.set_present(replace(world, generation=2))
     check.before_save(31)
     assert compared == [None]
 
@@ -274,7 +274,7 @@ def test_nothing_is_compared_in_other_steps(replicas: int, every: int, compared:
 def test_a_further_training_is_checked_from_its_begin() -> None:
     """Its steps are counted from 0 again."""
     worlds = Worlds()
-    worlds.take_place(World.offline(0, 2, torch.device("cpu")))
+    worlds.set_present(World.offline(0, 2, torch.device("cpu")))
     schedule = state_check.CheckSchedule(worlds, "auto", most_steps=100, unchecked=2)
     schedule.begins(5000)
     schedule.begin_training()

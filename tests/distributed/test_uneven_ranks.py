@@ -183,7 +183,7 @@ def refusals(rank: int, world_size: int, balancer: dict[str, Any]) -> str:
         ({"speeds": [1.0, 0.0]}, "gives rank 1 the speed 0.0: use positive numbers"),
         ({"speeds": [-1.0, 1.0]}, "gives rank 0 the speed -1.0"),
         ({"max_samples_per_rank": 5}, "max_samples_per_rank=5 on 2 ranks cannot hold a micro-batch of 12 samples"),
-        ({"stragglers": "expel"}, "set elastic.enabled=true, or stragglers=adapt"),
+        ({"stragglers": "evict"}, "set elastic.enabled=true, or stragglers=adapt"),
     ],
 )
 def test_what_does_not_fit_the_ranks_is_one_sentence(balancer: dict[str, Any], said: str) -> None:

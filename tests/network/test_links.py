@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Measured = Callable[[str, str], None]
 
 
-def _expelled(training: Training, pair: tuple[str, str]) -> tuple[str, list[str]]:
+def _evicted(training: Training, pair: tuple[str, str]) -> tuple[str, list[str]]:
     """Which of two hosts is left out of the newest world, and who is in it."""
     newest = max(training.members, key=lambda name: training.last(name).time)
     world = training.last(newest).world
@@ -28,7 +28,7 @@ def test_a_link_dies_and_is_healed(three: Training, measured: Measured, one_way:
     began = time.monotonic()
     three.hosts.block("a", "b", one_way=one_way)
     three.go_on("c", timeout_s=60, size=2)
-    outside, inside = _expelled(three, ("a", "b"))
+    outside, inside = _evicted(three, ("a", "b"))
     pause = three.pause(inside, began)
     three.hosts.heal()
     back = three.go_on(three.members, timeout_s=BACK_S, size=3)
@@ -43,7 +43,7 @@ def test_a_link_dies_for_ever(three: Training, measured: Measured, one_way: bool
     began = time.monotonic()
     three.hosts.block("b", "c", one_way=one_way)
     three.go_on("a", timeout_s=60, size=2)
-    outside, inside = _expelled(three, ("b", "c"))
+    outside, inside = _evicted(three, ("b", "c"))
     pause = three.pause(inside, began)
     sentence = three.assert_ends(outside, timeout_s=END_S + 10)
     ended = three.ended_after(outside, began)

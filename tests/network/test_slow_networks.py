@@ -1,4 +1,4 @@
-"""A network that loses or delays packets, or is narrow, is slow and not dead: nobody is expelled, and the run makes at
+"""A network that loses or delays packets, or is narrow, is slow and not dead: nobody is evicted, and the run makes at
 least half of the steps that plain torchrun makes at the same time over the same network.
 """
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from moe_lightning.data.sampler import StandIn, StepSampler
+from moe_lightning.data.sampler import DummyIndices, StepSampler
 from moe_lightning.errors import ConfigurationError
 
 PROPERTY = settings(deadline=None, max_examples=60)
@@ -92,9 +92,9 @@ def test_every_sample_of_an_epoch_comes_once_in_the_batches_of_a_stock_loader(
     stock = list(BatchSampler(range(n), batch, drop_last))
     ranks = [list(StepSampler(rank=rank, world_size=world_size, **options)) for rank in range(world_size)]
     for parts, whole in zip(zip(*ranks, strict=True), stock, strict=True):
-        assert [index for part in parts if not isinstance(part, StandIn) for index in part] == whole
+        assert [index for part in parts if not isinstance(part, DummyIndices) for index in part] == whole
         assert all(set(part) <= set(whole) for part in parts)
-        assert all(len(part) == 1 for part in parts if isinstance(part, StandIn))
+        assert all(len(part) == 1 for part in parts if isinstance(part, DummyIndices))
 
 
 @given(

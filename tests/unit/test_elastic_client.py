@@ -34,7 +34,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("waiting"), st.integers(0, 2)),
     st.tuples(st.just("finished"), st.integers(0, 3)),
     st.tuples(st.just("links"), st.frozensets(st.sampled_from(["node-1", "node-2"])), st.booleans()),
-    st.tuples(st.sampled_from(["guard", "abort", "expelled", "rename", "beat", "connect", "withdraw", "step"])),
+    st.tuples(st.sampled_from(["guard", "abort", "evicted", "rename", "beat", "connect", "withdraw", "step"])),
 )
 
 
@@ -57,8 +57,8 @@ def play(state: ClientState, event: Any, now: float) -> None:
             state.guard(state.world.members)
         case ("abort",):
             state.abort("felt", now)
-        case ("expelled",):
-            state.receive({"t": "expelled", "reason": "silent"}, now)
+        case ("evicted",):
+            state.receive({"t": "evicted", "reason": "silent"}, now)
         case ("rename",) if state.is_evicted:
             state.rename()
         case ("beat",):

@@ -278,7 +278,7 @@ def test_a_host_that_was_started_anew_asks_one_after_another_for_their_world() -
     assert crowd.last(5, "introduce") is None
     assert crowd.last(5, "waiting") == {"t": "waiting", "count": 1}, "d waits"
     crowd.join(6, "e", joining=False, number=6, world={"number": 6, "patience": TIMES})
-    assert crowd.last(6, "expelled") is not None
+    assert crowd.last(6, "evicted") is not None
     assert crowd.roster.world is not None
     assert crowd.roster.world.number == 7
 
@@ -346,14 +346,14 @@ def test_a_host_that_heard_nobody_was_cut_off_itself() -> None:
         crowd.tick(2.0)
     crowd.say(2, {"t": "beat", "progress": 1})
     crowd.tick(0.9)
-    assert not any(crowd.last(connection, "broken") or crowd.last(connection, "expelled") for connection in range(4))
+    assert not any(crowd.last(connection, "broken") or crowd.last(connection, "evicted") for connection in range(4))
 
 
 def test_who_comes_back_from_an_older_world_is_another_member() -> None:
     crowd = Crowd()
     crowd.join(1, "b", joining=False, number=9, world=world_of("b", "c", number=9))
     crowd.join(2, "a", joining=False, number=7, world=world_of("a", "b", "c", number=7))
-    assert crowd.last(2, "expelled") == {"t": "expelled", "reason": "the others continued without this process"}
+    assert crowd.last(2, "evicted") == {"t": "evicted", "reason": "the others continued without this process"}
 
 
 def test_a_launchers_word_frees_the_others_at_once() -> None:
@@ -426,9 +426,9 @@ def test_a_dead_link_is_remembered_until_the_one_left_out_reaches_the_others() -
     assert formed is not None
     crowd.say(1, {"t": "unreachable", "number": formed["number"], "nodes": ["node-c"]})
     crowd.tick(0.3)
-    expelled = crowd.last(2, "expelled")
-    assert expelled is not None
-    assert "the link between nodes node-c and node-b is dead" in expelled["reason"]
+    evicted = crowd.last(2, "evicted")
+    assert evicted is not None
+    assert "the link between nodes node-c and node-b is dead" in evicted["reason"]
     for connection in (0, 1):
         crowd.say(connection, {"t": "join", "ready": True})
     crowd.join(2, "d", probe=["10.0.0.1", 1002], id="d.node-c.token-c", ready=True)

@@ -247,7 +247,7 @@ def test_each_rank_that_stays_slow_is_asked_to_leave_in_turn() -> None:
     """Not only in the step in which it has been slow for long enough, in which another one may be slower."""
     gone: list[int] = []
     follower = object.__new__(SpeedFollower)
-    follower._policy = SpeedPolicy(stragglers="expel")
+    follower._policy = SpeedPolicy(stragglers="evict")
     elastic = SimpleNamespace(request_departure=lambda rank, reason: gone.append(rank) or True)
     follower._strategy = SimpleNamespace(elastic=elastic)  # type: ignore[assignment]
     follower._slow_for = np.zeros(5, dtype=np.int64)

@@ -177,7 +177,7 @@ def test_a_copy_draws_for_itself_unless_a_strategy_drives_it() -> None:
     assert torch.equal(dropout(x), follower(x))
 
 
-def test_a_stand_in_is_routed_to_no_expert() -> None:
+def test_a_dummy_batch_is_routed_to_no_expert() -> None:
     layer = MoELayer(8, 8, 4, {"aux_loss_coef": 0.5, "bias_update_rate": 0.1}, num_shared_experts=1)
     layer.router.stream.advance(step=0, first_sample=0, num_samples=0)
     x = torch.randn(10, 8)

@@ -142,6 +142,6 @@ def test_nothing_is_read_in_a_world_that_was_cut() -> None:
 def test_no_decision_of_ranks_is_taken_in_a_world_that_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = ExpertParallelStrategy(parallel_devices=[CPU], cluster_environment=LightningEnvironment())
     monkeypatch.setattr(ExpertParallelStrategy, "world_size", 2)
-    strategy.worlds.take_place(World(rank=0, size=2, device=CPU, is_cut=lambda: True))
+    strategy.worlds.set_present(World(rank=0, size=2, device=CPU, is_cut=lambda: True))
     with pytest.raises(WorldCutError):
         strategy.reduce_boolean_decision(True, all=False)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.arrays import boundary, cut
-from moe_lightning.data.sampler import StandIn, StepSampler
+from moe_lightning.data.sampler import DummyIndices, StepSampler
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies.pipeline import batch_pieces, joined
@@ -35,7 +35,7 @@ def test_pieces_are_the_micro_batches_of_an_accumulation(batch: int, ranks: int,
                 assert piece == parts.slice_at(parts.consumed)
                 expected += parts.indices_at(parts.consumed) if piece.count else []
                 parts.consumed += piece.micro_total
-            own = found.of_samples if isinstance(found, StandIn) else found
+            own = found.of_samples if isinstance(found, DummyIndices) else found
             assert (list(own), len(own)) == (expected, here.count)
             whole.consumed += here.micro_total
             assert whole.consumed == parts.consumed

@@ -149,7 +149,7 @@ def write_metrics(directory: Path, version: int, rows: list[dict[str, float]]) -
 
 
 def recovery(step: int, total_ms: float) -> dict[str, float]:
-    phases = {"leaving": 20, "rendezvous": 200, "groups": 10, "plan": 1, "movement": 40, "settling": 90}
+    phases = {"leaving": 20, "rendezvous": 200, "groups": 10, "plan": 1, "movement": 40, "resume": 90}
     logged = {f"recovery/{phase}_ms": value for phase, value in phases.items()}
     return {"step": step, **logged, "recovery/total_ms": total_ms, "recovery/ranks": 3}
 

@@ -69,7 +69,7 @@ def test_a_fixed_world_has_what_steps_and_callbacks_use_of_an_elastic_one() -> N
 def test_a_world_that_nobody_joined_has_no_place() -> None:
     worlds = Worlds()
     assert not worlds.is_joined
-    worlds.take_place(world_of(2, 4))
+    worlds.set_present(world_of(2, 4))
     assert worlds.is_joined
     assert (worlds.present.nodes, worlds.present.node_peers, worlds.present.generation) == ((0, 1, 2, 3), (2,), 0)
 
@@ -103,7 +103,7 @@ def test_axes_of_the_mesh_stay_from_world_to_world() -> None:
     passing = worlds.layout("abc")
     assert (passing.shape, passing.shards) == (MeshShape(dp=3), ()), "every rank has all, so that one may leave"
     for size, spares in ((1, 0), (2, 0), (3, 1), (4, 0)):
-        worlds.take_place(world_of(0, size))
+        worlds.set_present(world_of(0, size))
         assert worlds.spares == spares
 
 
@@ -114,7 +114,7 @@ def test_axes_of_the_mesh_stay_from_world_to_world() -> None:
 def test_what_worlds_cannot_bring_across_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     worlds = Worlds(MeshShape(pp=2))
     worlds.allow_changes()
-    worlds.take_place(world_of(0, 2))
+    worlds.set_present(world_of(0, 2))
     monkeypatch.setitem(DENSE_SHARDINGS._members, "mine", DENSE_SHARDINGS["ddp"])
     for dense in ("ddp", "zero1", "fsdp", "hsdp"):
         TrainState(worlds, dense=dense, max_slots=None).set_module(*[MagicMock()] * 4)
