@@ -107,7 +107,8 @@ class TokenCounts:
         if self._of_step is None:
             some = next(iter(counts.values()))
             self._of_step = some.new_zeros(len(layers), len(some))
-        self._of_step[list(counts)] += torch.stack(list(counts.values()))
+        for number, count in counts.items():
+            self._of_step[number] += count
 
     def end_step(self, *, is_skipped: bool) -> None:
         """Add those of the step, unless its update was left out."""

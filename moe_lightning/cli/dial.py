@@ -26,7 +26,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, require, shown
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels.interface import GATED
 
 Depth = Annotated[int, Interval(ge=1, le=64)]
 
@@ -55,7 +54,7 @@ def active_parameters(model: Mapping[str, Any]) -> int:
 
 
 def _matrices(model: Mapping[str, Any]) -> int:
-    return 3 if model["activation"] in GATED else 2
+    return 3 if model["activation"].startswith("swiglu") else 2
 
 
 def _d_model(config: Any) -> int:

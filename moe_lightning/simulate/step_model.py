@@ -260,7 +260,6 @@ class StepModel:
             expert_s=machine.expert_s,
             backward_ratio=float(backward),
             dense_forward_s=forward_s,
-            transfer="direct",  # as StepShadowTransfers sends them
             dense_backward_s=backward * forward_s,
         )
 

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from moe_lightning import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.inspect import verify_all
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies.checkpoints import Checkpoints
 from tests.agents import agent_ahead
 from tests.distributed.harness import run_ranks
@@ -151,7 +152,7 @@ def test_what_rank_zero_cannot_save_ends_every_rank_with_its_sentence(kind: str,
 
 
 def test_an_elastic_run_refuses_at_every_save_what_a_joining_rank_would_not_read() -> None:
-    worlds = SimpleNamespace(is_elastic=True, is_joined=True, present=SimpleNamespace(rank=0, is_connected=False))
+    worlds = SimpleNamespace(is_elastic=True, is_joined=True, present=World.single())
     checkpoints = Checkpoints(worlds, SimpleNamespace())  # type: ignore[arg-type]
     assert checkpoints.plain({"callbacks": {"Keeps": np.float64(1.0)}}) == {"callbacks": {"Keeps": 1.0}}
     for _ in range(2):  # a recovery saves again

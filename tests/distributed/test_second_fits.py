@@ -121,7 +121,7 @@ def test_updates_are_counted_anew_that_were_left_out() -> None:
 def test_writes_of_users_are_expected_again_in_another_world() -> None:
     """Ranks that join have seen none, and all have to judge alike."""
     worlds, state = Worlds(), SimpleNamespace(trainer=SimpleNamespace(global_step=0))
-    worlds.present = World.single()
+    worlds.set_present(World.single())
     check = StateCheck(worlds, state, every=0)  # type: ignore[arg-type]
     check._counts_writes = False
     check.before_step(1)
