@@ -118,7 +118,8 @@ class TokenCounts:
 
     def join_stages(self, stages: StageMap) -> None:
         """Take those of other pipeline stages from their ranks; collective there."""
-        self.total = stages.counts_of_all(None if self.total is None else self.total[stages.numbers])
+        if stages.num_stages > 1:
+            self.total = stages.counts_of_all(None if self.total is None else self.total[stages.numbers])
 
     def record(self, checkpoint_ledger: CheckpointLedger | None) -> None:
         """Into the ledger, where there is one."""
