@@ -30,7 +30,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def shard_groups(nodes: Sequence[object], size: int) -> Groups:
-    """Groups of `size` ranks, those of a node side by side, as parts are gathered in every layer.
+    """Groups of `size` ranks, of as few nodes as possible, since parts are gathered in every layer. Ranks of a group
+    ascend, as those of a process group do, whose order says who has which part.
 
     Args:
         nodes: of each rank.
@@ -39,7 +40,7 @@ def shard_groups(nodes: Sequence[object], size: int) -> Groups:
     assert len(nodes) % size == 0
     numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     order = sorted(range(len(nodes)), key=lambda rank: (numbers[nodes[rank]], rank))
-    return tuple(tuple(order[at : at + size]) for at in range(0, len(order), size))
+    return tuple(tuple(sorted(order[at : at + size])) for at in range(0, len(order), size))
 
 
 def hybrid_shard_size(nodes: Sequence[object], wanted: int | None) -> int:

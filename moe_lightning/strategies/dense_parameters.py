@@ -658,11 +658,11 @@ class DenseShards:
         homes = {p: optimizer for optimizer in state.optimizers for p in state.parameters_of(optimizer)}
         state.fill_groups()
         self._shard(sharding, numbers)
-        for parameter in dense.values():
+        for parameter in filter(homes.__contains__, dense.values()):  # a frozen one may be in no optimizer
             homes[parameter].state.pop(parameter, None)
         table, own = state.training_state(), dict[nn.Parameter, list[Unit]]()
         for name, owner in self._owners().items():
-            if numbers[owner] == world.rank:
+            if numbers[owner] == world.rank and dense[name] in homes:
                 places = _places(dense[name], ranks.row_cut.part)
                 own[dense[name]] = [(f"{name}/moments", block) for _, block in places]
         arrived = reshard(have, without_memory(unit for units in own.values() for unit in units), world)

@@ -115,6 +115,22 @@ def test_a_users_plan_is_followed(manual: bool) -> None:
         np.testing.assert_allclose(ranks[0]["state"][name], values, rtol=0, atol=5e-5, err_msg=name)
 
 
+class Frozen(Planned):
+    """Gives its optimizer what is trained only, as adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-3)
+
+
+def test_frozen_parameters_are_gathered_without_moments() -> None:
+    for result in run(4, own_module=Frozen, strategy={**TP2, "dense": "zero1"}, steps=2):
+        assert len(result["losses"]) == 2
+
+
 class Told(GPTModule):
     """Whole logits for a loss of one's own, a copy of the module, and a metric."""
 

@@ -6,6 +6,8 @@ from itertools import product
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from moe_lightning.parallel.context import World
@@ -46,6 +48,14 @@ def test_each_section_is_cut_by_itself_and_then_by_rows() -> None:
         part_of_whole(whole, cut, Part(tensor=t, tensors=2, row=r, rows=2)).tolist() for t, r in product((0, 1), (0, 1))
     ]
     assert found == [[0, 1], [4, 6], [2, 3], [5, 7]]
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=12), st.sampled_from(["fsdp", "hsdp"]))
+def test_the_ranks_of_a_group_ascend_wherever_they_came_from(nodes: list[int], dense: str) -> None:
+    """As in a process group, which decides which rows a rank has: one that was lost and came back is the last."""
+    groups = cut_groups(dense, nodes, None)
+    assert all(list(group) == sorted(group) for group in groups)
+    assert sorted(rank for group in groups for rank in group) == list(range(len(nodes))) * bool(groups)
 
 
 def test_rows_lie_among_the_ranks_of_a_tensor_index() -> None:
