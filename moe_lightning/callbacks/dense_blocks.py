@@ -141,16 +141,17 @@ class RecomputeDense(ExpertParallelCallback):
     """While a Trainer fits, the dense parts of the module keep their inputs only, and compute what lies between again
     in the backward pass: the same losses, to the last bit, with less memory and about a third more dense computation.
 
-    Attributes:
-        recomputed: names of the parts.
-
     Raises:
         ConfigurationError: when training starts, the parts are compiled, too.
     """
 
     def __init__(self) -> None:
-        self.recomputed: list[str] = []
-        self._parts: list[nn.Module] = []  # of these names; those of a pipeline stage may leave this rank
+        self._parts: dict[str, nn.Module] = {}  # by name; those of a pipeline stage may leave this rank
+
+    @property
+    def recomputed(self) -> list[str]:
+        """Names of the parts that are computed again."""
+        return list(self._parts)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -165,8 +166,7 @@ class RecomputeDense(ExpertParallelCallback):
         for name, part in dense_parts(module):
             if "forward" not in vars(part):  # somebody else's, such as a quantiser's, stays
                 part.forward = MethodType(_forward, part)
-                self.recomputed.append(name)
-                self._parts.append(part)
+                self._parts[name] = part
 
     @override
     def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -178,9 +178,9 @@ class RecomputeDense(ExpertParallelCallback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        for part in self._parts:
+        for part in self._parts.values():
             del part.forward
-        self.recomputed, self._parts = [], []
+        self._parts = {}
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -151,7 +151,7 @@ def _bar() -> Progress:
 
 
 class _Progress:
-    """What is done, as a text of at most 40 columns up to a terabyte.
+    """Progress of a command, as a text of at most 40 columns up to a terabyte.
 
     Args:
         size_bytes: of all.

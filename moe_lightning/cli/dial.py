@@ -54,7 +54,7 @@ def active_parameters(model: Mapping[str, Any]) -> int:
 
 
 def _matrices(model: Mapping[str, Any]) -> int:
-    return 3 if model["activation"].startswith("swiglu") else 2
+    return 3 if model["activation"].startswith("swiglu") else 2  # GATED of the kernels, which would import torch
 
 
 def _d_model(config: Any) -> int:

@@ -392,12 +392,21 @@ def _call(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """`own` with one of its arguments changed, by place or by name, where that is given and not None."""
+    is_given = argument in kwargs if isinstance(argument, str) else argument < len(args)
+    found = argument if is_given else _in_the_other_way(own, argument)
+    if isinstance(found, str):
+        return own(*args, **{key: _changed(value, change) if key == found else value for key, value in kwargs.items()})
+    if found >= len(args):
+        return own(*args, **kwargs)
+    return own(*args[:found], _changed(args[found], change), *args[found + 1 :], **kwargs)
+
+
+def _in_the_other_way(own: Callable[..., Any], argument: int | str) -> int | str:
+    """Return the place of an argument that is named, or the name of one whose place is given; itself without one."""
     names = list(inspect.signature(own).parameters)
-    place = names.index(argument) if isinstance(argument, str) and argument in names else argument
-    if isinstance(place, int) and place < len(args):
-        return own(*args[:place], _changed(args[place], change), *args[place + 1 :], **kwargs)
-    name = names[place] if isinstance(place, int) and place < len(names) else argument
-    return own(*args, **{key: _changed(value, change) if key == name else value for key, value in kwargs.items()})
+    if isinstance(argument, str):
+        return names.index(argument) if argument in names else argument
+    return names[argument] if argument < len(names) else argument
 
 
 def _changed(value: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor | None:

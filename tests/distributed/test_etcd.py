@@ -354,6 +354,17 @@ def test_users_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             one._etcd.transact([], [get("/x")])
 
 
+@contextlib.contextmanager
+def served(server: TCPServer) -> Iterator[str]:
+    """Let a server answer inside, under the address that it yields."""
+    with server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
 class _EndingEtcd(BaseRequestHandler):
     """A member that ends, or a proxy before it that says so."""
 
@@ -364,13 +375,9 @@ class _EndingEtcd(BaseRequestHandler):
 
 @pytest.mark.parametrize(("scheme", "why"), [("http", "HTTP 502"), ("https", "it ended the connection")])
 def test_an_etcd_that_ends_is_waited_for(scheme: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with TCPServer(("127.0.0.1", 0), _EndingEtcd) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            url = f"{scheme}://127.0.0.1:{server.server_address[1]}"
-            assert f"etcd has not answered for 0.3 s ({url}: {why})" in refused({}, url, monkeypatch)
-        finally:
-            server.shutdown()
+    with served(TCPServer(("127.0.0.1", 0), _EndingEtcd)) as address:
+        url = f"{scheme}://{address}"
+        assert f"etcd has not answered for 0.3 s ({url}: {why})" in refused({}, url, monkeypatch)
 
 
 class _OldEtcd(BaseHTTPRequestHandler):
@@ -386,13 +393,9 @@ class _OldEtcd(BaseHTTPRequestHandler):
 
 
 def test_an_etcd_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    with HTTPServer(("127.0.0.1", 0), _OldEtcd) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            url = f"http://127.0.0.1:{server.server_address[1]}"
-            assert f"etcd at {url} has version '3.3.27', and 3.4 is the oldest" in refused({}, url, monkeypatch)
-        finally:
-            server.shutdown()
+    with served(HTTPServer(("127.0.0.1", 0), _OldEtcd)) as address:
+        url = f"http://{address}"
+        assert f"etcd at {url} has version '3.3.27', and 3.4 is the oldest" in refused({}, url, monkeypatch)
 
 
 def certificate(folder: Path, name: str, authority: str | None = None) -> None:

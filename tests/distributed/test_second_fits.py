@@ -93,7 +93,7 @@ def test_the_optimizers_of_every_fit_are_checked() -> None:
 
 
 def overflows(rank: int, world_size: int) -> bool:
-    """Of a fused optimizer, whose gradients only this scaler divides; the first rank has none."""
+    """Overflow of a fused optimizer, whose gradients only this scaler divides; the first rank has none."""
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     worlds: Any = SimpleNamespace(present=connect())

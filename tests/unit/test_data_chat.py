@@ -260,7 +260,7 @@ def test_folders_that_say_too_little(tmp_path: Path) -> None:
 
 
 def test_a_template_may_refuse_the_conversation_that_shows_its_end(tmp_path: Path) -> None:
-    """What a checkpoint keeps is asked for in the middle of a training."""
+    """A checkpoint asks for the end of answers in the middle of a training."""
     template = "{% if messages|length < 4 %}{{ raise_exception('too short') }}{% endif %}{{ messages[-1].content }}"
     path = tokenizer_folder(tmp_path, template)
     assert InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path).state_dict() == {}

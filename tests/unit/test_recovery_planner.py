@@ -277,7 +277,7 @@ def test_live_recoveries_are_as_likely_as_the_placement_says(data: st.DataObject
 def snapshot(
     step: int, *experts: tuple[int, int], kind: str = "arena", writer: int = 0, session: str = "1", world_size: int = 1
 ) -> SnapshotInventory:
-    """Of layer 0's experts: (expert, version)."""
+    """Snapshot of experts of layer 0, each an (expert, version)."""
     return SnapshotInventory(
         kind=SnapshotKind(kind), writer=writer, session=session, step=step, world_size=world_size,
         experts=tuple(HeldExpert(0, expert, version, version) for expert, version in experts),

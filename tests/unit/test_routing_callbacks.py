@@ -75,13 +75,13 @@ def test_parts_that_are_computed_again_may_leave_with_their_stage() -> None:
     cut, recomputed = StageCut(module, (0,), 2), RecomputeDense()
     cut.apply(torch.device("cpu"))
     recomputed._recompute(module)
-    former = list(recomputed._parts)
+    former = list(recomputed._parts.values())
     cut.hold((1,), training=True)
     recomputed.teardown(None, module, "fit")  # type: ignore[arg-type]
     recomputed._recompute(module)
     assert former
     assert recomputed._parts
-    assert not set(former) & set(recomputed._parts)
+    assert not set(former) & set(recomputed._parts.values())
     assert not any("forward" in vars(part) for part in former)
     recomputed.teardown(None, module, "fit")  # type: ignore[arg-type]
     assert not any("forward" in vars(part) for _, part in dense_parts(module))
