@@ -265,15 +265,17 @@ class StageCut:
             self.apply(self._device)
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Convert the placeholders of parameters that were converted to another precision."""
-        for part, name, parameter in self._placeholders:
-            if parameter.is_floating_point():
-                part.__dict__[name] = part.__dict__[name][(0,) * parameter.ndim].to(dtype).expand(parameter.shape)
+        """Convert the placeholders of parameters that were converted to another precision, and the parameters of other
+        stages, should these move to this rank."""
+        absent = [parameter for _, _, parameter in self._placeholders]
         for part, stage in self._stage_of.items():
-            for own in part.parameters(recurse=False) if stage not in self.stages else ():
-                own.data = (
-                    own.data.to(dtype) if own.is_floating_point() else own.data
-                )  # should its stage move to this rank
+            absent.extend(part.parameters(recurse=False) if stage not in self.stages else ())
+        for parameter in absent:
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        for part, name, parameter in self._placeholders:
+            zeros = part.__dict__[name][(0,) * parameter.ndim]
+            part.__dict__[name] = zeros.to(parameter.dtype).expand(parameter.shape)
 
     def _drop_values(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         for part, stage in self._stage_of.items():

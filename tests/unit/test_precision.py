@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from moe_lightning import ExpertParallelStrategy, MoELayer
+from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig
 from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
 from moe_lightning.models.gpt import GPTConfig, Rotary
 from moe_lightning.moe.router import Router, RouterConfig
-from tests.distributed.training import quiet_trainer
+from moe_lightning.strategies.stages import StageCut
+from tests.distributed.training import TINY, quiet_trainer
 from tests.huggingface_models import make_checkpoint, reloaded
 
 HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -176,3 +177,17 @@ def test_pretrained_biases_and_rotary_frequencies_stay_exact(tmp_path: Path) -> 
     exported = dict(reloaded(tmp_path / "ours").named_buffers())
     assert biases
     assert all(torch.equal(exported[name], bias) for name, bias in biases.items())
+
+
+def test_a_stage_that_comes_later_is_in_the_precision_of_the_run() -> None:
+    """The blocks as well as what is outside them."""
+    module = GPTModule({**TINY, "tie_embeddings": False}, OptimizerConfig())
+    module.configure_model()
+    cut = StageCut(module, (0,), 2)
+    cut.apply(torch.device("cpu"))
+    module.to(torch.bfloat16)
+    cut.convert(torch.bfloat16)
+    with cut.whole():
+        assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+    cut.hold((1,), training=True)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
