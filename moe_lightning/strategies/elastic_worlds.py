@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Protocol
 
@@ -68,95 +67,6 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _ATTEMPTS = 3  # to build the groups of the first world
 _MOST_REPEATS = 3  # of one fault in one step, without a lost rank
-
-
-def hand_over(
-    state: TrainState,
-    world: World,
-    engine: Membership,
-    *,
-    notice: str | None,
-    nodes: Sequence[str],
-    min_replicas: int,
-    timeout: timedelta,
-    spares: int,
-    reason: str,
-) -> bool:
-    """Transfer the state that only leaving ranks hold to the others, before they leave on notice or because the mesh
-    has no place for them. No rank returns, and so aborts the world, while another one still needs it for the transfer.
-
-    Args:
-        notice: why this rank leaves, as a sentence; None: it stays.
-        nodes: of all ranks.
-        min_replicas: nodes that shall hold each expert.
-        timeout: longest wait for a peer.
-        spares: ranks, the last ones, that leave until there are enough for a multiple.
-        reason: why the world changes; who has met all others breaks it up with this.
-
-    Returns:
-        True if this rank is spare.
-
-    Raises:
-        Preempted: on the ranks that leave on notice.
-    """
-    notices = all_gather_json(notice, world)
-    staying = [rank for rank, notice in enumerate(notices[: world.size - spares]) if notice is None]
-    if 0 < len(staying) < world.size and world.is_connected:
-        state.transfer.hand_over(staying, world, nodes, min_replicas=min_replicas)
-    try:
-        store_barrier(engine.store, "hand over", world.size, timeout.total_seconds())
-    except (dist.DistError, TimeoutError):
-        if engine.reason != reason:
-            raise
-    left = [f"left/{rank}" for rank, notice in enumerate(notices) if notice is not None]
-    if notice is not None:
-        with suppress(dist.DistError):  # the world breaks now for another reason, and this rank is done
-            engine.store.set(f"left/{world.rank}", "")
-        raise Preempted(notice)
-    if left:
-        engine.store.wait(left, timeout)
-    return world.rank >= world.size - spares
-
-
-def starts_anew(engine: Membership, world: World, timeout: timedelta, can_restore: bool) -> bool:
-    """True if a first world follows one without survivors, whose state can be restored; collective.
-
-    All ranks then abort this world, once all have met: gloo may never wake a rank that waits on connections
-    which others have closed.
-    """
-    is_later = can_restore and max(all_gather_json(engine.task.starts, world)) > 1
-    if is_later and world.is_connected:
-        store_barrier(engine.store, "go back to what was saved", world.size, timeout.total_seconds())
-    return is_later
-
-
-def wait_for_ranks(world: World, engine: Membership, limit: int) -> WorldTooSmall:
-    """In a world that holds the state but is too small to train, wait until others come.
-
-    Args:
-        limit: ranks that train: `min_ranks`, or those that the mesh needs.
-
-    Returns:
-        After `join_timeout_s` without others, on all ranks: what to raise when the state is saved.
-
-    Raises:
-        WorldChanged: somebody came, or shall leave.
-    """
-    size, timeout_s = world.size, engine.settings.join_timeout_s
-    name = "min_ranks" if limit == engine.settings.min_ranks else "strategy.mesh"
-    rank_zero_warn(f"only {size} of at least {limit} ranks ({name}) are here: waiting up to {timeout_s:g} s")
-    deadline = time.monotonic() + timeout_s
-    while True:
-        is_over = time.monotonic() > deadline
-        changes, ends = any_says([engine.has_newcomers() or engine.notice is not None, is_over], world)
-        if changes:
-            raise WorldChanged(f"ranks come or leave while there are fewer than {limit}")
-        if ends:
-            return WorldTooSmall(
-                f"only {size} of at least {limit} ranks ({name}) came together within {timeout_s:g} s: the run ends "
-                f"here; start it again with more workers, or lower {name}"
-            )
-        time.sleep(_POLL_S)
 
 
 def first_world(engine: Membership, build: Callable[[Members], World]) -> tuple[Members, World] | None:
@@ -497,21 +407,81 @@ class ElasticWorlds:
         return WorldChanged(error.reason)
 
     def _wait_for_ranks(self) -> None:
-        """Nobody trains with too few ranks: wait for others, and end with a checkpoint where none come."""
-        worlds, loop = self._strategy.worlds, self._state.trainer.fit_loop
-        least = max(self.engine.settings.min_ranks, worlds.axes.num_ranks)
-        if worlds.present.size >= least:
+        """Where the world holds the state but is too small to train, wait until others come.
+
+        Raises:
+            WorldChanged: somebody came, or shall leave.
+            WorldTooSmall: on all ranks, nobody came within `join_timeout_s`; the state is saved.
+        """
+        worlds, settings, loop = self._strategy.worlds, self.engine.settings, self._state.trainer.fit_loop
+        world, timeout_s = worlds.present, settings.join_timeout_s
+        limit = max(settings.min_ranks, worlds.axes.num_ranks)
+        if world.size >= limit:
             return
-        too_small = wait_for_ranks(worlds.present, self.engine, least)
+        name = "min_ranks" if limit == settings.min_ranks else "strategy.mesh"
+        rank_zero_warn(f"only {world.size} of at least {limit} ranks ({name}) are here: waiting up to {timeout_s:g} s")
+        deadline, ends = time.monotonic() + timeout_s, False
+        while not ends:
+            is_asked = self.engine.has_newcomers() or self.engine.notice is not None
+            changes, ends = any_says([is_asked, time.monotonic() > deadline], world)
+            if changes:
+                raise WorldChanged(f"ranks come or leave while there are fewer than {limit}")
+            time.sleep(_POLL_S)
         if self.step.version > 0:
             loop.on_run_start()
             loop.on_run_end()
-        raise too_small
+        raise WorldTooSmall(
+            f"only {world.size} of at least {limit} ranks ({name}) came together within {timeout_s:g} s: the run ends "
+            f"here; start it again with more workers, or lower {name}"
+        )
 
     def _follows_a_lost_world(self) -> bool:
-        """True if this first world of its ranks follows one without survivors: saved state is then restored."""
-        timeout, can_restore = self._strategy.options.timeout, self._policy.sources is not None
-        return starts_anew(self.engine, self._strategy.worlds.present, timeout, can_restore)
+        """True if this first world of its ranks follows one without survivors, whose state can be restored; collective.
+
+        All ranks then abort this world, once all have met: gloo may never wake a rank that waits on connections
+        which others have closed.
+        """
+        world, timeout_s = self._strategy.worlds.present, self._strategy.options.timeout.total_seconds()
+        is_later = self._policy.sources is not None and max(all_gather_json(self.engine.task.starts, world)) > 1
+        if is_later and world.is_connected:
+            store_barrier(self.engine.store, "go back to what was saved", world.size, timeout_s)
+        return is_later
+
+    def _hand_over(self, reason: str) -> bool:
+        """Transfer the state that only leaving ranks hold to the others, before they leave on notice or because the
+        mesh has no place for them. No rank returns, and so aborts the world, while another one still needs it for the
+        transfer.
+
+        Args:
+            reason: why the world changes; who has met all others breaks it up with this.
+
+        Returns:
+            True if this rank is spare.
+
+        Raises:
+            Preempted: on the ranks that leave on notice.
+        """
+        engine, worlds, timeout = self.engine, self._strategy.worlds, self._strategy.options.timeout
+        world, notice = worlds.present, engine.notice or self._departure
+        num_placed = world.size - worlds.spares  # the last ranks leave until there are enough for a multiple
+        notices = all_gather_json(notice, world)
+        staying = [rank for rank, notice in enumerate(notices[:num_placed]) if notice is None]
+        if 0 < len(staying) < world.size and world.is_connected:
+            nodes = self._require_members().nodes
+            self._state.transfer.hand_over(staying, world, nodes, min_replicas=self._policy.min_replicas)
+        try:
+            store_barrier(engine.store, "hand over", world.size, timeout.total_seconds())
+        except (dist.DistError, TimeoutError):
+            if engine.reason != reason:
+                raise
+        left = [f"left/{rank}" for rank, notice in enumerate(notices) if notice is not None]
+        if notice is not None:
+            with suppress(dist.DistError):  # the world breaks now for another reason, and this rank is done
+                engine.store.set(f"left/{world.rank}", "")
+            raise Preempted(notice)
+        if left:
+            engine.store.wait(left, timeout)
+        return world.rank >= num_placed
 
     def _recover(self, fault: BaseException | None) -> None:
         began_at, began = time.time(), time.perf_counter()
@@ -527,17 +497,7 @@ class ElasticWorlds:
             watch = Stopwatch()
             try:
                 if isinstance(fault, WorldChanged):
-                    is_spare = hand_over(
-                        self._state,
-                        self._strategy.worlds.present,
-                        self.engine,
-                        notice=self.engine.notice or self._departure,
-                        nodes=self._require_members().nodes,
-                        min_replicas=self._policy.min_replicas,
-                        timeout=self._strategy.options.timeout,
-                        spares=self._strategy.worlds.spares,
-                        reason=reason,
-                    )
+                    is_spare = self._hand_over(reason)
                     if is_spare:  # what it holds others hold, too
                         self.is_newcomer, before = True, 0
                 with watch.phase("leaving"):

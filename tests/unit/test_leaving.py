@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -30,16 +29,16 @@ def test_who_is_cut_off_by_one_that_met_all_others_has_met_them_too(
 
     monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda *_: [None] * 3)
     monkeypatch.setattr(elastic_worlds, "store_barrier", cut)
-    world, engine = World.offline(rank, 3, torch.device("cpu")), SimpleNamespace(store=None, reason="ranks wait")
-    rest: dict[str, Any] = {
-        "notice": None, "nodes": ["a", "b", "c"], "min_replicas": 1, "timeout": timedelta(seconds=1), "spares": 1,
-        "reason": "ranks wait",
-    }  # fmt: skip
-    hand_over = partial(elastic_worlds.hand_over, SimpleNamespace(), world, engine, **rest)  # type: ignore[arg-type]
-    assert hand_over() is is_spare
-    engine.reason = "rank 1 on node b died"
+    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
+    worlds.engine, worlds._departure = SimpleNamespace(store=None, reason="ranks wait", notice=None), None
+    worlds._strategy = SimpleNamespace(
+        worlds=SimpleNamespace(present=World.offline(rank, 3, torch.device("cpu")), spares=1),
+        options=SimpleNamespace(timeout=timedelta(seconds=1)),
+    )
+    assert worlds._hand_over("ranks wait") is is_spare
+    worlds.engine.reason = "rank 1 on node b died"
     with pytest.raises(dist.DistNetworkError):
-        hand_over()
+        worlds._hand_over("ranks wait")
 
 
 @pytest.mark.parametrize(("rank", "is_newcomer", "is_torn"), [(0, False, False), (1, False, True), (1, True, False)])
