@@ -656,7 +656,10 @@ class ExpertParallelStrategy(DDPStrategy):
             ConfigurationError: plans for other placements, several dispatch groups, or manual optimization, whose
                 steps have no stated end.
         """
-        self.steps.require_stated_end("shadows")
+        if not self.state.module.automatic_optimization:
+            raise ConfigurationError(
+                "shadows need automatic optimization: a step of manual optimization may change weights at any time"
+            )
         self.experts.start_shadows(plans, self.shadow_dtype, early_shares or [1.0] * len(plans))
 
     @property

@@ -313,16 +313,6 @@ class Steps:
         wrong = self.arithmetic_check.before_update() if self.arithmetic_check.products is not None else ""
         return damage or wrong
 
-    def require_stated_end(self, what: str) -> None:
-        """
-        Raises:
-            ConfigurationError: manual optimization, whose steps have no stated end.
-        """
-        if not self._state.module.automatic_optimization:
-            raise ConfigurationError(
-                f"{what} need automatic optimization: a step of manual optimization may change weights at any time"
-            )
-
     # ------------------------------------------------------------------ losses
 
     def weigh(self, loss: Tensor, weight: Tensor | float) -> Tensor:
