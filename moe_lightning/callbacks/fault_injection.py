@@ -390,7 +390,7 @@ class FaultInjection(ExpertParallelCallback):
             updated = partial(self._updated, trainer)
             self._hooks = [optimizer.register_step_post_hook(updated) for optimizer in trainer.optimizers]
         if self._trace is not None and self._timer is None:
-            if len(set(strategy.node_of)) < len(strategy.node_of):
+            if len(set(strategy.world.nodes)) < strategy.world.size:
                 raise ConfigurationError(
                     "a trace takes nodes away, and these ranks share theirs: use elastic.ranks_are_nodes=true"
                 )

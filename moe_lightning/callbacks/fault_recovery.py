@@ -179,16 +179,16 @@ class FaultRecovery(ExpertParallelCallback):
 
     def _layout(self, strategy: ExpertParallelStrategy) -> ProtectionLayout:
         """Protection of snapshots in the present world: the ranks that protect each other's."""
-        node_of = strategy.node_of
+        nodes = strategy.world.nodes
         if self._protection != "auto":
-            return protected_by(PROTECTIONS[self._protection], node_of, self._failures)
+            return protected_by(PROTECTIONS[self._protection], nodes, self._failures)
         stacks = strategy.state.training_state().stacks
         holders = [stack.placement.holders(e) for stack in stacks for e in range(stack.num_experts)]
         holders += strategy.state.stages.dense_holders
-        replicated = all(len({node_of[rank] for rank in ranks}) > self._failures for ranks in holders)
-        failures = min(self._failures, len(set(node_of)) - 1)
+        replicated = all(len({nodes[rank] for rank in ranks}) > self._failures for ranks in holders)
+        failures = min(self._failures, len(set(nodes)) - 1)
         return choose_protection(
-            node_of, replicated=replicated and not strategy.state.shards.shares_optimizers, failures=failures
+            nodes, replicated=replicated and not strategy.state.shards.shares_optimizers, failures=failures
         )
 
     @override

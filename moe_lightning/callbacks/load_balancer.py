@@ -138,7 +138,7 @@ def balanced_ranks(strategy: ExpertParallelStrategy, ranks_per_node: int | None)
             f"ranks_per_node={ranks_per_node} counts consecutive ranks, but ranks of an elastic run are in order of "
             "birth and their nodes are known: leave it out (null)"
         )
-    nodes: Sequence[int] = strategy.node_of
+    nodes: Sequence[int] = strategy.world.nodes
     if ranks_per_node is not None:
         nodes = [rank // ranks_per_node for rank in range(strategy.world.size)]
     # Ranks of an elastic run may have kept more room than those that came later, or from another stage.

@@ -100,7 +100,7 @@ class SpeedFollower:
         given = self._given()
         own = None if given is None else given[list(self._stages.own_ranks)]
         slowest = None if given is None else np.array([given[list(ranks)] for ranks in self._stages.ranks]).min(axis=0)
-        nodes = self._stages.nodes(strategy.node_of)
+        nodes = self._stages.nodes(strategy.world.nodes)
         self.experts = AgreedSpeeds(nodes, own)
         self.samples = AgreedSpeeds(nodes if self._stages.num_stages == 1 else range(self._world.size), slowest)
         self._slow_for = np.zeros(self._world.size, dtype=np.int64)

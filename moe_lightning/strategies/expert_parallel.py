@@ -259,11 +259,6 @@ class ExpertParallelStrategy(DDPStrategy):
         return self.worlds.present
 
     @property
-    def node_of(self) -> tuple[int, ...]:
-        """The number of each rank's node."""
-        return self.world.nodes
-
-    @property
     @override
     def process_group_backend(self) -> str:
         """Name of the process groups' backend."""
@@ -642,7 +637,7 @@ class ExpertParallelStrategy(DDPStrategy):
             ConfigurationError: a placement that does not fit the world, a dispatch group or the slots.
         """
         call_hook(self.state.module, "on_before_experts_move")
-        return self.state.stages.replace(self.experts, placements, self.optimizers, self.node_of)
+        return self.state.stages.replace(self.experts, placements, self.optimizers, self.world.nodes)
 
     def start_shadow_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
         """Start the shadow experts of the next step, a plan for each MoE layer here; collective, before the step.

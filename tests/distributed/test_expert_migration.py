@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ def move_to_neighbours(rank: int, world_size: int) -> tuple[int, int]:
     strategy.connect(OwnModule())
     strategy.setup_environment()
     strategy.setup(trainer)
-    type(strategy).node_of = (0, 0, 1, 1)
+    strategy.worlds.set_present(replace(strategy.world, nodes=(0, 0, 1, 1)))
     table = np.zeros((6, world_size), dtype=np.int64)
     table[:, [0, 2]] = 1
     strategy.replace_experts([Placement(replicas=table)])

@@ -121,10 +121,10 @@ class KnownNodes:
     def __init__(self, is_elastic: bool = False, promised: int = 1) -> None:
         layer = SimpleNamespace(num_experts=EXPERTS, dispatcher=SimpleNamespace(groups=[range(4)]))
         self.experts = SimpleNamespace(layers=[layer], room=[[3] * 4])
-        self.world = SimpleNamespace(size=4)
+        self.world = SimpleNamespace(size=4, nodes=(0, 1, 0, 1))
         stages = SimpleNamespace(layers=[layer], without_layers=[], nodes=tuple)
         self.state = SimpleNamespace(stages=stages)
-        self.node_of, self.worlds = (0, 1, 0, 1), SimpleNamespace(is_elastic=is_elastic)
+        self.worlds = SimpleNamespace(is_elastic=is_elastic)
         self.placing = SimpleNamespace(promised_replicas=promised)
 
 
