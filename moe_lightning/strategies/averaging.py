@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from moe_lightning.compat import private_lightning
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.averages import AVERAGE, Averages, set_aside
-from moe_lightning.strategies.dense_parameters import DenseShards
+from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards
 from moe_lightning.strategies.worlds import call_hook
 
 CURRENT, REST = "current_model_state", "averaging_state"
@@ -35,14 +35,15 @@ class AveragedState(Protocol):
     optimizers: Sequence[Optimizer]
 
     @property
+    def parts(self) -> DenseParts: ...
+
+    @property
     def shards(self) -> DenseShards: ...
 
     @property
     def module(self) -> pl.LightningModule: ...
 
     def home_of(self, parameter: nn.Parameter) -> torch.device: ...
-
-    def reshard_weights(self) -> None: ...
 
     def find_twins(self) -> None: ...
 
@@ -198,7 +199,7 @@ class Averaging:
         """
         assert self.averages is not None
         call_hook(self._state.module, "on_before_weights_swap")
-        self._state.reshard_weights()
+        self._state.parts.reshard()
         unowned = self._state.shards.unowned
         if not self.are_in_module:
             self._set_aside = [(p, p.detach().clone(), p.grad) for p in unowned]

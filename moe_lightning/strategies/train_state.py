@@ -309,10 +309,6 @@ class TrainState:
         """Return the device of the moments of a parameter, as `State.home_of`."""
         return home_of_moments(parameter, self.experts.stack_of, on_host=self.updates.on_host)
 
-    def reshard_weights(self) -> None:
-        """Drop dense weights that were gathered for a forward pass."""
-        self.parts.reshard()
-
     def reshard(self, sources: Sequence[tuple[str, int]], units: Units) -> None:
         """Reshard the dense state over the ranks of the present world; collective if optimizer states move.
 

@@ -31,7 +31,7 @@ def test_weights_come_back_after_a_fault_between_averages_and_their_broadcast() 
         module=module,
         optimizers=[optimizer],
         shards=shards,
-        reshard_weights=lambda: None,
+        parts=SimpleNamespace(reshard=lambda: None),
         find_twins=lambda: None,
     )
     averaging, averages = Averaging(state), Averages({}, use_buffers=False)
