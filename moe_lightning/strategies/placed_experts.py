@@ -173,7 +173,6 @@ class PlacedExperts:
     Attributes:
         module, world: as given.
         layers: the model's MoE layers.
-        placements: of each layer.
         room: slots of each rank, [L][N].
         stacks: of each layer, the experts in this rank's slots.
         stack_of: the stack that each expert parameter is in.
@@ -199,7 +198,6 @@ class PlacedExperts:
     ) -> None:
         self.module = module
         self.layers = moe_layers(module)
-        self.placements = list(placements)
         self.shadow_transfers: StepShadowTransfers | None = None
         self.speeds: IntArray | None = None
         self.world = world
@@ -214,6 +212,11 @@ class PlacedExperts:
         ranks = range(world.size)
         self.room = [[len(in_slots(placement, rank, slots)) for rank in ranks] for placement in placements]
         self._set_stacks(self._stacks([layer.experts.slot_experts for layer in self.layers], placements))
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Placement of each layer."""
+        return [stack.placement for stack in self.stacks]
 
     def _stacks(self, slots: Sequence[tuple[int, ...]], placements: Sequence[Placement]) -> list[ExpertStack]:
         """Return the layers' parameters under these slots and placements."""
@@ -334,7 +337,7 @@ class PlacedExperts:
         """
         for layer in set(self.layers) - set(layers):
             layer.leave_ranks()
-        self.layers, self.placements = list(layers), list(placements)
+        self.layers = list(layers)
         self.stacks = self._stacks([layer.experts.slot_experts for layer in layers], placements)
         self.stack_of = {parameter: stack for stack in self.stacks for parameter in stack.parameters.values()}
 
@@ -389,7 +392,6 @@ class PlacedExperts:
         here = [t for t in transfers if t.target == self.world.rank]
         for index, (layer, dispatcher) in enumerate(zip(self.layers, dispatchers, strict=True)):
             layer.move(dispatcher, arrived={t.expert for t in here if t.layer == index})
-        self.placements = list(placements)
         self._set_stacks(stacks)
         self.set_speeds(self.speeds)
         return MigrationReport(
