@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_lightning.moe.layer import MoELayer
-from moe_lightning.parallel.context import ExchangeClock, stamp
+from moe_lightning.parallel.context import ExchangeClock, has_passed, seconds_between, stamp
 
 
 @dataclass(kw_only=True)
@@ -107,11 +108,11 @@ class RankClock:
 
     def rates(self) -> Iterator[Rates]:
         """Yield the rates of ended steps not yet reported, as far as the device has come."""
-        while self._done and all(_is_past(ended) for _, ended in (*self._done[0].experts, *self._done[0].between)):
+        while self._done and all(has_passed(ended) for _, ended in (*self._done[0].experts, *self._done[0].between)):
             step = self._done.popleft()
             yield Rates(
-                row_s=sum(map(_seconds, step.experts)) / step.rows if step.rows else 0.0,
-                sample_s=sum(map(_seconds, step.between)) / step.samples if step.samples else 0.0,
+                row_s=sum(starmap(seconds_between, step.experts)) / step.rows if step.rows else 0.0,
+                sample_s=sum(starmap(seconds_between, step.between)) / step.samples if step.samples else 0.0,
             )
 
     # ------------------------------------------------------------------ stamps
@@ -167,12 +168,3 @@ class RankClock:
                 self._step.experts.append((backward.pop(), stamp(self._device)))
 
         x.register_hook(end)  # type: ignore[no-untyped-call]
-
-
-def _is_past(stamp: Any) -> bool:
-    return isinstance(stamp, float) or bool(stamp.query())
-
-
-def _seconds(interval: tuple[Any, Any]) -> float:
-    began, ended = interval
-    return ended - began if isinstance(began, float) else float(began.elapsed_time(ended)) / 1e3

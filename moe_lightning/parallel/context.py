@@ -101,6 +101,16 @@ def stamp(device: torch.device) -> Any:
     return event
 
 
+def has_passed(stamp: Any) -> bool:
+    """True if the device has come to a stamp."""
+    return isinstance(stamp, float) or bool(stamp.query())
+
+
+def seconds_between(began: Any, ended: Any) -> float:
+    """Return the seconds between two stamps that have passed."""
+    return ended - began if isinstance(began, float) else float(began.elapsed_time(ended)) / 1e3
+
+
 class ExchangeClock:
     """Clock of this rank's exchanges on the compute group, including waits for slower peers and overlapped work. It
     counts nothing, and costs nothing, before `watch`.
@@ -162,7 +172,7 @@ class ExchangeClock:
         """True while an exchange is running."""
         with self._lock:
             self._collect()
-            return self._under_way > 0 or any(began.query() for began, _ in self._on_device)
+            return self._under_way > 0 or any(has_passed(began) for began, _ in self._on_device)
 
     @property
     def seconds(self) -> float:
@@ -173,9 +183,8 @@ class ExchangeClock:
 
     def _collect(self) -> None:
         """Move what the device has finished into the sum."""
-        while self._on_device and self._on_device[0][1].query():
-            began, ended = self._on_device.popleft()
-            self._seconds += began.elapsed_time(ended) / 1e3
+        while self._on_device and has_passed(self._on_device[0][1]):
+            self._seconds += seconds_between(*self._on_device.popleft())
 
 
 STORE_VARIABLE = "MOE_LIGHTNING_STORE"

@@ -94,11 +94,8 @@ class State:
 
     # ------------------------------------------------------------------ the table
 
-    def pieces(self, *, transient: bool = False) -> Iterator[StatePiece]:
-        """Every tensor that this rank holds.
-
-        Args:
-            transient: also buffers, and weights beside adapters, that no checkpoint keeps.
+    def pieces(self) -> Iterator[StatePiece]:
+        """Every tensor of this rank that checkpoints keep.
 
         Raises:
             ConfigurationError: an optimizer state of experts that has no row for each of them.
@@ -106,10 +103,14 @@ class State:
         for index, stack in enumerate(self.stacks):
             for slot, expert in stack.held():
                 yield from self.rows(index, slot, expert, stack.placement.holders(expert))
-        yield from self.dense_pieces(transient=transient)
+        yield from self.dense_pieces()
 
     def dense_pieces(self, *, transient: bool = False) -> Iterator[StatePiece]:
-        """Those of them outside of experts."""
+        """Those of them outside of experts.
+
+        Args:
+            transient: also buffers, and weights beside adapters, that no checkpoint keeps.
+        """
         for name, parameter in self.dense.items():
             if parameter in self.base and not transient:
                 continue

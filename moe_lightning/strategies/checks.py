@@ -26,7 +26,7 @@ from moe_lightning.compat import private_lightning
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.mesh import ScheduleName
-from moe_lightning.state.tensors import cut_of, cuts_of, frozen_base, is_cut, local, swap_parameters
+from moe_lightning.state.tensors import cut_of, frozen_base, is_cut, local, swap_parameters
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
 
 
@@ -94,11 +94,6 @@ def require_same_parameters(module: nn.Module, before: Collection[nn.Parameter])
             "mesh.pp have cut it already: build it with its size in __init__ or configure_model, or use dense=ddp or "
             "zero1"
         )
-
-
-def cut_parameters(module: nn.Module) -> list[str]:
-    """Return the names of parameters of which every rank has another shard, under all of their names."""
-    return list(cuts_of(module))
 
 
 def identical_buffers(module: nn.Module) -> list[str]:

@@ -54,6 +54,7 @@ from moe_lightning.parallel.collectives import (
 )
 from moe_lightning.parallel.context import World, all_reduce_, join_local_world
 from moe_lightning.parallel.mesh import ScheduleName, chosen_axes
+from moe_lightning.state.tensors import cuts_of
 from moe_lightning.strategies.checkpoints import (
     Checkpoints,
     decided,
@@ -65,7 +66,6 @@ from moe_lightning.strategies.checks import (
     check_for_pipeline,
     check_module,
     chosen_micro_batches,
-    cut_parameters,
     identical_buffers,
     require_own_sharding,
 )
@@ -488,7 +488,7 @@ class ExpertParallelStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         self.place_module(trainer)
-        if "tp" in self.world.groups and (trainer.state.fn == TrainerFn.FITTING or cut_parameters(module)):
+        if "tp" in self.world.groups and (trainer.state.fn == TrainerFn.FITTING or cuts_of(module)):
             self.state.parts.begin_layers(self.world.stage)
         self.steps.draw_noise()
         self._ignore_in_ddp()
@@ -573,7 +573,7 @@ class ExpertParallelStrategy(DDPStrategy):
 
     def _ignore_in_ddp(self) -> None:
         module = self.state.module
-        names = [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)]
+        names = [*self.experts.keys(module), *identical_buffers(module), *cuts_of(module)]
         self._dense_sum.ignore(module, names)
 
     @override

@@ -40,7 +40,7 @@ from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.parallel.context import World, common_store
 from moe_lightning.strategies import process_stacks
 from moe_lightning.strategies.process_stacks import Process, Seen, is_users, place_of, relative
-from moe_lightning.strategies.slow_ranks import Begun, SlowRank, SlowRankWatch, bubble
+from moe_lightning.strategies.slow_ranks import Begun, SlowRank, SlowRankWatch, StepPhase, bubble
 from moe_lightning.user_errors import ALARMS
 
 _LOOK_S = 0.2
@@ -275,13 +275,13 @@ class HangWatch:
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
         self._batches = 0
-        self._marks: deque[tuple[int, int, str]] = deque(maxlen=_MOST_MARKS)
+        self._marks: deque[tuple[int, int, StepPhase]] = deque(maxlen=_MOST_MARKS)
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._slow: SlowRankWatch | None = None
         self._bubbles: _Bubbles | None = None
 
-    def enter(self, phase: str, step: int, *, is_batch: bool = False) -> None:
+    def enter(self, phase: StepPhase, step: int, *, is_batch: bool = False) -> None:
         """Record that a phase of a step begins.
 
         Args:

@@ -63,7 +63,7 @@ def migrate_rows(
     transfers: Sequence[Transfer],
     world: World,
     *,
-    of_all: bool = True,
+    of_all: bool,
 ) -> int:
     """Execute the transfers and zero the rows that become vacant; collective if any rank transfers something.
 

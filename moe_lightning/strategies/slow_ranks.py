@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
 from types import FrameType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -43,7 +43,14 @@ _FEW_STEPS = 4  # so many or more are compared without the longest one, which ma
 _AHEAD = 2  # steps that other ranks may have begun more, and recorded in the place of old ones
 _WINDOWS = 3  # comparisons in a row before a line, and between two lines
 _PATIENCE_S = 5.0
-_IN_EVERY_STAGE = "callbacks and data"
+StepPhase = Literal["setup", "evaluation", "forward", "backward", "update", "callbacks and data"]
+"""Phase of a step of training, or of what is around it."""
+
+_BEGIN_OF_STEP: StepPhase = "forward"
+_WORK: tuple[StepPhase, ...] = ("forward", "backward")
+"""Phases of which a slow rank has each place for longer."""
+
+_IN_EVERY_STAGE: StepPhase = "callbacks and data"
 """Phase whose work does not depend on the stage of a pipeline."""
 
 _MOST_FRAMES, _MOST_PLACES = 60, 4
@@ -281,7 +288,7 @@ def _cause(
     if _waits_more(rank, ranks) * step_s > _LEAST_EVIDENCE * sum(excess.values()):
         return f"other processes take its CPU, for which it waits {100 * own.waiting:.0f} % of the time"
     phase = max(excess, key=excess.__getitem__)
-    is_work = phase in ("forward", "backward")  # of which a slow rank has each place for longer
+    is_work = phase in _WORK
     own_s = [float(phases[phase][rank if is_work else at]) for at in range(len(ranks))]
     seconds = [
         {place: share * s for place, share in r.places.get(phase, ())} for r, s in zip(ranks, own_s, strict=True)
@@ -418,7 +425,7 @@ def _begins(marks: Sequence[tuple[int, int, str]]) -> list[int]:
     return [
         index
         for index, (_, step, phase) in enumerate(marks)
-        if phase == "forward" and (index == 0 or marks[index - 1][1] != step)
+        if phase == _BEGIN_OF_STEP and (index == 0 or marks[index - 1][1] != step)
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -134,9 +135,7 @@ class TrainState:
             require_host_updates(optimizers)
         self.optimizers = optimizers
         self.restored = self.window_replay = None  # of a former fit
-        for state in (
-            state for optimizer in optimizers for state in optimizer.state.values()
-        ):  # Adagrad creates it in its constructor
+        for state in chain.from_iterable(o.state.values() for o in optimizers):  # Adagrad's constructor creates it
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._recorded = _groups_of(optimizers)
         self.fill_groups()
@@ -263,12 +262,17 @@ class TrainState:
         """From the call of what it yields to its end, the optimizer sees what it is to update: see `Updates.around`."""
         around = self.updates.around(optimizer, self.experts.stack_of)
         with self.averaging.hidden(optimizer) as hide, around as see:
-            yield lambda: (hide(), see())[-1]
+
+            def begin() -> None:
+                hide()
+                see()
+
+            yield begin
 
     def apply_update(self, optimizer: Optimizer) -> None:
         """Apply an update that this rank was prepared for, outside of a step."""
-        with self.updating(optimizer) as see:
-            see()
+        with self.updating(optimizer) as begin:
+            begin()
             optimizer.step()
         self.after_update(optimizer)
 
@@ -331,7 +335,7 @@ class StateTransfer:
     def __init__(self, state: TrainState) -> None:
         self._state = state
 
-    def fetch(self, world: World, live: Collection[int], behind: Collection[int] = ()) -> Units:
+    def fetch(self, world: World, live: Collection[int], behind: Collection[int]) -> Units:
         """Transfer the dense values that this rank will hold in a world and lacks, with hyperparameters and scalars of
         optimizers; collective there if a rank may lack any. Values of live ranks stay unchanged.
 

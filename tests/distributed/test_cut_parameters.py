@@ -114,7 +114,7 @@ class WorldChanges(pl.Callback):
         state, parts, world, counts = strategy.state, strategy.state.parts, strategy.world, []
         before = {unit: {s: t.clone() for s, t in tensors.items()} for unit, tensors in parts.held().items()}
         for turn in range(self.turns):
-            fetched = state.transfer.fetch(world, range(world.size))
+            fetched = state.transfer.fetch(world, range(world.size), ())
             strategy.leave()
             parts.install(fetched, world)
             state.forget_update()

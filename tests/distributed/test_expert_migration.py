@@ -77,7 +77,7 @@ def move_at_random(rank: int, world_size: int) -> int:
             ]
             for at, places in ((experts, placements), (after, planned))
         )
-        sent_bytes = migrate_rows(old, new, (), migration.transfers, world)
+        sent_bytes = migrate_rows(old, new, (), migration.transfers, world, of_all=True)
         state_bytes = 6 * 4 + 6 * 2 + 4 * 4 + 4
         assert sent_bytes == state_bytes * sum(t.source == rank for t in migration.transfers)
         for layer, stack in enumerate(stacks):
@@ -130,14 +130,14 @@ def migrate_until_killed(rank: int, world_size: int, folder: str, killed: int, e
     placed_experts.transfer = transfer_or_die
     transfers = plan_migration(held_states([before]), [after]).transfers
     with pytest.raises(RuntimeError):
-        migrate_rows(old, new, (), transfers, world)
+        migrate_rows(old, new, (), transfers, world, of_all=True)
     intact = all(torch.equal(parameter.data, values[name]) for name, parameter in stack.items())
     (Path(folder) / str(rank)).write_text(f"{intact} {exchange - left[0]}")
 
 
 def test_ranks_do_not_meet_where_no_expert_moves() -> None:
     apart = World.offline(0, 2, torch.device("cpu"))
-    assert migrate_rows([], [], (), [], apart) == 0
+    assert migrate_rows([], [], (), [], apart, of_all=True) == 0
     with pytest.raises((AttributeError, RuntimeError, ValueError)):
         migrate_rows([], [], (), [], apart, of_all=False)
 

@@ -233,7 +233,7 @@ class Fetches(pl.Callback):
             group["lr"] = 0.75
             for piece in state.training_state().dense_pieces(transient=True):
                 piece.tensor.zero_()
-        state.transfer.install(state.transfer.fetch(world, [0]), world)
+        state.transfer.install(state.transfer.fetch(world, [0], ()), world)
         self._see(state, group)
 
     def _see(self, state: TrainState, group: dict[str, Any]) -> None:
