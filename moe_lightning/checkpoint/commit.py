@@ -46,6 +46,7 @@ from moe_lightning.checkpoint.directory import (
     directories,
     has_manifest,
     headings,
+    is_sound,
     make_staging,
     part_name,
     previous_of,
@@ -434,7 +435,7 @@ def prune(root: Place, keep_last: int, *, world: int | None = None) -> list[str]
         if not own:
             return []
         damaged = damaged_after(root)
-        sound = (path for path, h in own if h.step <= damaged.get(h.session, h.step))
+        sound = (path for path, heading in own if is_sound(heading, damaged))
         kept = {*(path for path, _ in own[: max(1, keep_last)]), next(sound, None)}
         for path in reversed([path for path, _ in own if path not in kept]):
             with _collecting(failures), storage.unread(path) as free:

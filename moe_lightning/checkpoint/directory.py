@@ -27,7 +27,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -256,6 +256,11 @@ def damaged_after(root: Place) -> dict[str, int]:
         if match := _DAMAGE.fullmatch(name):
             found[match[1]] = min(int(match[2]), found.get(match[1], int(match[2])))
     return found
+
+
+def is_sound(saved: Heading | Manifest, damaged: Mapping[str, int]) -> bool:
+    """Return True if this was saved before memory of its session was damaged, see `damaged_after`."""
+    return saved.step <= damaged.get(saved.session, saved.step)
 
 
 def newest_world(root: Place) -> int:

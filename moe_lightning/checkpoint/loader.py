@@ -36,6 +36,7 @@ from moe_lightning.checkpoint.directory import (
     damaged_after,
     directories,
     has_manifest,
+    is_sound,
     read_manifest,
     run_record_problem,
 )
@@ -424,10 +425,10 @@ def _saved_soundly(root: Place, report: Callable[[str], None]) -> list[Place]:
     """Return the readable checkpoints, newest first, and report those that may hold damaged memory instead."""
     damaged, sound = damaged_after(root), []
     for path, manifest in checkpoints(root):
-        if manifest.step <= (good := damaged.get(manifest.session, manifest.step)):
+        if is_sound(manifest, damaged):
             sound.append(path)
         else:
-            report(f"{path} may hold memory that was damaged after step {good}")
+            report(f"{path} may hold memory that was damaged after step {damaged[manifest.session]}")
     return sound
 
 
