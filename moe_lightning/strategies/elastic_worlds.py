@@ -200,7 +200,6 @@ class ElasticWorlds:
 
     def __init__(self, strategy: ChangingStrategy, engine: Membership) -> None:
         self._strategy, self._state, self.engine = strategy, strategy.state, engine
-        strategy.worlds.allow_changes()
         self.members: Members | None = None
         self._policy = RecoveryPolicy()
         self._planner = RecoveryPlanner(None)
@@ -210,8 +209,6 @@ class ElasticWorlds:
         self._plan: RecoveryPlan | None = None  # of the last recovery
         self._faults = RepeatedFaults()
         self._cause: str | None = None
-        gc.collect()
-        gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
 
     # ------------------------------------------------------------------ joining
 
@@ -219,6 +216,9 @@ class ElasticWorlds:
         """Return the first world of this process: joined at once with all others, or, where a run is under way, a place
         to set up in until the fit loop joins it.
         """
+        self._strategy.worlds.allow_changes()
+        gc.collect()
+        gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
         first = first_world(self.engine, self._build)
         if first is not None:
             self.members, world = first

@@ -55,14 +55,17 @@ class Failure:
         self._rank, self._store = world.rank, common_store()
         self._name = f"failed in world {world.generation}, {number}"
         self._keys = [f"{self._name}/{rank}" for rank in range(world.size)]
-        if not self.is_network_fault and self._store is not None:
-            with suppress(RuntimeError):  # the store has ended: nobody is left to read it
-                counts = [private_torch.num_collectives(group) for group in world.all_groups]
-                said = f"failed: {type(error).__name__}: {one_line(error)}; see its traceback"
-                if isinstance(error, SIGTERMException):
-                    said = "got SIGTERM"
-                report = [said, counts]
-                self._store.set(self._keys[self._rank], json.dumps(report))
+
+    def publish(self, error: BaseException, world: World) -> None:
+        """Publish the exception to the other ranks, unless it is a consequence of another rank's end."""
+        if self.is_network_fault or self._store is None:
+            return
+        with suppress(RuntimeError):  # the store has ended: nobody is left to read it
+            counts = [private_torch.num_collectives(group) for group in world.all_groups]
+            said = f"failed: {type(error).__name__}: {one_line(error)}; see its traceback"
+            if isinstance(error, SIGTERMException):
+                said = "got SIGTERM"
+            self._store.set(self._keys[self._rank], json.dumps([said, counts]))
 
     @cached_property
     def is_common(self) -> bool:
@@ -129,6 +132,7 @@ class TrainerFailures:
         if not (worlds.is_joined and worlds.present.is_connected and dist.is_initialized()):
             return
         self.last = Failure(error, worlds.present, 0 if self.last is None else self.last.number + 1)
+        self.last.publish(error, worlds.present)
         for saver in self.last.savers(trainer) if trainer is not None else ():
             saver.save_on_exception = False  # it would report a file that is not there
             self._stopped.append(saver)

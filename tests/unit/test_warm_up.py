@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -37,7 +36,6 @@ def test_a_newcomer_warms_up_before_it_says_that_it_is_ready(monkeypatch: pytest
     monkeypatch.setattr(elastic_worlds, "destroy_groups", lambda: None)
     strategy: Any = SimpleNamespace(worlds=Worlds(), state=state, root_device=device, leave=lambda: None)
     worlds = ElasticWorlds(strategy, engine)
-    gc.unfreeze()
     worlds.is_newcomer = True
     with pytest.raises(RunFinished):
         worlds.run(RecoveryPolicy(), lambda: None)
