@@ -129,11 +129,11 @@ class JoinedSamples(ConcatDataset[Any]):
 
 
 class HeldOut(Subset[Any]):
-    """Held-out samples of several sources, one source after the other.
+    """Held-out samples of several sources.
 
     Args:
-        samples: of all sources.
-        indices: of those that are chosen, ascending.
+        samples: of all sources, one source after the other.
+        indices: of those that are chosen.
         sources: names and numbers of the samples.
 
     Attributes:
@@ -313,12 +313,13 @@ class TextData(StepDataModule):
         if self._packs:
             rank_zero_info(self._packs)
         most = min(len(val), self.val_samples or len(val))
-        chosen = (np.arange(most) * len(val) // most).tolist()
+        chosen = np.arange(most) * len(val) // most
         names = source_names([source.path for source in self.sources])
         if len(names) > 1:
-            self._val = HeldOut(val, chosen, list(zip(names, map(len, vals), strict=True)))
+            sizes = [len(one) for one in vals]
+            self._val = HeldOut(val, _mingled(chosen, sizes).tolist(), list(zip(names, sizes, strict=True)))
         else:
-            self._val = Subset(val, chosen)
+            self._val = Subset(val, chosen.tolist())
 
     def _windows(self, corpus: Corpus) -> tuple[Any, Any]:
         train, val = (TokenWindows(span, self.context_length, corpus.name) for span in (corpus.train, corpus.val))
@@ -345,6 +346,19 @@ class TextData(StepDataModule):
                 "the token that does, or set packing=false"
             )
         return DocumentPieces(span, starts, self.context_length)
+
+
+def _mingled(chosen: IntArray, sizes: Sequence[int]) -> IntArray:
+    """Return ascending indices of samples in an order of which every beginning, such as that of limit_val_batches, has
+    the sources in about their ratio.
+
+    Args:
+        chosen: the indices.
+        sizes: number of samples of each source.
+    """
+    sources = np.searchsorted(np.cumsum(sizes), chosen, side="right")
+    places = [(np.arange(count) + 0.5) / count for count in np.bincount(sources) if count]
+    return chosen[np.argsort(np.concatenate(places), kind="stable")]
 
 
 def sources_of(source: str | Sequence[str | DataSource], text_field: str) -> tuple[DataSource, ...]:

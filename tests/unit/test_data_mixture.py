@@ -179,3 +179,24 @@ def test_a_source_that_gets_no_sample_is_refused(sources: list[dict[str, Any]], 
     sources[0]["weight"] = 1e9
     with pytest.raises(ConfigurationError, match=r"weight=1 of the 1e\+09 of all sources gives one of them no sample"):
         data(sources, tmp_path)
+
+
+@pytest.mark.parametrize("most", [None, 17])
+def test_every_beginning_of_the_held_out_samples_has_all_sources(
+    sources: list[dict[str, Any]], tmp_path: Path, most: int | None
+) -> None:
+    made = data(sources, tmp_path, val_samples=most)
+    loader = made.val_dataloader()
+    rows: dict[str, Any] = loader.dataset.source_rows
+    count = len(loader.dataset)  # type: ignore[arg-type]
+    assert count == (most or sum((corpus.val.count - 1) // 16 for corpus in made.corpora))
+    for first in range(1, count + 1):
+        for of_source in rows.values():
+            share = int(of_source.sum()) / count
+            assert abs(int(of_source[:first].sum()) - first * share) <= 1
+    assert len(set(loader.dataset.indices)) == count  # type: ignore[attr-defined]
+    begins = dict(zip(rows, ([0, len(made._val.dataset.datasets[0])]), strict=True))  # type: ignore[attr-defined]
+    for name, of_source in rows.items():
+        found = [index for index, is_of in zip(made._val.indices, of_source, strict=True) if is_of]
+        assert found == sorted(found), name
+        assert (found[0] >= begins["code"]) == (name == "code")
