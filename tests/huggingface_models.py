@@ -172,7 +172,7 @@ RECURRENT = ("jamba", "minimax", "qwen3_5")
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {"sliding_window": 5}),
-    "qwen3_dense": ("Qwen3Config", {"head_dim": 16, "attention_bias": True}),
+    "qwen3_dense": ("Qwen3Config", {"head_dim": 8, "attention_bias": True}),
     "gpt2": ("GPT2Config", {"n_inner": 48, "activation_function": "gelu_new"}),
     "gpt2_erf": ("GPT2Config", {"activation_function": "gelu"}),
     "swinv2": (

@@ -286,6 +286,7 @@ def _as_qwen3_moe(config: Any, sparse: SparseLayers) -> tuple[Any, Family]:
         "num_experts_per_tok": sparse.router.top_k,
         "moe_intermediate_size": config.intermediate_size,
         "norm_topk_prob": True,
+        "head_dim": config.head_dim,  # which is no field of Qwen3MoeConfig, but is read
         "mlp_only_layers": [layer for layer in layers if not sparse.is_moe_layer(layer)],
         "attention_bias": config.attention_bias,
     }
