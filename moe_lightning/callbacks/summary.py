@@ -218,7 +218,7 @@ class Summary(Callback):
         telemetry = private_lightning.callback_of(trainer, Telemetry)
         if telemetry is not None and telemetry.train_s:
             things = "images" if isinstance(data, ImageData) else "tokens"
-            numbers[f"{things}_per_s"] = telemetry.tokens_trained * trainer.world_size / telemetry.train_s
+            numbers[f"{things}_per_s"] = telemetry.tokens_trained / telemetry.train_s
         numbers |= {name.replace("moe/", ""): value for name, value in self._imbalance.items()}
         numbers["wall_s"] = time.perf_counter() - self._started
         return numbers

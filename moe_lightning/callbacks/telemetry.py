@@ -207,7 +207,7 @@ class Telemetry(Callback):
             placement has changed; None: none.
 
     Attributes:
-        tokens_trained: tokens that this rank trained on.
+        tokens_trained: tokens that all ranks trained on in this process, up to the last logging step.
         tokens_seen: tokens that all ranks trained on up to the last logging step, before a resume too.
         train_s: seconds spent in training steps, validation excluded, up to the last logging step.
     """
@@ -301,7 +301,8 @@ class Telemetry(Callback):
         for name in ("train/mfu_ratio", "comm/exchange_ms"):  # no peak of some GPU is known, no step was counted yet
             if not math.isfinite(numbers.get(name, 0.0)):
                 del numbers[name]
-        self.tokens_seen += round(numbers["train/tokens_seen"])
+        of_ranks = round(numbers["train/tokens_seen"])
+        self.tokens_trained, self.tokens_seen = self.tokens_trained + of_ranks, self.tokens_seen + of_ranks
         pl_module.log_dict(numbers | {"train/tokens_seen": float(self.tokens_seen)} | _slowest_rank(trainer))
         if trainer.is_global_zero:
             for sentence in self._health.warnings(trainer.global_step):
@@ -337,7 +338,6 @@ class Telemetry(Callback):
         if has_mfu:
             peak = math.nan if self._peak_flops_per_s is None else self._peak_flops_per_s
             yield Metric(name="train/mfu_ratio", value=flops / elapsed_s / peak, over_ranks="mean")
-        self.tokens_trained += tokens
         self.train_s += elapsed_s
 
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
+from moe_lightning.callbacks.summary import Summary
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.tensor import Columns, Gathered, Parted, Plan, Rows, TensorRanks
@@ -185,14 +187,26 @@ def test_evaluation_alone_is_that_of_one_rank() -> None:
         assert predictions == [(5, 16)] * 3
 
 
-def watched(rank: int, world_size: int, strategy: dict[str, Any]) -> int:
-    telemetry = Telemetry()
-    train(rank, world_size, strategy=strategy, steps=3, callbacks=[telemetry])
-    return telemetry.tokens_seen
+class Speed(Callback):
+    """The speed in the summary of a run."""
+
+    tokens_per_s = 0.0
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.tokens_per_s = Summary().numbers(trainer)["tokens_per_s"]
 
 
-def test_each_token_is_counted_once() -> None:
-    assert run_ranks(4, partial(watched, strategy=TP2)) == [3 * 12 * 16] * 4
+def watched(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, int]:
+    telemetry, speed = Telemetry(), Speed()
+    train(rank, world_size, steps=3, callbacks=[telemetry, speed], **options)
+    return telemetry.tokens_seen, round(speed.tokens_per_s * telemetry.train_s)
+
+
+@pytest.mark.parametrize(
+    "options", [{"strategy": TP2}, {"strategy": {"mesh": {"pp": 2}}, "model": {"tie_embeddings": False}}]
+)
+def test_each_token_is_counted_once(options: dict[str, Any]) -> None:
+    assert run_ranks(4, partial(watched, options=options)) == [(3 * 12 * 16, 3 * 12 * 16)] * 4
 
 
 # ---------------------------------------------------------------------- checkpoints
