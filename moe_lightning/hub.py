@@ -163,6 +163,26 @@ def tokenizer_identity(content: str | None) -> str:
     return str(xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode()))
 
 
+def other_word(given: str, own: str) -> str | None:
+    """Return a text of the vocabulary of one tokenizer that is not the same token for another one; None without any.
+
+    Args:
+        given, own: contents of tokenizer.json; tokens that `given` adds to the words of `own` are no difference.
+    """
+    words = _words(given)
+    return next((word for word, token in _words(own).items() if words.get(word) != token), None)
+
+
+def _words(content: str) -> dict[str, int]:
+    """Tokens by their texts, without those that were added to the vocabulary, such as special ones."""
+    try:
+        vocabulary = json.loads(content)["model"]["vocab"]
+    except (ValueError, RecursionError, KeyError, TypeError):  # refused when it is loaded
+        return {}
+    # A unigram model has pairs of text and score, in the order of the tokens.
+    return vocabulary if isinstance(vocabulary, dict) else {word: token for token, (word, _) in enumerate(vocabulary)}
+
+
 def missing_weights(given: str) -> bool:
     """True if weights must be downloaded before a model, by path or name, can be loaded."""
     name = hub_name(given)

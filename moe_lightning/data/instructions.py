@@ -35,7 +35,7 @@ from torch.utils.data import Dataset
 from moe_lightning.config import NonNegativeInt, PositiveInt, shown, validated
 from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.packing import Packed
-from moe_lightning.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from moe_lightning.data.tokenizer import Tokenizer, check_tokenizer, is_trained, load_tokenizer
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local, check_written, decoded, open_regular, read_bytes, read_text
 from moe_lightning.hub import tokenizer_file
@@ -651,12 +651,11 @@ class InstructionData(StepDataModule):
         check_tokenizer(tokenizer)  # refuses what is no tokenizer before anything else is built
         self.context_length = context_length
         self._path = Path(path).expanduser()
-        self._tokenizer_spec = tokenizer
+        self.tokenizer = tokenizer
         self._end_token = end_token
         self._val_fraction = val_fraction
         self._val_samples = val_samples
         self.packing = packing
-        self._tokenizer: Tokenizer | None = None
         self._packs = self._example = ""  # what is said of them
 
     @property
@@ -667,7 +666,7 @@ class InstructionData(StepDataModule):
     @cached_property
     def written(self) -> ChatFormat:
         """Format that writes conversations as text."""
-        return chat_format(self._tokenizer_spec, self._end_token)
+        return chat_format(self.tokenizer, self._end_token)
 
     @property
     def chat_template(self) -> str | None:
@@ -678,7 +677,7 @@ class InstructionData(StepDataModule):
     def end_of_answer(self) -> int | None:
         """Token that ends an answer; None where several do, or none."""
         with suppress(ValueError):  # of a template that refuses a conversation of one question
-            ids = self.tokenizer.encode(self.written.end)[0].tolist()
+            ids = self._encoder.encode(self.written.end)[0].tolist()
             return int(ids[0]) if len(ids) == 1 else None
         return None
 
@@ -687,21 +686,16 @@ class InstructionData(StepDataModule):
         state = {"chat_template": self.chat_template, "end_of_answer": self.end_of_answer}
         return {name: value for name, value in state.items() if value is not None}
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Loaded at the first use."""
-        if self._tokenizer is None:
-            if self._tokenizer_spec.startswith("bpe:"):
-                raise ConfigurationError(
-                    f"tokenizer={self._tokenizer_spec!r} is not the model's: give its tokenizer.json"
-                )
-            self._tokenizer = load_tokenizer(self._tokenizer_spec)
-        return self._tokenizer
+    @cached_property
+    def _encoder(self) -> Tokenizer:
+        if is_trained(self.tokenizer):
+            raise ConfigurationError(f"tokenizer={self.tokenizer!r} is not the model's: give its tokenizer.json")
+        return load_tokenizer(self.tokenizer)
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens of the vocabulary."""
-        return self.tokenizer.vocab_size
+        return self._encoder.vocab_size
 
     def summary(self) -> str:
         """Lines about the file, and once it is set up, about its packs and one conversation."""
@@ -713,7 +707,7 @@ class InstructionData(StepDataModule):
             try:
                 said = read(record)
                 self.written.check(said)
-                encode(said, self.written, self.tokenizer)
+                encode(said, self.written, self._encoder)
             except ValueError as error:
                 raise ConfigurationError(f"{self._path}, {name}, is not a conversation: {error}") from error
 
@@ -735,7 +729,7 @@ class InstructionData(StepDataModule):
         spread = np.arange(measured) * held_out // measured
         val, train = (
             Conversations(
-                self._path, chosen, self.tokenizer, self.written, self.context_length, file_key=digest.hexdigest()
+                self._path, chosen, self._encoder, self.written, self.context_length, file_key=digest.hexdigest()
             )
             for chosen in (spans[np.sort(order[:held_out])[spread]], spans[np.sort(order[held_out:])])
         )

@@ -21,6 +21,7 @@ from moe_lightning.cli.ckpt import main
 from moe_lightning.data.corpus import prepare_corpus
 from moe_lightning.data.instructions import InstructionData, Turn, templated_turns
 from moe_lightning.data.text import TextData
+from moe_lightning.data.tokenizer import load_tokenizer, train_tokenizer
 from moe_lightning.models.gpt_module import OptimizerConfig
 from moe_lightning.models.huggingface.architecture import SparseArchitecture
 from moe_lightning.models.huggingface.attention import check_packing
@@ -278,18 +279,52 @@ def test_training_moves_every_weight_and_export_takes_them(name: str, tmp_path: 
     assert (tmp_path / "ours" / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
-def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, tokenizer: str) -> None:
+def data_of(kind: type[TextData | InstructionData], folder: Path, tokenizer: str) -> TextData | InstructionData:
+    sizes: Any = {"context_length": 32, "global_batch_size": 2, "tokenizer": tokenizer}
+    if kind is InstructionData:
+        lines = [json.dumps({"prompt": f"{i}?", "response": "The quick brown fox."}) for i in range(9)]
+        (folder / "talk.jsonl").write_text("\n".join(lines))
+        return InstructionData(path=folder / "talk.jsonl", end_token="<end>", **sizes)
+    (folder / "book.txt").write_text("The quick brown fox. " * 300)
+    return TextData(source=str(folder / "book.txt"), cache_dir=folder / "cache", **sizes)
+
+
+def try_data(data: TextData | InstructionData, checkpoint: Path) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    pl.Trainer(max_steps=1, limit_val_batches=1, enable_progress_bar=False, **options).fit(load(checkpoint), data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokenizer"), [(TextData, "bytes"), (TextData, "bpe:300"), (InstructionData, "bytes")]
+)
+def test_tokens_of_another_tokenizer_are_refused(
+    tmp_path: Path, kind: type[TextData | InstructionData], tokenizer: str
+) -> None:
     make_checkpoint("mixtral", tmp_path / "theirs", vocab_size=300)
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
-    (tmp_path / "book.txt").write_text("The quick brown fox. " * 300)
-    book, cache = str(tmp_path / "book.txt"), tmp_path / "cache"
-    data = TextData(source=book, tokenizer=tokenizer, context_length=8, global_batch_size=2, cache_dir=cache)
-    trainer = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(
         ConfigurationError, match=rf"data.tokenizer={tokenizer} gives other tokens .* use data.tokenizer="
     ):
-        trainer.fit(load(tmp_path / "theirs"), data)
+        try_data(data_of(kind, tmp_path, tokenizer), tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("kind", [TextData, InstructionData])
+def test_a_tokenizer_json_with_other_words_is_refused(tmp_path: Path, kind: type[TextData | InstructionData]) -> None:
+    import tokenizers
+
+    own, other, larger = (tmp_path / name / "tokenizer.json" for name in ("theirs", "other", "larger"))
+    make_checkpoint("mixtral", tmp_path / "theirs", vocab_size=300)
+    for path, text in ((own, b"The quick brown fox. "), (other, b"A lazy dog sleeps. "), (larger, b"")):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(own.read_text() if not text else train_tokenizer("bpe:262", [text * 9]))
+    added = tokenizers.Tokenizer.from_file(str(larger))
+    added.add_special_tokens(["<|im_start|>"])
+    added.save(str(larger))
+    try_data(data_of(kind, tmp_path, str(larger)), tmp_path / "theirs")
+    with pytest.raises(
+        ConfigurationError, match=rf"{other} has another token for '\w+' than .*data.tokenizer={own}, or"
+    ):
+        try_data(data_of(kind, tmp_path, str(other)), tmp_path / "theirs")
 
 
 def test_a_folder_of_tokens_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -421,7 +456,7 @@ def test_adapters_keep_the_format_and_the_end_of_conversations(
         assert capsys.readouterr().out == "fine\n"
         assert answers.prompts == ["<|user|>\nhow?\n<|assistant|>\n"]
         ends = transformers.GenerationConfig.from_pretrained(tmp_path / folder).eos_token_id
-        assert ends == [7, data.tokenizer.encode("<e>")[0][0]]
+        assert ends == [7, load_tokenizer(tokenizer).encode("<e>")[0][0]]
         assert "moe-generate . --chat" in (tmp_path / folder / "README.md").read_text()
 
 

@@ -14,7 +14,14 @@ from typing_extensions import override
 from moe_lightning.config import PositiveInt, build_config, option, options_of, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text
-from moe_lightning.hub import TOKENIZER, local_folder, model_folder, tokenizer_identity, weights_folder
+from moe_lightning.hub import (
+    TOKENIZER,
+    local_folder,
+    model_folder,
+    other_word,
+    tokenizer_identity,
+    weights_folder,
+)
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import IS_TOKEN, Architecture, SparseArchitecture, SparseBlock
 from moe_lightning.models.huggingface.attention import check_packing, document_options, share_sequences
@@ -246,17 +253,28 @@ class HuggingFaceModule(SupervisedModule):
             raise ConfigurationError(
                 f"the data have {needed} tokens, the model has {known}: use the tokenizer.json of the checkpoint"
             )
-        given, own = getattr(data, "tokenizer", None), local_folder(self.config.pretrained) / TOKENIZER
-        if isinstance(given, str) and (given == "bytes" or given.startswith("bpe:")) and own.is_file():
+        own = local_folder(self.config.pretrained) / TOKENIZER
+        if not own.is_file():
+            return
+        given = getattr(data, "tokenizer", None)
+        if isinstance(given, str) and (given == "bytes" or given.startswith("bpe:")):
             raise ConfigurationError(
                 f"data.tokenizer={given} gives other tokens than the model was trained on: use data.tokenizer={own}, "
                 "or remove that file to train on new ones"
             )
         made_with = getattr(data, "tokens_tokenizer", None)
-        if made_with is not None and own.is_file() and made_with != tokenizer_identity(read_text(own)):
+        if made_with is not None and made_with != tokenizer_identity(read_text(own)):
             raise ConfigurationError(
                 f"the tokens were made with another tokenizer than the model was trained with: run moe-data tokenize "
                 f"with --tokenizer {own}"
+            )
+        file = local_folder(given) if isinstance(given, str) else own
+        file = file / TOKENIZER if file.is_dir() else file
+        is_read = file.suffix == ".json" and file.is_file() and file != own
+        if is_read and (word := other_word(read_text(file), read_text(own))) is not None:
+            raise ConfigurationError(
+                f"data.tokenizer={given} has another token for {word!r} than the tokenizer that the model was trained "
+                f"with: use data.tokenizer={own}, or remove that file to train on new tokens"
             )
 
     def tensor_parallel_plan(self) -> Plan:
