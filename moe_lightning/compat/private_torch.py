@@ -267,7 +267,8 @@ class SharedScaler(GradScaler):
         Raises:
             ValueError: gradients in float16.
         """
-        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        # in place, as torch: `coalesce` would make a copy
+        values = [g._values() if g.is_sparse else g for g in gradients]
         if any(value.dtype is torch.float16 for value in values):
             raise ValueError("Attempting to unscale FP16 gradients.")  # as torch
         for dtype in sorted({value.dtype for value in values}, key=str):

@@ -193,6 +193,7 @@ fit(
     options=lambda: {"callbacks": [StochasticWeightAveraging(1e-2, swa_epoch_start=1)], "max_epochs": 4},
 )  # fmt: skip
 fit("a scaled loss", options=lambda: {"plugins": [_scaled()], "max_epochs": 3})
+fit("a scaled loss of sparse gradients", m.Sparse, options=lambda: {"plugins": [_scaled()], "max_epochs": 3}, slow=True)
 fit("a scaled loss of two optimizers", m.ManualTwo, options=lambda: {"plugins": [_scaled()]}, slow=True)
 fit("a simple profiler", options=lambda: {"profiler": SimpleProfiler(dirpath=".", filename="profile")})
 fit("an advanced profiler", options=lambda: {"profiler": AdvancedProfiler(dirpath=".", filename="profile")}, slow=True)
