@@ -259,7 +259,7 @@ class DenseParts:
         alike = set(identical_buffers(module))
         self._buffers = [name for name, _ in module.named_buffers() if name not in alike]
         dense = (p for p in module.parameters() if p not in stack_of)
-        self._scalars = [p for p in dense if not p.ndim and p.requires_grad]
+        self._scalars = [p for p in dense if not p.ndim]
 
     def _mark_absent(self, cuts: Mapping[nn.Parameter, TensorCut]) -> None:
         """Mark parameters of other stages, which have no values here, as cut there.
@@ -337,7 +337,7 @@ class DenseParts:
     def sum_rest(self, world: World) -> None:
         """Sum gradients over ranks that the backward pass has not summed; collective."""
         if self.is_in_rows:
-            sum_scalars(self._scalars, world)
+            sum_scalars([p for p in self._scalars if p.requires_grad], world)
         if self._tensors > 1:
             self._sum_parts(world)
 

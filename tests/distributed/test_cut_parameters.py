@@ -77,10 +77,24 @@ class Mixed(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3, foreach=True)
 
 
-@pytest.mark.parametrize("manual", [slow(False), True])
-def test_a_users_module_trains_alike(manual: bool) -> None:
+class ScalarLater(Mixed):
+    """The scalar is frozen at first."""
+
+    def __init__(self, *, manual: bool) -> None:
+        super().__init__(manual=manual)
+        self.scale.requires_grad_(False)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.scale.requires_grad_(self.trainer.global_step >= 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("kind", "manual"), [slow(Mixed, False), (Mixed, True), (ScalarLater, False)])
+def test_a_users_module_trains_alike(kind: type[Mixed], manual: bool) -> None:
     options: dict[str, Any] = {
-        "own_module": partial(Mixed, manual=manual), "trainer": {"gradient_clip_val": None if manual else 0.5}
+        "own_module": partial(kind, manual=manual), "trainer": {"gradient_clip_val": None if manual else 0.5}
     }  # fmt: skip
     alone, ranks = run(1, **options)[0], run(2, strategy={"dense": "fsdp"}, **options)
     for result in ranks:
