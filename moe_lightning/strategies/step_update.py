@@ -106,7 +106,7 @@ class StepUpdate:
         is_kept = self._state.trainer.global_step % NORM_STEPS == 0
         if not is_kept and self.finite.stop is None:
             return
-        norm = norm_of(gradients)
+        norm = norm_of(dense_values(gradients))
         if is_kept:
             self.own.add_norm(norm)
         if self.finite.stop is not None:

@@ -104,6 +104,17 @@ class TwoPlayers(Base):
         return [torch.optim.AdamW(player, lr=3e-3), torch.optim.SGD(self.critic.parameters(), lr=0.1)]
 
 
+class SparseTable(Base):
+    """Gradients of the embedding are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32, sparse=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class Named(Base):
     """Batches are dictionaries."""
 
@@ -183,6 +194,7 @@ CASES = {
     ),
     "ragged": Case(module=Ragged, train=tokens(13, 6, collate_fn=as_lists)),
     "averaged": Case(train=tokens(24, 6), callbacks=(Average,)),
+    "sparse gradients": Case(module=SparseTable, train=tokens(13, 6)),
 }
 
 
