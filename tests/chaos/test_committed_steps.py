@@ -123,6 +123,7 @@ def of_rank_zero(folder: Path) -> list[Any]:
     return [OfRankZero(folder), Counting(folder, "last")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "place"), [(2, "committed"), slow(2, "update"), slow(3, "batch_end")])
 def test_who_takes_the_place_of_the_logging_rank_logs_its_last_step(workers: int, place: str, tmp_path: Path) -> None:
     """The killed rank 0 has made the update and not logged it; its successor has ended the step as another rank."""
@@ -174,6 +175,7 @@ def own_counters_and_interruption(folder: Path) -> list[Any]:
     return [Counting(folder, "first"), Counting(folder, "last"), Interrupted()]
 
 
+@pytest.mark.slow
 def test_who_ends_a_step_that_another_has_ended_begins_no_checkpoint(tmp_path: Path) -> None:
     """Worker 0 has ended the step when it hears of the death: what worker 2 has left to do, it does alone."""
     kills = [Kill(worker=1, step=Interrupted.step + 1, place="batch_end")]

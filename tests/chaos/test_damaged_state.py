@@ -53,7 +53,7 @@ def flips(folder: Path, **options: Any) -> list[pl.Callback]:
     return [Flip(folder, **options)]
 
 
-@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("in_step", [slow(False), True])
 def test_of_two_copies_the_healthy_one_is_used_and_no_step_is_lost(tmp_path: Path, in_step: bool) -> None:
     name = "model.blocks.0.attention_norm.weight"
     callbacks = partial(flips, name=name, steps=(5,), in_step=in_step)
@@ -66,6 +66,7 @@ def test_of_two_copies_the_healthy_one_is_used_and_no_step_is_lost(tmp_path: Pat
         assert {report["reason"] for report in run.reports()} == ({repeated} if in_step else set())
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_damaged_twice_leaves(tmp_path: Path) -> None:
     callbacks = partial(flips, name="model.norm.weight", steps=(4, 6), in_step=False)
     with elastic_run(tmp_path, workers=3, steps=STEPS, strategy={"check_state_every": 1}, callbacks=callbacks) as run:
@@ -96,6 +97,7 @@ def flipped_and_killed(folder: Path) -> list[pl.Callback]:
     return [Flip(folder, "model.norm.weight", (5,), in_step=False), KilledWhenFound(folder)]
 
 
+@pytest.mark.slow
 def test_damage_is_not_saved_where_the_run_is_killed_before_its_next_check(tmp_path: Path) -> None:
     with elastic_run(
         tmp_path, workers=2, steps=STEPS, strategy={"check_state_every": 100}, callbacks=flipped_and_killed,
@@ -107,6 +109,7 @@ def test_damage_is_not_saved_where_the_run_is_killed_before_its_next_check(tmp_p
         assert_same_losses(run, reference(STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "name", "in_step"),
     [

@@ -125,6 +125,7 @@ def test_the_leader_is_killed(runs: Callable[..., Run]) -> None:
     run.end_well()
 
 
+@pytest.mark.slow
 def test_the_leader_is_paused_for_longer_than_its_lease(runs: Callable[..., Run]) -> None:
     """Its ranks find its successor by themselves, and are in the next world."""
     run = runs("ab", ranks=2)
@@ -145,6 +146,7 @@ def test_the_leader_is_paused_for_longer_than_its_lease(runs: Callable[..., Run]
     run.end_well()
 
 
+@pytest.mark.slow
 def test_etcd_is_away_while_nothing_fails(runs: Callable[..., Run]) -> None:
     run = runs("ab")
     run.wait_for_world(2)
@@ -162,6 +164,7 @@ def test_etcd_is_away_while_nothing_fails(runs: Callable[..., Run]) -> None:
     run.end_well()
 
 
+@pytest.mark.slow
 def test_all_launchers_are_killed_and_started_again(runs: Callable[..., Run]) -> None:
     run = runs("ab")
     run.wait_for_world(2)

@@ -92,6 +92,7 @@ def test_the_same_death_again_and_again_ends_the_run(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "logs").iterdir())
 
 
+@pytest.mark.slow
 def test_the_same_crash_three_times_ends_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Another one before counts for itself; each traceback is shown once."""
     told = failure(tmp_path, "crashes")
@@ -110,6 +111,7 @@ def test_messages_have_the_commands_name_and_the_process_ids(tmp_path: Path, cap
     assert re.fullmatch(r"elastic: process ids: worker 1: \d+", lines[2])
 
 
+@pytest.mark.slow
 def test_messages_stand_in_the_place_of_a_progress_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -208,6 +210,7 @@ def test_rank_0_is_killed_and_comes_back(commands: Callable[..., Command]) -> No
     assert all(is_gone(w["pid"]) for w in command.worlds())
 
 
+@pytest.mark.slow
 def test_a_signal_ends_everything(commands: Callable[..., Command]) -> None:
     command = commands("--ranks", "2")
     command.wait_for_world(2)
@@ -228,6 +231,7 @@ def test_a_preempted_worker_leaves_and_is_not_replaced(commands: Callable[..., C
     assert "started again" not in err
 
 
+@pytest.mark.slow
 def test_a_node_is_lost_with_its_launcher(commands: Callable[..., Command], tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     with RendezvousServer(bind="127.0.0.1:0", secret_file=secret) as host:

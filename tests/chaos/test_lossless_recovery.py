@@ -36,6 +36,7 @@ def last_state(run: ElasticRun) -> dict[str, str]:
     return {unit: digest for line in lines if line["step"] == STEPS for unit, digest in line["digests"].items()}
 
 
+@pytest.mark.slow
 def test_ranks_die_with_their_experts_and_again_while_steps_are_run_again(tmp_path: Path) -> None:
     """The second one falls into the replay of steps 2 to 7, the third into the recovery from that."""
     options: dict[str, Any] = {
@@ -86,6 +87,7 @@ def test_a_window_outlives_its_node(tmp_path: Path, protection: str, word: str) 
         assert_nothing_is_lost(run, kills=2)
 
 
+@pytest.mark.slow
 def test_all_nodes_are_lost_and_storage_gives_the_window_back(tmp_path: Path) -> None:
     """Agents of two nodes agree on windows; steps that are run again end an epoch and are validated."""
     options: dict[str, Any] = {

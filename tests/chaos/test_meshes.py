@@ -219,8 +219,8 @@ FAULTS: dict[str, Fault] = {
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        ("cp hsdp", "backward"), ("tp fsdp", "update"),
-        ("fsdp, two", "movement"), ("zero1, replay", "backward"), ("zero1, copies", "prepare"),
+        slow("cp hsdp", "backward"), slow("tp fsdp", "update"),
+        slow("fsdp, two", "movement"), ("zero1, replay", "backward"), slow("zero1, copies", "prepare"),
         ("averages  None", "validation"),
         *[slow("cp", place) for place in ("sequence exchange", "prepare")],
         *[slow("cp hsdp", place) for place in ("update", "sequence exchange")],
@@ -280,7 +280,7 @@ OF_AVERAGES: dict[str, Any] = {"model": {**LAYERS, "router": {"bias_update_rate"
             staged(lose(2, "validation"), **BACK, training={**AVERAGED, "callbacks": None}),
             id="blocks that come in a validation are trained after it",
         ),
-        pytest.param(staged(lose(2, "validation"), **BACK, **OF_AVERAGES), id="averages of a lost stage"),
+        slow(staged(lose(2, "validation"), **BACK, **OF_AVERAGES), id="averages of a lost stage"),
         *[
             slow(
                 staged(
@@ -362,13 +362,7 @@ def beside(
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        ("fsdp", "backward"),
-        *[
-            slow(name, place)
-            for name in BESIDE
-            for place in PLACES[:-1]
-            if name not in ("none", "none6", "cp_tp") and (name, place) != ("fsdp", "backward")
-        ],
+        *[slow(name, place) for name in BESIDE for place in PLACES[:-1] if name not in ("none", "none6", "cp_tp")],
     ],
 )
 def test_stages_beside_other_axes(tmp_path: Path, name: str, place: str) -> None:

@@ -38,6 +38,7 @@ def test_a_world_that_is_too_small_waits_for_others(tmp_path: Path) -> None:
         assert run.world_sizes()[STEPS] == 2
 
 
+@pytest.mark.slow
 def test_without_others_it_saves_and_ends_with_a_sentence(tmp_path: Path) -> None:
     settings = replace(SETTINGS, min_ranks=2, join_timeout_s=2.0)
     saving = {"every_n_steps": 100}
@@ -68,6 +69,7 @@ def test_a_first_world_that_is_too_small_waits_too(tmp_path: Path) -> None:
 SOON_S = 30.0
 
 
+@pytest.mark.slow
 def test_a_rank_that_wakes_after_the_others_have_finished_ends(tmp_path: Path) -> None:
     """Stopped in the middle of a step, evicted, and continued when nobody is left."""
     stops = [Kill(worker=1, step=2, place="forward", signal=signal.SIGSTOP)]

@@ -83,6 +83,7 @@ def run_schedule(base: Path, seed: int, faults: Faults) -> None:
         made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *map(slow, [1, 2, 3, *range(1000, 1067)])])
 def test_kill_9_while_a_store_fails(seed: int, tmp_path: Path, faults: Faults) -> None:
     run_schedule(tmp_path, seed, faults)  # asserts after every kill

@@ -27,6 +27,7 @@ from tests.parameters import slow
 STEPS = 24
 
 
+@pytest.mark.slow
 def test_kills_at_every_place_of_a_step_and_at_the_borders_of_a_run(tmp_path: Path) -> None:
     """The first step, epochs' ends (8 steps each), the last step and the end of training, rank 0 among the victims."""
     places = (
@@ -47,6 +48,7 @@ def test_kills_at_every_place_of_a_step_and_at_the_borders_of_a_run(tmp_path: Pa
         found.verify()
 
 
+@pytest.mark.slow
 def test_one_machine_gets_its_replicas_back_after_every_kill(tmp_path: Path) -> None:
     """All ranks share a node, and nothing is saved: each death finds what it takes on another rank."""
     kills = [Kill(worker=w, step=s, place="forward") for w, s in ((1, 3), (2, 7), (0, 11))]
@@ -60,6 +62,7 @@ def test_one_machine_gets_its_replicas_back_after_every_kill(tmp_path: Path) -> 
         assert {(r["steps_lost"], r["stale_experts"], r["min_replicas"]) for r in deaths} == {(0, 0, 2)}
 
 
+@pytest.mark.slow
 def test_during_validation_and_recovery_and_two_at_once(tmp_path: Path) -> None:
     """Two of four nodes at once are within what three replicas survive."""
     kills = [
@@ -184,6 +187,7 @@ def test_from_4_to_3_to_2_to_4_ranks(tmp_path: Path) -> None:
         assert run.assert_replicas_equal() > 0
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_evicted_and_comes_back(tmp_path: Path) -> None:
     """Law L6: the others go on within the silence timeout; the stopped one comes back as a new member."""
     kills = [Kill(worker=1, step=5, place="forward", signal=signal.SIGSTOP)]
@@ -245,6 +249,7 @@ def with_measured_costs(folder: Path) -> list[Any]:
     return [WatchedBalancer(folder, calibrate=True)]
 
 
+@pytest.mark.slow
 def test_ranks_join_while_others_time_their_dense_layers(tmp_path: Path) -> None:
     """Within the first six steps: the clocks of those that were there before end with their world."""
     kills, holds = [Kill(worker=1, step=2, place="backward")], [Hold(step=4, ranks=3)]

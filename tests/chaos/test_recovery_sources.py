@@ -38,6 +38,7 @@ def test_experts_of_a_lost_rank_come_from_its_arena(tmp_path: Path) -> None:
         assert run.assert_replicas_equal() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("protection", "word"), [slow("arc", "copies"), ("aec", "parity")])
 def test_experts_of_a_lost_node_come_from_what_protects_them(tmp_path: Path, protection: str, word: str) -> None:
     """The node's arena goes with the node."""

@@ -86,6 +86,7 @@ def test_a_rank_and_the_host_are_killed(run: Run) -> None:
         node.end_well()
 
 
+@pytest.mark.slow
 def test_a_launcher_is_stopped_for_longer_than_a_member_may_be_silent(run: Run) -> None:
     """Its ranks connect to the host themselves, and take part in the next world."""
     first = run.nodes[0].wait_for_world(4)

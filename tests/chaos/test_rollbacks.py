@@ -69,13 +69,13 @@ def guarded(folder: Path, *, within: bool = False) -> list[Any]:
 @pytest.mark.parametrize(
     ("place", "step", "rank", "restored"),
     [
-        ("backward", 12, 1, {12}),  # the losses before are known after the recovery
+        slow("backward", 12, 1, {12}),  # the losses before are known after the recovery
         slow("backward", SPIKE, 0, {SPIKE}),  # before the spike is found: the copies are of other rows by then
-        ("prepare", SPIKE, 1, {SPIKE}),  # before all ranks know of it
+        slow("prepare", SPIKE, 1, {SPIKE}),  # before all ranks know of it
         slow("update", SPIKE, 1, {12, SPIKE}),  # when this rank knows that all do, and others perhaps
         ("within", SPIKE, 0, {12, SPIKE}),
         slow("committed", SPIKE, 0, {12, SPIKE}),
-        ("backward", SPIKE + 1, 0, {12}),
+        slow("backward", SPIKE + 1, 0, {12}),
     ],
 )
 def test_a_rollback_outlives_a_rank(place: str, step: int, rank: int, restored: set[int], tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def silenced(folder: Path) -> list[pl.Callback]:
     return [Silent()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dense", "place"),
     [

@@ -82,6 +82,7 @@ def test_unused_parameters_are_named_before_replicas_that_differ_by_them(tmp_pat
         assert "differ between ranks" not in run.words()
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_in_the_same_way_three_times_ends_the_run(tmp_path: Path) -> None:
     with elastic_run(tmp_path, workers=2, steps=6, callbacks=own_store) as run:
         ends(run, {0, 1})

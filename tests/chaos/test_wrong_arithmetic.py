@@ -59,6 +59,7 @@ def test_a_step_with_a_wrong_product_is_repeated(tmp_path: Path, workers: int) -
         assert all(report["reason"].endswith("; the step is repeated") for report in reports)
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_wrong_again_leaves_before_its_numbers_are_used(tmp_path: Path) -> None:
     callbacks = partial(wrong, always=True)
     options = {"check_arithmetic_every": 1}

@@ -19,6 +19,7 @@ from tests.distributed.harness import run_pooled
 from tests.distributed.test_hook_order import fitted, trainer_of
 from tests.distributed.test_users_modules import Base, Options, Seen
 from tests.distributed.training import make_trainer
+from tests.parameters import slow
 
 
 class Backbone(nn.Module):
@@ -92,7 +93,12 @@ def tuned(rank: int, world_size: int, strategy: Options | None, kind: str, file:
 
 @pytest.mark.parametrize(
     ("kind", "world_size", "strategy"),
-    [("backbone", 1, {"dense": "zero1"}), ("backbone", 2, {}), ("backbone", 3, {"replicas": 2}), ("middle", 2, {})],
+    [
+        ("backbone", 1, {"dense": "zero1"}),
+        slow("backbone", 2, {}),
+        slow("backbone", 3, {"replicas": 2}),
+        ("middle", 2, {}),
+    ],
 )
 def test_added_groups_train_and_are_saved(kind: str, world_size: int, strategy: Options, tmp_path: Path) -> None:
     (expected,) = run_pooled(1, tuned, None, kind, str(tmp_path / "stock.ckpt"))

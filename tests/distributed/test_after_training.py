@@ -55,6 +55,7 @@ def go_on_alone(rank: int, world_size: int) -> list[dict[str, Any]]:
     return [*results, *alone().test(module, held_out(), verbose=False)]  # type: ignore[list-item]
 
 
+@pytest.mark.slow
 def test_rank_0_goes_on_alone() -> None:
     together, stock, ours, trained_on = run_ranks(2, go_on_alone)[0]
     assert stock == pytest.approx(together, abs=1e-6)
@@ -72,6 +73,7 @@ def use_large_ones_alone(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_experts_too_large_to_be_kept_are_told_with_a_cure() -> None:
     sentence = run_ranks(2, use_large_ones_alone)[0]
     assert sentence.startswith("the experts of this module lie on 2 ranks, and others of them have ended; they were")

@@ -97,15 +97,15 @@ class States(pl.Callback):
     ("ranks", "strategy", "options"),
     [
         (2, {"replicas": 2}, {}),
-        (2, {"replicas": 2}, {"precision": "bf16-mixed"}),
+        slow(2, {"replicas": 2}, {"precision": "bf16-mixed"}),
         slow(2, {}, {"precision": "16-mixed"}),
         slow(2, {"dense": "zero1"}, {}),
-        (2, {"dense": "fsdp"}, {}),
+        slow(2, {"dense": "fsdp"}, {}),
         (2, {"mesh": {"tp": 2}}, {}),
         slow(2, {"mesh": {"cp": 2}}, {"precision": "bf16-mixed"}),
         slow(4, {"dense": "hsdp", "shard_size": 2}, {}),
         slow(4, {"mesh": {"pp": 2}, "dense": "zero1"}, {"precision": "bf16-mixed"}),
-        (2, {"mesh": {"pp": 2}}, {"accumulate_grad_batches": 2}),
+        slow(2, {"mesh": {"pp": 2}}, {"accumulate_grad_batches": 2}),
         slow(4, {"mesh": {"tp": 2}, "dense": "fsdp"}, {}),
     ],
     ids=str,
@@ -224,6 +224,7 @@ def test_the_majority_decides_or_who_differs_from_himself(
     assert (" to decide" in dispute.describe(votes)) == (not wrong)
 
 
+@pytest.mark.slow
 def test_ranks_that_compute_right_are_never_named() -> None:
     for size in (3, 4, 5):
         places = itertools.product(range(size), range(size), itertools.product([1.0, 5.0, 6.0], repeat=4))

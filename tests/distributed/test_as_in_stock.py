@@ -22,6 +22,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.test_hook_order import fitted, trainer_of
 from tests.distributed.test_users_modules import Base, Options, Seen, tokens
 from tests.distributed.training import RandomTokens
+from tests.parameters import slow
 
 
 class Dense(pl.LightningModule):
@@ -60,7 +61,7 @@ def compiled(rank: int, world_size: int, strategy: Options | None) -> Any:
     return losses.values, {name: value.numpy() for name, value in state.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_compiled_module_without_experts_trains(world_size: int) -> None:
     ((losses, state),) = run_ranks(1, compiled, None)
     ranks = run_ranks(world_size, compiled, {})

@@ -221,6 +221,7 @@ def joined(rank: int, world_size: int) -> list[Any]:
     return joins.known
 
 
+@pytest.mark.slow
 def test_ranks_that_join_plan_from_what_the_others_know() -> None:
     first, second = run_ranks(2, joined)
     assert first == second

@@ -109,7 +109,7 @@ def reference(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("writers", "strategy"),
-    [slow(1, {}), (4, {"dense": "zero1"}), slow(2, {"replicas": 2}), (2, {"placement": [[1, 0]] + [[0, 1]] * 5})],
+    [slow(1, {}), slow(4, {"dense": "zero1"}), slow(2, {"replicas": 2}), (2, {"placement": [[1, 0]] + [[0, 1]] * 5})],
 )
 def test_stock_lightning_resumes_what_ranks_wrote(writers: int, strategy: dict[str, Any], tmp_path: Path) -> None:
     path = str(tmp_path / "ranks.ckpt")

@@ -120,7 +120,9 @@ def use(rank: int, world_size: int, *, cp: int, **options: Any) -> dict[str, Any
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "cp", "heads", "manual"), [(2, 2, 2, False), (4, 2, 1, True), slow(4, 4, 2, False)])
+@pytest.mark.parametrize(
+    ("ranks", "cp", "heads", "manual"), [(2, 2, 2, False), slow(4, 2, 1, True), slow(4, 4, 2, False)]
+)
 def test_a_users_module_sees_parts_and_answers_wholes(ranks: int, cp: int, heads: int, manual: bool) -> None:
     (alone,) = run_ranks(1, partial(use, cp=1, heads=heads, manual=manual))
     results = run_ranks(ranks, partial(use, cp=cp, heads=heads, manual=manual))

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from moe_lightning.cli.expert_edits import edit_file, parse_edits
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import train
 
 
+@pytest.mark.slow
 def test_an_edited_checkpoint_goes_on_alike_on_one_rank_and_two(tmp_path: Path) -> None:
     words: dict[str, Any] = {"prune": ["0:1", "1:4"], "merge": ["0+3"], "duplicate": ["2,5,5"]}
     run_ranks(2, partial(train, steps=3, save_to=str(tmp_path / "whole.ckpt")))

@@ -185,6 +185,7 @@ def test_a_sample_that_does_not_come_is_named() -> None:
     assert "in reported: time.sleep(0.01)" in where
 
 
+@pytest.mark.slow
 def test_the_blocked_worker_of_a_loader_is_named() -> None:
     who, where, *_ = report_of(2, None, workers=2)
     assert "rank 0 waits for rank 1" in who
@@ -192,12 +193,14 @@ def test_the_blocked_worker_of_a_loader_is_named() -> None:
     assert "in wait_for_disk: while not lock.acquire" in where
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_named() -> None:
     who, where, *_ = report_of(3, Stopped)
     assert "ranks 0 and 2 wait for rank 1 in all" in who
     assert where == "rank 1: gives no sign, its process is stopped (SIGSTOP)"
 
 
+@pytest.mark.slow
 def test_a_busy_interpreter_is_named_with_its_place() -> None:
     who, where, _, text = report_of(3, BusyInterpreter)
     assert "ranks 0 and 2 wait for rank 1 in all" in who
@@ -282,6 +285,7 @@ class Fetches(pl.Callback):
             time.sleep(4 * LIMIT_S)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_slow_together_are_not_reported() -> None:
     assert run_ranks(2, fit, Fetches, 0, True) == [(6, [], "")] * 2
 

@@ -16,6 +16,7 @@ from moe_lightning import ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_users_modules import Base, Options, Seen, stock_trainer, tokens
 from tests.distributed.training import make_trainer
+from tests.parameters import slow
 
 
 def trainer_of(rank: int, world_size: int, strategy: Options | None, **options: Any) -> pl.Trainer:
@@ -88,7 +89,7 @@ def resumed(rank: int, world_size: int, kind: type[Base], strategy: Options | No
     ("kind", "world_size", "strategy"),
     [
         (Resized, 1, {}),
-        (Resized, 2, {"replicas": 1}),
+        slow(Resized, 2, {"replicas": 1}),
         (Resized, 2, {"dense": "zero1"}),
         (RebuiltExperts, 2, {"replicas": 1}),
     ],

@@ -209,7 +209,7 @@ def test_one_rank(root: Path, reference: dict[str, Any]) -> None:
     ("world_size", "names", "strategy"),
     [
         slow(2, NAMES, {}),
-        (4, NAMES, {"replicas": 2, "dense": "zero1", "slots": 4}),
+        slow(4, NAMES, {"replicas": 2, "dense": "zero1", "slots": 4}),
         (2, IN_LAYERS, TP2),
         slow(4, IN_LAYERS, TP2),
     ],
@@ -227,6 +227,7 @@ def test_ranks(
         check_shards(name, [{name: _without_vacant(result[name])} for result in ranks])
 
 
+@pytest.mark.slow
 def test_experts_that_move_and_visit(root: Path, reference: dict[str, Any]) -> None:
     moving = {"move_at": (1, 3), "slots": 5, "shadows": True}
     ranks = run_pooled(2, train, root, NAMES, {"slots": 5}, moving)
@@ -258,6 +259,7 @@ def _without_vacant(result: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- sequences over ranks
 
 
+@pytest.mark.slow
 def test_models_train_alike_on_parts_of_sequences(root: Path, reference: dict[str, Any], tmp_path: Path) -> None:
     for name in IN_PARTS:
         shutil.copytree(root / name / "theirs", tmp_path / name / "theirs")
@@ -335,6 +337,7 @@ def upcycle_in_layers(rank: int, world_size: int, root: Path, strategy: dict[str
     return {**results, "padded": recorder.losses}
 
 
+@pytest.mark.slow
 def test_upcycled_and_padded(root: Path) -> None:
     (alone,) = run_pooled(1, upcycle_in_layers, root, {})
     for result in run_pooled(4, upcycle_in_layers, root, TP2):

@@ -30,6 +30,7 @@ COMMON = [
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="moe-train's launcher of local ranks needs Linux")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow("olmoe_finetune"), "olmoe_fsdp"])
 def test_fine_tuning(name: str, tmp_path: Path) -> None:
     """Two ranks with partial checkpoints; the exported model is the last checkpoint's."""

@@ -164,6 +164,7 @@ def test_ranks_may_save_when_a_user_or_a_scheduler_ends_them(number: signal.Sign
         assert rank.process.returncode == code
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("command", ["stubborn"], indirect=True)
 def test_a_second_signal_ends_stubborn_ranks_at_once(command: Command) -> None:

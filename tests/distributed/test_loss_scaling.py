@@ -104,7 +104,7 @@ def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "strategy", "kinds"),
     [
-        (2, {"replicas": 2}, {}),
+        slow(2, {"replicas": 2}, {}),
         slow(4, {"replicas": 2}, {}),
         (2, {"dense": "zero1"}, {}),
         slow(2, {"dense": "fsdp"}, {}),

@@ -119,6 +119,7 @@ def warned_of(rank: int, world_size: int, module: type[OwnModule], guard: bool) 
     return [line for line in text.getvalue().splitlines() if line.startswith("warning: the loss")]
 
 
+@pytest.mark.slow
 def test_a_spike_is_one_sentence_and_calm_losses_none() -> None:
     silent, lines = run_ranks(2, warned_of, Spike, False)
     assert silent == []

@@ -230,7 +230,7 @@ WINDOW = {"k_snapshot": 3}
     [
         slow(1, {}, id="one"),
         slow(2, {"strategy": {"dense": "zero1"}}, id="zero1"),
-        pytest.param(2, {"strategy": {"dense": "fsdp"}}, id="fsdp"),
+        slow(2, {"strategy": {"dense": "fsdp"}}, id="fsdp"),
         slow(4, {"strategy": {"dense": "hsdp", "replicas": 2}}, id="hsdp"),
         slow(2, {"trainer": SMALL | {"precision": "bf16-mixed"}}, id="bf16"),
         pytest.param(2, {"saver": {"windows": "scheduled", "k_snapshot": 5}}, id="scheduled"),
@@ -252,6 +252,7 @@ def test_a_window_is_exact_however_state_is_shared(
     assert_equal(root.parent, reference, world_size)
 
 
+@pytest.mark.slow
 def test_a_window_resumes_on_other_ranks(root: Path, calm: Callable[..., Path]) -> None:
     options: dict[str, Any] = {"trainer": SMALL, "steps": 12, "draws": False}
     callbacks = [saver(root, **WINDOW), WaitForWriter(root, 1, 4, 7), KillLater(9, 0.0)]
@@ -266,6 +267,7 @@ def test_a_window_resumes_on_other_ranks(root: Path, calm: Callable[..., Path]) 
         np.testing.assert_allclose([found[k] for k in found], [reference[k] for k in found], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_may_not_end_or_be_saved_while_steps_are_run_again(root: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"trainer": SMALL, "draws": False}
     callbacks = [saver(root, **WINDOW), WaitForWriter(root, 1, 4, 7), KillLater(9, 0.0)]
@@ -314,6 +316,7 @@ class MoveAt(pl.Callback):
             strategy.replace_experts(moved)
 
 
+@pytest.mark.slow
 def test_experts_that_move_cut_a_window_short(root: Path, calm: Callable[..., Path]) -> None:
     """A checkpoint of everything takes its place; another move comes while steps are run again."""
     options: dict[str, Any] = {"trainer": SMALL, "steps": 16}

@@ -38,6 +38,7 @@ def test_a_member_is_lost_while_groups_are_built(fate: str, delay_s: float) -> N
         toy.stop([workers[0], workers[2]])
 
 
+@pytest.mark.slow
 def test_a_member_that_hangs_ends_itself() -> None:
     with Toy() as toy:
         workers = toy.start(3, behaviours={1: "hang"})
@@ -50,6 +51,7 @@ def test_a_member_that_hangs_ends_itself() -> None:
         toy.stop([workers[0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [6, slow(50)])
 def test_nothing_leaks(rounds: int) -> None:
     with Toy() as toy:

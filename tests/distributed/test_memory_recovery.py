@@ -453,6 +453,7 @@ def check(seed: int, base: Path) -> int:
     return recovered
 
 
+@pytest.mark.slow
 def test_kills_at_random_instants(tmp_path: Path) -> None:
     recovered = []
     for seed in range(5):

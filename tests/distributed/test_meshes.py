@@ -66,22 +66,22 @@ def reference(key: str) -> dict[str, Any]:
     ("key", "ranks", "strategy"),
     [
         # Parameters in rows.
-        ("uneven", 3, FSDP), ("accumulate", 4, HSDP), ("groups", 4, {**HSDP, "shard_size": 2}),
+        ("uneven", 3, FSDP), slow("accumulate", 4, HSDP), ("groups", 4, {**HSDP, "shard_size": 2}),
         slow("gpt2", 2, FSDP), slow("gpt2", 4, {**HSDP, "replicas": 2}), slow("uneven", 2, {**FSDP, "replicas": 2}),
         slow("groups", 3, FSDP), slow("by value", 2, FSDP), slow("uneven", 8, HSDP), slow("accumulate", 3, FSDP),
         slow("uneven", 4, HSDP),
         # Layers in parts.
-        ("llama", 4, TP2), ("few samples", 4, TP2), ("gpt2", 4, TP4),
+        slow("llama", 4, TP2), ("few samples", 4, TP2), slow("gpt2", 4, TP4),
         slow("gpt2", 2, TP2), slow("gpt2", 4, {**TP2, "replicas": 2}), slow("uneven", 4, {**TP2, "ep_size": 2}),
         slow("accumulate", 4, TP2), slow("uneven", 2, TP2), slow("by value", 4, TP2), slow("llama uneven", 2, TP2),
         slow("accumulate", 2, TP2), slow("llama uneven", 4, TP2), slow("llama", 8, TP2),
         # Sequences in parts.
-        ("accumulate", 4, {**CP4, **FSDP}),
+        slow("accumulate", 4, {**CP4, **FSDP}),
         ("llama uneven", 4, {**CP4, **HSDP, "replicas": 2}),  # two heads of keys for four ranks
         slow("gpt2", 2, CP2), slow("uneven", 4, {**CP2, "replicas": 2}), slow("llama", 4, {**CP2, **FSDP}),
         slow("llama uneven", 4, {**CP2, **ZERO1}), slow("llama accumulate", 2, {**CP2, **HSDP}),
         # With each other and with shared dense parameters.
-        ("llama", 4, CPTP), ("llama accumulate", 4, {**TP2, **FSDP}),
+        ("llama", 4, CPTP), slow("llama accumulate", 4, {**TP2, **FSDP}),
         slow("gpt2", 4, {**TP2, **ZERO1}), slow("llama", 4, {**TP2, **ZERO1}),
         slow("llama accumulate", 4, {**CPTP, **ZERO1}), slow("gpt2", 4, {**CPTP, "replicas": 2}),
         slow("uneven", 4, CPTP), slow("llama accumulate", 4, CPTP), slow("llama", 8, {**CPTP, "replicas": 2}),
@@ -122,6 +122,7 @@ def weigh(rank: int, world_size: int, strategy: dict[str, Any]) -> dict[str, int
     return weigher.bytes
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_share_of_the_bytes() -> None:
     (whole,) = run_pooled(1, partial(weigh, strategy={}))
     for ranks, strategy, shares in ((4, FSDP, 4), (4, HSDP, 2), (2, TP2, 2), (4, {**TP2, **FSDP}, 4)):
@@ -201,7 +202,7 @@ def tensors(path: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("writer", "readers"),
     [
-        ("fsdp", ["one", "hsdp"]), ("pp fsdp", ["pp tp"]),
+        ("fsdp", ["one", "hsdp"]), slow("pp fsdp", ["pp tp"]),
         slow("one", ["fsdp", "hsdp", "tp dp", "cp fsdp", "cp hsdp"]), slow("one", ["pp", "pp twice"]),
         slow("ddp", ["fsdp", "tp"]), slow("ddp", ["pp"]), slow("zero1", ["fsdp", "hsdp", "cp hsdp"]),
         slow("fsdp", ["zero1", "tp", "tp dp", "tp fsdp", "tp hsdp"]),
@@ -262,6 +263,7 @@ def fit_twice(
     return kinds, hooks_of(module) - hooks, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [FSDP, slow(TP2)])
 def test_a_module_is_whole_after_training_and_trains_again(strategy: dict[str, Any]) -> None:
     whole = run_ranks(2, partial(fit_twice, strategy=strategy, room=1 << 30))

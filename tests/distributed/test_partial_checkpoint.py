@@ -119,6 +119,7 @@ def saver(root: Path, **options: Any) -> PartialExpertsCheckpoint:
     return PartialExpertsCheckpoint(str(root), **{"every_n_steps": 2, **options})
 
 
+@pytest.mark.slow
 def test_full_checkpoints_resume_bit_for_bit_and_by_the_name_last(root: Path) -> None:
     whole = run(2, [], steps=12)[0]
     run(2, [saver(root)], steps=7, function=train_with_fresh_agent)
@@ -131,6 +132,7 @@ def test_full_checkpoints_resume_bit_for_bit_and_by_the_name_last(root: Path) ->
         np.testing.assert_array_equal(resumed["state"][name], values, err_msg=name)
 
 
+@pytest.mark.slow
 def test_partial_checkpoints_of_a_finished_run_lose_nothing_on_other_ranks(root: Path) -> None:
     whole = run(1, [], steps=10)[0]
     run(2, [saver(root, k_snapshot=4, k_persist=2)], steps=6, strategy={"dense": "zero1"})
@@ -185,6 +187,7 @@ def test_dynamic_k_raises_k_when_a_restore_lost_tokens(root: Path, tmp_path: Pat
     assert k_path.read_text().split()[-1] == str(EXPERTS)
 
 
+@pytest.mark.slow
 def test_a_dense_model_and_a_users_module_are_saved_too(root: Path, tmp_path: Path) -> None:
     for name, options in (("dense", {"model": {"num_experts": 0}}), ("own", {"own_module": True})):
         folder = root / name
@@ -194,6 +197,7 @@ def test_a_dense_model_and_a_users_module_are_saved_too(root: Path, tmp_path: Pa
         np.testing.assert_allclose(resumed["losses"], whole["losses"][5:], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adaptive_numbers_come_from_measured_times(root: Path, tmp_path: Path) -> None:
     k_path = tmp_path / "k"
     run(2, [saver(root, every_n_steps="auto", k_snapshot="auto", k_persist=1), KChoices(k_path)], steps=40)

@@ -158,8 +158,8 @@ INTERLEAVED: dict[str, Any] = {"schedule": "interleaved"}
 @pytest.mark.parametrize(
     ("key", "ranks", "strategy"),
     [
-        ("uneven", 4, {}), ("three", 2, {}), ("short", 4, TP), ("short", 4, {**FSDP, **INTERLEAVED}),
-        ("accumulated", 4, {}),
+        slow("uneven", 4, {}), ("three", 2, {}), slow("short", 4, TP), ("short", 4, {**FSDP, **INTERLEAVED}),
+        slow("accumulated", 4, {}),
         slow("gpt2", 2, {}), slow("gpt2", 4, PP4), slow("llama", 4, {"replicas": 2}), slow("gpt2", 4, {}),
         slow("few", 4, {}), slow("by value", 2, {}), slow("uneven", 8, {}), slow("gpt2", 8, PP4),
         *[slow(key, ranks, INTERLEAVED) for key, ranks in (("gpt2", 2), ("gpt2", 4), ("uneven", 4))],
@@ -204,6 +204,7 @@ def exchanges(rank: int, world_size: int, schedule: str) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_schedules_exchange_as_often() -> None:
     plain, interleaved = (run_ranks(4, partial(exchanges, schedule=name)) for name in ("1f1b", "interleaved"))
     assert plain == interleaved
@@ -226,6 +227,7 @@ def watched(rank: int, world_size: int, folder: str, **options: Any) -> dict[str
     return found | {"best": float(stop.best_score), "path": best.best_model_path, "stopped": stop.stopped_epoch}
 
 
+@pytest.mark.slow
 def test_callbacks_decide_alike_on_every_rank(tmp_path: Any) -> None:
     (alone,) = run_ranks(1, partial(watched, folder=str(tmp_path / "one"), accumulate=MICROS))
     strategy = {"mesh": {"pp": 2}, "micro_batches": MICROS}
@@ -244,6 +246,7 @@ def described(rank: int, world_size: int, folder: Path, **options: Any) -> tuple
     return train(rank, world_size, callbacks=(telemetry,), **options)["logged"], telemetry.tokens_seen
 
 
+@pytest.mark.slow
 def test_telemetry_describes_the_layers_of_all_stages(tmp_path: Path) -> None:
     """Stages of two layers and of one, each on two ranks, so that ranks have different numbers of metrics."""
     (tmp_path / "one").mkdir()

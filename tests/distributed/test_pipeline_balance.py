@@ -79,6 +79,7 @@ def balanced(rank: int, world_size: int, *, balancer: dict[str, Any], **options:
 OFTEN = {"rebalance_every": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "ranks", "strategy", "balancer"),
     [
@@ -252,6 +253,7 @@ class FailsAlone(pl.Callback):
             (self._folder / "seconds").write_text(str(time.monotonic() - began))
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_alone_asks_no_other_stage(tmp_path: Path) -> None:
     """Its peer in the other stage waits in the step, and would wait until the time-out."""
     strategy = {"slots": 4, "mesh": {"pp": 2}, "micro_batches": 2, "timeout_s": 60}

@@ -58,7 +58,7 @@ def fit(limit: dict[str, int], *callbacks: Any, **options: Any) -> dict[str, Any
         return train(0, 1, trainer=trainer, callbacks=callbacks, **options)
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", [save if save == "after a step" else slow(save) for save in SAVES])
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_run_goes_on_with_the_next_batch(limit: str, save: str, tmp_path: Path) -> None:
     first, whole_run = LIMITS[limit]
@@ -319,6 +319,7 @@ def test_schedulers_follow_the_last_update(world_size: int, tmp_path: Path) -> N
     assert_all_go_on(tmp_path, world_size, broken)
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on(tmp_path: Path) -> None:
     broken = [{"hook": hook, "batch": 5, "saver": "save_on_exception"} for hook in HOOKS[1:5:3]]
     assert_all_go_on(tmp_path, 2, broken, micros=2)

@@ -48,6 +48,7 @@ def test_micro_batches_are_summed(tmp_path: Path) -> None:
     assert (counts.sum(axis=(2, 3)) == TOKENS).all()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_the_file(tmp_path: Path) -> None:
     path, checkpoint = tmp_path / "c.npz", str(tmp_path / "c.ckpt")
     whole, _ = record(tmp_path / "whole.npz", 2, steps=6)

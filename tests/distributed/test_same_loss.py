@@ -106,6 +106,7 @@ def test_bf16_mixed_keeps_replicas_identical_and_the_loss_close() -> None:
     np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=0, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writers", [slow(1), slow(2), 4])
 def test_resume_on_another_number_of_ranks(writers: int, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")

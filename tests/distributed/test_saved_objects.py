@@ -27,6 +27,7 @@ from tests.agents import agent_ahead
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_hook_order import trainer_of
 from tests.distributed.test_users_modules import Base, tokens
+from tests.parameters import slow
 
 
 class Color(Enum):
@@ -113,7 +114,7 @@ def ranks(size: int, root: Path, kind: str, *arguments: Any, **options: Any) -> 
     return found
 
 
-@pytest.mark.parametrize("kind", ["directory", "file"])
+@pytest.mark.parametrize("kind", [slow("directory"), "file"])
 def test_what_becomes_plain_is_resumed(kind: str, tmp_path: Path) -> None:
     root, value = tmp_path / "checkpoints", {"array": np.arange(3.0), "state": np.random.RandomState(0).get_state()}
     for step, told, *_ in ranks(2, root, kind, plain_module, value, 2):
@@ -185,7 +186,7 @@ def test_load_from_checkpoint_gives_a_module_its_container(alone: bool, is_ours:
         assert (loaded.model.dim, loaded.model.same, loaded.layers[0].k) == (8, 8, 1)
 
 
-@pytest.mark.parametrize("kind", ["directory", "file"])
+@pytest.mark.parametrize("kind", ["directory", slow("file")])
 def test_a_run_with_a_container_is_resumed(kind: str, tmp_path: Path) -> None:
     root, module = tmp_path / "checkpoints", partial(Configured, OmegaConf.create({"alone": True, "a": {"b": 1}}))
     value = OmegaConf.create({"x": ["${y}"], "y": 2})

@@ -173,7 +173,7 @@ def test_shadows_leave_no_memory_behind() -> None:
     [
         slow(2, [("plain", {}), ("swiglu", {"replicas": 1})]),
         (3, [("accumulate", {})]),
-        (4, [("plain", {"dense": "zero1"}), ("top_1", {"quota": "equal"})]),
+        slow(4, [("plain", {"dense": "zero1"}), ("top_1", {"quota": "equal"})]),
     ],
 )
 def test_shadow_experts_change_nothing(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:

@@ -39,6 +39,7 @@ from moe_lightning.strategies.slow_ranks import (
 )
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer
+from tests.parameters import slow
 
 PHASES = ("forward", "backward", "update", "callbacks and data")
 STEPS = 16
@@ -154,7 +155,7 @@ def test_a_rank_that_is_slow_everywhere_in_a_pass_is_at_no_place_of_its_own(shar
 
 @pytest.mark.parametrize(
     ("calls_per_step", "ranks", "steps"),
-    [(4, 4, 64), (20, 4, 64), (20, 64, 15), (100, 4, 16), (366, 4, 1), (250, 1024, 1), (700, 4, 0)],
+    [(4, 4, 64), (20, 4, 64), (20, 64, 15), slow(100, 4, 16), slow(366, 4, 1), slow(250, 1024, 1), slow(700, 4, 0)],
 )
 def test_all_ranks_have_the_steps_that_the_first_one_chooses(calls_per_step: int, ranks: int, steps: int) -> None:
     """torch's record has room for 2,000 collectives, and other ranks may be a step ahead or behind."""

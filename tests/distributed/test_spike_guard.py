@@ -80,7 +80,7 @@ def fit(
     ("strategy", "factor"),
     [
         ({"replicas": 2}, 50.0),
-        ({"dense": "zero1"}, math.nan),
+        slow({"dense": "zero1"}, math.nan),
         slow({"dense": "fsdp"}, math.inf),
         slow({"dense": "zero1", "offload_optimizer": True}, 50.0),
     ],
@@ -103,6 +103,7 @@ def test_a_run_trains_on_as_if_it_had_never_seen_the_samples(strategy: dict[str,
     assert not any("is restored" in line for line in guarded[1]["lines"])
 
 
+@pytest.mark.slow
 def test_a_calm_run_is_left_alone() -> None:
     guarded, plain = (run_ranks(2, fit, {}, {}, options) for options in ({}, None))
     assert [run["digests"] for run in guarded] == [run["digests"] for run in plain]

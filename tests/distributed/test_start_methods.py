@@ -70,7 +70,7 @@ def from_here(rank: int, world_size: int, kind: type[Base], strategy: str | Opti
 @pytest.mark.parametrize(
     "strategy",
     [
-        "expert_parallel_notebook",
+        pytest.param("expert_parallel_notebook", marks=pytest.mark.slow),
         {"start_method": "fork", "dense": "fsdp"},
         pytest.param("expert_parallel_spawn", marks=pytest.mark.slow),
         pytest.param({"start_method": "forkserver", "dense": "zero1"}, marks=pytest.mark.slow),

@@ -364,7 +364,7 @@ def flip_bits(
         slow(2, {"dense": "zero1"}, {}, ["weight", "router"]),
         (2, {"mesh": {"tp": 2}}, {}, ["norm", "exp_avg", "router"]),
         slow(2, {"mesh": {"cp": 2}}, {"precision": "bf16-mixed"}, ["weight", "exp_avg", "router"]),
-        (4, {"dense": "hsdp", "shard_size": 2}, {}, ["weight", "exp_avg", "router"]),
+        slow(4, {"dense": "hsdp", "shard_size": 2}, {}, ["weight", "exp_avg", "router"]),
         slow(4, {"mesh": {"pp": 2}, "replicas": 2}, {}, ["weight", "exp_avg", "router", "expert"]),
         slow(4, {"mesh": {"pp": 2}, "dense": "zero1"}, {"precision": "bf16-mixed"}, ["weight", "router"]),
         slow(4, {"mesh": {"tp": 2}, "dense": "fsdp"}, {}, ["router"]),

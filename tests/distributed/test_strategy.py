@@ -244,10 +244,10 @@ def fit_module(
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("frozen", {}),
+        slow("frozen", {}),
         ("configured", {}),
         ("own", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-        ("own", {"precision": "64-true"}),
+        slow("own", {"precision": "64-true"}),
     ],
 )
 def test_modules_of_users(kind: str, options: dict[str, Any]) -> None:
@@ -321,6 +321,7 @@ def fit_with_callbacks(rank: int, world_size: int, folder: str) -> dict[str, Any
     }
 
 
+@pytest.mark.slow
 def test_checkpoints_early_stopping_and_monitors(tmp_path: Path) -> None:
     (alone,) = run_ranks(1, fit_with_callbacks, str(tmp_path / "one"))
     ranks = run_ranks(2, fit_with_callbacks, str(tmp_path / "two"))

@@ -123,6 +123,7 @@ def test_given_speeds_cut_from_the_first_batch_and_the_training_is_the_same(
     np.testing.assert_allclose(rows / rows.sum(), np.array(speeds) / sum(speeds), atol=0.05)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_cut_alike() -> None:
     options: dict[str, Any] = {"batch_size": 7, "trainer": {"accumulate_grad_batches": 3}, "steps": 12}
     ranks = run(2, {"speeds": [1.0, 0.4]}, strategy={"slots": 4}, **options)
@@ -130,6 +131,7 @@ def test_micro_batches_are_cut_alike() -> None:
     assert [set(result["samples"]) for result in ranks] == [{5, 4}, {2, 1}]  # the last ones of an epoch are small
 
 
+@pytest.mark.slow
 def test_a_rank_that_becomes_slow_and_recovers_is_followed_and_the_training_is_the_same() -> None:
     ranks = run(2, {}, slow={1: (2.0, 12, 36)}, strategy={"slots": 6})
     assert_same_training(reference(), ranks)
@@ -152,6 +154,7 @@ def test_a_rank_that_stays_behind_is_told_of() -> None:
     assert [result["metrics"] for result in ranks] == [metrics] * 4
 
 
+@pytest.mark.slow
 def test_even_speeds_change_nothing() -> None:
     """To the last bit, however slow a rank is."""
     even = run(2, {"speeds": "even"}, slow={1: (3.0, 0, STEPS)}, strategy={"slots": 4}, steps=20)
@@ -160,6 +163,7 @@ def test_even_speeds_change_nothing() -> None:
     assert [result["samples"] for result in even] == [result["samples"] for result in calm] == [[8] * 20] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [slow(1), 3])
 def test_a_resume_on_other_ranks_goes_on_with_the_same_samples(ranks: int, tmp_path: Path) -> None:
     path = str(tmp_path / "uneven.ckpt")

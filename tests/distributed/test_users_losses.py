@@ -142,14 +142,14 @@ def reference(kind: str, micros: int = 1) -> dict[str, Any]:
         slow("mean", 2, {}, 1),
         slow("mean", 3, {"replicas": 2}, 1),
         ("mean", 4, {"dense": "zero1"}, 1),  # cut optimizer states
-        ("mean", 2, {"replicas": 2}, 3),  # replicas, micro-batches
+        slow("mean", 2, {"replicas": 2}, 3),  # replicas, micro-batches
         slow("mean", 4, {}, 2),
         ("manual", 3, {}, 1),
         slow("sum", 2, {}, 1),
         slow("sum", 3, {"replicas": 2}, 1),
-        ("sum", 4, {}, 3),
+        slow("sum", 4, {}, 3),
         slow("mean in parts", 4, {"mesh": {"cp": 2}}, 1),
-        ("mean in parts", 4, {"mesh": {"cp": 2}}, 3),
+        slow("mean in parts", 4, {"mesh": {"cp": 2}}, 3),
         slow("sum in parts", 4, {"mesh": {"cp": 2}}, 3),
         ("sum in parts", 4, {"mesh": {"cp": 2}}, 1),
     ],
@@ -276,7 +276,7 @@ class Penalized(OwnModule):
             parameter.grad += gradient
 
 
-@pytest.mark.parametrize("strategy", [{}, {"replicas": 2}])
+@pytest.mark.parametrize("strategy", [slow({}), {"replicas": 2}])
 def test_a_penalty_on_experts_is_that_of_one_rank(strategy: dict[str, Any]) -> None:
     options = partial(train, own_module=Penalized, steps=6, batch_size=5, dataset_size=11)
     (alone,) = run_pooled(1, options)

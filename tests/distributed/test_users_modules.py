@@ -251,9 +251,19 @@ def test_one_rank_does_what_stock_lightning_does(name: str) -> None:
         np.testing.assert_array_equal(mine, theirs)
 
 
+FEW_OF_SEVERAL_RANKS = ("in order", "fewer than a batch", "accumulated", "limited", "two players", "ragged")
+"""Cases of the default run."""
+
+
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [*((name, 2 + number % 2) for number, name in enumerate(CASES)), slow("one to validate", 4)],
+    [
+        *(
+            (name, 2 + number % 2) if name in FEW_OF_SEVERAL_RANKS else slow(name, 2 + number % 2)
+            for number, name in enumerate(CASES)
+        ),
+        slow("one to validate", 4),
+    ],
 )
 def test_several_ranks_do_it_too(name: str, world_size: int) -> None:
     ranks = run_ranks(world_size, fit, name, CASES[name].strategy)
@@ -376,7 +386,7 @@ def test_batch_statistics_of_a_rank_are_named_once() -> None:
     assert "BatchNorm takes its statistics from each rank's part" in first[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_a_compiled_module_is_refused(world_size: int) -> None:
     for messages in run_ranks(world_size, fit_said, "compiled"):
         assert "torch.compile of the whole module" in messages[0]
@@ -421,6 +431,7 @@ for devices in (1, 2):
 """
 
 
+@pytest.mark.slow
 def test_one_rank_trains_at_the_prompt_and_several_are_refused() -> None:
     done = run_program("-c", PROMPT, variables=TESTS)
     assert "trained 2" in done.stdout

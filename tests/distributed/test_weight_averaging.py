@@ -158,14 +158,14 @@ def balancer() -> LoadBalancer:
     [
         (2, {"replicas": 2, "check_state_every": 1}, {"rate": 0.01}),
         (2, {"dense": "fsdp"}, {}),
-        (2, {"dense": "zero1"}, {"accumulate_grad_batches": 2, "val_check_interval": 3, "steps": 3}),
+        slow(2, {"dense": "zero1"}, {"accumulate_grad_batches": 2, "val_check_interval": 3, "steps": 3}),
         (2, {"slots": 4}, {"callbacks": [balancer], "rate": 0.01}),
         slow(4, {"dense": "hsdp", "shard_size": 2}, {}),
         slow(2, {"offload_optimizer": True}, {}),
         slow(2, {"mesh": {"tp": 2}}, {"gpt": TINY}),
         slow(2, {"mesh": {"cp": 2}}, {"gpt": TINY}),
         slow(4, {"mesh": {"tp": 2}, "dense": "zero1"}, {"gpt": TINY}),
-        (2, PP, {"gpt": STAGED}),
+        slow(2, PP, {"gpt": STAGED}),
         slow(2, PP | {"schedule": "interleaved"}, {"gpt": STAGED, "callbacks": [balancer]}),
         slow(4, PP | {"dense": "fsdp"}, {"gpt": STAGED}),
         slow(4, PP | {"dense": "zero1", "replicas": 2}, {"gpt": STAGED}),
@@ -206,12 +206,12 @@ def measured(rank: int, world_size: int, strategy: dict[str, Any], path: str, gp
     return losses.losses[0]
 
 
-@pytest.mark.parametrize("source", ["files/step=4.ckpt", "steps"])
+@pytest.mark.parametrize("source", [slow("files/step=4.ckpt"), "steps"])
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ((2, {"dense": "fsdp", "replicas": 2}), (1, {})), slow((1, {}), (2, {"dense": "zero1"})),
-        ((2, PP), (1, {})), slow((1, {}), (2, PP)), slow((2, PP), (2, PP | {"schedule": "interleaved"})),
+        slow((2, PP), (1, {})), slow((1, {}), (2, PP)), slow((2, PP), (2, PP | {"schedule": "interleaved"})),
     ],
 )  # fmt: skip
 def test_a_resume_on_other_ranks_goes_on_with_both_weights(

@@ -24,6 +24,7 @@ def counts(ranks: int, aux_loss_coef: float, plan: str = "host", dtype: str = "f
     return run_interpreted(ranks, "tests.gpu.fake_layer", aux_loss_coef, plan, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_layer_waits_once_and_launches_few_kernels(ranks: int) -> None:
     for found in counts(ranks, aux_loss_coef=0.0):
@@ -46,6 +47,7 @@ def test_the_balancing_loss_adds_no_wait() -> None:
         assert found["forward"]["launches"] <= 30, found["forward"]["kernels"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_plan_on_the_device_waits_for_nothing(ranks: int) -> None:
     for found in counts(ranks, aux_loss_coef=0.01, plan="device"):
@@ -56,6 +58,7 @@ def test_a_plan_on_the_device_waits_for_nothing(ranks: int) -> None:
         assert backward["launches"] <= 30, backward["kernels"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fused", pytest.param("rows", marks=pytest.mark.slow)])
 def test_the_model_has_all_launches_of_a_layer(name: str) -> None:
     """In bf16, where the router is one operation, with the balancing loss that is on by default."""

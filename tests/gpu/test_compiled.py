@@ -110,6 +110,7 @@ def test_matmuls_keep_to_their_budget(capability, gathers, compiler):
         is_a_good_matmul(kernel, capability)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "num_experts", "most_spilled"),
     [
@@ -158,6 +159,7 @@ def test_few_rows_single_precision_and_odd_widths_fit(capability, compiler):
         keeps_to_the_budget(kernel, capability, most_spilled=1024)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100, 120))])
 def test_kernels_of_rows_move_128_bits_at_once(capability, compiler):
     from moe_lightning.kernels.triton import rows as room

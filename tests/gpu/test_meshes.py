@@ -11,6 +11,7 @@ from tests.gpu.fake_meshes import STEPS, run
 from tests.parameters import slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

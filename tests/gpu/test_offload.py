@@ -11,6 +11,7 @@ from tests.gpu.interpreted import run_interpreted
 from tests.gpu.test_budgets import pytestmark  # noqa: F401
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "dense"), [(1, "ddp"), *(pytest.param(2, dense, marks=pytest.mark.slow) for dense in ("ddp", "zero1"))]
 )

@@ -14,6 +14,7 @@ from tests.gpu.fake_elastic import options
 from tests.parameters import slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("places", "workers"),
     [

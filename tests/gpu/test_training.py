@@ -17,6 +17,7 @@ def train(ranks: int, plan: str, folder: Path) -> list[dict[str, Any]]:
     return run_interpreted(ranks, "tests.gpu.fake_training", plan, str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["host", pytest.param("device", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_training_its_snapshots_and_a_restart_are_those_of_the_cpu(ranks: int, plan: str, tmp_path: Path) -> None:

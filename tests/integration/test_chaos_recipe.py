@@ -46,6 +46,7 @@ def arguments_of(folder: Path, *arguments: str) -> list[str]:
     return ["recipes=chaos", f"run_name={run_name(folder)}", *SMALL, *arguments]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "kills"),
     [

@@ -247,6 +247,7 @@ def test_every_snippet_is_run_here() -> None:
         assert sum(part in block for part in known) == 1, block
 
 
+@pytest.mark.slow
 def test_checkpoints_in_a_script(tmp_path: Path) -> None:
     source = snippet("docs/own-module.md", "PartialExpertsCheckpoint(").replace("every_n_steps=50", "every_n_steps=2")
     small = source.replace("max_steps=1000", 'max_steps=4, accelerator="cpu", devices=1, logger=False')

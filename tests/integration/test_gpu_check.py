@@ -50,6 +50,7 @@ def test_every_check_passes_on_the_cpu() -> None:
     assert {*found, "communicators"} == set(NAMES)
 
 
+@pytest.mark.slow
 def test_a_check_that_dies_or_hangs_ends_no_other(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     holds = f"import fcntl, signal; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); signal.pause()"
@@ -73,6 +74,7 @@ def test_a_check_that_dies_or_hangs_ends_no_other(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)  # waits for ever where what a check has started outlives it
 
 
+@pytest.mark.slow
 def test_checks_that_hang_leave_time_for_those_after_them() -> None:
     hangs, fine = ("sleep", "1000"), ("echo", "within 0")
     commands = {**{f"hangs {number}": hangs for number in range(5)}, "fine": fine, "fine too": fine}

@@ -80,6 +80,7 @@ def run(folder: Path, launcher: str) -> list[list[str]]:
     return [(folder / f"rank{rank}.txt").read_text().rsplit(" ", 1) for rank in range(devices)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", slow("popen")])  # by default test_private_world.py forks its ranks
 def test_every_launcher_trains_the_same(launcher: str, tmp_path: Path) -> None:
     ((alone, loss),) = run(tmp_path / "slurm", "slurm")

@@ -21,6 +21,7 @@ def losses(run: Path) -> dict[int, float]:
     return {int(row["step"]): float(row["train/loss"]) for row in rows}
 
 
+@pytest.mark.slow
 def test_a_mixture_resumes_on_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_words()

@@ -21,6 +21,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_lives_in_a_store(faults: Faults, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_words(tmp_path, 2000)
     url = f"s3://{BUCKET}/{uuid.uuid4().hex}/checkpoints"

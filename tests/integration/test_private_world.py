@@ -89,6 +89,7 @@ L.Trainer.fit = _observed
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("launcher", ["popen", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_the_ten_lines_leave_no_way_in(tmp_path: Path, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ def best(folder: Path) -> float:
     return float(found["best_value"])
 
 
+@pytest.mark.slow
 def test_optuna_minimizes_the_objective(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs moe-lightning[optuna]")
     assert moe_train(*SEARCH) == 0

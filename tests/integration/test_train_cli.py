@@ -100,6 +100,7 @@ def test_leaves_its_files(trained: tuple[Path, subprocess.CompletedProcess[str]]
     assert (run / "ranks").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     result = _fork(trained[0], "trainer.max_steps=4", "ranks=2")
     assert (result.returncode, result.stderr) == (0, "")
@@ -128,6 +129,7 @@ def test_the_same_command_goes_on_and_is_measured(folder: Path) -> None:
     assert final == again
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_named_and_not_gone_on_from(folder: Path) -> None:
     saved = folder / "outputs" / "tiny" / "checkpoints"
     damaged = bytearray((saved / "step-0000004.ckpt").read_bytes())
@@ -149,6 +151,7 @@ def test_a_damaged_file_is_named_and_not_gone_on_from(folder: Path) -> None:
     assert "start over with resume=false" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_one_sentence(folder: Path) -> None:
     result = _fork(folder, "trainer.max_steps=6", "ranks=2", "model.d_model=32")
     assert result.returncode == 2
@@ -165,6 +168,7 @@ def test_a_mistake_found_by_the_ranks_is_told_once(trained: tuple[Path, subproce
     ]
 
 
+@pytest.mark.slow
 def test_multirun_runs_each_job_once_on_its_own_ranks(folder: Path) -> None:
     result = _fork(
         folder, "-m", "seed=5,6", "run_name=sweep", "+trainer.fast_dev_run=false", "trainer.max_steps=2", "ranks=2"
@@ -177,6 +181,7 @@ def test_multirun_runs_each_job_once_on_its_own_ranks(folder: Path) -> None:
     assert sum(line.startswith("ranks ") for line in result.stdout.splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_anew_keeps_the_earlier_run(folder: Path) -> None:
     result = _fork(folder, "trainer.max_steps=2", "ranks=1", "resume=false")
     assert result.returncode == 0, result.stderr
@@ -198,6 +203,7 @@ def test_a_command_that_cannot_train_moves_nothing(folder: Path, mistake: str) -
 REFUSED_BY_RANKS = ["data.global_batch_size=100000", "strategy.replicas=5", "data.num_workers=no", "strategy.ep_size=3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [*REFUSED_BY_RANKS[:1], *(slow(mistake) for mistake in REFUSED_BY_RANKS[1:])])
 def test_a_refusal_of_the_ranks_leaves_the_earlier_run_where_it_was(folder: Path, mistake: str) -> None:
     outputs = folder / "outputs"
@@ -250,6 +256,7 @@ def test_what_can_be_refused_at_once_changes_no_file(folder: Path, mistake: str,
         assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in outputs.rglob("*")} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [*REFUSED_BY_RANKS[:1], *(slow(mistake) for mistake in REFUSED_BY_RANKS[1:])])
 def test_a_refused_command_leaves_no_run(tmp_path: Path, mistake: str) -> None:
     write_words(tmp_path, 500)
@@ -271,6 +278,7 @@ def test_a_refused_command_leaves_the_files_of_the_one_at_work(tmp_path: Path) -
     assert directory.scaffold() == {directory.logs, directory.lock, directory.logs / "rank1.out"}
 
 
+@pytest.mark.slow
 def test_what_a_killed_command_left_does_not_block_the_next_one(tmp_path: Path) -> None:
     write_words(tmp_path, 500)
     run = tmp_path / "outputs" / "tiny"
@@ -282,6 +290,7 @@ def test_what_a_killed_command_left_does_not_block_the_next_one(tmp_path: Path) 
     assert not (tmp_path / "outputs" / "tiny.1").exists()
 
 
+@pytest.mark.slow
 def test_a_resume_with_other_settings_is_asked_for(folder: Path) -> None:
     run = folder / "outputs" / "tiny"
     before = (run / "config.yaml").read_text()
@@ -352,6 +361,7 @@ def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
             yield Running(folder, program, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("running", "number"), [(2, signal.SIGINT), slow(2, signal.SIGTERM), slow(1, signal.SIGTERM)], indirect=["running"]
 )

@@ -83,6 +83,7 @@ def history(path: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_start_goes_on_in_the_same_run(tmp_path: Path) -> None:
     files = [train(tmp_path, "run_name=mine", f"trainer.max_steps={steps}") for steps in (2, 4)]
     run_id = (tmp_path / "outputs" / "mine" / "wandb_run_id").read_text().strip()

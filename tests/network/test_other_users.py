@@ -137,6 +137,7 @@ def _connect(path: str) -> int:
         return client.connect_ex("\0" + path[1:] if path.startswith("@") else path)
 
 
+@pytest.mark.slow
 def test_the_control_plane_is_out_of_reach(run: Run) -> None:
     pids = run.processes()
     sockets = _sockets(pids)
@@ -166,6 +167,7 @@ def test_nothing_that_a_run_keeps_can_be_read(run: Run) -> None:
     assert all(secret not in text for text in said)
 
 
+@pytest.mark.slow
 def test_noise_on_all_that_can_be_reached_ends_nothing(run: Run) -> None:
     """Another user says everything to every port of the workers; then a worker is killed."""
     sockets = _sockets(run.processes())

@@ -346,6 +346,7 @@ def test_a_file_size_limit_stops_a_real_agent_but_not_the_checkpoint(tmp_path: P
         assert find_newest(made.root).checkpoint.manifest.step == 2  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_an_agent_process_outlives_its_workers(tmp_path: Path) -> None:
     made = Node(tmp_path)
     made.snapshot(1)
@@ -362,6 +363,7 @@ def test_an_agent_process_outlives_its_workers(tmp_path: Path) -> None:
     assert not list(made.arenas.glob("*.arena")), "memory is given back"
 
 
+@pytest.mark.slow
 def test_an_agent_whose_snapshots_are_taken_away_leaves(tmp_path: Path) -> None:
     made = Node(tmp_path)
     made.snapshot(1)

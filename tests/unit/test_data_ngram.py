@@ -119,6 +119,7 @@ def test_mistakes_are_one_sentence(options: dict[str, Any], sentence: str) -> No
         ngram_cross_entropy(**(right | options))
 
 
+@pytest.mark.slow
 def test_the_standard_library_in_seconds(tmp_path: Path) -> None:
     corpus = prepare_corpus("stdlib", cache_dir=tmp_path)
     train, val = corpus.train.open(), corpus.val.open()

@@ -40,6 +40,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
     return ["-m", "tests.matrix", "--results", f"{folder}/results.jsonl", "--part", "1/1", "--", *options]
 
 
+@pytest.mark.slow
 def test_a_crash_is_one_failure_and_a_second_command_runs_nothing_twice(tmp_path: Path) -> None:
     first = run_program(*arguments(tmp_path), folder=ROOT)
     assert first.returncode == 1, first.stdout + first.stderr

@@ -15,6 +15,7 @@ from tests.unit.kernels.kernel_cases import EXAMPLES
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter's process")
 @pytest.mark.parametrize("examples", [2, pytest.param(12, marks=pytest.mark.slow)])
