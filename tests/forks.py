@@ -41,6 +41,8 @@ PRELOADED = [
     "moe_lightning.callbacks.huggingface_export",
     "moe_lightning.doctor.parity_doctor",
     "transformers.models.auto.modeling_auto",
+    "pytest",  # a rank imports the module of its test, a tenth of a second of most of them
+    "hypothesis",
     "tests.frozen",  # last
 ]
 """Modules that the server imports. Python has one server: `benchmarks.silent` would have it import fewer."""
