@@ -11,7 +11,6 @@ that have it; experts come by migration. Nothing is unpickled.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -27,7 +26,7 @@ from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Part, TensorCut
 from moe_lightning.state.averages import AVERAGE
 from moe_lightning.state.pieces import StatePiece
-from moe_lightning.state.table import State
+from moe_lightning.state.table import State, numbers_among
 from moe_lightning.state.tensors import cut_of, loading, local, part_of_whole, pieces_of, rows_like, rows_of
 from moe_lightning.state.transfer import gather
 
@@ -137,13 +136,15 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
     whole = gather(pieces, world, lambda _: (0,))
     if world.rank:
         return {}
-    entries: dict[int, dict[str, Any]] = defaultdict(dict)
+    entries: dict[int, dict[str, Any]] = {}
     for number, parameter in enumerate(state.numbered(index)):
         own = optimizer.state.get(parameter, {})
         if others := {name: value for name, value in own.items() if not isinstance(value, Tensor)}:
             entries[number] = others
+    common = numbers_among(optimizer)  # of parameters whose states other ranks have
     for key in sorted(whole):
         at, _, name = key.partition("/")
+        entries.setdefault(int(at), dict(common))
         entries[int(at)][name] = whole[key]
     return {
         "state": dict(sorted(entries.items())),

@@ -264,6 +264,12 @@ class State:
         return found
 
 
+def numbers_among(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the states of an optimizer that are not tensors, such as counts of updates, which parameters share."""
+    found = ({name: v for name, v in own.items() if not isinstance(v, Tensor)} for own in optimizer.state.values())
+    return next(filter(None, found), {})
+
+
 def counts_there(optimizer: Optimizer) -> bool:
     """Return True if an optimizer's step counts lie beside its parameters, where fused kernels read them."""
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)

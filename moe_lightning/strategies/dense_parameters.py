@@ -43,7 +43,7 @@ from moe_lightning.parallel.tensor import (
     undo_parts,
 )
 from moe_lightning.state.pieces import Block
-from moe_lightning.state.table import State
+from moe_lightning.state.table import State, numbers_among
 from moe_lightning.state.tensors import (
     blocks_of,
     cut_of,
@@ -584,6 +584,7 @@ class DenseShards:
                     (f"{name}/moments", block): {
                         scope: value[here] if value.shape == dense[name].shape else value
                         for scope, value in self._state.state_of(dense[name]).items()
+                        if isinstance(value, Tensor)
                     }
                     for here, block in _places(dense[name], state.cut.part)
                 }
@@ -656,6 +657,7 @@ class DenseShards:
             return
         dense = {name: p for name, p in state.module.named_parameters() if p not in state.experts.stack_of}
         homes = {p: optimizer for optimizer in state.optimizers for p in state.parameters_of(optimizer)}
+        numbers_of = {optimizer: numbers_among(optimizer) for optimizer in state.optimizers}
         state.fill_groups()
         self._shard(sharding, numbers)
         for parameter in filter(homes.__contains__, dense.values()):  # a frozen one may be in no optimizer
@@ -669,7 +671,8 @@ class DenseShards:
         for parameter, units in own.items():
             if units and all(arrived.get(unit) for unit in units):
                 states = _joined([arrived[unit] for unit in units], cut_of(parameter))
-                homes[parameter].state[parameter] = table.placed(homes[parameter], parameter, states)
+                home = homes[parameter]
+                home.state[parameter] = numbers_of[home] | table.placed(home, parameter, states)
         self.replay = None  # of a rank of the former world
 
     def _detached_states(self, names: Collection[str]) -> Units:

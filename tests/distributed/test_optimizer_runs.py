@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig, PartialExpertsCheckpoint
@@ -29,6 +30,31 @@ class Move(Recorder):
             strategy.replace_experts(turned)
 
 
+class Counted(torch.optim.Optimizer):
+    """SGD with momentum whose count of updates is a number and not a tensor, as in many optimizers outside torch."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            if not state:
+                state["step"], state["mean"] = 0, torch.zeros_like(parameter)
+            state["step"] += 1
+            mean = state["mean"].mul_(0.9).add_(parameter.grad, alpha=0.1)
+            parameter.sub_(self.param_groups[0]["lr"] / (1 - 0.9 ** state["step"]) * mean)
+        return loss
+
+
+class OfCounted(GPTModule):
+    def configure_optimizers(self) -> Any:
+        return Counted(self.parameters())
+
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon", "lr": 3e-3},
     "adafactor": {"name": "adafactor", "lr": 0.05, "weight_decay": 0.01},
@@ -44,7 +70,9 @@ def fit(
     trainer = make_trainer(
         rank, world_size, strategy, max_steps=steps, callbacks=[recorder, *partial], enable_checkpointing=bool(partial)
     )
-    module = GPTModule(TINY, OptimizerConfig(**OPTIMIZERS[name], warmup_steps=2, decay="constant"))
+    module: GPTModule = OfCounted(TINY, OptimizerConfig())
+    if name != "counted":
+        module = GPTModule(TINY, OptimizerConfig(**OPTIMIZERS[name], warmup_steps=2, decay="constant"))
     trainer.fit(module, DataLoader(RandomTokens(96), batch_size=12, shuffle=True), ckpt_path=load)
     if save is not None and not partial:
         trainer.save_checkpoint(save)
@@ -52,7 +80,7 @@ def fit(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("muon", "adafactor", "fused")]
+    "name", ["counted", *(pytest.param(name, marks=pytest.mark.slow) for name in ("muon", "adafactor", "fused"))]
 )
 def test_losses_do_not_depend_on_ranks_or_places(name: str, tmp_path: Path) -> None:
     (alone,) = run_pooled(1, fit, name, {})
@@ -60,7 +88,7 @@ def test_losses_do_not_depend_on_ranks_or_places(name: str, tmp_path: Path) -> N
     assert run_pooled(2, fit, name, {"replicas": 2})[0] == pytest.approx(alone, abs=1e-5)
     assert run_pooled(3, fit, name, {"dense": "zero1"})[0] == pytest.approx(alone, abs=1e-5)
     path = str(tmp_path / "four.ckpt")
-    run_pooled(2, fit, name, {}, path)
+    run_pooled(2, fit, name, {"dense": "zero1"}, path)
     assert run_pooled(1, fit, name, {}, None, path)[0] == pytest.approx(alone[4:], abs=1e-5)
 
 
