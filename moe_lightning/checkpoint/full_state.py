@@ -231,10 +231,15 @@ def _cut_entry(entry: Mapping[str, Any], parameter: nn.Parameter, state: State) 
 
 
 def broadcast_optimizers(state: State, receivers: Collection[int], world: World, source: int) -> None:
-    """Broadcast the source rank's hyperparameters and scalars to the receivers' optimizers; collective.
+    """Broadcast the source rank's hyperparameters and scalars to the receivers' optimizers, and which parameters are
+    frozen; collective.
 
     States that a receiver lacks are created, filled with zeros.
     """
-    objects, shapes = broadcast_object((state.objects(), state.moment_shapes()), source, world)
+    own = dict(state.module.named_parameters())
+    trained = {name: parameter.requires_grad for name, parameter in own.items()}
+    objects, shapes, trained = broadcast_object((state.objects(), state.moment_shapes(), trained), source, world)
     if world.rank in receivers:
+        for name in own.keys() & trained.keys():
+            own[name].requires_grad_(trained[name])
         state.adopt(objects, shapes)

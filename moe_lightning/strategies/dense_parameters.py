@@ -456,6 +456,7 @@ class DenseShards:
         self._sharding: DenseSharding = ReplicatedDense((), World.single())
         self._numbers: Sequence[int] = ()  # in the whole world, of the ranks that the sharding counts
         self._detached: dict[str, Units] = {}  # what this rank keeps for the next world, by name in inventories
+        self._listed: set[str] = set()  # what all ranks had when they handed over, by these names
         self.replay: AdamWReplay | None = None
 
     @property
@@ -467,6 +468,11 @@ class DenseShards:
     def shares_optimizers(self) -> bool:
         """True if one rank has the optimizer state of each dense parameter for all."""
         return bool(self._sharding.owners) and self._worlds.present.size > 1
+
+    @property
+    def moves_optimizers(self) -> bool:
+        """True if optimizer states may change hands on the way into the present world: until then ranks lack some."""
+        return bool(self._sharding.owners or self._detached) and self._worlds.present.size > 1
 
     @property
     def unowned(self) -> list[nn.Parameter]:
@@ -481,6 +487,7 @@ class DenseShards:
 
     def begin(self) -> None:
         """Reduce each new optimizer of a fit to this rank's share of the dense parameters."""
+        self._detached, self._listed, self.replay = {}, set(), None  # of a former fit
         sharers, numbers = self._state.stages.sharers(self._worlds.present)
         self._shard(self._built(sharers), numbers)
 
@@ -490,9 +497,10 @@ class DenseShards:
             self._sharding.spread_updates(self._state.parameters_of(optimizer))
 
     def _built(self, ranks: World) -> DenseSharding:
-        """Build the sharding of the dense parameters among the ranks that hold them."""
+        """Build the sharding of the optimizers' dense parameters, frozen now or not, among the ranks that hold them."""
         state = self._state
-        dense = [p for p in state.module.parameters() if p.requires_grad and p not in state.experts.stack_of]
+        updated = {p for optimizer in state.optimizers for p in state.parameters_of(optimizer)}
+        dense = [p for p in state.module.parameters() if p in updated and p not in state.experts.stack_of]
         leaving = self._worlds.spares if state.stages.num_stages == 1 else 0  # they hold nothing for others
         staying = replace(ranks, size=ranks.size - leaving)
         sharding: DenseSharding = DENSE_SHARDINGS.make(self.kind, dense, staying)
@@ -556,7 +564,7 @@ class DenseShards:
             former: the former world of this rank.
         """
         stages, cut, parted = self._state.stages, former.row_cut, cuts_of(self._state.module)
-        everyones, own = set[str](), {*self._owned_states(), *self._detached}
+        everyones, own = set(self._listed), {*self._owned_states(), *self._detached}
         if self.shares_weights:
             everyones |= {_part_name(stage, part) for stage in range(stages.num_stages) for part in cut.parts}
             own |= {_part_name(stage, cut.part) for stage in stages.held}
@@ -618,6 +626,7 @@ class DenseShards:
         arrived = reshard(have, without_memory(unit for units in coming.values() for unit in units), world)
         self._detached |= {name: {unit: arrived[unit] for unit in units} for name, units in coming.items()}
         if is_pipeline:
+            self._listed = {name for one in listed for name in one}
             self._sharding = ReplicatedDense((), world)  # all states are detached: parameters may leave now
 
     def reshard(self, sources: Sequence[tuple[str, int]]) -> None:
@@ -630,7 +639,7 @@ class DenseShards:
         world = self._worlds.present
         ranks, numbers = self._state.stages.sharers(world)
         self._share([name for name, rank in sources if rank == world.rank], world, ranks, numbers)
-        self._detached = {}
+        self._detached, self._listed = {}, set()
 
     def gather(self, world: World, most_bytes: int) -> None:
         """Give every rank whole dense parameters after training, unless they take more than this on some rank;

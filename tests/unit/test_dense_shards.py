@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
 from moe_lightning.state.tensors import blocks_of, part_of_whole
-from moe_lightning.strategies.dense_parameters import sum_scalars
+from moe_lightning.strategies.dense_parameters import DenseShards, sum_scalars
 from moe_lightning.strategies.dense_sharding import cut_groups
 
 CUTS = [
@@ -48,6 +50,27 @@ def test_each_section_is_cut_by_itself_and_then_by_rows() -> None:
         part_of_whole(whole, cut, Part(tensor=t, tensors=2, row=r, rows=2)).tolist() for t, r in product((0, 1), (0, 1))
     ]
     assert found == [[0, 1], [4, 6], [2, 3], [5, 7]]
+
+
+def test_who_updates_a_parameter_does_not_depend_on_what_is_frozen() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8))
+    module[0].requires_grad_(False)
+    world = World.offline(0, 2, torch.device("cpu"))
+    state: Any = SimpleNamespace(
+        module=module,
+        experts=SimpleNamespace(stack_of={}),
+        optimizers=[torch.optim.AdamW(module.parameters())],
+        parameters_of=lambda _: list(module.parameters()),
+        stages=SimpleNamespace(num_stages=1, sharers=lambda world: (world, range(world.size))),
+    )
+    parts: Any = SimpleNamespace(is_enabled=False)
+    shards = DenseShards(state, parts, SimpleNamespace(present=world, spares=0), "zero1")  # type: ignore[arg-type]
+    shards.begin()
+    before = dict(shards.ranks)
+    module.requires_grad_(True)
+    shards.begin()
+    assert dict(shards.ranks) == before
+    assert before.keys() == {*module.parameters()}
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=12), st.sampled_from(["fsdp", "hsdp"]))
