@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
@@ -38,7 +37,7 @@ Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 
 
 @validated
-class CompileDense(Callback):
+class CompileDense(ExpertParallelCallback):
     """Compiles the dense parts of the module when the Trainer starts; the first steps take longer.
 
     Args:
@@ -71,6 +70,11 @@ class CompileDense(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._compile(trainer, pl_module)
+
+    @override
+    def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Other blocks may be on this rank now."""
         self._compile(trainer, pl_module)
 
     @override

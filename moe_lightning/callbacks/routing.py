@@ -202,9 +202,12 @@ class RoutingReplay(ExpertParallelCallback):
 
     @override
     def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Other layers may be on this rank now, and the step is repeated."""
+        """Other layers may be on this rank now, and a step is repeated; of a committed one the hook may be left."""
         self._stack.close()
+        step, seen = own_strategy(trainer, "RoutingReplay").elastic.step, self._seen
         self._begin(stages_of(trainer))
+        if step is not None and stages_of(trainer).num_stages == 1:
+            self._seen = {tokens: own for tokens, own in seen.items() if tokens.step < step.version}
 
     def _begin(self, stages: StageMap) -> None:
         self._layers = stages.own(range(len(self._routers)))

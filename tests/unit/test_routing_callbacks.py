@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from moe_lightning import GPTModule, OptimizerConfig, RecomputeDense
-from moe_lightning.callbacks.dense_blocks import dense_parts
+from moe_lightning.callbacks import routing
+from moe_lightning.callbacks.dense_blocks import CompileDense, dense_parts
 from moe_lightning.callbacks.routing import RoutingRecorder, RoutingReplay, _Seen
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.compat import private_lightning
@@ -56,10 +57,11 @@ def test_a_recorder_leaves_out_a_step_whose_counts_a_fault_has_dropped(
     assert (recorder._running, recorder._samples) == (None, [])
 
 
-def test_a_replay_follows_the_layers_of_this_rank() -> None:
+def test_a_replay_follows_the_layers_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     replay, chooser = RoutingReplay("nowhere"), object()
     replay._routers = [SimpleNamespace(chooser=chooser) for _ in range(2)]  # type: ignore[misc]
     trainer = trainer_of(0, 2)
+    monkeypatch.setattr(routing, "own_strategy", lambda *_: SimpleNamespace(elastic=SimpleNamespace(step=None)))
     trainer.strategy.state.stages.own = lambda layers: [layers[0]]
     replay._begin(trainer.strategy.state.stages)
     replay._seen = {TokenRange(step=0, first_sample=0): _Seen(count=1)}
@@ -67,6 +69,25 @@ def test_a_replay_follows_the_layers_of_this_rank() -> None:
     replay.on_world_changed(trainer, None)  # type: ignore[arg-type]
     assert [router.chooser is chooser for router in replay._routers] == [True, False]
     assert (replay._layers, replay._seen) == ([1], {})
+
+
+def test_a_record_keeps_a_committed_step_whose_hook_a_fault_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay, trainer = RoutingReplay("nowhere"), trainer_of(5, 2)
+    trainer.strategy.elastic, trainer.strategy.state.stages.num_stages = SimpleNamespace(step=None), 1
+    monkeypatch.setattr(routing, "own_strategy", lambda *_: trainer.strategy)
+    replay._routers = [SimpleNamespace(chooser=None) for _ in range(2)]  # type: ignore[misc]
+    last, next_one = TokenRange(step=4, first_sample=0), TokenRange(step=5, first_sample=0)
+    replay._seen = {last: _Seen(count=1), next_one: _Seen(count=1)}
+    trainer.strategy.elastic.step = SimpleNamespace(version=5)
+    replay.on_world_changed(trainer, None)  # type: ignore[arg-type]
+    assert list(replay._seen) == [last]
+
+
+def test_blocks_that_come_to_a_rank_are_compiled() -> None:
+    module, compiled = GPTModule(TINY, OptimizerConfig()), CompileDense(backend="aot_eager")
+    module.configure_model()
+    compiled.on_world_changed(None, module)  # type: ignore[arg-type]
+    assert compiled.compiled
 
 
 def test_parts_that_are_computed_again_may_leave_with_their_stage() -> None:
