@@ -506,7 +506,7 @@ class ExpertParallelStrategy(DDPStrategy):
             self.model_to_device()
             self.setup_precision_plugin()
         if self._pipeline is not None:
-            self._pipeline.synchronize(self.experts.stack_of, str(trainer.precision))
+            self._pipeline.synchronize(self.experts.stack_of)
         self.update.begin(self.precision_plugin)
         if self.elastic.is_newcomer:
             trainer.num_sanity_val_steps = 0  # there are no peers to validate with yet
@@ -530,7 +530,7 @@ class ExpertParallelStrategy(DDPStrategy):
             return
         module = self.lightning_module
         assert module is not None
-        convert_by_rule(self.precision_plugin)
+        convert_by_rule(self.precision_plugin, lambda: self.state.stages.whole_module())
         fixed = FIXED_GROUPS if self.state.fixes_groups else None
         check_module(trainer, module, cuts_dense=self.state.parts.is_enabled, fixed_groups=fixed)
         self.steps.stream.begin_run(self._run_seed())
@@ -694,7 +694,7 @@ class ExpertParallelStrategy(DDPStrategy):
             rank=self.world.data_rank,
             world_size=self.world.shape.dp,
             pieces=self.options.micro_batches,
-            seed=self._run_seed(),
+            seed=self._run_seed,
             must_cut=self.worlds.axes.num_ranks > 1 or self.worlds.is_elastic,
         )
 

@@ -354,14 +354,11 @@ class Pipeline:
         self._pipes.clear()
 
     @torch.no_grad()
-    def synchronize(self, experts: Collection[nn.Parameter], precision: str) -> None:
+    def synchronize(self, experts: Collection[nn.Parameter]) -> None:
         """Broadcast the dense values of the first rank of the stage, in their precision by now; collective."""
         for tensor in [*self._module.parameters(), *self._module.buffers()]:
             if tensor not in experts and not is_cut(tensor):
                 broadcast_(tensor.detach(), 0, self._world.stage)
-        converted = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
-        if precision.endswith("-true") and len(converted) == 1:
-            self.cut.convert(converted.pop())
 
     # ------------------------------------------------------------------ a batch
 
@@ -389,7 +386,7 @@ class Pipeline:
         outcome, logs, weights = broadcast_object(
             self._summary(run) if self._is_last else None, self._world.shape.pp - 1, self._world.pipe
         )
-        if not self._is_last:
+        if backward and not self._is_last:
             steps.append_weights(weights)
         with nullcontext() if batch.count else without_traces(module):
             log_joined(module, logs, batch.count)
@@ -487,6 +484,9 @@ class Pipeline:
         """Return the weighted loss of a micro-batch; zero outside of training."""
         loss = outcome.get("loss") if isinstance(outcome, dict) else outcome
         run.outcomes.append(private_torch.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, outcome))
+        weight = self._steps.weight_of_batch
+        if weight is not None:
+            run.weights.append(weight)
         if not run.is_training:
             return torch.zeros((), device=self._world.device)
         if not isinstance(loss, Tensor):
@@ -494,9 +494,6 @@ class Pipeline:
                 f"training_step returns {outcome!r} of a micro-batch, and mesh.pp needs a loss of each: return one"
             )
         share = torch.as_tensor(self._steps.share(), dtype=loss.dtype, device=loss.device)
-        weight = self._steps.weight_of_batch
-        if weight is not None:
-            run.weights.append(weight)
         loss, batch = loss * share, self._steps.batch
         if batch is not None and batch.count:
             run.losses.append(loss.detach())

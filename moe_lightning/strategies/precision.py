@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -39,10 +39,19 @@ _FREQUENCIES = r"\w*inv_freq"
 """Rotary frequencies in the models of transformers, whose base class has a `base_model_prefix`."""
 
 
-def convert_by_rule(precision: Precision) -> None:
-    """Let a precision plugin leave these buffers as they are, until `private_lightning.use_own_methods`."""
+def convert_by_rule(precision: Precision, whole: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let a precision plugin leave these buffers as they are, until `private_lightning.use_own_methods`.
+
+    Args:
+        whole: restores the parts of the module inside that are on other ranks: these may come here later.
+    """
     convert = type(precision).convert_module.__get__(precision)
-    private_lightning.convert_with(precision, partial(_convert, convert))
+
+    def convert_all(module: nn.Module) -> nn.Module:
+        with whole():
+            return _convert(convert, module)
+
+    private_lightning.convert_with(precision, convert_all)
 
 
 def _convert(convert: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:

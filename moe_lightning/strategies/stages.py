@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from moe_lightning.arrays import BoolArray, cut
-from moe_lightning.balancing.migration import plan_migration
+from moe_lightning.balancing.migration import held_states, plan_migration
 from moe_lightning.balancing.repair import repair_stages
 from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.compat import private_torch
@@ -39,7 +40,7 @@ from moe_lightning.state.tensors import cut_of, cuts_of, mark, whole_shape
 from moe_lightning.state.transfer import Unit, reshard, without_memory
 from moe_lightning.strategies.dense_parameters import fits_every_rank
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
-from moe_lightning.strategies.train_state import StateTransfer, TrainState, held_among, wanted_stages
+from moe_lightning.strategies.train_state import StateTransfer, TrainState, wanted_stages
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -263,19 +264,6 @@ class StageCut:
             yield
         finally:
             self.apply(self._device)
-
-    def convert(self, dtype: torch.dtype) -> None:
-        """Convert the placeholders of parameters that were converted to another precision, and the parameters of other
-        stages, should these move to this rank."""
-        absent = [parameter for _, _, parameter in self._placeholders]
-        for part, stage in self._stage_of.items():
-            absent.extend(part.parameters(recurse=False) if stage not in self.stages else ())
-        for parameter in absent:
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-        for part, name, parameter in self._placeholders:
-            zeros = part.__dict__[name][(0,) * parameter.ndim]
-            part.__dict__[name] = zeros.to(parameter.dtype).expand(parameter.shape)
 
     def _drop_values(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         for part, stage in self._stage_of.items():
@@ -795,7 +783,8 @@ class StageTransfer(StateTransfer):
         self._state.shards.hand_over(staying, world)
         stages, ranks = self._stages, self._stages.ranks_in(staying)
         self._state.parts.leave()
-        held = held_among([stack.placement for stack in stages.stacks(self._state.experts)], world.size)
+        placements = [stack.placement for stack in stages.stacks(self._state.experts)]
+        held = held_states(placements) if placements else np.zeros((0, 0, world.size), dtype=np.bool_)
         options: dict[str, Any] = {"nodes": nodes, "min_replicas": min_replicas, "max_slots": self._state.max_slots}
         repair = repair_stages(held, stages.layers_of(ranks), **options)
         units = self._fetch(ranks, world, Part())

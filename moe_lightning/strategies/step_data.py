@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,11 +28,11 @@ class StepData:
     Args:
         rank, world_size: whose slices.
         pieces: micro-batches that a rank gets at once.
-        seed: of the order of stock loaders.
+        seed: returns that of the order of stock loaders, which may be another one in each fit.
         must_cut: other ranks may join, or share this rank's samples.
     """
 
-    def __init__(self, *, rank: int, world_size: int, pieces: int = 1, seed: int, must_cut: bool) -> None:
+    def __init__(self, *, rank: int, world_size: int, pieces: int = 1, seed: Callable[[], int], must_cut: bool) -> None:
         self._world = {"rank": rank, "world_size": world_size, "pieces": pieces}
         self._must_cut = must_cut
         self._seed = seed
@@ -77,7 +77,7 @@ class StepData:
             place: dict[str, Any] = {
                 **self._world,
                 "num_micros": micros,
-                "seed": self._seed,
+                "seed": self._seed(),
                 "training": trainer.training,
             }
             if not is_stream:

@@ -24,6 +24,7 @@ from moe_lightning import (
     OptimizerConfig,
     RoutingReplay,
     auxiliary_loss,
+    global_mean,
 )
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.dense_blocks import CompileDense, RecomputeDense
@@ -316,6 +317,17 @@ def test_stages_replay_what_other_ranks_routed(tmp_path: Path) -> None:
     assert_same_training(alone, run_ranks(4, partial(forced, strategy={"mesh": {"pp": 2}, "micro_batches": MICROS})))
 
 
+def test_stages_train_in_another_precision(tmp_path: Path) -> None:
+    """What restores the whole module in between, such as a replay, leaves no part in the former one."""
+    run_ranks(1, partial(observed, folder=tmp_path, accumulate=MICROS))
+    exact = partial(
+        train, callbacks=(RoutingReplay(str(tmp_path / "tokens"), "replay"),), trainer={"precision": "64-true"},
+        **DENSE_BLOCKS,
+    )  # fmt: skip
+    (alone,) = run_ranks(1, partial(exact, accumulate=MICROS))
+    assert_same_training(alone, run_ranks(2, partial(exact, strategy={"mesh": {"pp": 2}, "micro_batches": MICROS})))
+
+
 # ---------------------------------------------------------------------- users' modules
 
 
@@ -396,6 +408,36 @@ def test_evaluation_and_prediction_run_through_the_stages() -> None:
         assert found_scores == pytest.approx(scores, abs=TOLERANCE)
         assert found.shape == predicted.shape
         np.testing.assert_array_equal(found, ranks[0][2])
+
+
+class Weighing(Own):
+    """Validates on some of its targets, more in some micro-batches than in others."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits, rare = self(batch[0]).flatten(0, 1), batch[1].flatten() < 5
+        losses = nn.functional.cross_entropy(logits, batch[1].flatten(), reduction="none")
+        return global_mean(self, losses[rare].mean() if rare.any() else losses.sum() * 0, rare.sum())
+
+
+class Results(pl.Callback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.found.append(float(outputs))
+
+
+def validated(rank: int, world_size: int, strategy: dict[str, Any]) -> list[float]:
+    results = Results()
+    trainer = make_trainer(rank, world_size, strategy, callbacks=[results])
+    trainer.validate(Weighing(), DataLoader(RandomTokens(30), batch_size=9), verbose=False)
+    return results.found
+
+
+def test_the_result_of_a_validation_is_weighted_as_its_micro_batches_are() -> None:
+    ((*alone,),) = run_ranks(1, partial(validated, strategy={}))
+    for found in run_ranks(2, partial(validated, strategy={"mesh": {"pp": 2}, "micro_batches": 3})):
+        assert found == pytest.approx(alone, abs=TOLERANCE)
 
 
 class Attention(nn.Module):

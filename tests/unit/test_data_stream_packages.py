@@ -26,7 +26,7 @@ def trainer() -> Trainer:
 
 
 def cut(loader: DataLoader[Any], rank: int = 0, world_size: int = 1, state: dict[str, Any] | None = None) -> StepLoader:
-    found = StepData(rank=rank, world_size=world_size, seed=5, must_cut=False).cut(loader, trainer())
+    found = StepData(rank=rank, world_size=world_size, seed=lambda: 5, must_cut=False).cut(loader, trainer())
     assert isinstance(found, StepLoader)
     found.bind(rank=rank, world_size=world_size)  # of the Trainer it has taken one rank
     if state is not None:

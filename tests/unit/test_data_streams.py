@@ -351,10 +351,10 @@ def test_the_samples_of_an_epoch(stream: Plain, options: dict[str, Any], samples
 
 def test_several_workers_are_refused_and_a_lone_rank_is_told() -> None:
     stock = DataLoader(Sized(), batch_size=4, num_workers=2)
-    data = StepData(rank=0, world_size=2, seed=0, must_cut=False)
+    data = StepData(rank=0, world_size=2, seed=lambda: 0, must_cut=False)
     with pytest.raises(ConfigurationError, match="set num_workers to 0 or 1"):
         data.cut(stock, trainer())
-    alone = StepData(rank=0, world_size=1, seed=0, must_cut=False)
+    alone = StepData(rank=0, world_size=1, seed=lambda: 0, must_cut=False)
     with pytest.warns(UserWarning, match="no position in its data is saved"):
         assert alone.cut(stock, trainer()) is stock
 

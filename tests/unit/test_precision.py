@@ -8,15 +8,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig
+from moe_lightning import ExpertParallelStrategy, MoELayer
 from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
 from moe_lightning.models.gpt import GPTConfig, Rotary
 from moe_lightning.moe.router import Router, RouterConfig
+from moe_lightning.strategies.precision import convert_by_rule
 from moe_lightning.strategies.stages import StageCut
-from tests.distributed.training import TINY, quiet_trainer
+from tests.distributed.training import quiet_trainer
 from tests.huggingface_models import make_checkpoint, reloaded
 
 HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -179,15 +181,26 @@ def test_pretrained_biases_and_rotary_frequencies_stay_exact(tmp_path: Path) -> 
     assert all(torch.equal(exported[name], bias) for name, bias in biases.items())
 
 
-def test_a_stage_that_comes_later_is_in_the_precision_of_the_run() -> None:
-    """The blocks as well as what is outside them."""
-    module = GPTModule({**TINY, "tie_embeddings": False}, OptimizerConfig())
-    module.configure_model()
-    cut = StageCut(module, (0,), 2)
+class Buffered(nn.Module):
+    """Blocks with a buffer, and a part outside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        for block in self.blocks:
+            block.register_buffer("scale", torch.ones(4))
+
+
+def test_parts_of_other_stages_have_the_precision_of_the_run() -> None:
+    """They may come to this rank later, and in their place are zeros for now."""
+    module, precision = Buffered(), DoublePrecision()
+    cut = StageCut(module, (1,), 2)
     cut.apply(torch.device("cpu"))
-    module.to(torch.bfloat16)
-    cut.convert(torch.bfloat16)
+    convert_by_rule(precision, cut.whole)
+    precision.convert_module(module)
     with cut.whole():
-        assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
-    cut.hold((1,), training=True)
-    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+        pass
+    assert module.embed.weight.dtype == torch.float64
+    cut.hold((0, 1), training=True)
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    assert {tensor.dtype for tensor in tensors} == {torch.float64}
