@@ -171,9 +171,13 @@ class RankInventory:
 def without_snapshots(
     inventories: Iterable[RankInventory], damaged: Collection[tuple[str, str, int, int]]
 ) -> list[RankInventory]:
-    """The inventories less the snapshots that turned out to be unreadable, given as (node, kind, writer, step)."""
+    """The inventories less the snapshots that turned out to be unreadable, given as (node, kind, writer, step); node ""
+    stands for every one: what was computed from parities of several nodes.
+    """
     return [
-        inventory.with_snapshots(s for s in inventory.snapshots if (inventory.node, *s.place) not in damaged)
+        inventory.with_snapshots(
+            s for s in inventory.snapshots if {(inventory.node, *s.place), ("", *s.place)}.isdisjoint(damaged)
+        )
         for inventory in inventories
     ]
 

@@ -297,11 +297,17 @@ class CommittedStep:
         """The place of an error that comes now in words: launchers count the errors of one place."""
         return "in the first step of this process" if self.is_first else f"in the step after step {self.version}"
 
+    @property
+    def is_restorable(self) -> bool:
+        """True if this rank can restore its fit loop to the step."""
+        return self.progress is None or self.version in (self.progress.step, self._state.trainer.global_step)
+
     # ------------------------------------------------------------------ the next step
 
     def begin_fit(self) -> None:
         """Begin with what a fit starts from."""
         self.version, self.progress = self._state.trainer.global_step, None
+        self.is_torn, self.prepared = False, None
 
     def begin_loop(self) -> None:
         """Remember where the fit loop starts; what was restored stays the place to go back to."""
@@ -360,6 +366,10 @@ class CommittedStep:
         self.prepared()
         self.prepared = None
         self.version += 1
+
+    def forget_prepared(self) -> None:
+        """Forget an update that the plan does not apply: its gradients go with the experts."""
+        self.prepared = None
 
     def begin_overwriting(self) -> None:
         """Values of other ranks arrive here from now on: a fault leaves a mixture."""

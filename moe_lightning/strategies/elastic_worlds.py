@@ -27,7 +27,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from moe_lightning.balancing.repair import Repair
 from moe_lightning.checkpoint.memory import DamagedSnapshots, RecoverySources
 from moe_lightning.checkpoint.protection import ProtectionLayout
-from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan, without_snapshots
+from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan
 from moe_lightning.data.loader import leave_schedule
 from moe_lightning.elastic.client_state import WorldTooSmall
 from moe_lightning.elastic.faults import (
@@ -450,7 +450,7 @@ class ElasticWorlds:
     def _hand_over(self, reason: str) -> bool:
         """Transfer the state that only leaving ranks hold to the others, before they leave on notice or because the
         mesh has no place for them. No rank returns, and so aborts the world, while another one still needs it for the
-        transfer.
+        transfer. Where values of some rank are not those of its step nobody leaves yet: who has them is planned first.
 
         Args:
             reason: why the world changes; who has met all others breaks it up with this.
@@ -464,7 +464,10 @@ class ElasticWorlds:
         engine, worlds, timeout = self.engine, self._strategy.worlds, self._strategy.options.timeout
         world, notice = worlds.present, engine.notice or self._departure
         num_placed = world.size - worlds.spares  # the last ranks leave until there are enough for a multiple
-        notices = all_gather_json(notice, world)
+        found = all_gather_json([notice, self.step.is_torn], world)
+        if any(is_torn for _, is_torn in found):
+            notice, found = None, [[None, True]] * world.size
+        notices = [notice for notice, _ in found]
         staying = [rank for rank, notice in enumerate(notices[:num_placed]) if notice is None]
         if 0 < len(staying) < world.size and world.is_connected:
             nodes = self._require_members().nodes
@@ -546,7 +549,7 @@ class ElasticWorlds:
         """Join the next world and bring every rank to the same committed step."""
         layers, step = self._state.stages.layers, self.step
         world = self._join(watch, is_spare=is_spare)
-        counts = not (self.is_newcomer or step.is_torn or self._state.window_replay)
+        counts = step.is_restorable and not (self.is_newcomer or step.is_torn or self._state.window_replay)
         own = inventory_of(
             self._state,
             former=self._strategy.worlds.present,
@@ -554,9 +557,10 @@ class ElasticWorlds:
             node=self._require_members().nodes[world.rank],
             version=step.version,
             counts=counts,
-            is_prepared=step.prepared is not None,
+            is_prepared=step.prepared is not None and not self._state.shards.shares_optimizers,  # others' updates lack
         )
         inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
+        damaged = set[tuple[str, str, int, int]]()  # snapshots
         while True:
             with watch.phase("plan"):
                 plan, inventories = self._planner.plan(
@@ -566,6 +570,7 @@ class ElasticWorlds:
                     num_experts=max((layer.num_experts for layer in layers), default=0),
                     last_step=step.version,
                     has_trained=step.version > 0 or step.is_torn,
+                    damaged=damaged,
                 )
                 repair = repaired(plan, self._state, world, min_replicas=self._policy.min_replicas)
             try:
@@ -573,7 +578,7 @@ class ElasticWorlds:
                     self._move(plan, repair, world)
                 break
             except DamagedSnapshots as damage:
-                inventories = without_snapshots(inventories, damage.damaged)
+                damaged.update(damage.damaged)
         with watch.phase("resume"):
             self._plan = plan
             if plan.level == "live" and plan.stale:
@@ -591,14 +596,16 @@ class ElasticWorlds:
         if world.rank in plan.apply_prepared:
             self.step.apply_prepared()
         saved = fetch_missing(self._planner, plan, repair, world, is_trusted=self._strategy.checkpoints.reads_objects)
-        # Values of ranks that are not live are overwritten; another fault leaves those of live ranks as they were. What
-        # follows does not wait for peers, except where optimizer shards change hands.
+        self.step.forget_prepared()
+        # Values of ranks that are not live are overwritten; another fault leaves those of live ranks as they were, or
+        # whole in the new world, except where optimizer shards change hands or something is restored.
         if plan.level != "live" or not (self.is_newcomer or world.rank in plan.live_ranks):
             self.step.begin_overwriting()
         units = fetch_dense(state, plan, world) if plan.level == "live" else {}
         state.transfer.enter_world(world, repair.placements, plan.held, plan.nodes)
-        self.step.begin_overwriting()
         self._strategy.set_present(world)  # from here on the new world is the present one
+        if saved is not None or state.shards.moves_optimizers:
+            self.step.begin_overwriting()
         state.reshard(plan.shards if plan.level == "live" else (), units)
         restore_missing(state, plan, saved)
         state.find_twins()

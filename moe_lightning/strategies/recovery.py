@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -25,12 +25,13 @@ from moe_lightning.checkpoint.recovery_plan import (
     SnapshotInventory,
     StorageInventory,
     plan_recovery,
+    without_snapshots,
 )
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.compat import private_lightning
 from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.collectives import all_gather_json, failing_together
 from moe_lightning.parallel.context import World, agree
 from moe_lightning.state.transfer import Units
 from moe_lightning.strategies.train_state import TrainState
@@ -99,6 +100,7 @@ class RecoveryPlanner:
         num_experts: int,
         last_step: int,
         has_trained: bool,
+        damaged: Collection[tuple[str, str, int, int]] = (),
     ) -> tuple[RecoveryPlan, list[RankInventory]]:
         """Return the plan, the same on every rank, and its inventories; collective.
 
@@ -107,6 +109,7 @@ class RecoveryPlanner:
             num_layers, num_experts: L and E.
             last_step: last step that this rank committed.
             has_trained: True if this rank's values may differ from the initial ones.
+            damaged: snapshots that are not used, see `DamagedSnapshots`; the same on every rank.
 
         Raises:
             ConfigurationError: no source is left.
@@ -119,6 +122,7 @@ class RecoveryPlanner:
         if self.sources is not None:
             if not any(inventory.snapshots for inventory in inventories):
                 inventories = self._with_snapshots(inventories, self.sources, world)
+            inventories = without_snapshots(inventories, damaged)
             plan = plan_recovery(inventories, self._newest_on_storage(self.sources, world), **shape)
         if plan.level == "nothing" and not any(all_gather_json(has_trained, world)):
             fresh = [replace(inventory, live_version=0) for inventory in inventories]
@@ -144,20 +148,23 @@ class RecoveryPlanner:
         self._publish()
         mine = inventories[world.rank]
         first = next(inventory.rank for inventory in inventories if inventory.node == mine.node)
-        found = [*filter(self._is_trusted, sources.snapshots())] if world.rank == first else []
+        with failing_together(world):
+            found = [*filter(self._is_trusted, sources.snapshots())] if world.rank == first else []
         return [RankInventory.from_json(e) for e in all_gather_json(mine.with_snapshots(found).to_json(), world)]
 
     def _newest_on_storage(self, sources: RecoverySources, world: World) -> StorageInventory | None:
         """Return the inventory of the newest checkpoint that is whole or can be repaired, as rank 0 finds it."""
-        checkpoint = sources.newest_checkpoint() if world.rank == 0 else None
-        own = None
-        if checkpoint is not None:
-            own = [str(checkpoint.path), checkpoint.substitutes, storage_inventory(checkpoint).to_json()]
+        checkpoint = own = None
+        with failing_together(world):
+            checkpoint = sources.newest_checkpoint() if world.rank == 0 else None
+            if checkpoint is not None:
+                own = [str(checkpoint.path), checkpoint.substitutes, storage_inventory(checkpoint).to_json()]
         found = all_gather_json(own, world)[0]
         self.storage = None
         if found is None:
             return None
-        self.storage = checkpoint or Checkpoint(place_of(found[0]), substitutes=found[1])
+        with failing_together(world):
+            self.storage = checkpoint or Checkpoint(place_of(found[0]), substitutes=found[1])
         return StorageInventory.from_json(found[2])
 
 

@@ -154,6 +154,7 @@ class StepUpdate:
             if scaler is not None:
                 scaler.update()
             if replacement is not None:
+                elastic.begin_update()
                 replacement()
             raise UpdateSkipped
         state.shards.replay_update(optimizer)

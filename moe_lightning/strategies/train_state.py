@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
@@ -438,13 +437,14 @@ class StateTransfer:
             min_replicas: nodes that shall hold each expert.
         """
         state = self._state
-        repair = repair_placements(
-            held_among(state.experts.placements, world.size)[..., staying],
-            nodes=[nodes[rank] for rank in staying],
-            min_replicas=min_replicas,
-            max_slots=state.max_slots,
-        )
-        state.experts.hand_over(staying, repair.placements, state.optimizers, nodes)
+        if state.experts.placements:
+            repair = repair_placements(
+                held_states(state.experts.placements)[..., staying],
+                nodes=[nodes[rank] for rank in staying],
+                min_replicas=min_replicas,
+                max_slots=state.max_slots,
+            )
+            state.experts.hand_over(staying, repair.placements, state.optimizers, nodes)
         state.shards.hand_over(staying, world)
 
 
@@ -455,11 +455,6 @@ def wanted_stages(ranks: Sequence[Sequence[int]], rank: int) -> list[int]:
         ranks: those that hold each stage.
     """
     return [stage for stage, own in enumerate(ranks) if rank in own]
-
-
-def held_among(placements: Sequence[Placement], num_ranks: int) -> BoolArray:
-    """Return the experts that each rank holds, bool [L, E, N], under the placements of the layers."""
-    return held_states(placements) if placements else np.zeros((0, 0, num_ranks), dtype=np.bool_)
 
 
 def _groups_of(optimizers: Sequence[Optimizer]) -> list[list[list[nn.Parameter]]]:

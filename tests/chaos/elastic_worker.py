@@ -38,7 +38,7 @@ from tests.distributed.training import TINY, RandomTokens, TokenStream, make_tra
 
 PLACES = (
     "opening", "forward", "exchange", "sequence exchange", "backward", "prepare", "update", "committed", "batch_end",
-    "snapshot", "recovery", "movement", "validation", "train_end",
+    "snapshot", "recovery", "movement", "arrived", "validation", "train_end",
 )  # fmt: skip
 """Where a worker can be killed, in the order of a step."""
 
@@ -135,6 +135,7 @@ class Killer(pl.Callback):
         self._around(elastic, "_follows_a_lost_world", step, before="opening")
         self._around(elastic, "_join_and_transfer", version, before="recovery")
         self._around(elastic, "_move", version, before="movement")
+        self._around(elastic._strategy, "set_present", version, after="arrived")
         self._around(exchange, "_all_to_all", lambda: self._step, before="exchange")
         self._around(sequence, "_all_to_all", lambda: self._step, before="sequence exchange")
         saver = _saver(trainer)

@@ -63,6 +63,16 @@ def test_one_machine_gets_its_replicas_back_after_every_kill(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_rank_that_dies_when_all_has_arrived_takes_nothing_with_it(tmp_path: Path) -> None:
+    """The others are whole in a world that never trained; nothing is saved."""
+    kills = [Kill(worker=3, step=5, place="forward"), Kill(worker=2, step=5, place="arrived")]
+    with elastic_run(tmp_path, workers=4, steps=10, kills=kills) as run:
+        run.supervise()
+        assert run.kills_done() == len(kills)
+        assert_same_losses(run, reference(10))
+
+
+@pytest.mark.slow
 def test_during_validation_and_recovery_and_two_at_once(tmp_path: Path) -> None:
     """Two of four nodes at once are within what three replicas survive."""
     kills = [

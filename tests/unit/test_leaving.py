@@ -16,6 +16,7 @@ from moe_lightning.checkpoint.memory import DamagedSnapshots
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies import elastic_worlds, gradients
 from moe_lightning.strategies.committed_step import CommittedStep
+from moe_lightning.strategies.train_state import StateTransfer
 
 
 @pytest.mark.parametrize(("rank", "is_spare"), [(0, False), (2, True)])
@@ -27,10 +28,11 @@ def test_who_is_cut_off_by_one_that_met_all_others_has_met_them_too(
     def cut(*_: object) -> None:
         raise dist.DistNetworkError("the store of a world that broke")
 
-    monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda *_: [None] * 3)
+    monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda *_: [[None, False]] * 3)
     monkeypatch.setattr(elastic_worlds, "store_barrier", cut)
     worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
     worlds.engine, worlds._departure = SimpleNamespace(store=None, reason="ranks wait", notice=None), None
+    worlds.step = SimpleNamespace(is_torn=False)
     worlds._strategy = SimpleNamespace(
         worlds=SimpleNamespace(present=World.offline(rank, 3, torch.device("cpu")), spares=1),
         options=SimpleNamespace(timeout=timedelta(seconds=1)),
@@ -39,6 +41,64 @@ def test_who_is_cut_off_by_one_that_met_all_others_has_met_them_too(
     worlds.engine.reason = "rank 1 on node b died"
     with pytest.raises(dist.DistNetworkError):
         worlds._hand_over("ranks wait")
+
+
+def test_nobody_leaves_while_values_of_some_rank_are_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank with damaged values sends would count as good, and the good copy may be that of who leaves."""
+    found = [["SIGTERM", False], [None, True], [None, False]]
+    monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda *_: found)
+    monkeypatch.setattr(elastic_worlds, "store_barrier", lambda *_: None)
+    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
+    worlds.engine, worlds._departure, worlds._state = MagicMock(notice="SIGTERM"), None, MagicMock()
+    world = SimpleNamespace(rank=0, size=3, is_connected=True)
+    worlds._strategy = MagicMock(worlds=SimpleNamespace(present=world, spares=0))
+    worlds.step = SimpleNamespace(is_torn=False)
+    assert not worlds._hand_over("SIGTERM")
+    worlds._state.transfer.hand_over.assert_not_called()
+
+
+def test_a_model_without_experts_is_handed_over() -> None:
+    state = MagicMock(experts=SimpleNamespace(placements=[]))
+    world = World.offline(0, 2, torch.device("cpu"))
+    StateTransfer(state).hand_over([0], world, ["a", "b"], min_replicas=2)
+    state.shards.hand_over.assert_called_once_with([0], world)
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["whole", "optimizer states move"])
+def test_a_rank_that_is_whole_in_the_new_world_offers_its_values(monkeypatch: pytest.MonkeyPatch, moves: bool) -> None:
+    def fail(*_: object) -> None:
+        raise dist.DistNetworkError("rank 2 died")
+
+    monkeypatch.setattr(elastic_worlds, "fetch_missing", lambda *_, **__: None)
+    monkeypatch.setattr(elastic_worlds, "fetch_dense", lambda *_: {})
+    monkeypatch.setattr(elastic_worlds, "restore_missing", lambda *_: None)
+    monkeypatch.setattr(elastic_worlds, "agree", fail)
+    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
+    worlds._state, worlds._strategy, worlds._planner = MagicMock(), MagicMock(), None
+    worlds._state.shards.moves_optimizers = moves
+    worlds.step, worlds.is_newcomer = CommittedStep(MagicMock()), False
+    plan = SimpleNamespace(level="live", live_ranks=(0,), apply_prepared=(), shards=(), held=None, nodes=())
+    with pytest.raises(dist.DistNetworkError):
+        worlds._move(plan, MagicMock(), World.offline(0, 3, torch.device("cpu")))
+    assert worlds.step.is_torn is moves
+
+
+def test_an_update_that_the_plan_does_not_apply_is_not_applied_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients of experts have gone by then."""
+
+    def fail(*_: object) -> None:
+        raise dist.DistNetworkError("rank 2 died")
+
+    monkeypatch.setattr(elastic_worlds, "fetch_missing", lambda *_, **__: None)
+    monkeypatch.setattr(elastic_worlds, "fetch_dense", fail)
+    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
+    worlds._state, worlds._strategy, worlds._planner = MagicMock(), MagicMock(), None
+    worlds.step, worlds.is_newcomer = CommittedStep(MagicMock()), False
+    worlds.step.prepare(MagicMock())
+    plan = SimpleNamespace(level="live", live_ranks=(0,), apply_prepared=())
+    with pytest.raises(dist.DistNetworkError):
+        worlds._move(plan, MagicMock(), World.offline(0, 3, torch.device("cpu")))
+    assert worlds.step.prepared is None
 
 
 @pytest.mark.parametrize(("rank", "is_newcomer", "is_torn"), [(0, False, False), (1, False, True), (1, True, False)])

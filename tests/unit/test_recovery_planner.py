@@ -35,7 +35,7 @@ from moe_lightning.checkpoint.recovery_plan import (
 )
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.elastic.worker import PeerFailed
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies.recovery import RecoveryPlanner
 
@@ -373,6 +373,41 @@ def test_parities_are_of_no_use_without_the_other_shards() -> None:
     assert plan_for(first, second, storage=storage).versions.tolist() == [[4, 4]]
     damaged = without_snapshots([first, second], {("1", "arena", 1, 4)})
     assert plan_for(*damaged, storage=storage).versions.tolist() == [[4, 2]]
+
+
+def test_a_snapshot_that_was_computed_wrong_is_not_planned_again() -> None:
+    member = snapshot(4, world_size=3)
+    parity = replace(member, kind=SnapshotKind.PARITY, writer=2, members=(0, 1, 2))
+    ranks = [survivor(rank, snapshots=(replace(parity, holder=rank),)) for rank in (0, 1)]
+    assert [rank.snapshots for rank in without_snapshots(ranks, {("", "parity", 2, 4)})] == [(), ()]
+
+
+def test_memory_in_which_all_is_damaged_is_not_planned_again() -> None:
+    found = snapshot(4, (0, 4), (1, 4))
+
+    class Sources:
+        def snapshots(self) -> list[SnapshotInventory]:
+            return [found]
+
+        def newest_checkpoint(self) -> None:
+            return None
+
+    planner = RecoveryPlanner(Sources())  # type: ignore[arg-type]
+    asked: Any = {"num_layers": 1, "num_experts": 2, "last_step": 5, "has_trained": True}
+    own = RankInventory(rank=0, node="0")
+    assert planner.plan([own], World.single(), **asked)[0].version == 4
+    with pytest.raises(ConfigurationError, match="no rank, snapshot or checkpoint"):
+        planner.plan([own], World.single(), **asked, damaged={("0", *found.place)})
+
+
+def test_memory_that_cannot_be_read_ends_a_recovery_on_every_rank() -> None:
+    class Sources:
+        def snapshots(self) -> list[SnapshotInventory]:
+            raise PermissionError(13, "Permission denied", "/dev/shm/run")
+
+    asked: Any = {"num_layers": 1, "num_experts": 2, "last_step": 5, "has_trained": True}
+    with pytest.raises(CheckpointError, match=r"/dev/shm/run cannot be used \(Permission denied\)"):
+        RecoveryPlanner(Sources()).plan([RankInventory(rank=0, node="0")], World.single(), **asked)  # type: ignore[arg-type]
 
 
 def test_ranks_of_a_node_take_turns_as_readers() -> None:
