@@ -162,14 +162,15 @@ class CarriedFileVerifier:
         problem: str | None = None
         storage = storage_of(directory)
         try:
-            for chunk in storage.chunks(path, fresh=True):
-                digest.update(chunk)
-                nbytes += len(chunk)
-                yield
-        except FileNotFoundError:
-            if not storage.is_dir(directory):
-                return  # pruned: a newer checkpoint carries the file, and it is read from there
-            problem = "is gone"
+            try:
+                for chunk in storage.chunks(path, fresh=True):
+                    digest.update(chunk)
+                    nbytes += len(chunk)
+                    yield
+            except FileNotFoundError:
+                if not storage.is_dir(directory):
+                    return  # pruned: a newer checkpoint carries the file, and it is read from there
+                problem = "is gone"
         except OSError as error:
             problem = f"cannot be read ({error.strerror})"
         if problem is None and (nbytes, digest.hexdigest()) != (record.nbytes, record.xxh3):
@@ -298,8 +299,9 @@ class Agent:
         except (OSError, CheckpointError) as error:
             # A newer world takes directories away, which shows in many ways.
             is_own = not isinstance(error, Elsewhere)
-            if is_own and self._job is not None and self._is_fenced(self._job.world):
-                return True
+            with contextlib.suppress(OSError):  # a storage that is away cannot be asked
+                if is_own and self._job is not None and self._is_fenced(self._job.world):
+                    return True
             # Storage may recover; a snapshot that makes no complete checkpoint stays as it is.
             keep = isinstance(error, OSError) or self._backoff.failures < _LAST_ATTEMPTS
             self._fail(complaint_of(error, self.root), keep=keep, withdraw=is_own)
@@ -486,7 +488,10 @@ class Agent:
         copying = any(arena.state.writing is not None and arena.writer_alive for arena in self._arenas.values())
         if copying or self._job is not None:
             return True
-        session, arenas = self._current()
+        try:
+            session, arenas = self._current()
+        except OSError:  # something waits, and a storage that is away cannot be asked if it is still wanted
+            return True
         steps = [[t.step for t in arena.waiting_tables() if t.session == session] for arena in arenas]
         return newest_common(steps) is not None
 

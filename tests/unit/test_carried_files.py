@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import warnings
 from dataclasses import replace
@@ -88,6 +90,23 @@ def test_what_storage_is_too_busy_for_is_read_before_its_time_is_up(
         reads = made.agent._verifier._read_at
         assert len(reads) == len(carried(made.root)) > 0
         assert all(made.agent._verifier._commits - read <= 2 for read in reads.values())
+
+
+def test_a_storage_that_fails_while_it_is_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with node(tmp_path) as made:
+        commits(made, range(1, 3))
+        made.snapshot(3, fresh=[0], persist=[0])
+        made.persist()
+        for path in carried(made.root):
+            path.unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(PosixStorage, "is_dir", fail)
+            while made.agent.verify_carried():
+                pass
+        assert "cannot be read (Input/output error)" in str(made.agent.status.damage)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])

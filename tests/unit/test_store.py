@@ -169,6 +169,26 @@ def test_a_missing_part_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monkey
         assert "ranks [1]" in str(made.agent.status.error)
 
 
+def test_an_agent_outlives_a_storage_that_fails_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> list[str]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        made.persist()
+        made.snapshot(2, fresh=[0])
+        made.agent._choose_job()
+        with monkeypatch.context() as patch:
+            patch.setattr(PosixStorage, "names", fail)
+            assert made.agent.serve_once()
+            assert "Input/output error" in str(made.agent.status.error)
+            assert made.agent._pending(), "it stays for what waits"
+        made.persist()
+        assert checkpoints(made.root)[0][1].step == 2
+
+
 def test_a_key_that_vanishes_is_refused(tmp_path: Path) -> None:
     with node(tmp_path, world_size=1) as made:
         made.snapshot(1)
