@@ -27,6 +27,8 @@ from moe_lightning.elastic.server import LONGEST_PATH, RendezvousService, Server
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import PrivateFolder
 
+_LOOK_S = 1.0  # between two looks at the server's thread
+
 
 @validated
 class RendezvousServer:
@@ -68,6 +70,11 @@ class RendezvousServer:
     ) -> None:
         self.close()
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the server has ended, in order or for a defect."""
+        return self._server is None or self._server.has_ended
+
     def close(self) -> None:
         """Close the server and its connections."""
         if self._server is not None:
@@ -85,7 +92,7 @@ class RendezvousServer:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM; return 1 if a defect ends the server before."""
     parser = Parser(prog="python -m moe_lightning.elastic.rendezvous_host", description=__doc__)
     parser.add_argument("--bind", default=f"{LOOPBACK}:29510", metavar="HOST:PORT", help="port 0: any")
     parser.add_argument(
@@ -104,7 +111,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     with host:
         print(f"listening on {host.address}, secret in {host.secret_file}", flush=True)
-        signal.sigwait(signals)
+        while signal.sigtimedwait(signals, _LOOK_S) is None:
+            if host.has_ended:
+                print("error: the host ended for the defect above: start it again", file=sys.stderr)
+                return 1
     return 0
 
 

@@ -60,6 +60,7 @@ _CHUNK = 1 << 16
 _MOST_UNSENT = 16 << 20
 _ACCEPTS = 16  # at most in one round, so that authenticated clients are served
 _PAUSE_S = 0.2  # without descriptors for another connection
+_MOST_FAILURES = 10
 _BACKLOG = 1 << 16  # the system has a lower limit
 
 logger = logging.getLogger(__name__)
@@ -149,9 +150,17 @@ class ServerThread:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
+        failures = 0  # in a row
         try:
             while not self._closed.is_set():
-                self._round()
+                try:
+                    self._round()
+                    failures = 0
+                except Exception:  # a defect that one message found shall not end the host
+                    logger.exception("the server could not do its work")
+                    failures += 1
+                    if failures == _MOST_FAILURES:
+                        return  # another one may do better
         finally:
             for connection in list(self._connections):
                 self._close(connection)
@@ -188,10 +197,10 @@ class ServerThread:
 
     def _deliver(self) -> None:
         touched: dict[int, None] = {}
-        outbox = self._service.outbox
+        outbox = [*self._service.outbox]
+        self._service.outbox.clear()  # what cannot be sent is not tried again
         for _, entries in itertools.groupby(outbox, key=lambda entry: id(entry[1])):
             self._queue(list(entries), touched)
-        outbox.clear()
         for number in touched:
             self._write(number)
         for client in self._service.dropped:
@@ -199,9 +208,15 @@ class ServerThread:
         self._service.dropped.clear()
 
     def _queue(self, entries: Sequence[tuple[int, Message]], touched: dict[int, None]) -> None:
-        """Queue one message for all its clients: once for those that one connection carries."""
+        """Queue one message for all its clients, once for those that one connection carries; close them if it is too
+        long."""
         carried: dict[int, list[int]] = {}
-        payload = encode(entries[0][1])
+        try:
+            payload = encode(entries[0][1])
+        except WireError as error:  # text that arrived in raw UTF-8 may be longer in escapes
+            logger.warning("a message cannot be sent: %s", error)
+            self._service.dropped += [client for client, _ in entries]
+            return
         for client, _ in entries:
             if client in self._carriers:
                 number, key = self._carriers[client]

@@ -5,6 +5,7 @@ None of them ends or slows a run or joins it, and descriptors are bounded.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -20,7 +21,7 @@ from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.elastic.protocol import Address, Channel, Refused, WireError
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
-from moe_lightning.elastic.server import MAX_UNAUTHENTICATED
+from moe_lightning.elastic.server import MAX_UNAUTHENTICATED, ServerThread
 from moe_lightning.errors import ConfigurationError
 from tests.network.attack import IDLE, frame, lures
 from tests.network.hosts import wait_for
@@ -108,6 +109,38 @@ def test_idle_connections_are_bounded_and_closed(served: RendezvousServer) -> No
         for stranger in strangers:
             stranger.close()
     assert admitted(served) < _SOON_S
+
+
+def test_an_answer_that_is_too_long_ends_its_client_alone(served: RendezvousServer) -> None:
+    """Text that arrives in raw UTF-8 is longer on its way back, where it is escaped."""
+    client = Client(served, served.secret_file.read_bytes().strip())
+    client.greet()
+    request = {"t": "store", "n": 1, "number": 0, "keys": ["k"]}
+    for question in ({"op": "set", "value": "\U0001f600" * 600_000}, {"op": "get", "value": ""}):
+        client.channel.send_encoded(json.dumps(request | question, ensure_ascii=False).encode())
+    client.flush()
+    assert client.is_ended()
+    assert admitted(served) < _SOON_S
+    assert not served.has_ended
+
+
+def test_the_host_outlives_a_defect_but_not_one_that_stays(
+    served: RendezvousServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver, failures = ServerThread._deliver, []
+
+    def fail(thread: ServerThread) -> None:
+        if len(failures) < most:
+            failures.append(time.monotonic())
+            raise ValueError("a defect")
+        deliver(thread)
+
+    monkeypatch.setattr(ServerThread, "_deliver", fail)
+    most = 3
+    wait_for(lambda: len(failures) == most, 5)
+    assert admitted(served) < _SOON_S
+    most = 1000
+    wait_for(lambda: served.has_ended, 5)
 
 
 def test_as_many_authenticate_at_once_as_members_are_missing(

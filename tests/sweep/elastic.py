@@ -82,7 +82,7 @@ def _hosted(arguments: list[str]) -> int:
     """The host's command; where it listens, it is ended a second later."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    rendezvous_host.signal.sigwait = lambda _signals: signal.SIGTERM  # type: ignore[assignment]
+    rendezvous_host.signal.sigtimedwait = lambda *_: signal.SIGTERM  # type: ignore[assignment]
     return rendezvous_host.main(arguments)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from moe_lightning import files
+from moe_lightning.elastic import rendezvous_host
 from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import (
     ELASTIC_VARIABLE,
@@ -30,6 +31,7 @@ from moe_lightning.elastic.protocol import create_secret, read_secret
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.run import main as run_main
+from moe_lightning.elastic.server import ServerThread
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.leftovers import listening
@@ -275,6 +277,15 @@ def test_the_command_says_where_it_listens_and_ends_on_a_signal(tmp_path: Path) 
         done = program.end()
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(rf"listening on 127\.0\.0\.1:\d+, secret in {tmp_path}/a/secret\n", done.stdout)
+
+
+def test_the_command_ends_with_a_host_that_ends_for_a_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ServerThread, "_round", lambda _: sys.exit())
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
+    assert rendezvous_host.main(["--bind", "127.0.0.1:0", f"--secret-file={tmp_path / 'secret'}"]) == 1
+    assert "error: the host ended for the defect above: start it again\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -169,9 +169,7 @@ def test_a_missing_part_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monkey
         assert "ranks [1]" in str(made.agent.status.error)
 
 
-def test_an_agent_outlives_a_storage_that_fails_in_the_middle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_outlives_a_storage_that_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> list[str]:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
