@@ -364,7 +364,8 @@ def _assemble(root: Place, held: Place, parts: list[RankPart]) -> Manifest:
         stored += carried
     extra = next((part.extra for part in parts if part.rank == 0), {})
     check_coverage(stored, required=required, extra=extra)
-    files = {name: record for name, record in files.items() if any(piece.at.file == name for piece in stored)}
+    used = {piece.at.file for piece in stored}
+    files = {name: record for name, record in files.items() if name in used}
     metadata = dump_metadata(stored, {name: record.path for name, record in files.items()})
     metadata = storage_of(held).put_once(held / METADATA, metadata)
     files[METADATA] = FileRecord(path=METADATA, nbytes=len(metadata), xxh3=xxhash.xxh3_64_hexdigest(metadata))

@@ -6,11 +6,14 @@ import contextlib
 import copy
 import errno
 import io
+import itertools
 import json
+import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -18,7 +21,10 @@ from typing import Any
 
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
+from moe_lightning.checkpoint import commit
 from moe_lightning.checkpoint import directory as store
 from moe_lightning.checkpoint.agent import Agent, main
 from moe_lightning.checkpoint.agent_handle import agent_alive, read_status, request_stop, start_agent
@@ -26,10 +32,11 @@ from moe_lightning.checkpoint.agreement import next_job
 from moe_lightning.checkpoint.arena import arena_path
 from moe_lightning.checkpoint.inspect import scope_bytes
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
-from moe_lightning.checkpoint.manifest import MANIFEST, Manifest, check_coverage
+from moe_lightning.checkpoint.manifest import MANIFEST, FileRecord, Manifest, RankPart, check_coverage, is_tiled
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage import interface, posix
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import Block, Location, Piece
 from tests.programs import run_program
 from tests.unit.checkpoint_state import EXPERTS, EXTRA, Node, assert_holds, node, state_of, two_checkpoints
 
@@ -253,6 +260,69 @@ def test_coverage_names_the_hole(two_checkpoints: Path) -> None:
         check_coverage([s for s in stored if s.key != gone])
     with pytest.raises(CheckpointError, match="layer 2 are missing"):
         check_coverage(stored, extra={"num_layers": 3})
+
+
+def is_tiled_by_pairs(whole: Sequence[int], blocks: Sequence[Block]) -> bool:
+    overlap = any(a.intersection(b) for a, b in itertools.combinations(blocks, 2))
+    return sum(block.numel for block in blocks) == math.prod(whole) and not overlap
+
+
+@given(st.data())
+def test_tilings_with_gaps_overlaps_and_empty_blocks(data: st.DataObject) -> None:
+    whole = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    parts = [Block.of(whole)]
+    for _ in range(data.draw(st.integers(0, 4))):
+        outer = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
+        dim = data.draw(st.integers(0, len(whole) - 1))
+        size = data.draw(st.integers(0, outer.sizes[dim]))
+        inner = replace(outer, sizes=(*outer.sizes[:dim], size, *outer.sizes[dim + 1 :]))
+        rest = replace(
+            outer,
+            offsets=(*outer.offsets[:dim], outer.offsets[dim] + size, *outer.offsets[dim + 1 :]),
+            sizes=(*outer.sizes[:dim], outer.sizes[dim] - size, *outer.sizes[dim + 1 :]),
+        )
+        parts += [inner, rest]
+    picked = data.draw(st.just(parts) | st.lists(st.sampled_from(parts), min_size=1, max_size=6))
+    assert is_tiled(whole, picked) == is_tiled_by_pairs(whole, picked)
+
+
+def test_tensors_of_many_blocks_are_checked_in_time_in_proportion() -> None:
+    whole = (128, 128)
+    blocks = [Block(offsets=(i, j), sizes=(1, 1), whole=whole) for i in range(128) for j in range(128)]
+    began = time.monotonic()
+    assert is_tiled(whole, blocks)
+    assert not is_tiled(whole, [*blocks[1:], blocks[1]])
+    assert time.monotonic() - began < 20, "pairs take minutes"
+
+
+def test_a_checkpoint_of_many_files_is_assembled_in_time_in_proportion(tmp_path: Path) -> None:
+    ranks, each = 2000, 10
+    parts = []
+    for rank in range(ranks):
+        name = f"dense.rank{rank:05d}.step00000001.distcp"
+        stored = tuple(
+            Piece(
+                key=f"dense/{rank}-{index}",
+                block=Block.of((1,)),
+                dtype="uint8",
+                version=1,
+                group="dense",
+                nbytes=1,
+                xxh3="0" * 16,
+                location=Location(file=name, offset=index, length=1, data_offset=index),
+            )
+            for index in range(each)
+        )
+        files = {name: FileRecord(path=name, nbytes=each, xxh3="0" * 16)}
+        parts.append(
+            RankPart(
+                run="r", session="1", step=1, rank=rank, world=0, world_size=ranks, files=files, stored=stored, extra={}
+            )
+        )
+    began = time.monotonic()
+    manifest = commit._assemble(tmp_path, tmp_path, parts)
+    assert len(manifest.files) == ranks + 1
+    assert time.monotonic() - began < 8, "files times pieces take longer"
 
 
 @pytest.mark.parametrize("refused", ["write", "fsync", "mkdir", "rename"])
