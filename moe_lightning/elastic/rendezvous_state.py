@@ -855,6 +855,7 @@ class RendezvousState:
             raise WireError(str(error)) from None
         if not ids or not all(map(is_member_id, ids)):
             raise WireError("a malformed world")
+        limits = parse_timeouts(timeouts)
         self._last_number = number
         self.world = CurrentWorld(number=number, ids=ids, progress_at=now)
         self._announced.begin(None)
@@ -863,7 +864,7 @@ class RendezvousState:
             if member_id not in self._members and member_id not in self._evicted:
                 self._members[member_id] = Member(
                     id=member_id,
-                    timeouts=parse_timeouts(timeouts),
+                    timeouts=limits,
                     last_seen=now,
                     lost_at=now,
                     grace_s=grace_s,

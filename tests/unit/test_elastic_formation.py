@@ -438,6 +438,15 @@ def test_a_dead_link_is_remembered_until_the_one_left_out_reaches_the_others() -
     assert crowd.last(0, "waiting") == {"t": "waiting", "count": 1}
 
 
+def test_a_malformed_world_changes_nothing() -> None:
+    crowd = Crowd()
+    with pytest.raises(WireError):
+        crowd.roster.restore(world_of("a", "b", patience=[1, -1, 1, 1]), 0.0)
+    assert crowd.roster.world is None
+    crowd.join(1, "c")
+    assert crowd.last(1, "formed") is not None
+
+
 @pytest.mark.parametrize(
     "message",
     [
