@@ -830,6 +830,7 @@ class RendezvousState:
         member.multiple = parse_multiple(message.get("multiple", 1))
         member.probe, member.is_local, member.last_seen, member.lost_at = parse_endpoint(probe), is_local, now, None
         member.grace_s = 0.0
+        member.rejected_by = 0  # its answer to a rejection may have been lost
         if joins:
             member.joining_since = now if member.joining_since is None else member.joining_since
         member.has_set_up |= is_ready or (world is not None and bool(world))

@@ -434,7 +434,10 @@ def test_a_dead_link_is_remembered_until_the_one_left_out_reaches_the_others() -
     crowd.join(2, "d", probe=["10.0.0.1", 1002], id="d.node-c.token-c", ready=True)
     assert crowd.last(2, "kept out") is not None
     assert crowd.last(0, "waiting") is None
-    crowd.say(2, {"t": "reachable", "nodes": ["node-b"]})
+    crowd.roster.disconnect(2, crowd.now)  # what it reported is lost
+    crowd.join(3, "d", probe=["10.0.0.1", 1002], id="d.node-c.token-c", ready=True)
+    assert crowd.last(3, "kept out") is not None
+    crowd.say(3, {"t": "reachable", "nodes": ["node-b"]})
     assert crowd.last(0, "waiting") == {"t": "waiting", "count": 1}
 
 
