@@ -93,6 +93,9 @@ class _Finishes:
     together: int = 0
 
 
+_LONGEST_REASON = 2000  # characters that the host keeps
+
+
 class ClientState:
     """State of one member. The owner sends `outbox`, aborts the groups of the worlds in `broken`, and clears both.
 
@@ -180,6 +183,7 @@ class ClientState:
         """Break the guarded world for all its ranks; a no-op if it is broken already."""
         world = self.guarded
         if world is not None and world.broken_at is None:
+            reason = reason[:_LONGEST_REASON]
             self._break(world, reason, 1, now)
             self._send(t="broken", number=world.members.number, reason=reason)
 

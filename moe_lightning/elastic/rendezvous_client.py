@@ -487,9 +487,9 @@ class RendezvousClient:
     def _carry_out(self) -> None:
         """Send what the state has queued, and abort the groups of worlds that broke."""
         state = self._state
-        for message in state.outbox:
+        messages, state.outbox = state.outbox, []  # what cannot be sent is not tried again
+        for message in messages:
             self._connection.send(message)
-        state.outbox.clear()
         for number in state.broken:
             self._requests.end(number)
             if self._abort_groups is None or state.guarded is None or state.guarded.members.number != number:

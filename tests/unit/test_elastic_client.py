@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_lightning.elastic.client_state import ClientState, JoinedWorld, WorldTooSmall
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members, formed_ids, new_member_id, pack_ids
-from moe_lightning.elastic.protocol import Message, WireError
+from moe_lightning.elastic.protocol import Message, WireError, encode
 from moe_lightning.errors import ConfigurationError
 
 PATIENCE = ElasticSettings(join_window_s=1.0, join_timeout_s=60.0, rendezvous_timeout_s=9.0)
@@ -84,6 +84,16 @@ def check_introduction(state: ClientState) -> None:
         assert ("members" in reported) == is_full
         if is_full:
             assert formed_ids(reported, None) == world.members.ids
+
+
+def test_a_long_reason_fits_into_messages() -> None:
+    state = client()
+    state.receive(formed(state, 1, PEERS), 0.0)
+    assert state.world is not None
+    state.guard(state.world.members)
+    state.abort("x" * 5_000_000, 0.0)
+    for message in (state.outbox[-1], state.introduction(None)):
+        assert len(encode(message)) < 10_000
 
 
 @settings(max_examples=400, deadline=None)
