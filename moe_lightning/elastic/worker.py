@@ -101,7 +101,7 @@ def signature_of(error: BaseException) -> str:
 
 
 def report_failure(kind: FailureKind, message: str, details: str, signature: str = "") -> bool:
-    """Write the failure of this worker for its launcher; return False without a launcher."""
+    """Write the failure of this worker for its launcher; return False without one, or if that fails."""
     path = os.environ.get(FAILURE_FILE_VARIABLE)
     if path is None:
         return False
@@ -113,9 +113,13 @@ def report_failure(kind: FailureKind, message: str, details: str, signature: str
         time_s=time.time(),
         signature=signature,
     )
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(asdict(failure), file)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(failure), file)
+    except OSError as error:
+        logger.warning("the failure of this worker cannot be written to %s (%s)", path, error.strerror)
+        return False
     return True
 
 
@@ -238,9 +242,11 @@ def end_hanging_process(limit_s: float, reason: str | None) -> NoReturn:
     """
     message = f"the main thread did not come back within {limit_s:g} s after its world broke ({reason})"
     stack = _stack_of_main_thread()
-    logger.error("%s: ending this process, which is at\n%s", message, stack)
-    report_failure("death", message, stack)
-    os._exit(EXIT_HANGING)
+    try:
+        logger.error("%s: ending this process, which is at\n%s", message, stack)
+        report_failure("death", message, stack)
+    finally:
+        os._exit(EXIT_HANGING)
 
 
 def _stack_of_main_thread() -> str:
