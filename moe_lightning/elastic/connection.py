@@ -708,4 +708,5 @@ class LauncherClient:
                     self.relay.publish(link.address, link.local_host, link.error, again=is_due)
             except Exception:  # the launcher must go on with its workers
                 logger.exception("the launcher's connection could not be served")
+                self._closed.wait(_STEP_S)
         self._connection.close()

@@ -157,7 +157,13 @@ class Address:
         host, _, port = text.rpartition(":")
         if not host or not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 <= int(port) <= 65535:
             raise ConfigurationError(f"{shown(text)} must be HOST:PORT, with a port of 0 to 65535")
-        return cls(host=host.strip("[]"), port=int(port))
+        host = host.strip("[]")
+        try:
+            host.encode("idna")
+        except UnicodeError:
+            sentence = f"{shown(text)} must be HOST:PORT, and {shown(host)} is no name of a host: correct it"
+            raise ConfigurationError(sentence) from None
+        return cls(host=host, port=int(port))
 
     def __str__(self) -> str:
         if self.path is not None:

@@ -515,6 +515,7 @@ class RendezvousClient:
                     self._tick(self._clock.tick())
             except Exception:  # this thread must go on: it ends a process that hangs
                 logger.exception("the rendezvous client could not do its work")
+                self._closed.wait(step_s)
             self._end_if_hanging()
         self._connection.close()
         if self._links.prober is not None:

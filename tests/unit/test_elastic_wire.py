@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lightning.elastic import server
-from moe_lightning.elastic.protocol import Channel, Message, Refused, WireError, encode
+from moe_lightning.elastic.protocol import Address, Channel, Message, Refused, WireError, encode
 from moe_lightning.elastic.server import WorldStore
+from moe_lightning.errors import ConfigurationError
 
 SECRET = b"s" * 64
 MESSAGES = st.lists(
@@ -59,6 +60,17 @@ def test_a_long_message_is_sent_in_fewer_bytes_once_for_many_channels() -> None:
         client, server = greeted()
         server.send_encoded(payload)
         assert carry(server, client) == [message]
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, ".a"])
+def test_what_no_resolver_takes_is_no_address(host: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"must be HOST:PORT, and .* is no name of a host"):
+        Address.parse(f"{host}:29510")
+
+
+@pytest.mark.parametrize("text", ["[::1]:1", "[fe80::1%eth0]:1", "a_b:1", "host.:1", "bücher.example:1"])
+def test_names_that_resolvers_take_are_addresses(text: str) -> None:
+    assert str(Address.parse(text)) == text
 
 
 @pytest.mark.parametrize("payload", [b"\0", b"", zlib.compress(b"[1]"), zlib.compress(b" " * (8 << 20) + b"{}")])
