@@ -48,7 +48,7 @@ from moe_lightning.elastic.etcd import (
     unchanged,
 )
 from moe_lightning.elastic.membership import LOOPBACK, ElasticSettings, new_token, pack_ids
-from moe_lightning.elastic.protocol import Address, read_secret
+from moe_lightning.elastic.protocol import Address, WireError, read_secret
 from moe_lightning.elastic.rendezvous_state import CurrentWorld, RendezvousState
 from moe_lightning.elastic.server import RendezvousService, ServerThread, listen
 from moe_lightning.errors import ConfigurationError
@@ -96,13 +96,16 @@ def _read_leader(etcd: EtcdClient, key: str) -> Leader | None:
     """Return the leader in a key; None without one.
 
     Raises:
-        EtcdError: etcd does not answer.
+        EtcdError: etcd does not answer, or the record is malformed.
     """
     entry = etcd.transact([], [get(key)]).found[0]
     if entry is None:
         return None
-    value = json.loads(entry.value)
-    return Leader(address=Address.parse(value["address"]), launcher=value["launcher"], revision=entry.revision)
+    try:
+        value = json.loads(entry.value)
+        return Leader(address=Address.parse(value["address"]), launcher=value["launcher"], revision=entry.revision)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise EtcdError(f"the record {key} in etcd is malformed, delete it") from None
 
 
 class LeaderLookup:
@@ -214,7 +217,7 @@ class Election:
             return None
         self.leader = Leader(address=address, launcher=self._token, revision=outcome.revision)
         record, ended = outcome.found
-        self.ended = 0 if ended is None else int(ended.value)
+        self.ended = int(ended.value) if ended is not None and ended.value.isdecimal() else 0
         return (0, None) if record is None else (record.revision, record.value)
 
     def commit(self, term: int, world_revision: int, record: str) -> int | None:
@@ -244,7 +247,7 @@ class Election:
         """Record that ranks have finished the run, for launchers that are cut off or stopped now."""
         (record,) = self._etcd.transact([], [get(self._prefix + "world")]).found
         if record is not None:
-            number = str(json.loads(record.value)["number"])
+            number = str(int(json.loads(record.value)["number"]))
             self._etcd.transact([], [put(self._prefix + "ended", number, self._etcd.grant(_REMEMBERED_S))])
 
     def resign(self) -> None:
@@ -383,7 +386,7 @@ class EtcdRendezvous:
         """Record that this launcher's ranks have finished the run."""
         try:
             self._election.record_end()
-        except EtcdError as error:  # who comes back meanwhile trains on alone
+        except (EtcdError, ValueError, LookupError, TypeError) as error:  # who comes back meanwhile trains on alone
             logger.warning("the end of the run cannot be written to etcd: %s", error)
 
     def attend(self, reaches: Callable[[], bool]) -> None:
@@ -501,26 +504,35 @@ class EtcdRendezvous:
 
     def _campaign(self, dead: str | None) -> None:
         listener = listen(str(Address(host=self._host(), port=0)))
-        name = listener.getsockname()
         try:
-            record = self._election.campaign(Address(host=name[0], port=name[1]))
-        except EtcdError:
-            listener.close()
-            raise
+            self._term = self._win(listener, dead)
+        finally:
+            if self._term is None:
+                listener.close()
+
+    def _win(self, listener: socket.socket, dead: str | None) -> _Term | None:
+        """Return the term of this launcher with a host on a listener; None if another launcher was quicker."""
+        name = listener.getsockname()
+        record = self._election.campaign(Address(host=name[0], port=name[1]))
         if record is None:
-            listener.close()
             self._changed.set()
-            return
+            return None
         logger.info("this launcher leads")
         revision, text = record
         state = RendezvousState(ended=self._election.ended)
         if text is not None:
             silent_s = 0.0 if dead is not None else max(0.0, self._settings.silence_timeout_s - _RETURN_S)
-            state.restore(json.loads(text), -silent_s)
+            try:
+                state.restore(json.loads(text), -silent_s)
+            except (
+                ValueError,
+                WireError,
+            ) as error:  # members report their world, and the record of the next one replaces this
+                logger.warning("the record of the newest world in etcd is malformed, and passed over: %s", error)
         if dead is not None:
             state.lose_launcher(dead, "ended with its launcher", 0.0)
         secret = read_secret(self.secret_file)
-        self._term = _Term(self._election, listener, secret, state, revision, self._settings.patience)
+        return _Term(self._election, listener, secret, state, revision, self._settings.patience)
 
     def _host(self) -> str:
         """Return the address of this machine on the way to etcd."""

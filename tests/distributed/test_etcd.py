@@ -196,6 +196,31 @@ def test_a_host_that_ends_for_a_defect_is_replaced(one: EtcdCluster) -> None:
         LauncherClient(alone.address, alone.secret_file, QUICK).close()
 
 
+@pytest.mark.parametrize("record", ["{", "[]", '{"number": "x"}'])
+@pytest.mark.usefixtures("etcd")
+def test_a_malformed_record_of_a_world_is_passed_over(
+    one: EtcdCluster, record: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = Election(one.client(), "/moe-lightning/run/", "others", 60)
+    others.keep(0.0, has_changed=True)
+    one.client().transact([], [put(f"/moe-lightning/run/{name}", record) for name in ("world", "ended")])
+    with EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as led:
+        LauncherClient(led.address, led.secret_file, QUICK).close()
+        led.record_end()
+        assert "is malformed, and passed over" in caplog.text
+        assert "the end of the run cannot be written" in caplog.text
+        others.resign()
+
+
+@pytest.mark.usefixtures("etcd")
+def test_a_malformed_record_of_the_leader_is_one_sentence(one: EtcdCluster) -> None:
+    leader = "/moe-lightning/run/leader"
+    one.client().transact([], [put(leader, "{")])
+    with pytest.raises(ConfigurationError, match=f"the record {leader} in etcd is malformed, delete it"):
+        EtcdRendezvous(one.endpoints, "run", QUICK).__enter__()
+    one.client().transact([], [delete(leader)])
+
+
 @pytest.mark.usefixtures("etcd")
 def test_a_launcher_that_comes_back_after_the_end_learns_of_it(one: EtcdCluster) -> None:
     """It must not train on alone, from where it was cut off; the next run of that name must train."""
