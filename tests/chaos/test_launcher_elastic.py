@@ -21,6 +21,7 @@ from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import RankFailure
 from moe_lightning.errors import ConfigurationError
 from tests.commands import ForkedProgram
+from tests.parameters import slow
 from tests.programs import ROOT, Program, run_program
 
 LAUNCHED = "tests.distributed.launched"
@@ -46,6 +47,7 @@ def failure(folder: Path, behaviour: str, **options: Any) -> RankFailure:
     return raised.value.failure
 
 
+@pytest.mark.slow
 def test_environment_of_the_workers(tmp_path: Path) -> None:
     launcher(tmp_path, num_ranks=3, settings=ElasticSettings(min_ranks=2)).run(["environment", str(tmp_path)])
     seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(3)]
@@ -61,7 +63,7 @@ def test_environment_of_the_workers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "nodes"),
-    [({}, {"local-0", "local-1"}), ({"ranks_are_nodes": False}, {"local"}), ({"node": "a"}, {"a-0", "a-1"})],
+    [slow({}, {"local-0", "local-1"}), ({"ranks_are_nodes": False}, {"local"}), ({"node": "a"}, {"a-0", "a-1"})],
 )
 def test_the_ranks_of_one_machine_count_as_nodes(options: dict[str, Any], nodes: set[str], tmp_path: Path) -> None:
     launcher(tmp_path, **options).run(["environment", str(tmp_path)])

@@ -113,6 +113,7 @@ def test_what_follows_on_an_epochs_last_step_is_not_left_out(tmp_path: Path) -> 
         assert run.assert_replicas_equal() > 0
 
 
+@pytest.mark.slow
 def test_a_fault_before_the_first_step_validates_nothing(tmp_path: Path) -> None:
     kills = [Kill(worker=1, step=0, place="opening")]
     with elastic_run(tmp_path, workers=2, steps=10, kills=kills, validate=True) as run:

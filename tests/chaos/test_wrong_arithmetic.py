@@ -16,6 +16,7 @@ from benchmarks.silent.products import WrongProducts
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import assert_same_losses, elastic_run, reference
 from tests.forks import PATIENCE_S
+from tests.parameters import slow
 
 STEPS = 10
 
@@ -45,7 +46,7 @@ def wrong(folder: Path, **options: Any) -> list[pl.Callback]:
     return [Wrong(folder, 4, **options)]
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, slow(3)])
 def test_a_step_with_a_wrong_product_is_repeated(tmp_path: Path, workers: int) -> None:
     options = {"check_arithmetic_every": 1}
     callbacks = partial(wrong, always=False)

@@ -73,7 +73,7 @@ def run(world_size: int, balancer: dict[str, Any], **options: Any) -> list[dict[
             ],
         ),
         slow(3, [("own", {"slots": 4}, {"shadows": "top3", "rebalance_every": 2})]),
-        (
+        slow(
             4,
             [
                 ("skewed", {"slots": 3, "dense": "zero1"}, {"rebalance_every": 2}),

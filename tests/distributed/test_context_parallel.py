@@ -40,6 +40,7 @@ def uneven(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
     return train(rank, world_size, callbacks=[balancer, slices], **options) | {"samples": slices.samples}
 
 
+@pytest.mark.slow
 def test_a_slice_is_as_fast_as_the_slowest_of_its_ranks() -> None:
     results = run_ranks(4, partial(uneven, strategy={"mesh": {"cp": 2}, "slots": 3}, **BRIEF, **CASES["gpt2"]))
     assert_same_training(reference("gpt2"), results)

@@ -22,6 +22,7 @@ def fails(what: str, who: str, folder: Path) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "who"), [("stock", "1"), slow("on_exception", "1"), slow("own", "1"), slow("own", "0")]
 )

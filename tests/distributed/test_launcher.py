@@ -16,6 +16,7 @@ import pytest
 from moe_lightning.elastic import launcher as processes
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed, WorkerLogs
 from moe_lightning.elastic.worker import RankFailure
+from tests.parameters import slow
 from tests.programs import ROOT, Program, Watched
 
 LAUNCHED = "tests.distributed.launched"
@@ -142,7 +143,7 @@ def command(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Command]
 
 @linux
 @pytest.mark.parametrize("command", ["waiting"], indirect=True)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
 def test_a_signal_ends_everything(command: Command, number: signal.Signals) -> None:
     command.program.process.send_signal(number)
     assert command.program.end().returncode == 128 + number

@@ -332,6 +332,7 @@ def test_experts_that_move_cut_a_window_short(root: Path, calm: Callable[..., Pa
     assert float((root.parent / "plt-0").read_text()) == 0.0
 
 
+@pytest.mark.slow
 def test_the_length_of_a_window_comes_from_measured_times(root: Path) -> None:
     finish(root, 2, [saver(root, k_snapshot=None, every_n_steps="auto"), Lengths(root)], trainer=SMALL, steps=20)
     assert set(json.loads((root / "lengths").read_text())) <= set(range(1, EXPERTS + 1))

@@ -49,6 +49,7 @@ def run_schedule(seed: int) -> None:
         toy.stop(alive + [worker for worker in back if not worker.pipe.closed])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *map(slow, [1, 2, *range(1000, 1200)])])
 def test_random_faults(seed: int) -> None:
     run_schedule(seed)  # waiting for each world is the assertion

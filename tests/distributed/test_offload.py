@@ -49,7 +49,8 @@ def either(rank: int, ranks: int, *, offloads: bool, **options: Any) -> dict[str
 @pytest.mark.parametrize(
     ("ranks", "choices", "options"),
     [
-        (2, ("zero1", "fsdp"), {}),
+        (2, ("zero1",), {}),
+        slow(2, ("fsdp",), {}),
         slow(1, ("ddp",), {"trainer": {"accumulate_grad_batches": 2}}),
         slow(2, ("ddp", "zero1"), {"optimizer": {"name": "adafactor", "lr": 1e-2}}),
         slow(2, ("ddp", "zero1"), {"optimizer": {"name": "muon"}}),

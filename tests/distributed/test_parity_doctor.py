@@ -128,6 +128,7 @@ def test_a_failure_is_a_sentence() -> None:
     assert sentence_of(ParityError("parity fails at step 1")) == "parity fails at step 1"
 
 
+@pytest.mark.slow
 def test_the_commonest_bugs_are_named_at_once() -> None:
     first, second = run_ranks(2, examine, QUICK)
     for name, found, elsewhere in zip(QUICK, first, second, strict=True):

@@ -253,6 +253,7 @@ class WaitForCommit(pl.Callback):
         wait_until(lambda: session.status().committed_step == trainer.global_step, "it was not committed")  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_the_last_step_is_saved_whole_though_a_part_of_it_is_committed(root: Path) -> None:
     whole = run(1, [], steps=8)[0]
     run(2, [saver(root, every_n_steps=1, k_snapshot=1), WaitForCommit()], steps=5)
@@ -288,6 +289,7 @@ class ReplaceExperts(pl.Callback):
             strategy.replace_experts([Placement(replicas=p.replicas[:, ::turn]) for p in strategy.experts.placements])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [slow(False), True])
 def test_a_rebalance_opens_no_session_and_copies_only_what_changed_hands(
     root: Path, tmp_path: Path, elsewhere: bool
@@ -387,6 +389,7 @@ class WindowLog(pl.Callback):
                 file.write(json.dumps([report.step, report.copied_bytes, sizes]) + "\n")
 
 
+@pytest.mark.slow
 def test_scheduled_copies_are_whole_and_told_by_window(root: Path, tmp_path: Path) -> None:
     whole = run(1, [], steps=10)[0]
     path = tmp_path / "windows"

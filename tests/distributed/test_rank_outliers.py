@@ -88,7 +88,7 @@ def warnings_of(
 
 
 @pytest.mark.parametrize(
-    ("module", "what"), [(OtherData, "median loss"), (WrongGradients, "median norm of its own gradients")]
+    ("module", "what"), [(OtherData, "median loss"), slow(WrongGradients, "median norm of its own gradients")]
 )
 def test_a_rank_that_differs_is_named_once(module: type[OwnModule], what: str) -> None:
     found = run_ranks(3, warnings_of, module, {})
@@ -112,6 +112,7 @@ CALM: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), CALM)
 def test_ranks_alike_are_not_named(ranks: int, strategy: dict[str, Any]) -> None:
     assert run_ranks(ranks, warnings_of, gpt, strategy) == [[]] * ranks

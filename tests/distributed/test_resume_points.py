@@ -113,6 +113,7 @@ class Validated(OwnModule):
         self.log("val/loss", self.embed(batch[0]).sum())
 
 
+@pytest.mark.slow
 def test_a_file_is_loaded_after_a_directory(tmp_path: Path) -> None:
     """By one Trainer: the state of the directory that it resumed from does not replace that of the file."""
     loader, file = DataLoader(RandomTokens(24), batch_size=12), tmp_path / "later.ckpt"
@@ -289,6 +290,7 @@ def assert_all_go_on(tmp_path: Path, world_size: int, broken: list[dict[str, Any
             np.testing.assert_array_equal(found["state"][name], values, err_msg=f"{name}, {case}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "micros", "saver", "batches"),
     [

@@ -57,14 +57,15 @@ def random_placement(seed: int, ranks: int) -> list[Any]:
         ),
         (
             4,
+            [("uneven", {"replicas": 2}), ("accumulate", {"dense": "zero1"}), ("skewed", {"replicas": 4})],
+        ),
+        slow(
+            4,
             [
                 ("plain", {"dense": "zero1", "placement": random_placement(3, 4)}),
-                ("uneven", {"replicas": 2}),
-                ("accumulate", {"dense": "zero1"}),
                 ("own", {"replicas": 2}),
                 ("llama", {}),
                 ("two_experts", {}),
-                ("skewed", {"replicas": 4}),
             ],
         ),
         slow(

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.commands import ForkedProgram
-from tests.parameters import slow
 from tests.programs import ROOT, Program, run_program, users_environment
 
 README = (ROOT / "README.md").read_text()
@@ -93,21 +92,30 @@ def ended(program: Program, kills: bool) -> str:
     return done.stdout + done.stderr
 
 
+def output_as_shown(run: Run, folder: Path, commands: str, transcript: str) -> str:
+    """Run a block and return its output, which has the lines of the transcript in their order."""
+    output = run(commands, folder, "SIGKILL" in transcript)
+    seen = iter(form(output))
+    for line in form(transcript):
+        assert line in seen, (
+            f"README or Start shows {line!r}, but {commands}prints, in another order or form:\n{output}"
+        )
+    return output
+
+
+def test_the_first_command_trains(tmp_path: Path) -> None:
+    output = output_as_shown(in_forks, tmp_path, *next(shown()))
+    assert "outputs/quickstart" in output
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(sys.platform != "linux", reason="elastic workers need Linux")
-@pytest.mark.parametrize("run", [in_forks, slow(in_bash)])
+@pytest.mark.parametrize("run", [in_forks, in_bash])
 def test_commands_run_in_order_in_one_folder(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "fresh"
     folder.mkdir()
-    outputs = []
-    for commands, transcript in shown():
-        output = run(commands, folder, "SIGKILL" in transcript)
-        outputs.append(output)
-        seen = iter(form(output))
-        for line in form(transcript):
-            assert line in seen, (
-                f"README or Start shows {line!r}, but {commands}prints, in another order or form:\n{output}"
-            )
+    outputs = [output_as_shown(run, folder, commands, transcript) for commands, transcript in shown()]
     assert len(outputs) >= 3
     assert not any("has finished its" in output for output in outputs[:2]), "README's second command must train"
 

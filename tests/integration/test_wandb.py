@@ -128,6 +128,7 @@ def test_partial_checkpoints_are_artifacts(tmp_path: Path, monkeypatch: pytest.M
     assert settings(second)["resumed_from"] == f"checkpoint-{run_id}:step-2"
 
 
+@pytest.mark.slow
 def test_an_agent_of_a_sweep_starts_runs_that_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = yaml.safe_load(SWEEP.read_text())
     assert sweep["metric"]["name"] == "val/loss"

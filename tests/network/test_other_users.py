@@ -149,6 +149,7 @@ def test_the_control_plane_is_out_of_reach(run: Run) -> None:
     assert all(address.startswith("0100007F:") for _, address in listeners), "workers' data stays on loopback"
 
 
+@pytest.mark.slow
 def test_nothing_that_a_run_keeps_can_be_read(run: Run) -> None:
     pids = run.processes()
     (path,) = _unix_listeners(set(_sockets(pids)))

@@ -97,6 +97,7 @@ def test_nothing_that_a_stranger_says_ends_or_slows_the_host(served: RendezvousS
     assert admitted(served) < _SOON_S
 
 
+@pytest.mark.slow
 def test_idle_connections_are_bounded_and_closed(served: RendezvousServer) -> None:
     admitted(served)
     before = descriptors()

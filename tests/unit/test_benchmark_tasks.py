@@ -70,6 +70,7 @@ def numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_dialogue", [False, slow(True)])
 def test_a_folder_has_the_results_of_the_adapter_for_transformers(
     as_dialogue: bool, tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -119,15 +120,15 @@ def test_long_answers_leave_half_of_the_context_to_the_question(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tasks", "no_such_task"], ["--tasks no_such_task is neither a task of lm-eval", "lm-eval ls tasks"]),
+        slow(["--tasks", "no_such_task"], ["--tasks no_such_task is neither a task of lm-eval", "lm-eval ls tasks"]),
         (["--tasks", ","], ["--tasks is empty"]),
-        (["--tasks", "broken.yaml"], ["--tasks broken.yaml cannot be loaded"]),
+        slow(["--tasks", "broken.yaml"], ["--tasks broken.yaml cannot be loaded"]),
         (["--tasks", "arc_easy", "text.txt"], ["'text.txt' is one argument too many"]),
         (["--tasks", "arc_easy", "--context-length", "8"], ["--context-length is for a file"]),
         (["text.txt", "--limit", "8"], ["--limit is for tasks: give it with --tasks"]),
         (["text.txt", "--num-fewshot", "0"], ["--num-fewshot is for tasks"]),
         (["text.txt", "--chat"], ["--chat is for tasks"]),
-        (["--tasks", "broken.yaml", "--chat"], ["has no chat template"]),
+        slow(["--tasks", "broken.yaml", "--chat"], ["has no chat template"]),
         (["--tasks", "arc_easy", "--limit", "0"], ["0 must be an integer of at least 1"]),
     ],
 )

@@ -40,6 +40,7 @@ def test_packing_is_measured_beside_padding(capsys: pytest.CaptureFixture[str]) 
     assert "there is nothing to learn, raise it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_members_of_a_lost_node_come_back(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--members", "8", "--per-node", "4", "--processes", "1", "--rounds", "1", "--scenarios", "lost"]
     assert main(["members", *small, "--patience", "60"]) == 0

@@ -81,20 +81,17 @@ def test_a_trace_needs_workers_that_come_back(tmp_path: Path) -> None:
     assert message == "a trace needs workers that are started again: use elastic.enabled=true"
 
 
-STOPPER = """
-import sys, time
-from moe_lightning.callbacks.fault_injection import stop_self
-began = time.monotonic()
-stop_self(0.3)
-print(time.monotonic() - began)
-"""
+def seconds_stopped(rank: int, world_size: int) -> float:
+    began = time.monotonic()
+    fault_injection.stop_self(0.3)
+    return time.monotonic() - began
 
 
 SLEEPER = ("-I", "-S", "-c", "import time; time.sleep(60)")
 
 
 def test_a_stopped_process_is_continued() -> None:
-    assert float(run_program("-c", STOPPER).stdout) >= 0.3
+    assert run_ranks(1, seconds_stopped)[0] >= 0.3
 
 
 def test_a_process_that_dies_while_it_is_stopped_is_let_be() -> None:

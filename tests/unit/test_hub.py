@@ -253,6 +253,7 @@ def test_without_a_network(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
         check_tokenizer("org/tiny@v1")
 
 
+@pytest.mark.slow
 def test_a_run_and_its_exports_name_the_model(served: Served, tmp_path: Path) -> None:
     """Two ranks train adapters; the exported adapter names model and revision as peft does."""
     from moe_lightning.cli.huggingface import export_checkpoint

@@ -47,6 +47,7 @@ from tests.huggingface_models import (
     reloaded,
     transformers,
 )
+from tests.parameters import slow
 from tests.unit.test_generate import write_tokenizer
 
 PAGE = (ROOT / "docs" / "huggingface.md").read_text()
@@ -423,6 +424,7 @@ def test_the_format_of_conversations_is_exported_as_a_chat_template(tmp_path: Pa
         assert "moe-generate . --chat" in (tmp_path / folder / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_adapters_keep_the_format_and_the_end_of_conversations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -544,11 +546,11 @@ def test_the_card_names_a_model_of_a_cache_as_the_hub_does(tmp_path: Path) -> No
     [
         ("allenai/OLMoE-1B-7B-0924", "HF_HUB_OFFLINE forbids .* --local-dir OLMoE-1B-7B-0924, and give"),
         ("file.safetensors", r"file.safetensors is a file: give the folder"),
-        ("last.ckpt", r"is a checkpoint of Lightning: give resume=last.ckpt"),
-        ("empty", "is an empty folder: give the folder"),
-        ("other", "has no config.json among its 1 entries: give the folder"),
+        slow("last.ckpt", r"is a checkpoint of Lightning: give resume=last.ckpt"),
+        slow("empty", "is an empty folder: give the folder"),
+        slow("other", "has no config.json among its 1 entries: give the folder"),
         ("gpt2", "a dense gpt2 without experts: recipes=upcycle_gpt2 makes experts"),
-        ("llama", "a dense llama without experts: recipes=upcycle_llama makes experts"),
+        slow("llama", "a dense llama without experts: recipes=upcycle_llama makes experts"),
     ],
 )
 def test_what_is_no_checkpoint_with_experts_is_told(

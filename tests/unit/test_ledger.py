@@ -295,4 +295,4 @@ def test_books_stay_small_however_many_checkpoints_are_begun() -> None:
             kept.begin(step, kept.plan(1, 1))
         return len(pickle.dumps(kept))
 
-    assert size(300) < 1.1 * size(100)
+    assert size(150) < 1.1 * size(75)

@@ -23,7 +23,7 @@ from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.errors import ConfigurationError
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(
     cost=st.integers(1, 6).flatmap(lambda n: hnp.arrays(np.int64, (n, n), elements=st.integers(0, 12))),
 )
@@ -61,7 +61,7 @@ def worlds(draw: st.DrawFn) -> tuple[np.ndarray, list[Placement], Cluster]:
     return held, [Placement(replicas=table) for table in tables], Cluster.of(num_ranks, 5, ranks_per_node)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(world=worlds())
 def test_alignment_renames_ranks_within_renamed_nodes_and_optimal_moves_least(
     world: tuple[np.ndarray, list[Placement], Cluster],

@@ -57,6 +57,7 @@ def test_names_are_put_together_like_paths() -> None:
     assert place_of("a/b") == Path("a/b")
 
 
+@pytest.mark.slow
 def test_partial_checkpoints_refer_to_what_they_carry_over(root: URL, tmp_path: Path) -> None:
     versions = dict(FULL)
     with node(tmp_path, root=root, keep_last=2) as made:
@@ -83,6 +84,7 @@ def test_fewer_bytes_travel_for_fewer_experts(root: URL, faults: Faults, tmp_pat
         assert sum(size for path, size in faults.put_bytes.items() if "/experts" in path) <= full / EXPERTS + 2048
 
 
+@pytest.mark.slow
 def test_one_of_16_experts_of_a_gpt_350m_takes_a_fifth_of_the_bytes(root: URL, faults: Faults, tmp_path: Path) -> None:
     """24 layers of width 1024, every other one with 16 experts, 50257 tokens; here all widths are a sixteenth."""
     width, layers, experts = 64, 24, 16
@@ -138,6 +140,7 @@ def test_faults_of_the_store_are_survived(kinds: tuple[str, ...], root: URL, fau
         assert all(verdict.is_whole for verdict in inspect.verify_all(root))
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_is_waited_for(root: URL, faults: Faults, tmp_path: Path) -> None:
     with node(tmp_path, root=root) as made:
         made.snapshot(1)
@@ -153,6 +156,7 @@ def test_a_store_that_is_away_is_waited_for(root: URL, faults: Faults, tmp_path:
         assert checkpoints(root)[0][1].step == 2
 
 
+@pytest.mark.slow
 def test_what_is_cut_short_in_the_store_is_found(root: URL, tmp_path: Path) -> None:
     with node(tmp_path, root=root) as made:
         for step in (1, 2):

@@ -178,7 +178,7 @@ def brute_force(scene: Scene, failed: Sequence[int]) -> tuple[str, int, list[int
     return best[3], best[0][1], best[4]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(scenes())
 def test_the_plan_is_what_trying_everything_finds(scene: Scene) -> None:
     for number in range(scene.num_nodes):

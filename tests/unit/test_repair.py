@@ -55,7 +55,7 @@ def _any_worlds(draw: st.DrawFn) -> tuple[np.ndarray, list[str], int, int]:
     return np.array(draw(cells)).reshape(2, experts, ranks), nodes, slots, draw(st.integers(1, 3))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @example(
     (
         np.array([[[0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1], [1, 1, 0, 0, 0, 0]]], dtype=bool),

@@ -148,6 +148,7 @@ def supports_that_fit(replicas: tuple[int, ...], free: tuple[int, ...]) -> Itera
                 yield others | {support}
 
 
+@pytest.mark.slow
 def test_mro_plus_reaches_the_optimum_of_all_small_instances_on_unequal_nodes() -> None:
     total = 0
     sizes = [(*slots,) for nodes in (2, 3, 4) for slots in combinations_with_replacement(range(1, 4), nodes)]

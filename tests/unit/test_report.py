@@ -131,6 +131,7 @@ def test_the_table_of_placements_grows_where_one_changes(tmp_path: Path) -> None
     np.testing.assert_array_equal(states[1][1][1], [[1, 1], [0, 2], [1, 0]])
 
 
+@pytest.mark.slow
 def test_pages_of_large_models_stay_small(tmp_path: Path) -> None:
     """60 layers of 256 experts, 40 samples, 128 ranks: 0.6 and 2 million cells are too many to open."""
     shares = ",".join(["0.00391"] * 256)

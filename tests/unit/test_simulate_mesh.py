@@ -35,6 +35,7 @@ from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.scenario import Scenario, model_of
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import Workload, make_routing
+from tests.parameters import slow
 from tests.unit.simulated import scenario, small_hardware, small_workload
 
 RANKS = 16
@@ -279,7 +280,7 @@ def _brute_force(run: Scenario) -> tuple[float, int]:
     return best, fitting
 
 
-@pytest.mark.parametrize(("memory_bytes", "context_length"), [(24e9, 64), (0.8e9, 2048)])
+@pytest.mark.parametrize(("memory_bytes", "context_length"), [slow(24e9, 64), (0.8e9, 2048)])
 def test_the_best_is_that_of_trying_all(memory_bytes: float, context_length: int) -> None:
     run = _scenario(memory_bytes=memory_bytes, context_length=context_length)
     found = search_mesh(run)
@@ -412,7 +413,7 @@ def test_survivors_keep_their_stage() -> None:
     assert report.recoveries[0].nodes == 4
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     st.sampled_from([(1, 1, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1)]),
     st.sampled_from(DENSE),
