@@ -21,6 +21,7 @@ from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
 from moe_lightning.checkpoint.storage import posix
 from moe_lightning.checkpoint.storage.posix import PosixStorage
 from tests.forks import PATIENCE_S, forked, wait_until
+from tests.parameters import slow
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds
 
 PHASES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
@@ -37,6 +38,8 @@ PHASES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "before it prunes": (agent, "prune", lambda *_: True),
 }
 COMMITTED = ("after the rename", "before it prunes")
+FEW = ("before its part", "before the manifest", "at the rename", "after the rename")
+"""Phases of the default run."""
 
 
 def stopping_agent(arenas: str, root: str, phase: str, log: str) -> None:
@@ -60,7 +63,7 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", [phase if phase in FEW else slow(phase) for phase in PHASES])
 def test_who_wakes_in_a_newer_world_commits_nothing(phase: str, tmp_path: Path) -> None:
     newer_base = tmp_path / "newer"
     newer_base.mkdir()

@@ -61,6 +61,7 @@ def compiled(rank: int, world_size: int, strategy: Options | None) -> Any:
     return losses.values, {name: value.numpy() for name, value in state.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_compiled_module_without_experts_trains(world_size: int) -> None:
     ((losses, state),) = run_ranks(1, compiled, None)

@@ -135,6 +135,7 @@ def test_a_calibrated_run_keeps_the_law_and_states_the_models_error(tmp_path: Pa
     assert all(metrics[f"balance/model_error/{name}_ratio"] >= 0 for name in operations)
 
 
+@pytest.mark.slow
 def test_resuming_under_another_world_continues_the_losses(tmp_path: Path) -> None:
     path, balancer = str(tmp_path / "balanced.ckpt"), EAGER | {"rebalance_every": 2}
     run(4, balancer, strategy={"slots": 2}, save_to=path, **CASES["skewed"] | {"steps": 2})
@@ -185,7 +186,7 @@ def hooks_left(rank: int, world_size: int, *, fails: bool) -> list[str]:
     return found + ["overlap" for layer in moe_layers(module) if layer.overlap_fn is not None]
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [slow(False), True])
 def test_no_hook_outlives_a_short_training(fails: bool) -> None:
     assert run_ranks(2, partial(hooks_left, fails=fails)) == [[], []]
 

@@ -16,6 +16,7 @@ from moe_lightning import auxiliary_loss
 from tests.distributed.harness import RankFailure, run_pooled, run_ranks
 from tests.distributed.same_training import TOLERANCE
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
+from tests.parameters import slow
 
 FSDP = {"dense": "fsdp"}
 
@@ -133,12 +134,12 @@ class StepsByHand(OwnModule):
 @pytest.mark.parametrize(
     "module",
     [
-        StepWrappedInFit,
+        slow(StepWrappedInFit),
         ChangesOutputsInPlace,
-        CallsABlockTwice,
+        slow(CallsABlockTwice),
         HasATransposedWeight,
-        DropsABuffer,
-        UsesAdagrad,
+        slow(DropsABuffer),
+        slow(UsesAdagrad),
         TogglesOptimizers,
         StepsByHand,
     ],

@@ -335,6 +335,7 @@ def test_an_etcd_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"etcd has not answered for 0.3 s ({url}: connection refused)" in refused({}, url, monkeypatch)
 
 
+@pytest.mark.slow
 def test_an_etcd_without_a_majority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with EtcdCluster(tmp_path, members=3) as cluster:
         cluster.wait()

@@ -175,6 +175,7 @@ def test_moving_experts_changes_nothing(world_size: int, cases: list[tuple[str, 
         assert_same_training(reference(key), ranks, f"{key}, {strategy}")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_after_a_migration_resumes_anywhere(tmp_path: Path) -> None:
     path = str(tmp_path / "moved.ckpt")
     strategy = {"slots": 5}

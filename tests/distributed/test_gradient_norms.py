@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from moe_lightning import GPTModule, OptimizerConfig, gradient_norms
 from tests.distributed.harness import RankFailure, run_pooled
 from tests.distributed.training import TINY, OwnModule, train
+from tests.parameters import slow
 
 
 class Norms(pl.Callback):
@@ -195,8 +196,8 @@ def clipped_on_one_rank(kind: type) -> list[float]:
     [
         (Clips, 2, {}),
         (ClipsManually, 2, {"dense": "zero1", "replicas": 2}),
-        (ClipsManually, 3, {}),
-        (ClipsByValue, 2, {}),
+        slow(ClipsManually, 3, {}),
+        slow(ClipsByValue, 2, {}),
         (ClipsInACallback, 2, {"dense": "fsdp"}),
         (ClipsInTwoSteps, 2, {}),
         pytest.param(ClipsInTwoSteps, 2, {"dense": "fsdp"}, marks=pytest.mark.slow),

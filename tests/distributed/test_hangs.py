@@ -30,6 +30,7 @@ from moe_lightning.user_errors import ALARMS
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 from tests.forks import PATIENCE_S
+from tests.parameters import slow
 
 LIMIT_S = 1.0
 AT = 3  # the step after which a rank hangs
@@ -179,6 +180,7 @@ def test_a_loop_in_a_step_is_named_by_one_rank() -> None:
     assert " in on_train_batch_start\n" in text, "the stack of the slow rank"
 
 
+@pytest.mark.slow
 def test_a_sample_that_does_not_come_is_named() -> None:
     who, where, *_ = report_of(2, None)
     assert "rank 0 waits for rank 1" in who
@@ -216,6 +218,7 @@ def test_a_collective_that_only_some_ranks_call_is_named() -> None:
     assert "probably made on some of them only" in order
 
 
+@pytest.mark.slow
 def test_collectives_in_another_order_are_named() -> None:
     who, where, order, _ = report_of(2, OtherOrder, meets=False)
     assert "ranks 0 and 1 wait for each other" in who
@@ -267,7 +270,7 @@ class Stop(OnOneRank):
 
 
 @pytest.mark.parametrize(
-    ("case", "place"), [(Save, 'in hang: trainer.save_checkpoint("one.ckpt")'), (Stop, "> fit_loop.on_run_end >")]
+    ("case", "place"), [slow(Save, 'in hang: trainer.save_checkpoint("one.ckpt")'), (Stop, "> fit_loop.on_run_end >")]
 )
 def test_ranks_that_wait_for_each_other_are_named_with_both_places(case: type[OnOneRank], place: str) -> None:
     who, where, order, _ = report_of(2, case, meets=False)

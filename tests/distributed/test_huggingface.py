@@ -205,6 +205,7 @@ def test_one_rank(root: Path, reference: dict[str, Any]) -> None:
         check(name, root, reference, [reference], "1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "names", "strategy"),
     [

@@ -391,6 +391,7 @@ def session_of(trainer: pl.Trainer) -> CheckpointSession:
     return session
 
 
+@pytest.mark.slow
 def test_a_window_that_ends_with_the_run_is_followed_by_the_same_checkpoint_on_all_ranks(root: Path) -> None:
     finish(root, 2, [PublishLate(7), saver(root, **WINDOW)], trainer=SMALL, steps=7, draws=False)
     checkpoint = newest(root)

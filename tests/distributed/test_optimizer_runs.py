@@ -92,6 +92,7 @@ def test_losses_do_not_depend_on_ranks_or_places(name: str, tmp_path: Path) -> N
     assert run_pooled(1, fit, name, {}, None, path)[0] == pytest.approx(alone[4:], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_factors_of_experts_move_with_them() -> None:
     (alone,) = run_pooled(1, fit, "adafactor", {})
     assert alone[-1] < alone[0] - 0.1

@@ -175,6 +175,7 @@ class Books(pl.Callback):
             (saver_._root / "books.json").write_text(json.dumps(report))
 
 
+@pytest.mark.slow
 def test_dynamic_k_raises_k_when_a_restore_lost_tokens(root: Path, tmp_path: Path) -> None:
     k_path = tmp_path / "k"
     make = partial(saver, root, every_n_steps=1, k_snapshot=1, k_persist=1)

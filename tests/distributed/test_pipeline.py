@@ -376,6 +376,7 @@ class Own(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
+@pytest.mark.slow
 def test_a_users_module_trains_alike() -> None:
     (alone,) = run_ranks(1, partial(train, own_module=Own, accumulate=MICROS))
     ranks = in_stages(4, own_module=Own)

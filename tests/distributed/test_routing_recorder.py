@@ -79,6 +79,7 @@ def fit(rank: int, world_size: int, replays: list[tuple[str, Any]], lr: float) -
     return recorder.losses
 
 
+@pytest.mark.slow
 def test_the_same_tokens_take_the_same_experts_on_any_ranks(tmp_path: Path) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     (plain,) = run_pooled(1, fit, [(first, "record")], 3e-3)

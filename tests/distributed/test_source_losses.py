@@ -13,6 +13,7 @@ from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.data.text import TextData, TokenWindows
 from tests.distributed.harness import run_pooled
 from tests.distributed.training import TINY, make_trainer
+from tests.parameters import slow
 
 NAMES = ("prose", "digits", "small")
 
@@ -40,7 +41,7 @@ def _validate(rank: int, world_size: int, folder: Path, mesh: dict[str, int], pa
     return losses
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [slow(False), True])
 @pytest.mark.parametrize("mesh", [{}, {"cp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_each_source_has_a_loss_of_its_own(mesh: dict[str, int], packing: bool, tmp_path: Path) -> None:
     (tmp_path / "prose.txt").write_text("".join(f"line {i} of some prose\n" for i in range(60)))

@@ -129,6 +129,7 @@ def test_the_loss_of_a_spike_is_the_mean_over_its_micro_batches(tmp_path: Path) 
     assert float(row["loss"]) == pytest.approx(sum(module.losses[SPIKE - 1]) / 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_too_many_spikes_end_the_run() -> None:
     for run in run_ranks(2, fit, {SPIKE - 1: math.nan, SPIKE: math.nan}, {}, {"max_rollbacks": 1}):
         assert run["steps"] == SPIKE, "the next one has not updated anything"
@@ -166,6 +167,7 @@ def test_where_experts_have_just_moved_the_update_alone_is_left_out(tmp_path: Pa
     assert all(bool(p.isfinite().all()) for p in module.parameters())
 
 
+@pytest.mark.slow
 def test_a_first_step_that_is_no_number_is_left_out() -> None:
     first, second = run_ranks(2, fit, {0: math.nan}, {}, {})
     assert (first["steps"], second["steps"]) == (STEPS, STEPS)

@@ -245,7 +245,7 @@ def fit_module(
     ("kind", "options"),
     [
         slow("frozen", {}),
-        ("configured", {}),
+        slow("configured", {}),
         ("own", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
         slow("own", {"precision": "64-true"}),
     ],

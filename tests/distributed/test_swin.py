@@ -131,6 +131,7 @@ def assert_same_training(reference: dict[str, Any], ranks: list[dict[str, Any]])
                 assert seen.setdefault(f"{name}/{expert}", content) == content, f"{name} of expert {expert}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["scratch", "moving"])
 def test_one_loss(case: str, runs: dict[str, Any]) -> None:
     reference = runs["one"]["scratch"]
@@ -140,6 +141,7 @@ def test_one_loss(case: str, runs: dict[str, Any]) -> None:
     assert all((rank[case]["moved"] > 0) == (case == "moving") for rank in runs["two"])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_partial_checkpoint(runs: dict[str, Any]) -> None:
     """In the middle of an epoch, with the views that it would have seen."""
     reference = runs["one"]["scratch"]
@@ -149,6 +151,7 @@ def test_a_run_goes_on_from_a_partial_checkpoint(runs: dict[str, Any]) -> None:
         np.testing.assert_allclose(joined, reference["losses"], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_upcycled(runs: dict[str, Any]) -> None:
     """At step 0 the logits are those of the dense model, on any number of ranks; then there is one loss sequence."""
     reference, ranks = runs["one"]["upcycled"], [rank["upcycled"] for rank in runs["two"]]

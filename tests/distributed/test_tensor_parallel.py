@@ -165,6 +165,7 @@ def told(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[list[flo
     return result["losses"], metrics.seen
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_gets_whole_logits() -> None:
     (alone,) = run_ranks(1, partial(told, strategy={}))
     for losses, hits in run_ranks(4, partial(told, strategy=TP2)):

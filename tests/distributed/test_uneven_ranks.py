@@ -108,6 +108,7 @@ def assert_same_training(expected: dict[str, Any], ranks: list[dict[str, Any]]) 
                 assert expert < 0 or seen.setdefault(expert, content) == content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("speeds", "samples"),
     [([1.0, 0.5], [11, 5]), slow([1, 1, 1, 0.25], [5, 5, 5, 1]), slow([1.0, 1.0, 1.0], [6, 5, 5])],

@@ -201,6 +201,7 @@ def means(rank: int, world_size: int) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_the_mean_is_the_same_to_the_last_bit_on_all_ranks() -> None:
     first, *others = run_pooled(3, means)
     assert all(found == first for found in others)

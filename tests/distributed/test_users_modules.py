@@ -347,6 +347,7 @@ def test_several_ranks_refuse_what_cannot_be_cut(kind: str, sentence: str) -> No
         assert "\n" not in message
 
 
+@pytest.mark.slow
 def test_a_weighted_sampler_is_cut_over_ranks() -> None:
     (alone,) = run_ranks(1, fit_loader, "weighted", {})
     assert len(alone) >= 6

@@ -24,8 +24,8 @@ from tests.documented import PLUGINS
 
 ELSEWHERE = {"olmoe_finetune", "olmoe_fsdp", "olmoe_qlora", "upcycle_gpt2", "upcycle_llama", "deepseek_v3_sim"}
 IMAGES = {"swinv2_moe", "moc_swinv2_moe"}
-QUICK = {"moc_swinv2_moe", "pro_prophet_moe_gpt_s", "llama_moe_scaling"}
-"""Partial checkpoints of images, shadows, ZeRO-1 with adaptive partial checkpoints."""
+QUICK = {"moc_swinv2_moe", "pro_prophet_moe_gpt_s"}
+"""Partial checkpoints of images, shadows."""
 RECIPES = sorted({path.stem for path in (CONFIG_DIR / "recipes").glob("*.yaml")} - ELSEWHERE)
 
 SMALL = [

@@ -93,6 +93,7 @@ def test_lost_tokens_are_weighed_against_lossless_windows(capsys: pytest.Capture
     assert "lost tokens" not in replace(advice, lossless=None).table()
 
 
+@pytest.mark.slow
 def test_a_recipe_without_a_name_goes_beside_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout has a folder recipes of its own."""
     (tmp_path / "recipes").mkdir()
@@ -140,6 +141,7 @@ def test_a_mesh_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert set(json.loads(path.read_text())) == {"ours"}
 
 
+@pytest.mark.slow
 def test_a_mesh_is_recommended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "recipes" / "meshed.yaml"
     given = ["mesh.search=true", "mesh.dense=hsdp", "mesh.recompute=false", f"recipe={path}"]

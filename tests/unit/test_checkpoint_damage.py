@@ -392,6 +392,7 @@ def test_a_vanished_directory_gets_a_full_checkpoint(tmp_path: Path) -> None:
         assert_holds(found.checkpoint, {0: 2, 1: 1, 2: 1, 3: 1})
 
 
+@pytest.mark.slow
 def test_a_file_size_limit_stops_a_real_agent_but_not_the_checkpoint(tmp_path: Path) -> None:
     """The operating system itself refuses to write, by its limit on file sizes."""
     with node(tmp_path) as made:

@@ -104,7 +104,7 @@ def test_speeds_that_are_none_are_one_sentence(speeds, said):
         balanced_quota(np.array([5, 5]), np.ones((2, 3), dtype=np.int64), np.array(speeds))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(loads())
 def test_rows_sum_exactly_and_stay_with_holders(load):
     tokens, replicas = load
@@ -126,7 +126,7 @@ def test_equal_quota_is_within_one_of_the_share(load):
             assert abs(int(quota[e, n]) - share) < 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @example((np.array([3]), np.array([[1, 1, 1, 2]])))
 @example(
     (

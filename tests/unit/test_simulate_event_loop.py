@@ -40,7 +40,7 @@ def _provided_ns(events: list[Event], end_ns: int) -> int:
     return total
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     st.sampled_from(sorted(POLICIES)),
     st.sampled_from(["exponential", "weibull", "periodic"]),
@@ -388,6 +388,7 @@ def test_a_rank_is_slow_for_a_while() -> None:
     assert later.samples == calm
 
 
+@pytest.mark.slow
 def test_recommend_says_what_mixing_costs() -> None:
     run = scenario(workload=small_workload(**BATCH), hardware=small_hardware(speeds=[1.0, 0.5]))
     mixture = mixture_of(run)

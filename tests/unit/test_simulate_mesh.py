@@ -302,6 +302,7 @@ def test_what_is_fixed_stays() -> None:
     assert {each.mesh.micro_batches for each in uneven.best} == {1}
 
 
+@pytest.mark.slow
 def test_failures_decide_by_goodput() -> None:
     run = _scenario(failures=Failures(kind="exponential", node_mtbf_hours=0.5, repair_s=600.0), memory_bytes=24e9)
     found = search_mesh(run)
