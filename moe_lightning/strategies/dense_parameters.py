@@ -509,9 +509,12 @@ class DenseShards:
     def _shard(self, sharding: DenseSharding, numbers: Sequence[int]) -> None:
         """Reduce each optimizer to this rank's share of the dense parameters."""
         self._sharding, self._numbers = sharding, numbers
-        if sharding.owners:
-            for optimizer in self._state.optimizers:
-                sharding.shard(optimizer)
+        self.reduce_groups()
+
+    def reduce_groups(self) -> None:
+        """Remove what other ranks update from the optimizers' groups."""
+        for optimizer in self._state.optimizers if self._sharding.owners else ():
+            self._sharding.shard(optimizer)
 
     # ------------------------------------------------------------------ updates of a peer
 

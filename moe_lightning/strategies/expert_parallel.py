@@ -581,6 +581,8 @@ class ExpertParallelStrategy(DDPStrategy):
         super().on_train_start()
         self._forget_step()
         self.state.forget_counts()
+        for parameter in self.state.shards.unowned:  # no optimizer of this rank clears what a former fit has left
+            parameter.grad = None
         self.checkpoints.begin_training()
         self.steps.begin_training()
         follow_schedule(self.state.trainer)
@@ -826,7 +828,7 @@ class ExpertParallelStrategy(DDPStrategy):
             self.model = self.lightning_module
             self.configure_ddp()
         self.update.finite.begin_batch(self.state.module)
-        with self.steps.training(args):
+        with self.steps.training(args), self.state.whole_groups():
             if self._pipeline is not None:
                 return self._pipeline.train(self.precision_plugin.train_step_context, args)
             return super().training_step(*args, **kwargs)

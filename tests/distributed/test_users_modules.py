@@ -78,7 +78,7 @@ class TwoPlayers(Base):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.critic = nn.Linear(32, 1)
+        self.critic: nn.Module = nn.Linear(32, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         player, critic = self.optimizers()  # type: ignore[misc, attr-defined]
@@ -102,6 +102,27 @@ class TwoPlayers(Base):
     def configure_optimizers(self) -> Any:
         player = [*self.embed.parameters(), *self.moe.parameters(), *self.out.parameters()]
         return [torch.optim.AdamW(player, lr=3e-3), torch.optim.SGD(self.critic.parameters(), lr=0.1)]
+
+
+class OtherPlayersGradients(TwoPlayers):
+    """The first player's loss leaves gradients in the critic, which clears them before its own turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 1))  # under zero1 of several ranks
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        player, critic = self.optimizers()  # type: ignore[misc, attr-defined]
+        hidden = self.embed(batch[0])
+        loss = self.nats(batch) + functional.softplus(-self.critic(hidden + self.moe(hidden))).mean()
+        self.log("train", loss, sync_dist=True)
+        player.zero_grad()
+        self.manual_backward(loss + auxiliary_loss(self))
+        player.step()
+        critic.zero_grad()
+        self.manual_backward(functional.softplus(self.critic(self.embed(batch[0]).detach())).mean())
+        self.clip_gradients(critic, gradient_clip_val=0.1)
+        critic.step()
 
 
 class SparseTable(Base):
@@ -194,6 +215,9 @@ CASES = {
     ),
     "ragged": Case(module=Ragged, train=tokens(13, 6, collate_fn=as_lists)),
     "averaged": Case(train=tokens(24, 6), callbacks=(Average,)),
+    "other players' gradients": Case(
+        module=OtherPlayersGradients, train=tokens(13, 6), strategy={"find_unused_parameters": True}
+    ),
     "sparse gradients": Case(module=SparseTable, train=tokens(13, 6)),
 }
 
@@ -271,6 +295,13 @@ def test_several_ranks_do_it_too(name: str, world_size: int) -> None:
         assert_alike(result, stock(name), 1e-5)
     for batch, whole in enumerate(stock(name)["predicted"]):
         np.testing.assert_array_equal(np.concatenate([result["predicted"][batch] for result in ranks]), whole)
+
+
+@pytest.mark.parametrize("name", ["two players", "other players' gradients"])
+def test_optimizers_clear_and_freeze_what_other_ranks_update(name: str) -> None:
+    strategy = {"dense": "zero1", "find_unused_parameters": True}
+    for result in run_ranks(2, fit, name, strategy):
+        assert_alike(result, stock(name), 1e-5)
 
 
 # ---------------------------------------------------------------------- loaders that are no list of indices
