@@ -173,7 +173,7 @@ def global_mean(module: nn.Module, loss: Tensor, weight: Tensor | float) -> Tens
     is.
 
     With gradient accumulation the loss of a step is sum(W * L) / sum(W) over its micro-batches, with W the sum of
-    weights over ranks and L the whole loss of the micro-batch: every other term beside this one, such as
+    weights over ranks and calls, and L the whole loss of the micro-batch: every other term beside this one, such as
     `auxiliary_loss`, is its mean over the micro-batch's samples and counts by W as well. A micro-batch without any
     weight counts for nothing, in no term; so does, with or without accumulation, a step without any weight.
 

@@ -457,7 +457,7 @@ class Pipeline:
         layers = self.cut.chunk_layers(stage)
         self._steps.enter_piece(piece, is_training=run.is_training)
         logs = run.logs if is_last else StepLogs()
-        recording = logs.recording(self._module, piece.count, lambda: self._steps.weight_of_batch)
+        recording = logs.recording(self._module, piece.count, lambda: self._steps.weight_of_mean)
         traces = nullcontext() if piece.count else without_traces(self._module)
         before = self.cut.block_before(stage).carrying(auxiliary.squeeze(0)) if is_last else nullcontext()
         with traces, before, self.cut.flow.of(stage, hidden), recording, run.context():

@@ -44,18 +44,20 @@ class StepWeights:
     gradients are scaled by the first W, and `finish` brings them to the sum's.
 
     Attributes:
-        of_batch: W of the running micro-batch; None where it was not given.
+        of_batch: W of the running micro-batch, the sum over its means; None where it was not given.
+        of_mean: the part of its last mean.
     """
 
     def __init__(self) -> None:
         self._of_step: list[Tensor] = []
         self.of_batch: Tensor | None = None
+        self.of_mean: Tensor | None = None
         self._is_stated = False
         self._watched = 0
 
     def begin(self, here: StepSlice | None, *, is_training: bool = True) -> None:
         """Begin a micro-batch, and with the first one of training a step."""
-        self.of_batch = None
+        self.of_batch = self.of_mean = None
         if is_training and (here is None or here.micro == 0):
             self._of_step = []
 
@@ -72,15 +74,19 @@ class StepWeights:
         own = own if here.count else torch.zeros_like(own)
         counted = torch.where(own > 0, loss, torch.zeros_like(loss))
         if world.size == 1:
-            self.of_batch = own
+            self._add(own)
             return counted
         totals = torch.stack([counted.detach().double() * own, own])
         all_reduce_(totals, world)
-        self.of_batch = totals[1]
+        self._add(totals[1])
         share = own / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
         mean = totals[0] / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
         value: Tensor = _MeanOfAll.apply(counted, mean.to(loss.dtype), (share * _all_shares(here)).to(loss.dtype))  # type: ignore[no-untyped-call]
         return value
+
+    def _add(self, weight: Tensor) -> None:
+        self.of_mean = weight
+        self.of_batch = weight if self.of_batch is None else self.of_batch + weight
 
     def scale_sum(self, loss: Tensor, here: StepSlice | None, world: World) -> Tensor:
         """Return a sum over samples, as a loss that will be weighted by samples."""
@@ -334,6 +340,11 @@ class Steps:
     def weight_of_batch(self) -> Tensor | None:
         """Weight of the running micro-batch over all ranks; None if the step has not set one."""
         return self._weights.of_batch
+
+    @property
+    def weight_of_mean(self) -> Tensor | None:
+        """Weight of its last mean; None without one."""
+        return self._weights.of_mean
 
     def append_weights(self, weights: Sequence[float]) -> None:
         """Append the weights of micro-batches whose losses another rank has weighted."""

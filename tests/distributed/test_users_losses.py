@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from moe_lightning import ContextParallel, auxiliary_loss, global_mean, global_sum
 from moe_lightning.data.sampler import StepSlice
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies.steps import StepWeights
 from tests.distributed.harness import connect, run_pooled
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
@@ -237,6 +238,15 @@ def two_terms(rank: int, world_size: int) -> list[Tensor]:
     module = TwoTerms()
     trainer.fit(module, DataLoader(WithoutTargets(12), batch_size=3))
     return [parameter.detach().clone() for parameter in (module.embed.weight, module.out.weight, module.out.bias)]
+
+
+def test_a_mean_without_weight_leaves_the_others_of_its_micro_batch() -> None:
+    weights = StepWeights()
+    here = StepSlice(step=0, micro=0, num_micros=1, offset=0, count=2, micro_total=2, step_total=2)
+    weights.begin(here)
+    for weight in (3, 0):
+        weights.weigh(torch.tensor(1.0), weight, here, World.single())
+    assert float(weights.share(here)) == 1.0
 
 
 def test_every_term_of_a_micro_batch_counts_by_its_targets() -> None:
