@@ -62,15 +62,14 @@ class SettingChange:
 
 
 def changes(former: Mapping[str, Any], given: Mapping[str, Any]) -> list[SettingChange]:
-    """Leaves that both configurations have, with different values, in the order of the given one; paths below the run
+    """Keys that both configurations have, with different values, in the order of the given one; paths below the run
     directory are the same wherever it lies.
     """
-    before = dict(_leaves(former))
     places = str(former.get("run_dir")), str(given.get("run_dir"))
     return [
-        SettingChange(key=key, former=before[key], given=value, is_possible=_is_possible(key, given))
-        for key, value in _leaves(given)
-        if key in before and not _is_below(key, _UNLISTED) and _moved(before[key], *places) != value
+        SettingChange(key=key, former=before, given=value, is_possible=_is_possible(key, given))
+        for key, before, value in _in_both(former, given)
+        if not _is_below(key, _UNLISTED) and _moved(before, *places) != value
     ]
 
 
@@ -168,12 +167,18 @@ def _listed(found: list[SettingChange]) -> str:
     return ", ".join(map(str, found[:_MOST_LISTED])) + rest
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping) and node:
-        for name, child in node.items():
-            yield from _leaves(child, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, node
+def _in_both(former: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key that both configurations have, with both values; below one whose value is empty or null in either,
+    there is none.
+    """
+    for name, value in given.items():
+        if name not in former:
+            continue
+        before, key = former[name], f"{prefix}{name}"
+        if isinstance(before, Mapping) and isinstance(value, Mapping) and before and value:
+            yield from _in_both(before, value, f"{key}.")
+        else:
+            yield key, before, value
 
 
 def _moved(value: Any, former: str, given: str) -> Any:

@@ -97,6 +97,18 @@ def test_what_cannot_change(key: str, value: Any) -> None:
         check_changes(found, overrides=True)
 
 
+@pytest.mark.parametrize("nothing", [None, {}])
+@pytest.mark.parametrize("key", ["overrides", "adapter", "upcycling"])
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_what_was_empty_cannot_change_either(key: str, nothing: Any, is_dropped: bool) -> None:
+    target = "moe_lightning.models.huggingface.module.HuggingFaceConfig"
+    values = [{"model": {"_target_": target, key: value}} for value in (nothing, {"kind": "lora"})]
+    (change,) = changes(*(reversed(values) if is_dropped else values))
+    assert change.key == f"model.{key}"
+    with pytest.raises(ConfigurationError, match=r"another shape or meaning: model\..* -> .*; leave it as it was"):
+        check_changes([change], overrides=True)
+
+
 def test_the_configuration_beside_a_checkpoint(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "step-1.ckpt"
     assert config_of(checkpoint) is None
