@@ -157,7 +157,7 @@ def config_of(checkpoint: str | Path) -> dict[str, Any] | None:
                 raise ConfigurationError(
                     f"{path} cannot be read ({reason}): fix it, or remove it to continue without this check"
                 ) from error
-            if isinstance(config, dict):
+            if isinstance(config, dict) and "run_dir" in config:  # others also name their files so
                 return {str(name): value for name, value in config.items()}
     return None
 

@@ -112,8 +112,12 @@ def test_what_was_empty_cannot_change_either(key: str, nothing: Any, is_dropped:
 def test_the_configuration_beside_a_checkpoint(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "step-1.ckpt"
     assert config_of(checkpoint) is None
-    (tmp_path / "config.yaml").write_text("seed: 3\n")
-    assert config_of(checkpoint) == {"seed": 3}
+    (tmp_path / "config.yaml").write_text("run_dir: here\n")
+    assert config_of(checkpoint) == {"run_dir": "here"}
+    (tmp_path / "checkpoints").mkdir()
+    for of_others in ("- seed\n", "seed: 3\ndata: /mnt/books\n"):
+        (tmp_path / "checkpoints" / "config.yaml").write_text(of_others)
+        assert config_of(checkpoint) == {"run_dir": "here"}
     (tmp_path / "config.yaml").write_text("seed: [3\n")
     with pytest.raises(ConfigurationError, match=r"config\.yaml cannot be read"):
         config_of(checkpoint)

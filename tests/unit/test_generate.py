@@ -222,7 +222,7 @@ def test_a_text_ends_before_its_end() -> None:
 def trained_run(folder: Path, data: dict[str, Any], **options: Any) -> Path:
     """A run directory."""
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"data": data}))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"run_dir": str(folder), "data": data}))
     save(gpt(**options), folder / "checkpoints" / "step-0000003.ckpt")
     return folder
 

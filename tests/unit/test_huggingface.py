@@ -493,7 +493,7 @@ def test_the_card_of_an_export_says_how_the_model_was_trained(tmp_path: Path) ->
     options = {"callbacks": [HuggingFaceExport(tmp_path / "ours")], "val_check_interval": 3, "limit_val_batches": 1}
     trainer = fit(load(tmp_path / "theirs"), 3, data, log_every_n_steps=1, **options, logger=CSVLogger(run, name="csv"))
     trainer.save_checkpoint(run / "checkpoints" / "step-0000003.ckpt")
-    (run / "config.yaml").write_text(f"data: {{source: '{book}', global_batch_size: 2}}")
+    (run / "config.yaml").write_text(f"run_dir: here\ndata: {{source: '{book}', global_batch_size: 2}}")
     losses = {name: float(trainer.callback_metrics[f"{name}/loss"]) for name in ("val", "train")}
     said = card(tmp_path / "ours")
     assert said.splitlines()[1:] == [
@@ -525,7 +525,7 @@ def test_the_card_of_an_export_says_how_the_model_was_trained(tmp_path: Path) ->
     ]
     assert main(["export-hf", str(run), str(tmp_path / "later")]) == 0
     assert card(tmp_path / "later") == said
-    (run / "config.yaml").write_text(f"data: {{source: [{{path: '{book}'}}, web/b], global_batch_size: 2}}")
+    (run / "config.yaml").write_text(f"run_dir: here\ndata: {{source: [{{path: '{book}'}}, web/b], global_batch_size: 2}}")
     assert main(["export-hf", str(run), str(tmp_path / "mixture")]) == 0
     assert "| data | a &#124; b.txt, b |" in card(tmp_path / "mixture")
     (run / "checkpoints" / "step-0000003.ckpt").rename(tmp_path / "copied.ckpt")
