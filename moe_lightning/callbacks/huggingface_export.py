@@ -109,7 +109,7 @@ def export_to_huggingface(
         for _ in stacks:  # gives rank 0 what it asks for
             continue
     if trainer.is_global_zero:
-        names = {"tokenizer": "trained_tokenizer", "chat_template": "chat_template", "end_of_answer": "end_of_answer"}
+        names = {"tokenizer": "trained_tokenizer", "chat_template": "chat_template", "end_of_text": "end_of_text"}
         own = {key: getattr(data, name, None) for key, name in names.items()}
         copy_companions(local_folder(module.config.pretrained), path, export.config, **own)
         facts = TrainingFacts(

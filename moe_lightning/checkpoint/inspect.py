@@ -374,9 +374,9 @@ def chat_template(values: Any) -> str | None:
     return _recorded_by_data(values, "chat_template", str)
 
 
-def end_of_answer(values: Any) -> int | None:
-    """The token that ended the answers which a run was trained on, from `checkpoint_values`; None without one."""
-    return _recorded_by_data(values, "end_of_answer", int)
+def end_of_text(values: Any) -> int | None:
+    """The token that ended the answers or documents of a run's data, from `checkpoint_values`; None without one."""
+    return _recorded_by_data(values, "end_of_text", int)
 
 
 def _recorded_by_data(values: Any, name: str, kind: type[T]) -> T | None:

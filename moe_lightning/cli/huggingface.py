@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.inspect import chat_template, end_of_answer, trained_tokenizer
+from moe_lightning.checkpoint.inspect import chat_template, end_of_text, trained_tokenizer
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.plot import metrics_files, read_metrics
 from moe_lightning.cli.resume import config_of
@@ -133,7 +133,7 @@ class _Trained:
             self.export.config,
             tokenizer=trained_tokenizer(values),
             chat_template=chat_template(values),
-            end_of_answer=end_of_answer(values),
+            end_of_text=end_of_text(values),
         )
 
     def adapted(self, *, alone: bool) -> _Adapted:

@@ -241,13 +241,13 @@ def _of_checkpoint(
     if spec is None and trained is None:
         spec = _spec_of(data, config, str(saved.path))
     tokenizer = tokenizer_from(trained) if spec is None else _named(spec)
+    end = _end_of_document(data)
+    ends = frozenset([] if end is None else [end])
     if isinstance(network, GPT):
         positions = network.config.context_length
-        end = _end_of_document(data)
-        ends = frozenset([] if end is None else [end])
     else:
         _take_generation_defaults(network, local_folder(config["pretrained"]))
-        positions, ends = _positions(network), _ends(network)
+        positions, ends = _positions(network), ends | _ends(network)
     return LanguageModel(
         name=str(saved.path),
         network=network,

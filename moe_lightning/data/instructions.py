@@ -674,7 +674,7 @@ class InstructionData(StepDataModule):
         return self.written.template if isinstance(self.written, MarkedTurns) else None
 
     @cached_property
-    def end_of_answer(self) -> int | None:
+    def end_of_text(self) -> int | None:
         """Token that ends an answer; None where several do, or none."""
         with suppress(ValueError):  # of a template that refuses a conversation of one question
             ids = self._encoder.encode(self.written.end)[0].tolist()
@@ -683,7 +683,7 @@ class InstructionData(StepDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what every checkpoint keeps for an export: the chat template that no file has, and the end token."""
-        state = {"chat_template": self.chat_template, "end_of_answer": self.end_of_answer}
+        state = {"chat_template": self.chat_template, "end_of_text": self.end_of_text}
         return {name: value for name, value in state.items() if value is not None}
 
     @cached_property

@@ -253,6 +253,13 @@ class TextData(StepDataModule):
         return self._tokenizer is not None and is_trained(self._tokenizer)
 
     @property
+    def end_of_text(self) -> int | None:
+        """Token that ends documents, as given or of the first folder of tokens; None without one."""
+        given: int | None = self._options["end_of_document"]
+        folder = next((source.path for source in self.sources if is_token_folder(source.path)), None)
+        return open_token_folder(folder).header.end_of_document if given is None and folder is not None else given
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens of the vocabulary."""
         return max(corpus.vocab_size for corpus in self.corpora)
@@ -279,9 +286,11 @@ class TextData(StepDataModule):
     # ------------------------------------------------------------------ Lightning's hooks
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what every checkpoint keeps: the tokenizer that was trained, without which no token can be read."""
-        trained = self.trained_tokenizer
-        return {} if trained is None else {"trained_tokenizer": trained}
+        """Return what every checkpoint keeps: the tokenizer that was trained, without which no token can be read, and
+        the token that ends documents, for an export.
+        """
+        state = {"trained_tokenizer": self.trained_tokenizer, "end_of_text": self.end_of_text}
+        return {name: value for name, value in state.items() if value is not None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Use the tokenizer of a checkpoint instead of training one, before or after the tokens are made."""

@@ -725,6 +725,8 @@ def test_a_tokenizer_of_the_users_own_is_in_no_checkpoint(trained: TextData, boo
     path = trained.corpora[0].train.path.with_name("tokenizer.json")
     own = TextData(source=str(book), cache_dir=cache, tokenizer=str(path))
     assert own.state_dict() == {}
+    ended = TextData(source=str(book), cache_dir=cache, tokenizer="bytes", end_of_document=0)
+    assert ended.state_dict() == {"end_of_text": 0}
     own.load_state_dict({"trained_tokenizer": "ignored"})
     assert own.vocab_size == trained.vocab_size
     next(entry for entry in cache.glob("*/tokenizer.json") if not entry.with_name("tokens.bin").exists()).unlink()

@@ -335,6 +335,24 @@ def test_generation_ends_at_the_end_token(tmp_path: Path, capsys: pytest.Capture
     assert run(capsys, trained_run(tmp_path / "other", data), PROMPT, "--greedy") == f"{PROMPT}\n"
 
 
+def test_generation_of_a_pretrained_model_ends_at_the_end_of_a_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    theirs = make_checkpoint("olmoe", tmp_path / "theirs")
+    first = int(theirs.generate(torch.tensor([IDS]), max_new_tokens=1, do_sample=False)[0, -1])
+    module = HuggingFaceModule({"pretrained": str(tmp_path / "theirs"), "context_length": 16})
+    module.configure_model()
+    for end, expected in ((first, f"{PROMPT}\n"), (None, None)):
+        folder = tmp_path / f"run{end}"
+        folder.mkdir()
+        data = {"tokenizer": "bytes", "end_of_document": end}
+        (folder / "config.yaml").write_text(yaml.safe_dump({"run_dir": "here", "data": data}))
+        said = run(capsys, save(module, folder / "run.ckpt"), PROMPT, "--greedy")
+        assert (said == expected) == (end is not None)
+
+
 def test_a_folder_that_prefers_several_beams_gives_one_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from moe_lightning.models.huggingface.module import HuggingFaceModule
 

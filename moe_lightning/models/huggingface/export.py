@@ -191,7 +191,7 @@ def copy_companions(
     *,
     tokenizer: str | None = None,
     chat_template: str | None = None,
-    end_of_answer: int | None = None,
+    end_of_text: int | None = None,
 ) -> None:
     """Take tokenizer, templates and generation defaults over into an exported folder; links out of `source` are not
     followed, except into the store of files that a Hugging Face cache keeps beside its snapshots.
@@ -202,7 +202,7 @@ def copy_companions(
         config: of the exported model.
         tokenizer: content of the tokenizer.json that the run has trained in the place of the original's; None: none.
         chat_template: by which the run wrote its conversations in the place of the original's; None: none.
-        end_of_answer: token at which generation has to end, beside those of the original; None: none.
+        end_of_text: token at which generation has to end, beside those of the original's tokenizer; None: none.
     """
     if chat_template is not None:
         (target / "chat_template.jinja").write_text(chat_template)
@@ -216,8 +216,8 @@ def copy_companions(
         file = (source / name).resolve()
         if file.is_file() and file.parent in allowed and not (target / name).exists():
             shutil.copyfile(file, target / name)
-    if end_of_answer is not None:
-        _end_generation(target / GENERATION, config, end_of_answer)
+    if end_of_text is not None:
+        _end_generation(target / GENERATION, config, end_of_text)
 
 
 def _end_generation(path: Path, config: Any, token: int) -> None:
