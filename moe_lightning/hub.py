@@ -26,6 +26,7 @@ SINGLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
 
+OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
 COMPANIONS = (
     TOKENIZER,
     "tokenizer_config.json",
@@ -40,8 +41,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
     GENERATION,
-    "preprocessor_config.json",
-    "processor_config.json",
+    *OF_IMAGES,
 )
 """Files beside configuration and weights that belong to a model."""
 

@@ -247,6 +247,8 @@ def _of_checkpoint(
         positions = network.config.context_length
     else:
         _take_generation_defaults(network, local_folder(config["pretrained"]))
+        if trained is not None:
+            network.generation_config.eos_token_id = None  # a token of the tokenizer that the run has replaced
         positions, ends = _positions(network), ends | _ends(network)
     return LanguageModel(
         name=str(saved.path),

@@ -18,6 +18,7 @@ from moe_lightning import CheckpointError, ConfigurationError
 from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
 from moe_lightning.cli import train
 from moe_lightning.cli.ckpt import main
+from moe_lightning.cli.language_model import open_language_model
 from moe_lightning.data.corpus import prepare_corpus
 from moe_lightning.data.instructions import InstructionData, Turn, templated_turns
 from moe_lightning.data.text import TextData
@@ -384,7 +385,8 @@ def test_a_trained_tokenizer_is_exported(tmp_path: Path) -> None:
     """By the callback and from the checkpoint; transformers reads the tokens of the training with it."""
     from tokenizers import Tokenizer
 
-    make_checkpoint("mixtral", tmp_path / "theirs", vocab_size=300)
+    make_checkpoint("mixtral", tmp_path / "theirs", vocab_size=300, eos_token_id=2)
+    (tmp_path / "theirs" / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
     text = "The quick brown fox. " * 300
     (tmp_path / "book.txt").write_text(text)
     data = TextData(
@@ -400,9 +402,14 @@ def test_a_trained_tokenizer_is_exported(tmp_path: Path) -> None:
         ids = tokenizer(text)["input_ids"]
         assert ids == expected
         assert tokenizer.decode(ids) == text
+        assert not (tmp_path / folder / "special_tokens_map.json").exists()
+        assert reloaded(tmp_path / folder).generation_config.eos_token_id is None
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {
         path.name for path in (tmp_path / "later").iterdir()
     }
+    model = open_language_model(str(tmp_path / "run.ckpt"))
+    assert not model.ends
+    assert model.network.generation_config.eos_token_id is None
 
 
 @pytest.mark.slow
@@ -525,7 +532,9 @@ def test_the_card_of_an_export_says_how_the_model_was_trained(tmp_path: Path) ->
     ]
     assert main(["export-hf", str(run), str(tmp_path / "later")]) == 0
     assert card(tmp_path / "later") == said
-    (run / "config.yaml").write_text(f"run_dir: here\ndata: {{source: [{{path: '{book}'}}, web/b], global_batch_size: 2}}")
+    (run / "config.yaml").write_text(
+        f"run_dir: here\ndata: {{source: [{{path: '{book}'}}, web/b], global_batch_size: 2}}"
+    )
     assert main(["export-hf", str(run), str(tmp_path / "mixture")]) == 0
     assert "| data | a &#124; b.txt, b |" in card(tmp_path / "mixture")
     (run / "checkpoints" / "step-0000003.ckpt").rename(tmp_path / "copied.ckpt")

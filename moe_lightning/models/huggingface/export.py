@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text, save_safetensors
-from moe_lightning.hub import COMPANIONS, GENERATION, hub_name
+from moe_lightning.hub import COMPANIONS, CONFIG, GENERATION, OF_IMAGES, hub_name
 from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.families import OUR_ROUTER, SELECTION_BIAS, Family
 from moe_lightning.models.huggingface.loading import dense_tensors, transformers
@@ -199,7 +199,7 @@ def copy_companions(
     Args:
         source: folder of the original.
         target: the exported folder.
-        config: of the exported model.
+        config: of the exported model; the original's special tokens are taken out where the run has trained others.
         tokenizer: content of the tokenizer.json that the run has trained in the place of the original's; None: none.
         chat_template: by which the run wrote its conversations in the place of the original's; None: none.
         end_of_text: token at which generation has to end, beside those of the original's tokenizer; None: none.
@@ -210,9 +210,15 @@ def copy_companions(
         (target / "tokenizer.json").write_text(tokenizer)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}  # else transformers takes the class of the model
         (target / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, name, None)
+        if (target / CONFIG).is_file():
+            config.save_pretrained(target)
     inside = source.resolve()
     allowed = (inside, inside.parent.parent / "blobs") if inside.parent.name == "snapshots" else (inside,)
-    for name in COMPANIONS:  # whatever else the folder of a checkpoint holds, such as credentials, is not handed on
+    for name in (
+        COMPANIONS if tokenizer is None else OF_IMAGES
+    ):  # whatever else the folder of a checkpoint holds, such as credentials, is not handed on
         file = (source / name).resolve()
         if file.is_file() and file.parent in allowed and not (target / name).exists():
             shutil.copyfile(file, target / name)
