@@ -10,6 +10,7 @@ in the field that the run has read, or a conversation, of which the answers are 
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import math
 import sys
@@ -252,7 +253,7 @@ def documents(model: LanguageModel, path: Path, context_length: int, text_field:
     from moe_lightning.files import open_regular
 
     tokenizer = model.tokenizer()
-    if path.suffix == ".jsonl":
+    if path.suffix == ".jsonl" or (path.suffix == ".json" and model.is_trained_on_conversations):
         yield from _records(model, tokenizer, path, context_length, text_field)
         return
     num_bytes = path.stat().st_size
@@ -279,7 +280,7 @@ def _records(
     is_text_first = text_field is not None or not model.is_trained_on_conversations
     for name, _, record in records(path):
         try:
-            found = json.loads(decoded(record))
+            found = json.loads(decoded(record.removeprefix(codecs.BOM_UTF8)))
             text = found.get(field) if isinstance(found, dict) else None
             if isinstance(text, str) and (is_text_first or not CONVERSATIONS & found.keys()):
                 ids = np.asarray(tokenizer.encode(text)[0], np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from pathlib import Path
@@ -103,6 +104,8 @@ def test_the_field_is_that_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixt
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": "1", "content": "1234"}\n{"content": "56"}\n')
     assert measured(capsys, folder, file)["tokens"] == 4
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    assert measured(capsys, folder, file)["tokens"] == 4
     file.write_text('{"text": "1234567", "content": "1234"}\n')
     assert measured(capsys, folder, file, "--text-field", "text")["tokens"] == 6
 
@@ -112,6 +115,9 @@ def test_conversations_of_a_run_come_before_texts(tmp_path: Path, capsys: pytest
     file = tmp_path / "said.jsonl"
     file.write_text('{"text": "of the whole", "prompt": "1", "response": "2"}\n{"text": "alone"}\n')
     assert measured(capsys, folder, file)["tokens"] == len("2</>") + len("alone") - 1
+    array = file.with_suffix(".json")
+    array.write_text(f"[{','.join(file.read_text().splitlines())}]")
+    assert measured(capsys, folder, array)["tokens"] == len("2</>") + len("alone") - 1
     file.write_text('{"text": "of the whole", "prompt": "1", "response": "2"}\n')
     assert measured(capsys, folder, file, "--text-field", "text")["tokens"] == len("of the whole") - 1
 
