@@ -12,6 +12,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+import numpy as np
+
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.train import run_command
 from moe_lightning.errors import ConfigurationError
@@ -91,6 +93,8 @@ def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _literal(value: Any, key: str) -> str:
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None:
         return "null"
     if isinstance(value, bool):

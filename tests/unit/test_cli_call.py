@@ -7,6 +7,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import wandb
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -46,6 +47,7 @@ TINY: dict[str, Any] = {
             "~/a",
         ),
         *(["gpt", "a b", 1], {}, []),
+        *(np.int64(3), np.float64(1e-3), np.float32(0.1), np.bool_(True), [np.float64(0.9)]),
     ],
 )
 def test_values_come_through_the_grammar(value: Any) -> None:
