@@ -58,4 +58,13 @@ def _talk(data: Mapping[str, Any]) -> str:
     kind = str(data.get(TARGET)).rpartition(".")[2]
     if kind == "InstructionData":
         return "--chat"
-    return "" if kind != "TextData" else '"def "' if data.get("source") == "stdlib" else '"The "'
+    if kind != "TextData" or (data.get("tokenizer") is None and _has_only_tokens(data.get("source"))):
+        return ""
+    return '"def "' if data.get("source") == "stdlib" else '"The "'
+
+
+def _has_only_tokens(source: Any) -> bool:
+    """True if no source says what its tokens mean: all are files of tokens."""
+    given = [source] if isinstance(source, str) else source or []
+    paths = [one if isinstance(one, str) else str(one.get("path")) for one in given]
+    return bool(paths) and all(path.endswith((".bin", ".npy")) for path in paths)

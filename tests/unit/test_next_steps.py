@@ -54,12 +54,15 @@ def test_a_finished_run_leads_on(directory: RunDirectory) -> None:
     [
         ({"_target_": "moe_lightning.data.text.TextData", "source": "stdlib"}, ' "def "'),
         ({"_target_": "moe_lightning.data.text.TextData", "source": "books"}, ' "The "'),
+        ({"_target_": "moe_lightning.data.text.TextData", "source": "t.bin"}, None),
+        ({"_target_": "moe_lightning.data.text.TextData", "source": ["a.npy", {"path": "t.bin"}]}, None),
+        ({"_target_": "moe_lightning.data.text.TextData", "source": "t.bin", "tokenizer": "t.json"}, ' "The "'),
         ({"_target_": "moe_lightning.data.instructions.InstructionData"}, " --chat"),
         ({"_target_": "moe_lightning.data.images.ImageData"}, None),
         ({"_target_": "own.Data"}, None),
     ],
 )
-def test_a_language_model_is_talked_to(data: dict[str, str], arguments: str | None, directory: RunDirectory) -> None:
+def test_a_language_model_is_talked_to(data: dict[str, Any], arguments: str | None, directory: RunDirectory) -> None:
     first = steps(directory, data=data)[0]
     assert first == (f"moe-generate 'outputs/my run'{arguments}" if arguments else ALWAYS)
     (directory.path / "checkpoints/step-0000004.ckpt").unlink()
