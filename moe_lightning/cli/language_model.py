@@ -39,7 +39,7 @@ from moe_lightning.data.tokenizer import (
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text
 from moe_lightning.hub import GENERATION, local_folder, tokenizer_file
-from moe_lightning.models.generation import Sampling, generate
+from moe_lightning.models.generation import Sampling, check_logits, generate
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.huggingface.loading import transformers
 
@@ -152,12 +152,17 @@ class LanguageModel:
         def stop(ids_BL: Tensor, *_: Any, **__: Any) -> Tensor:
             return torch.tensor([is_done(int(ids_BL[0, -1]))], device=ids_BL.device)
 
+        def checked(_: Tensor, logits_BV: Tensor) -> Tensor:
+            check_logits(logits_BV)
+            return logits_BV
+
         ids_BL = torch.tensor([ids], device=self.device)
         self.network.generate(
             input_ids=ids_BL,
             attention_mask=torch.ones_like(ids_BL),
             max_new_tokens=min(max_new_tokens, room),
             stopping_criteria=[stop],
+            logits_processor=[checked],
             **sampling.options(),
         )
 

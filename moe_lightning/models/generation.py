@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.config import PositiveInt, validated
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT
 from moe_lightning.parallel.sequence import ContextParallel, attach_context
 
@@ -33,7 +34,12 @@ class Sampling:
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
 
     def choose(self, logits_V: Tensor) -> int:
-        """Return a token for logits."""
+        """Return a token for logits.
+
+        Raises:
+            ConfigurationError: see `check_logits`.
+        """
+        check_logits(logits_V)
         if self.temperature is None:
             return int(logits_V.argmax())
         logits_V = logits_V.float() / self.temperature
@@ -54,6 +60,17 @@ class Sampling:
             return one | {"do_sample": False}
         chosen = {"temperature": self.temperature, "top_k": self.top_k or 0, "top_p": self.top_p}
         return one | {"do_sample": True, **chosen}
+
+
+def check_logits(logits: Tensor) -> None:
+    """
+    Raises:
+        ConfigurationError: some are NaN, of which no token can be chosen.
+    """
+    if logits.isnan().any():
+        raise ConfigurationError(
+            "the model's logits are NaN, as after a training that has diverged: give an earlier one of its checkpoints"
+        )
 
 
 class KeyValueCache(ContextParallel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -351,6 +352,17 @@ def test_generation_of_a_pretrained_model_ends_at_the_end_of_a_document(
         (folder / "config.yaml").write_text(yaml.safe_dump({"run_dir": "here", "data": data}))
         said = run(capsys, save(module, folder / "run.ckpt"), PROMPT, "--greedy")
         assert (said == expected) == (end is not None)
+
+
+@pytest.mark.parametrize("how", ["--greedy", "--temperature=1"])
+def test_a_diverged_model_chooses_no_token(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, ours = make_checkpoint("olmoe", tmp_path / "theirs"), gpt()
+    for parameter in (*theirs.parameters(), *ours.parameters()):
+        parameter.data.fill_(math.nan)
+    theirs.save_pretrained(tmp_path / "theirs")
+    for path in (tmp_path / "theirs", save(ours, tmp_path / "ours.ckpt")):
+        assert main([str(path), PROMPT, how, "--tokenizer", "bytes"]) == 2
+        assert "the model's logits are NaN, as after a training that has diverged: give" in capsys.readouterr().err
 
 
 def test_a_folder_that_prefers_several_beams_gives_one_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
