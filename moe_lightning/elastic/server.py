@@ -456,8 +456,8 @@ class WorldStore:
         self._number = 0
         self._values: dict[str, str] = {}
         self._bytes = 0
-        self._waits: dict[str, list[tuple[int, Message]]] = {}  # a missing key -> (connection, request)
-        self._open: Counter[int] = Counter()  # requests of each connection that wait
+        self._waits: dict[str, dict[tuple[int, int], Message]] = {}  # a missing key -> (connection, n) -> request
+        self._open: dict[int, dict[int, str]] = {}  # connection -> n of each request that waits -> its missing key
         self.outbox = outbox
 
     def begin(self, number: int) -> None:
@@ -467,14 +467,23 @@ class WorldStore:
         self._number, self._bytes = number, 0
         self._values.clear()
         for waits in self._waits.values():
-            for connection, request in waits:
+            for (connection, _), request in waits.items():
                 self._refuse(connection, request)
         self._waits.clear()
         self._open.clear()
 
     def forget(self, connection: int) -> None:
         """Drop the requests of a closed connection."""
+        for n in list(self._open.get(connection, ())):
+            self._drop(connection, n)
         self._open.pop(connection, None)
+
+    def _drop(self, connection: int, n: int) -> None:
+        """Drop a request that waits."""
+        key = self._open[connection].pop(n)
+        del self._waits[key][connection, n]
+        if not self._waits[key]:
+            del self._waits[key]
 
     def receive(self, connection: int, request: Message) -> None:
         """Handle a request `{"t": "store", "n": int, "number": world, "op": name, "keys": [...], "value": text}`.
@@ -492,10 +501,10 @@ class WorldStore:
         if number != self._number:
             self._refuse(connection, request)
         elif op in ("get", "wait"):
-            if not self._answer_read(connection, request):
-                self._open[connection] += 1
-                if self._open[connection] > _MOST_WAITS:
-                    raise WireError(f"more than {_MOST_WAITS} waits at once")
+            self._answer_read(connection, request)
+            waits = self._open.get(connection, {})
+            if len(waits) > _MOST_WAITS:  # the client has given the oldest up, and does not say so
+                self._drop(connection, next(iter(waits)))
         else:
             self._answer(connection, request, self._apply(op, keys, value))
             if keys[0] in self._values:
@@ -535,19 +544,19 @@ class WorldStore:
         self._values[key] = value
 
     def _serve_waits(self, key: str) -> None:
-        for connection, request in self._waits.pop(key, ()):
-            if connection in self._open and self._answer_read(connection, request):
-                self._open[connection] -= 1
+        for (connection, n), request in self._waits.pop(key, {}).items():
+            del self._open[connection][n]
+            self._answer_read(connection, request)
 
-    def _answer_read(self, connection: int, request: Message) -> bool:
-        """Answer a get or a wait if all its keys are set, and return True; else let it wait for a missing one."""
+    def _answer_read(self, connection: int, request: Message) -> None:
+        """Answer a get or a wait if all its keys are set; else let it wait for a missing one."""
         keys = request["keys"]
         missing = next((key for key in keys if key not in self._values), None)
         if missing is not None:
-            self._waits.setdefault(missing, []).append((connection, request))
-            return False
+            self._waits.setdefault(missing, {})[connection, request["n"]] = request
+            self._open.setdefault(connection, {})[request["n"]] = missing
+            return
         self._answer(connection, request, self._values[keys[0]] if request["op"] == "get" else True)
-        return True
 
     def _answer(self, connection: int, request: Message, value: Any) -> None:
         self.outbox.append((connection, {"t": "stored", "n": request["n"], "value": value}))

@@ -236,10 +236,20 @@ def test_a_key_that_nobody_waits_for_costs_nothing_for_those_who_wait_for_anothe
 def test_waits_of_one_connection_are_bounded() -> None:
     store = WorldStore([])
     store.begin(7)
-    for n in range(256):
-        ask(store, 0, "wait", ["a"], n)
-    with pytest.raises(WireError, match="more than 256 waits at once"):
-        ask(store, 0, "wait", ["a"])
+    for n in range(300):  # a client that gives up does not say so
+        ask(store, 0, "wait", ["a" if n % 2 else "b"], n)
+    ask(store, 1, "set", ["a"])
+    ask(store, 1, "set", ["b"])
+    assert sorted(answer["n"] for connection, answer in store.outbox if connection == 0) == [*range(300 - 256, 300)]
+    assert not store._waits
+
+
+def test_requests_of_a_closed_connection_are_dropped() -> None:
+    store = WorldStore([])
+    store.begin(7)
+    ask(store, 0, "wait", ["a"])
+    store.forget(0)
+    assert not store._waits
 
 
 def test_deleting_what_is_not_there_gives_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
