@@ -140,6 +140,16 @@ def test_faults_of_the_store_are_survived(kinds: tuple[str, ...], root: URL, fau
         assert all(verdict.is_whole for verdict in inspect.verify_all(root))
 
 
+def test_closing_what_is_committed_does_not_read_its_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of large runs have hundreds of megabytes."""
+    storage, place = objects.FsspecStorage("memory"), place_of("memory://bucket/committed")
+    storage.put(place / MANIFEST, b"m" * 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "read_range", None)
+        storage.close(place)
+    assert storage.read(place / MANIFEST) == b"m" * 100
+
+
 @pytest.mark.slow
 def test_a_store_that_is_away_is_waited_for(root: URL, faults: Faults, tmp_path: Path) -> None:
     with node(tmp_path, root=root) as made:
