@@ -654,6 +654,7 @@ class RendezvousState:
             case {"t": "launcher", "token": str(token), "expected": int(expected)}:
                 self._expected = max(self._expected, expected)
                 self.clients.launchers.add(connection, token)
+                self._send_workers_of(connection, token)
             case {"t": "health", "time_s": float(time_s)} if connection in self.clients.launchers.names:
                 self._judge_node(connection, message, time_s - self._wall_clock_s())
             case {"t": "died", "token": str(token), "how": str(how)} if connection in self.clients.launchers.names:
@@ -719,6 +720,13 @@ class RendezvousState:
         for token in {token_of(member_id) for member_id in self._members}:
             if launcher_of(token) == launcher:
                 self._record_death(token, how, now)
+
+    def _send_workers_of(self, connection: int, launcher: str) -> None:
+        """Send a launcher that connects which of its workers are in the world: it may have missed that it formed."""
+        ids = () if self.world is None else self.world.ids
+        tokens = [token for token in map(token_of, ids) if launcher_of(token) == launcher]
+        if tokens:
+            self.clients.send(connection, t="formed", tokens=tokens)
 
     def disconnect(self, connection: int, now: float) -> None:
         """Record that a connection has ended."""

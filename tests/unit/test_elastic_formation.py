@@ -441,6 +441,17 @@ def test_a_dead_link_is_remembered_until_the_one_left_out_reaches_the_others() -
     assert crowd.last(0, "waiting") == {"t": "waiting", "count": 1}
 
 
+def test_a_launcher_that_connects_learns_of_its_workers() -> None:
+    """A host that was replaced may have told nobody of the world that it formed last."""
+    crowd = Crowd()
+    ids = [f"{name}.node-{name}.{name}-0" for name in "ab"]
+    crowd.roster.restore({"number": 7, "members": pack_ids(ids), "patience": TIMES}, 0.0)
+    for connection, launcher in ((8, "a"), (9, "c")):
+        crowd.say(connection, {"t": "launcher", "token": launcher, "expected": 2})
+    assert crowd.last(8, "formed") == {"t": "formed", "tokens": ["a-0"]}
+    assert crowd.last(9, "formed") is None
+
+
 def test_a_malformed_world_changes_nothing() -> None:
     crowd = Crowd()
     with pytest.raises(WireError):
