@@ -13,7 +13,7 @@ parameters (REFT's AOR).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -457,6 +457,7 @@ class DenseShards:
         self._numbers: Sequence[int] = ()  # in the whole world, of the ranks that the sharding counts
         self._detached: dict[str, Units] = {}  # what this rank keeps for the next world, by name in inventories
         self._listed: set[str] = set()  # what all ranks had when they handed over, by these names
+        self._has_whole_groups = False
         self.replay: AdamWReplay | None = None
 
     @property
@@ -509,12 +510,36 @@ class DenseShards:
     def _shard(self, sharding: DenseSharding, numbers: Sequence[int]) -> None:
         """Reduce each optimizer to this rank's share of the dense parameters."""
         self._sharding, self._numbers = sharding, numbers
-        self.reduce_groups()
+        self._reduce_groups()
 
-    def reduce_groups(self) -> None:
-        """Remove what other ranks update from the optimizers' groups."""
+    def _reduce_groups(self) -> None:
         for optimizer in self._state.optimizers if self._sharding.owners else ():
             self._sharding.shard(optimizer)
+
+    @contextmanager
+    def whole_groups(self) -> Generator[None, None, None]:
+        """Let the optimizers' groups inside, except in updates, also have the parameters that other ranks update: steps
+        of manual optimization clear and freeze what is in them.
+        """
+        if self._state.module.automatic_optimization or not self.shares_optimizers:
+            yield
+            return
+        self._has_whole_groups = True
+        self._state.fill_groups()
+        try:
+            yield
+        finally:
+            self._has_whole_groups = False
+            self._reduce_groups()
+
+    @contextmanager
+    def own_groups(self) -> Generator[Callable[[], None], None, None]:
+        """From the call of what it yields to its end, the groups have what this rank updates."""
+        try:
+            yield self._reduce_groups
+        finally:
+            if self._has_whole_groups:
+                self._state.fill_groups()
 
     # ------------------------------------------------------------------ updates of a peer
 

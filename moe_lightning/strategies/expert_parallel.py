@@ -828,7 +828,7 @@ class ExpertParallelStrategy(DDPStrategy):
             self.model = self.lightning_module
             self.configure_ddp()
         self.update.finite.begin_batch(self.state.module)
-        with self.steps.training(args), self.state.whole_groups():
+        with self.steps.training(args), self.state.shards.whole_groups():
             if self._pipeline is not None:
                 return self._pipeline.train(self.precision_plugin.train_step_context, args)
             return super().training_step(*args, **kwargs)

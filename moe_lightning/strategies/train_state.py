@@ -80,7 +80,6 @@ class TrainState:
         self._module: pl.LightningModule | None = None
         self._experts: PlacedExperts | None = None
         self._recorded: list[list[list[nn.Parameter]]] = []
-        self._has_whole_groups = False
         self.stages = StageMap(nn.Module(), worlds)
         self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=dense != "zero1")
         self.shards = DenseShards(self, self.parts, worlds, dense)
@@ -258,37 +257,17 @@ class TrainState:
     # ------------------------------------------------------------------ a step
 
     @contextmanager
-    def whole_groups(self) -> Generator[None, None, None]:
-        """Let the optimizers' groups inside, except in updates, also have the parameters that other ranks update: steps
-        of manual optimization clear and freeze what is in them.
-        """
-        if self.module.automatic_optimization or not self.shards.shares_optimizers:
-            yield
-            return
-        self._has_whole_groups = True
-        self.fill_groups()
-        try:
-            yield
-        finally:
-            self._has_whole_groups = False
-            self.shards.reduce_groups()
-
-    @contextmanager
     def updating(self, optimizer: Optimizer) -> Generator[Callable[[], None], None, None]:
         """From the call of what it yields to its end, the optimizer sees what it is to update: see `Updates.around`."""
         around = self.updates.around(optimizer, self.experts.stack_of)
-        try:
-            with self.averaging.hidden(optimizer) as hide, around as see:
+        with self.shards.own_groups() as reduce, self.averaging.hidden(optimizer) as hide, around as see:
 
-                def begin() -> None:
-                    self.shards.reduce_groups()
-                    hide()
-                    see()
+            def begin() -> None:
+                reduce()
+                hide()
+                see()
 
-                yield begin
-        finally:
-            if self._has_whole_groups:
-                self.fill_groups()
+            yield begin
 
     def apply_update(self, optimizer: Optimizer) -> None:
         """Apply an update that this rank was prepared for, outside of a step."""
