@@ -94,6 +94,7 @@ def killed(folder: Path) -> list[pl.Callback]:
     return [KilledInCheck()]
 
 
+@pytest.mark.slow
 def test_a_kill_in_a_check_is_a_fault_like_any_other(tmp_path: Path) -> None:
     options = {"check_arithmetic_every": 1, "replicas": 2}
     with elastic_run(tmp_path, workers=3, steps=STEPS, strategy=options, callbacks=killed) as run:

@@ -123,6 +123,7 @@ def test_same_loss_while_experts_move(alone: tuple[str, dict[str, Any]]) -> None
             run_ranks(2, fit_moving, kind, True)
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_adapters_only_and_know_their_base(alone: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     kind, reference = alone
     root = str(tmp_path / "checkpoints")
@@ -150,6 +151,7 @@ def validated(rank: int, world_size: int) -> float:
     return scores["val/loss"]
 
 
+@pytest.mark.slow
 def test_a_pipeline_trains_adapters_and_validates_them() -> None:
     (alone,) = run_ranks(1, validated)
     assert run_ranks(2, validated) == pytest.approx([alone, alone], abs=1e-5)

@@ -124,6 +124,7 @@ def test_bf16_mixed_stays_close_and_replicas_identical() -> None:
                 assert seen.setdefault(expert, content) == content
 
 
+@pytest.mark.slow
 def test_a_calibrated_run_keeps_the_law_and_states_the_models_error(tmp_path: Path) -> None:
     picture = tmp_path / "pictures" / "step.svg"
     balancer = {"rebalance_every": 2, "timeline_path": str(picture)}

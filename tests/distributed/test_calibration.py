@@ -23,6 +23,7 @@ def measure(rank: int, world_size: int) -> tuple[list[dict[str, Any]], dict[str,
     return [dataclasses.asdict(costs) for costs in found.costs], found.errors, measure_exchange(world).predict_s(1e6)
 
 
+@pytest.mark.slow
 def test_all_ranks_get_the_same_positive_constants() -> None:
     (costs, errors, million_bytes_s), other = run_ranks(2, measure)
     assert (costs, errors) == (other[0], other[1])

@@ -27,6 +27,7 @@ from tests.distributed.training import BRIEF, OwnModule, RandomTokens, Recorder,
 from tests.parameters import slow
 
 
+@pytest.mark.slow
 def test_bf16_stays_close() -> None:
     case: dict[str, Any] = {"model": LLAMA, "trainer": {"precision": "bf16-mixed"}}
     for result in run(4, strategy=CP2, **case):
@@ -209,7 +210,7 @@ def refusal(rank: int, world_size: int, kind: Callable[[], pl.LightningModule], 
         (OwnModule, RandomTokens(), "no part of OwnModule knows of it"),
         (Eager, RandomTokens(), "second (MultiheadAttention) of Eager would mix"),
         (Hidden, RandomTokens(), "softmax mixes the 8 positions of a part only"),
-        (Fused, RandomTokens(), "scaled_dot_product_attention mixes the 8 positions of a part only"),
+        slow(Fused, RandomTokens(), "scaled_dot_product_attention mixes the 8 positions of a part only"),
         (Shifting, RandomTokens(), "attention got 7 positions, but mesh.cp=2 has cut the batch into parts of 8"),
         (OwnModel, Alone(), "let the dataset give (inputs, targets)"),
         (OwnModel, RandomTokens(length=15), "sequences of 15 positions cannot be cut into mesh.cp=2 equal parts"),

@@ -23,9 +23,7 @@ def fails(what: str, who: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "who"), [("stock", "1"), slow("on_exception", "1"), slow("own", "1"), slow("own", "0")]
-)
+@pytest.mark.parametrize(("what", "who"), [("stock", "1"), ("on_exception", "1"), ("own", "1"), ("own", "0")])
 def test_an_error_on_one_rank_is_shown_once_and_nothing_is_saved(what: str, who: str, tmp_path: Path) -> None:
     shown = fails(what, who, tmp_path)
     assert len(re.findall(r"^\S*\s*ValueError: an error of the user's$", shown, re.M)) == 1

@@ -86,6 +86,7 @@ def test_instructions_without_a_recipe(tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.stderr
 
 
+@pytest.mark.slow
 def test_upcycling(tmp_path: Path) -> None:
     """One rank trains; transformers has no class for the result, which stays a Lightning checkpoint."""
     make_checkpoint("gpt2", tmp_path / "gpt2", vocab_size=256)

@@ -87,6 +87,7 @@ def warnings_of(
     return re.findall("warning: rank.*", text.getvalue())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "what"), [(OtherData, "median loss"), slow(WrongGradients, "median norm of its own gradients")]
 )

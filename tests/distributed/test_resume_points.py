@@ -310,6 +310,7 @@ def test_the_batches_of_the_step_come_again(
     assert_all_go_on(tmp_path, world_size, broken, micros=micros)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_schedulers_follow_the_last_update(world_size: int, tmp_path: Path) -> None:
     """An error between the update and a scheduler does not leave the rate one step behind, nor one ahead."""

@@ -114,6 +114,7 @@ def ranks(size: int, root: Path, kind: str, *arguments: Any, **options: Any) -> 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [slow("directory"), "file"])
 def test_what_becomes_plain_is_resumed(kind: str, tmp_path: Path) -> None:
     root, value = tmp_path / "checkpoints", {"array": np.arange(3.0), "state": np.random.RandomState(0).get_state()}

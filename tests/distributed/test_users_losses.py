@@ -142,7 +142,7 @@ def reference(kind: str, micros: int = 1) -> dict[str, Any]:
     [
         slow("mean", 2, {}, 1),
         slow("mean", 3, {"replicas": 2}, 1),
-        ("mean", 4, {"dense": "zero1"}, 1),  # cut optimizer states
+        slow("mean", 4, {"dense": "zero1"}, 1),  # cut optimizer states
         slow("mean", 2, {"replicas": 2}, 3),  # replicas, micro-batches
         slow("mean", 4, {}, 2),
         ("manual", 3, {}, 1),

@@ -206,6 +206,7 @@ def measured(rank: int, world_size: int, strategy: dict[str, Any], path: str, gp
     return losses.losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [slow("files/step=4.ckpt"), "steps"])
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -25,7 +25,7 @@ def counts(ranks: int, aux_loss_coef: float, plan: str = "host", dtype: str = "f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_layer_waits_once_and_launches_few_kernels(ranks: int) -> None:
     for found in counts(ranks, aux_loss_coef=0.0):
         forward, backward = found["forward"], found["backward"]
@@ -39,7 +39,7 @@ def test_a_layer_waits_once_and_launches_few_kernels(ranks: int) -> None:
         assert backward["collectives"] == exchanges
 
 
-@pytest.mark.slow  # by default, the test of a plan on the device has the loss
+@pytest.mark.slow
 def test_the_balancing_loss_adds_no_wait() -> None:
     for found in counts(2, aux_loss_coef=0.01):
         assert len(found["forward"]["waits"]) == 1
@@ -48,7 +48,7 @@ def test_the_balancing_loss_adds_no_wait() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_plan_on_the_device_waits_for_nothing(ranks: int) -> None:
     for found in counts(ranks, aux_loss_coef=0.01, plan="device"):
         forward, backward = found["forward"], found["backward"]
@@ -59,7 +59,7 @@ def test_a_plan_on_the_device_waits_for_nothing(ranks: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fused", pytest.param("rows", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["fused", "rows"])
 def test_the_model_has_all_launches_of_a_layer(name: str) -> None:
     """In bf16, where the router is one operation, with the balancing loss that is on by default."""
     design, device = DESIGNS[name], DEVICES["h100"]

@@ -64,7 +64,7 @@ ELSEWHERE = (
     "recipes=submitit",  # test_searches
     "resume=edited.ckpt",
 )
-QUICK = ("doctor=true", "strategy.replicas=2")
+QUICK = ("strategy.replicas=2",)
 """Beginnings of the commands that run by default; the others are composed (tests/unit/test_docs.py)."""
 KNOWN = (
     "moe-train|moe-generate|moe-eval|moe-bench|moe-ckpt|moe-sim|moe-data|pip install|python -m moe_lightning"

@@ -204,7 +204,7 @@ REFUSED_BY_RANKS = ["data.global_batch_size=100000", "strategy.replicas=5", "dat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", [*REFUSED_BY_RANKS[:1], *(slow(mistake) for mistake in REFUSED_BY_RANKS[1:])])
+@pytest.mark.parametrize("mistake", REFUSED_BY_RANKS)
 def test_a_refusal_of_the_ranks_leaves_the_earlier_run_where_it_was(folder: Path, mistake: str) -> None:
     outputs = folder / "outputs"
     before = {path.relative_to(outputs) for path in outputs.rglob("*")}
@@ -257,7 +257,7 @@ def test_what_can_be_refused_at_once_changes_no_file(folder: Path, mistake: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", [*REFUSED_BY_RANKS[:1], *(slow(mistake) for mistake in REFUSED_BY_RANKS[1:])])
+@pytest.mark.parametrize("mistake", REFUSED_BY_RANKS)
 def test_a_refused_command_leaves_no_run(tmp_path: Path, mistake: str) -> None:
     write_words(tmp_path, 500)
     result = _fork(tmp_path, "trainer.max_steps=2", "ranks=2", mistake)
@@ -265,6 +265,7 @@ def test_a_refused_command_leaves_no_run(tmp_path: Path, mistake: str) -> None:
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_a_refused_command_leaves_the_files_of_the_one_at_work(tmp_path: Path) -> None:
     write_words(tmp_path, 500)
     directory = RunDirectory(tmp_path / "outputs" / "tiny")
@@ -363,7 +364,7 @@ def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("running", "number"), [(2, signal.SIGINT), slow(2, signal.SIGTERM), slow(1, signal.SIGTERM)], indirect=["running"]
+    ("running", "number"), [(2, signal.SIGINT), (2, signal.SIGTERM), (1, signal.SIGTERM)], indirect=["running"]
 )
 def test_a_signal_ends_everything_and_all_is_saved(running: Running, number: signal.Signals) -> None:
     running.program.process.send_signal(number)

@@ -71,7 +71,7 @@ def numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("as_dialogue", [False, slow(True)])
+@pytest.mark.parametrize("as_dialogue", [False, True])
 def test_a_folder_has_the_results_of_the_adapter_for_transformers(
     as_dialogue: bool, tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

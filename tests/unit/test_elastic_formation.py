@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.elastic.client_state import ClientState
@@ -169,6 +169,7 @@ IDS = st.builds(
 )
 
 
+@settings(max_examples=50)
 @given(former=st.sets(IDS), ids=st.sets(IDS))
 def test_members_are_sent_in_whole_or_by_difference(former: set[str], ids: set[str]) -> None:
     packed = json.loads(json.dumps(pack_ids(ids)))

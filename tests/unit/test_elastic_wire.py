@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.elastic import server
@@ -38,6 +38,7 @@ def carry(source: Channel, target: Channel) -> list[Message]:
     return target.receive(data)
 
 
+@settings(max_examples=50)
 @given(there=MESSAGES, back=MESSAGES, cut=st.integers(1, 50))
 def test_messages_arrive_as_they_were_in_pieces_of_any_size(
     there: list[Message], back: list[Message], cut: int

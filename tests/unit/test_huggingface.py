@@ -561,7 +561,7 @@ def test_the_card_names_a_model_of_a_cache_as_the_hub_does(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("allenai/OLMoE-1B-7B-0924", "HF_HUB_OFFLINE forbids .* --local-dir OLMoE-1B-7B-0924, and give"),
+        slow("allenai/OLMoE-1B-7B-0924", "HF_HUB_OFFLINE forbids .* --local-dir OLMoE-1B-7B-0924, and give"),
         ("file.safetensors", r"file.safetensors is a file: give the folder"),
         slow("last.ckpt", r"is a checkpoint of Lightning: give resume=last.ckpt"),
         slow("empty", "is an empty folder: give the folder"),

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter's process")
-@pytest.mark.parametrize("examples", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [2, 12])
 def test_triton_bodies_equal_reference(examples):
     files = [str(HERE / f"test_kernel_{part}.py") for part in ("rows", "experts", "router", "bytes", "plan", "stream")]
     variables = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", EXAMPLES: str(examples)}
