@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.forks import FORKS, PRELOADED
 from tests.leftovers import Leftovers, claim_processes
@@ -28,7 +28,8 @@ claim_processes()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)  # the ranks of a distributed test share the machine's few cores
 
-settings.register_profile("fixed", derandomize=True)
+# How long examples take to make says how busy the machine is.
+settings.register_profile("fixed", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("fixed")
 
