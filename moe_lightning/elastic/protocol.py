@@ -221,11 +221,13 @@ def create_secret(path: Path) -> bytes:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")  # mode 0600
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_hex(32) + "\n")
-            with suppress(FileExistsError):  # another one was quicker: its secret counts
-                os.link(name, path)
-            os.unlink(name)
+            try:
+                with os.fdopen(descriptor, "w") as file:
+                    file.write(secrets.token_hex(32) + "\n")
+                with suppress(FileExistsError):  # another one was quicker: its secret counts
+                    os.link(name, path)
+            finally:
+                os.unlink(name)
     except OSError as error:
         raise ConfigurationError(
             f"secret_file={path} cannot be written ({error.strerror}): name another place"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
 import logging
 import os
@@ -277,6 +278,16 @@ def test_the_command_says_where_it_listens_and_ends_on_a_signal(tmp_path: Path) 
         done = program.end()
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(rf"listening on 127\.0\.0\.1:\d+, secret in {tmp_path}/a/secret\n", done.stdout)
+
+
+def test_a_secret_that_cannot_be_linked_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(ConfigurationError, match="no links here"):
+        create_secret(tmp_path / "secret")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_ends_with_a_host_that_ends_for_a_defect(
