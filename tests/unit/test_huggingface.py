@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file, save_file
 
-from moe_lightning import CheckpointError, ConfigurationError
+from moe_lightning import CheckpointError, ConfigurationError, auxiliary_loss
 from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
 from moe_lightning.cli import train
 from moe_lightning.cli.ckpt import main
@@ -284,6 +284,22 @@ def test_training_moves_every_weight_and_export_takes_them(name: str, tmp_path: 
     inputs = inputs_for(name)
     assert_same_logits(module.eval(), logits_of(reloaded(tmp_path / "ours"), inputs), inputs)
     assert (tmp_path / "ours" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(("name", "layers"), [("qwen3", 1), ("jamba", 2), ("mixtral", 2)])
+def test_the_balance_loss_has_the_weight_of_the_checkpoint(name: str, layers: int, tmp_path: Path) -> None:
+    """transformers takes the mean over the layers with experts, not over all."""
+    theirs = make_checkpoint(name, tmp_path, router_aux_loss_coef=0.1)
+    module, inputs = load(tmp_path), inputs_for(name)
+    assert len(module.architecture.layers) == layers
+    for layer in module.architecture.layers.values():
+        assert layer.router.config.aux_loss_coef == pytest.approx(0.1 * layer.router.config.top_k / layers)
+    if layers == 1:
+        module.train()(inputs)
+        expected = 0.1 * theirs(inputs, output_router_logits=True).aux_loss
+        assert float(auxiliary_loss(module)) == pytest.approx(float(expected), rel=1e-4)
+    for layer in load(tmp_path, router={"aux_loss_coef": 0.3}).architecture.layers.values():
+        assert layer.router.config.aux_loss_coef == 0.3
 
 
 def data_of(kind: type[TextData | InstructionData], folder: Path, tokenizer: str) -> TextData | InstructionData:

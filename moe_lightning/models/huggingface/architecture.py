@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -188,13 +189,22 @@ class SparseArchitecture(Architecture):
                 f"router.bias_update_rate={options['bias_update_rate']} needs a selection bias, which "
                 f"{config.model_type} has no room for: use aux_loss_coef"
             )
-        self._arguments["router"] = build_config(RouterConfig, self._arguments["router"] | options)
+        self._router = build_config(RouterConfig, self._arguments["router"] | options)
+        self._has_own_balance = "aux_loss_coef" in options
 
     def install(self, model: nn.Module) -> None:
-        for name, block in list(model.named_modules()):
-            if not name.endswith(f".{self.family.block}") or not hasattr(block, "experts"):
-                continue
-            moe = MoELayer(**self._arguments)
+        blocks = [
+            (name, block)
+            for name, block in model.named_modules()
+            if name.endswith(f".{self.family.block}") and hasattr(block, "experts")
+        ]
+        router = self._router
+        if not self._has_own_balance:
+            # Theirs takes sums over choices and means over layers with experts; ours takes shares, and layers add up.
+            coefficient = getattr(self.config, "router_aux_loss_coef", 0.0) * router.top_k / max(1, len(blocks))
+            router = replace(router, aux_loss_coef=coefficient)
+        for name, block in blocks:
+            moe = MoELayer(**self._arguments | {"router": router})
             model.set_submodule(name, SparseBlock(moe, replaced=block, returns_scores=self.family.returns_scores))
             self.layers[name] = moe
 

@@ -72,13 +72,11 @@ class Family:
                     f"{name}={found!r} of this {config.model_type} checkpoint is not known: {value!r} is"
                 )
         top_k = config.num_experts_per_tok
-        # Theirs multiplies sums over choices and means over layers; ours takes shares, and every layer adds its own.
-        coefficient = getattr(config, "router_aux_loss_coef", 0.0) * top_k / config.num_hidden_layers
         return {
             "d_model": config.hidden_size,
             "d_expert": getattr(config, self.d_expert),
             "num_experts": getattr(config, self.num_experts),
-            "router": {"top_k": top_k, "aux_loss_coef": coefficient, **self.router(config)},
+            "router": {"top_k": top_k, **self.router(config)},
             "activation": "swiglu",
             "selection_bias": self.selection_bias is not None,
             **self.options,
