@@ -174,7 +174,7 @@ def _held(module: nn.Module) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("strategy", "turns"),
     [
-        ({"dense": "hsdp", "shard_size": 2}, 8),
+        ({"dense": "hsdp", "shard_size": 2}, 16),
         slow({"dense": "hsdp", "shard_size": 2}, 50),
         slow({"mesh": {"tp": 2}}, 50),
         slow({"mesh": {"cp": 2}}, 50),
