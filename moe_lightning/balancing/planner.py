@@ -168,9 +168,9 @@ class LayerPlanner:
         average = self.forecast.average
         return {"load": self.load.tolist(), "average": None if average is None else average.tolist()}
 
-    def load_state(self, load: IntArray, average: list[list[int]] | None) -> None:
+    def load_state(self, load: list[int], average: list[list[int]] | None) -> None:
         """Continue from a state; the average only if it is of as many experts and ranks."""
-        self.load = load.copy()
+        self.load = np.array(load, dtype=np.int64)
         known = None if average is None else np.array(average, dtype=np.int64)
         fits = known is not None and known.shape == self._placement.pairs.shape
         self.forecast.average = known if fits else None
@@ -431,31 +431,30 @@ class BalancePlanner:
     def state_dict(self) -> dict[str, Any]:
         """Plain values: loads and forecasts. Plans are made again after a restart."""
         states = [self._threads.result(self._threads.submit(layer.state_dict)) for layer in self._layers]
-        return {
-            "loads": [state["load"] for state in states],
-            "averages": [state["average"] for state in states],
-            "interval": self._interval,
-        }
+        return {"layers": states, "interval": self._interval}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state, also one of another number of ranks: then only loads are taken over.
 
         New placements are due at once, since a restart begins with the first ones.
 
+        Args:
+            state: as of `state_dict`; None for a layer whose state is unknown.
+
         Raises:
-            ConfigurationError: the state of a model with other layers or experts.
+            ConfigurationError: the state of a model with other experts.
         """
-        loads = np.array(state["loads"], dtype=np.int64)
-        expected = (len(self._layers), self._placements[0].num_experts)
-        if loads.shape != expected:
+        num_experts, known = self._placements[0].num_experts, [own for own in state["layers"] if own is not None]
+        if other := next((len(own["load"]) for own in known if len(own["load"]) != num_experts), None):
             raise ConfigurationError(
-                f"the balancer's state is of {loads.shape} (layers, experts), but the model has {expected}: "
-                "resume with the model that wrote the checkpoint"
+                f"the balancer's state is of {other} experts, but the model has {num_experts}: resume with the model "
+                "that wrote the checkpoint"
             )
         # 0 comes from a run that placed nothing
         self._interval, self._wait = int(state["interval"]) or min(FIRST_REBALANCE, self.policy.rebalance_every), 1
-        for layer, load, average in zip(self._layers, loads, state["averages"], strict=True):
-            self._threads.result(self._threads.submit(layer.load_state, load, average))
+        for layer, own in zip(self._layers, state["layers"], strict=True):
+            if own is not None:
+                self._threads.result(self._threads.submit(layer.load_state, own["load"], own["average"]))
 
 
 def block_with_sums_s(tokens_EN: IntArray, placement: Placement, costs: BlockCosts) -> float:

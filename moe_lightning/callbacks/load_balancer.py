@@ -1,19 +1,19 @@
 """Load balancer: expert migration, shadow experts, and shares of tokens and samples by measured loads and speeds.
 
-A rank plans for the MoE layers of its pipeline stage. The saved state is of all layers, whatever the mesh:
-{"loads": [L][E], "averages": [L], "interval": steps}.
+A rank plans for the MoE layers of its pipeline stage. The saved state is of all layers that a rank knows, whatever the
+mesh: {"num_layers": L, "interval": steps, "layers": {"NUMBER": {"load": [E], "average": [E][N] or None}}}.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -47,62 +47,18 @@ from moe_lightning.strategies.worlds import ExpertParallelCallback
 State = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnLayers:
-    """All layers, or those of the pipeline stages on this rank.
+class OwnLayers(NamedTuple):
+    """Numbers of the MoE layers that a rank plans for, among all of the model."""
 
-    Attributes:
-        numbers: which of the model's.
-        total: layers of the model.
-    """
-
-    numbers: tuple[int, ...]
-    total: int
-
-    def part(self, state: State) -> State:
-        """Return the part of a state that belongs to these layers.
-
-        Raises:
-            ConfigurationError: the state of a model with other layers.
-        """
-        if len(state["loads"]) != self.total:
-            raise ConfigurationError(
-                f"the balancer's state is of {len(state['loads'])} MoE layers, but the model has {self.total}: resume "
-                "with the model that wrote the checkpoint"
-            )
-        return state | {name: [state[name][number] for number in self.numbers] for name in ("loads", "averages")}
-
-    def whole(self, own: State, known: State | None) -> State:
-        """A state of all layers: of these as they say, of the others as it was known, or nothing.
-
-        Args:
-            own: of these layers.
-            known: of all layers of some model.
-        """
-        if known is None or len(known["loads"]) != self.total:
-            nothing = [0] * len(own["loads"][0]) if own["loads"] else []
-            known = {"loads": [nothing] * self.total, "averages": [None] * self.total}
-        state = own | {name: list(known[name]) for name in ("loads", "averages")}
-        for at, number in enumerate(self.numbers):
-            for name in ("loads", "averages"):
-                state[name][number] = own[name][at]
-        return state
+    numbers: tuple[int, ...] = ()
+    total: int = 0
 
 
-def together(states: Sequence[tuple[Sequence[int], State | None]], total: int) -> State | None:
-    """Merge the states of ranks: of each layer the one of the first rank that plans for it, else of the first rank that
-    has any.
-
-    Args:
-        states: of each rank the layers that it plans for, and its state of all layers.
-        total: layers of the model.
-    """
-    known = next((state for _, state in states if state is not None), None)
-    for numbers, state in reversed(states):
-        if state is not None and numbers:
-            layers = OwnLayers(numbers=tuple(numbers), total=total)
-            known = layers.whole(layers.part(state), known)
-    return known
+def merged(states: Iterable[State | None]) -> State | None:
+    """Merge states of layers; where several know a layer the first one counts."""
+    known = [state for state in states if state]
+    layers = {number: own for state in reversed(known) for number, own in state["layers"].items()}
+    return known[0] | {"layers": layers} if known else None
 
 
 def balanced_ranks(strategy: ExpertParallelStrategy, ranks_per_node: int | None) -> Cluster:
@@ -379,8 +335,8 @@ class LoadBalancer(ExpertParallelCallback):
         self.planner: BalancePlanner | None = None
         self.follower: SpeedFollower | None = None
         self.last_shadow_transfers: StepShadowTransfers | None = None
-        self._layers = OwnLayers(numbers=(), total=0)
-        self._restored: dict[str, Any] | None = None
+        self._layers = OwnLayers()
+        self._restored: State | None = None
         self._rates, self._counts = OwnRates(), StepCounts()
         self._since_log = SinceLog()
 
@@ -401,7 +357,7 @@ class LoadBalancer(ExpertParallelCallback):
             return  # nothing to balance
         cluster = balanced_ranks(strategy, self._ranks_per_node)
         policy = replace(self._policy, min_replicas=min_replicas(strategy, self._min_replicas))
-        self._layers = OwnLayers(numbers=tuple(stages.numbers), total=len(stages.layers))
+        self._layers = OwnLayers(tuple(stages.numbers), len(stages.layers))
         numbered = dict(zip(self._layers.numbers, layers, strict=True))
         world, dtype, is_pipeline = strategy.world.stage, strategy.shadow_dtype, stages.num_stages > 1
         costs = self._costs.begin(numbered, world, dtype, times_dense=not is_pipeline)
@@ -409,7 +365,7 @@ class LoadBalancer(ExpertParallelCallback):
         planner = BalancePlanner(policy, cluster, strategy.experts.placements, costs, timeout_s)
         self._set_planner(planner)
         if self._restored is not None:
-            planner.load_state_dict(self._layers.part(self._restored))
+            planner.load_state_dict(self._own_part(self._restored))
         self.follower = SpeedFollower(self._speed_policy, strategy, self._rates)
         self.follower.begin()
         planner.set_speeds(self.follower.experts.speeds)
@@ -438,15 +394,14 @@ class LoadBalancer(ExpertParallelCallback):
         """
         strategy, planner = _strategy(trainer), self.planner
         costs = self._costs.known if planner is None else dict(zip(self._layers.numbers, planner.costs, strict=True))
-        numbers = () if planner is None else self._layers.numbers
         listed = [[number, block.to_json()] for number, block in costs.items()]
-        told = all_gather_json([listed, numbers, self.state_dict() or None], strategy.world)
+        told = all_gather_json([listed, self._own_state(), self._restored], strategy.world)
         self._stop()
         self._set_planner(None)
-        size, total = strategy.world.stage.size, len(strategy.state.stages.layers)
+        size = strategy.world.stage.size
         known = {number: block for listed, *_ in reversed(told) for number, block in listed}
         self._costs.resume({number: BlockCosts.from_json(block, size) for number, block in known.items()})
-        self._restored = together([(numbers, state) for _, numbers, state in told], total)
+        self._restored = merged([*(own for _, own, _ in told), *(known for *_, known in told)])
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -465,11 +420,30 @@ class LoadBalancer(ExpertParallelCallback):
             self._timeline_path.parent.mkdir(parents=True, exist_ok=True)
             self._timeline_path.write_text(picture)
 
+    def _own_state(self) -> State | None:
+        """Return the state of the layers that this rank plans for; None if it plans for none."""
+        if self.planner is None:
+            return None
+        own = self.planner.state_dict()
+        layers = dict(zip(map(str, self._layers.numbers), own["layers"], strict=True))
+        return own | {"num_layers": self._layers.total, "layers": layers}
+
+    def _own_part(self, state: State) -> State:
+        """Return the part of a state that the planner of this rank loads.
+
+        Raises:
+            ConfigurationError: the state of a model with other layers.
+        """
+        if state["num_layers"] != self._layers.total:
+            raise ConfigurationError(
+                f"the balancer's state is of {state['num_layers']} MoE layers, but the model has {self._layers.total}: "
+                "resume with the model that wrote the checkpoint"
+            )
+        return state | {"layers": [state["layers"].get(str(number)) for number in self._layers.numbers]}
+
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self.planner is None:
-            return self._restored or {}
-        return self._layers.whole(self.planner.state_dict(), self._restored)
+        return merged([self._own_state(), self._restored]) or {}
 
     @override
     def on_save_checkpoint(
@@ -480,8 +454,7 @@ class LoadBalancer(ExpertParallelCallback):
         stages = strategy.state.stages
         if self.planner is None or stages.num_stages == 1 or strategy.is_left_alone:
             return
-        told = all_gather_json([self._layers.numbers, self.state_dict()], stages.pipe)
-        self._restored = together(told, self._layers.total)
+        self._restored = merged([*all_gather_json(self._own_state(), stages.pipe), self._restored])
         checkpoint["callbacks"][self.state_key] = self._restored
 
     @override

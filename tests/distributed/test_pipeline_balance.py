@@ -279,8 +279,9 @@ def test_a_balancers_state_is_of_all_stages(tmp_path: Path) -> None:
     run_ranks(4, partial(saving, model=model, strategy=strategy, steps=5, save_to=str(path)))
     states = torch.load(path, weights_only=True)["callbacks"]
     (state,) = (state for name, state in states.items() if name.startswith("LoadBalancer"))
-    assert all(sum(load) > 0 for load in state["loads"])
-    assert [np.shape(average) for average in state["averages"]] == [(NUM_EXPERTS, 2)] * 4
+    assert sorted(state["layers"]) == ["0", "1", "2", "3"]
+    assert all(sum(own["load"]) > 0 for own in state["layers"].values())
+    assert {np.shape(own["average"]) for own in state["layers"].values()} == {(NUM_EXPERTS, 2)}
     alone = run_ranks(1, partial(saving, model=model, strategy={}, steps=8, ckpt_path=str(path)))[0]["losses"]
     for ranks, mesh in ((4, strategy), (4, strategy | INTERLEAVED), (2, {"slots": 4})):
         for result in run_ranks(ranks, partial(saving, model=model, strategy=mesh, steps=8, ckpt_path=str(path))):

@@ -135,7 +135,7 @@ def test_callbacks_forget_another_training() -> None:
     telemetry.on_fit_start(unused, unused)
     assert not telemetry._health._shares
     balancer = LoadBalancer()
-    balancer.load_state_dict({"loads": [[1]], "averages": [None], "interval": 8})
+    balancer.load_state_dict({"num_layers": 1, "interval": 8, "layers": {"0": {"load": [1], "average": None}}})
     balancer.setup(unused, unused, "fit")
     assert balancer.state_dict() == {}
 

@@ -23,7 +23,7 @@ from moe_lightning.balancing.rules import (
     plan_shadows,
     replan_placement,
 )
-from moe_lightning.callbacks.load_balancer import OwnLayers, together
+from moe_lightning.callbacks.load_balancer import LoadBalancer, OwnLayers, merged
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
 
@@ -207,26 +207,22 @@ def test_costs_travel_as_json() -> None:
 # What balancers of several stages know together of all layers.
 
 
-FIRST, SECOND = OwnLayers(numbers=(0, 2), total=4), OwnLayers(numbers=(1, 3), total=4)
-
-
-def of(*loads: int) -> dict[str, object]:
-    return {"loads": [[load] for load in loads], "averages": [None] * len(loads), "interval": 8}
+def of(**loads: int) -> dict[str, object]:
+    layers = {number[1:]: {"load": [load], "average": None} for number, load in loads.items()}
+    return {"num_layers": 4, "interval": 8, "layers": layers}
 
 
 def test_of_each_layer_those_who_plan_for_it_are_believed() -> None:
-    first, second = FIRST.whole(of(10, 12), of(1, 2, 3, 4)), SECOND.whole(of(11, 13), None)
-    assert first == of(10, 2, 12, 4)
-    assert second == of(0, 11, 0, 13)
-    newcomer: tuple[tuple[int, ...], None] = ((), None)
-    known = together([newcomer, (FIRST.numbers, first), (SECOND.numbers, second)], 4)
-    assert known == of(10, 11, 12, 13)
-    assert known is not None
-    assert SECOND.part(known) == of(11, 13)
-    assert together([newcomer, ((), first)], 4) == first
-    assert together([newcomer], 4) is None
+    first, second, known = of(n0=10, n2=12), of(n1=11, n3=13), of(n0=1, n1=2, n2=3, n3=4)
+    assert merged([first, known]) == of(n0=10, n1=2, n2=12, n3=4)
+    assert merged([None, first, second, known, None]) == of(n0=10, n1=11, n2=12, n3=13)
+    assert merged([first, of(n0=20) | {"interval": 16}]) == first
+    assert merged([None, {}, known]) == known
+    assert merged([None]) is None
 
 
 def test_the_state_of_another_model_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="of 2 MoE layers, but the model has 4"):
-        FIRST.part(of(1, 2))
+    balancer = LoadBalancer()
+    balancer._layers = OwnLayers((0,), 2)
+    with pytest.raises(ConfigurationError, match="of 4 MoE layers, but the model has 2: resume with"):
+        balancer._own_part(of(n0=1))
