@@ -38,7 +38,7 @@ from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.placed_experts import stages_of
 from moe_lightning.strategies.train_state import TrainState
-from moe_lightning.strategies.worlds import ExpertParallelCallback, FixedWorld
+from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 
 def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float) -> None:
@@ -195,9 +195,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._save_on_train_end, self._timeout_s = save_on_train_end, timeout_s
         self.session: CheckpointSession | None = None
         self.lost = LostTokens(self._settings)
-        self._strategy: ExpertParallelStrategy | None = None
         self._growth, self._times = StateGrowth(), StepTimes()
-        self._is_interrupted = self._is_saving = self._experts_moved = False
+        self._is_elastic = self._is_interrupted = self._is_saving = self._experts_moved = False
         # The step of the last checkpoint, at which its window began; None: no step has begun in this world yet. Ranks
         # then end the last one, each what it has left of it, so a checkpoint would be begun by some of them only.
         self._saved_at: int | None = None
@@ -238,14 +237,14 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._saved_at = trainer.global_step
         self._times = StepTimes()
-        assert isinstance(trainer.strategy, ExpertParallelStrategy)
-        self._strategy = trainer.strategy
+        strategy = _strategy(trainer)
+        self._is_elastic = strategy.worlds.is_elastic
         if self._settings.lossless:
-            self._strategy.state.require_replayable()
-        if not self._strategy.worlds.is_elastic and self._strategy.state.restored is not None:
+            strategy.state.require_replayable()
+        if not self._is_elastic and strategy.state.restored is not None:
             self._settings = self._asked
             self.lost = LostTokens(self._settings)  # of the state that was restored
-        if self._strategy.worlds.is_elastic:  # a rank that joined for the end saves with those that were there
+        if self._is_elastic:  # a rank that joined for the end saves with those that were there
             self._is_interrupted = self.session is None
 
     @override
@@ -296,15 +295,14 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._settings = self._asked  # ranks that join have measured nothing
         self._experts_moved, self._saved_at = False, None
         self._is_interrupted = True
-        strategy = own_strategy(trainer, "PartialExpertsCheckpoint")
+        strategy = _strategy(trainer)
         rolled_back = strategy.elastic.has_rolled_back
         self.lost.enter_world(strategy.state.stages, strategy.world, has_rolled_back=rolled_back)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """The ledger, for a rank that joins a running world; checkpoints hold it in a place of their own."""
-        is_elastic = self._strategy is not None and self._strategy.worlds.is_elastic
-        return self.lost.state_dict() if is_elastic and not self._is_saving else {}
+        return self.lost.state_dict() if self._is_elastic and not self._is_saving else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -342,7 +340,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self.lost.counts.add(stages_of(trainer))
         is_update = not private_lightning.is_accumulating(trainer)
         if is_update:
-            self.lost.counts.end_step(is_skipped=self._strategy is not None and self._strategy.update.is_skipped)
+            self.lost.counts.end_step(is_skipped=_strategy(trainer).update.is_skipped)
         if self._windows is not None:
             (self._windows.updated if is_update else self._windows.end_batch)()
         saved_at = self._saved_at
@@ -359,7 +357,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
 
     def _keeps_nothing(self, trainer: pl.Trainer) -> bool:
         """True if the state is not complete yet after a restore, or Lightning only runs a sanity check."""
-        is_replaying = self._strategy is not None and self._strategy.state.window_replay is not None
+        is_replaying = _strategy(trainer).state.window_replay is not None
         return is_replaying or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
     def _interval(self) -> int:
@@ -370,8 +368,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
 
     def save(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, full: bool = False) -> None:
         """Begin a checkpoint now, between two steps; every rank must call it."""
-        strategy = trainer.strategy
-        assert isinstance(strategy, ExpertParallelStrategy)
+        strategy = _strategy(trainer)
         strategy.steps.state_check.before_save(trainer.global_step)
         self.lost.counts.join_stages(strategy.state.stages)
         if self._experts_moved:
@@ -432,6 +429,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             objects=self._objects(strategy, is_first=True),
             ledger_bytes=0 if ledger is None else ledger.largest_dump_bytes,
             layout=strategy.elastic.protection(),
+            is_broken=lambda: strategy.elastic.is_broken,
         )
         if not strategy.worlds.is_elastic:
             self._world_number = self.session.world_number
@@ -444,8 +442,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def _adapt(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy) -> None:
         session = self.session
         assert session is not None
-        has_experts = self.lost.checkpoint_ledger is not None
-        if not self._settings.adapts or session.adapted is not None or not has_experts or not session.has_saved:
+        if not self._settings.adapts or self.lost.checkpoint_ledger is None:
             return
         if session.adapt(overlap_s=self._times.overlap_s, step_s=self._times.step_s):
             contents = session.contents
@@ -489,6 +486,9 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def _close(self, *, wait: bool) -> None:
         session, self.session = self.session, None
         if session is not None:
-            elastic = FixedWorld() if self._strategy is None else self._strategy.elastic
-            status = session.close(timeout_s=self._timeout_s, wait=wait, is_broken=lambda: elastic.is_broken)
+            status = session.close(timeout_s=self._timeout_s, wait=wait)
             self.best_model_path = self.last_model_path = status.committed_path or ""
+
+
+def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
+    return own_strategy(trainer, "PartialExpertsCheckpoint")

@@ -93,12 +93,11 @@ class CheckpointSession:
         snapshotter: copies.
         protector: of snapshots; None: they are not protected.
         windows: what schedules the copies; None where they go on at any time.
+        is_broken: returns True once a rank of the world is lost: its parts may never come.
 
     Attributes:
         contents, windows: as given.
         adapted: what the measured times suggested; None before.
-        world_number: under which this session saves.
-        has_saved: True if a checkpoint was begun.
     """
 
     def __init__(
@@ -110,13 +109,18 @@ class CheckpointSession:
         snapshotter: Snapshotter,
         protector: Protector | None,
         windows: CopyWindows | None,
+        is_broken: Callable[[], bool],
     ) -> None:
-        self._world, self._root, self.contents, self.windows = world, root, contents, windows
-        self._session, self._arenas, self._agent = opening.session, opening.arenas, opening.agent
-        self._snapshotter, self._protector, self.world_number = snapshotter, protector, opening.world_number
+        self._world, self._root, self.contents, self._opening, self.windows = world, root, contents, opening, windows
+        self._snapshotter, self._protector, self._is_broken = snapshotter, protector, is_broken
         self._unprotected: int | None = None
         self.adapted: AdaptiveConfiguration | None = None
-        self.has_saved = False
+        self._has_saved = False
+
+    @property
+    def world_number(self) -> int:
+        """Number of the world under which this session saves."""
+        return self._opening.world_number
 
     @classmethod
     def open(
@@ -129,6 +133,7 @@ class CheckpointSession:
         objects: Mapping[str, Any],
         ledger_bytes: int,
         layout: ProtectionLayout | None,
+        is_broken: Callable[[], bool],
     ) -> CheckpointSession:
         """Reserve memory, start this node's agent, and end all sessions of older worlds; collective.
 
@@ -137,6 +142,7 @@ class CheckpointSession:
             objects: this rank's objects of the moment, to reserve room for those that it will save.
             ledger_bytes: room for the ledger, which rank 0 saves as well.
             layout: protection of snapshots; None: none.
+            is_broken: returns True once a rank of the world is lost.
 
         Raises:
             ConfigurationError: memory for the arenas is missing, or the directory belongs to another run.
@@ -164,7 +170,7 @@ class CheckpointSession:
         protector = Protector(snapshotter.arena, layout, world) if layout is not None else None
         if protector is not None:
             snapshotter.on_published = protector.prepare
-        return cls(world, place.root, contents, opening, snapshotter, protector, windows)
+        return cls(world, place.root, contents, opening, snapshotter, protector, windows, is_broken)
 
     # ------------------------------------------------------------------ saving
 
@@ -194,9 +200,9 @@ class CheckpointSession:
         )
         if chosen.until is None:
             self._unprotected = step
-        self.has_saved = True
-        if self._agent is not None:
-            self._agent.ensure()
+        self._has_saved = True
+        if self._opening.agent is not None:
+            self._opening.agent.ensure()
 
     @property
     def in_window(self) -> bool:
@@ -243,7 +249,7 @@ class CheckpointSession:
 
     def _has_committed(self, step: int) -> bool:
         status = self.status()
-        return status.committed_session == self._session and (status.committed_step or -1) >= step
+        return status.committed_session == self._opening.session and (status.committed_step or -1) >= step
 
     @property
     def last_report(self) -> SnapshotReport | None:
@@ -252,17 +258,19 @@ class CheckpointSession:
 
     def status(self) -> AgentStatus:
         """Last report of this node's agent."""
-        return read_status(self._arenas)
+        return read_status(self._opening.arenas)
 
     def adapt(self, *, overlap_s: float, step_s: float) -> bool:
         """Choose K_snapshot, K_persist and the interval from the times of the full checkpoint, the slowest rank's.
         Collective.
 
         Returns:
-            False while the first checkpoint is not committed on every node yet.
+            False: no checkpoint was begun, they are chosen already, or the first one is not committed on every node.
         """
+        if self.adapted is not None or not self._has_saved:
+            return False
         report, status = self._snapshotter.finish(), self.status()
-        committed = report is not None and status.committed_session == self._session
+        committed = report is not None and status.committed_session == self._opening.session
         own_bytes = [self.contents.rank_bytes(k) for k in range(1, self.contents.num_experts + 1)]
         times = [int(committed), report.copy_s if report else 0.0, status.persist_s, overlap_s, step_s, own_bytes]
         gathered = all_gather_json(times, self._world)
@@ -282,15 +290,10 @@ class CheckpointSession:
 
     def mark_damaged(self, step: int) -> None:
         """Record that what this session has saved since a step may hold damaged memory."""
-        mark_damaged(self._root, self._session, step)
+        mark_damaged(self._root, self._opening.session, step)
 
-    def close(
-        self, *, timeout_s: float, wait: bool = True, is_broken: Callable[[], bool] = lambda: False
-    ) -> AgentStatus:
+    def close(self, *, timeout_s: float, wait: bool = True) -> AgentStatus:
         """Publish what is being copied; with `wait`, let the agent commit it and leave.
-
-        Args:
-            is_broken: whether the world broke meanwhile: the parts of lost ranks may never come.
 
         Raises:
             RuntimeError: the running copy failed.
@@ -306,15 +309,15 @@ class CheckpointSession:
             self._snapshotter.close()
         if not wait:
             return self.status()
-        newest = self._snapshotter.newest_step
+        newest, agent = self._snapshotter.newest_step, self._opening.agent
         began = time.monotonic()
         deadline = began + timeout_s
         while newest is not None and not self._has_committed(newest):
             check_world(self._root, self.world_number)
-            if is_broken():
+            if self._is_broken():
                 raise WorldCutError(f"a rank was lost while the checkpoint of step {newest} was written")
             status = self.status()
-            gone = self._agent is not None and not self._agent.runs
+            gone = agent is not None and not agent.runs
             if time.monotonic() > deadline or gone:
                 reason = status.error or ("its process has ended" if gone else "it did not answer")
                 before = status.committed_step
@@ -326,10 +329,10 @@ class CheckpointSession:
             time.sleep(pause_s(self._root))
         status = self.status()
         all_gather_json(0, self._world)  # every rank of the node has read the status
-        if self._agent is not None:
-            self._agent.leave(max(1.0, deadline - time.monotonic()))
-            if not any(self._arenas.glob(ARENAS)):
-                shutil.rmtree(self._arenas)
+        if agent is not None:
+            agent.leave(max(1.0, deadline - time.monotonic()))
+            if not any(self._opening.arenas.glob(ARENAS)):
+                shutil.rmtree(self._opening.arenas)
         return status
 
 

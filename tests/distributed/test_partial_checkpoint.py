@@ -273,7 +273,7 @@ class SessionLog(pl.Callback):
         if trainer.global_rank == 0 and session is not None:
             report = session._snapshotter.finish()
             with self.path.open("a") as file:
-                file.write(json.dumps([trainer.global_step, session._session, report.copied_bytes]) + "\n")  # type: ignore[union-attr]
+                file.write(json.dumps([trainer.global_step, session._opening.session, report.copied_bytes]) + "\n")  # type: ignore[union-attr]
 
 
 class ReplaceExperts(pl.Callback):

@@ -298,7 +298,8 @@ def closing(path: Path, **changes: Any) -> Any:
     status = changes.pop("status", AgentStatus())
     return SimpleNamespace(
         _snapshotter=snapshotter, _protector=None, _has_committed=lambda step: False, _root=path, world_number=1,
-        _agent=SimpleNamespace(runs=changes.pop("runs", True)), status=lambda: status,
+        _opening=SimpleNamespace(agent=SimpleNamespace(runs=changes.pop("runs", True))), status=lambda: status,
+        _is_broken=lambda: False,
     )  # fmt: skip
 
 
@@ -333,7 +334,9 @@ def test_a_copy_that_failed_neither_keeps_the_arena_open_nor_hides_the_error_tha
     protector: Any = SimpleNamespace(close=lambda: closed.append("protector"))
     contents: Any = None
     saver = PartialExpertsCheckpoint(str(tmp_path / "checkpoints"))
-    saver.session = CheckpointSession(World.single(), tmp_path, contents, opening, snapshotter, protector, None)
+    saver.session = CheckpointSession(
+        World.single(), tmp_path, contents, opening, snapshotter, protector, None, lambda: False
+    )
 
     def refuse(*_: Any) -> None:
         raise OSError("no space left")
