@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -24,7 +25,7 @@ from moe_lightning.callbacks.lost_tokens import LostTokens
 from moe_lightning.checkpoint.agent_handle import warnings_of
 from moe_lightning.checkpoint.arena import fallback_directory
 from moe_lightning.checkpoint.contents import SnapshotContents
-from moe_lightning.checkpoint.directory import checkpoints, enter_world, next_world, run_of
+from moe_lightning.checkpoint.directory import WorldMark, checkpoints, run_of
 from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.policy import CheckpointSettings, Order
 from moe_lightning.checkpoint.session import CheckpointSession, SavingPlace
@@ -200,7 +201,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         # The step of the last checkpoint, at which its window began; None: no step has begun in this world yet. Ranks
         # then end the last one, each what it has left of it, so a checkpoint would be begun by some of them only.
         self._saved_at: int | None = None
-        self._world_number = 0  # of this start of a run in which worlds do not change, once it has one
+        self._mark = WorldMark(self._root)
 
     # ------------------------------------------------------------------ resuming
 
@@ -229,9 +230,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         elastic = strategy.elastic
         is_waiting = elastic.is_newcomer or (strategy.worlds.is_elastic and elastic.members is None)
         if not is_waiting and strategy.is_global_zero and run_of(self._root) is not None:
-            number = strategy.world.generation or self._world_number or next_world(self._root)
-            enter_world(self._root, number)
-            self._world_number = 0 if strategy.worlds.is_elastic else number
+            self._mark.leave(strategy.world.generation)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -423,7 +422,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
                 root=self._root,
                 name=self._run_name,
                 node=strategy.elastic.node,
-                world_number=strategy.world.generation or self._world_number,
+                leave_mark=partial(self._mark.leave, strategy.world.generation),
             ),
             self._settings,
             objects=self._objects(strategy, is_first=True),
@@ -431,8 +430,6 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             layout=strategy.elastic.protection(),
             is_broken=lambda: strategy.elastic.is_broken,
         )
-        if not strategy.worlds.is_elastic:
-            self._world_number = self.session.world_number
         if restored is not None:
             self.lost.restore(restored)
         self.lost.choose_k(trainer, contents, interval=self._interval())

@@ -35,7 +35,7 @@ from functools import lru_cache
 import xxhash
 
 from moe_lightning.checkpoint.manifest import MANIFEST, Manifest
-from moe_lightning.checkpoint.storage import storage_of
+from moe_lightning.checkpoint.storage import absolute, storage_of
 from moe_lightning.checkpoint.storage.interface import Place, Stat, exists
 from moe_lightning.errors import CheckpointError
 
@@ -310,6 +310,34 @@ def enter_world(root: Place, world: int) -> None:
             match = pattern.fullmatch(name)
             if match and int(match[1] or 0) < world:
                 storage.delete(root / name)
+
+
+class WorldMark:
+    """Mark under which the worlds of this start of a run save to a directory; rank 0 leaves it for all.
+
+    Args:
+        root: directory of the checkpoints.
+    """
+
+    def __init__(self, root: Place) -> None:
+        self._root, self._number = root, 0
+
+    def leave(self, generation: int) -> int:
+        """Leave the mark of a world, see `enter_world`, and return its number.
+
+        Args:
+            generation: of the world; 0 where worlds do not change: it gets a number of its own, the same in every call.
+
+        Raises:
+            Superseded: a newer world was here first.
+            OSError: the storage failed.
+        """
+        root = absolute(self._root)
+        if generation == 0:
+            self._number = self._number or next_world(root)
+        number = generation or self._number
+        enter_world(root, number)
+        return number
 
 
 def make_staging(root: Place, session: str, step: int, world: int) -> Place:

@@ -27,7 +27,7 @@ from moe_lightning.checkpoint.arena import (
 )
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.contents import MeasuredTimes, SnapshotContents
-from moe_lightning.checkpoint.directory import check_world, claim, enter_world, mark_damaged, next_world, run_of
+from moe_lightning.checkpoint.directory import check_world, claim, mark_damaged, run_of
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
@@ -54,13 +54,13 @@ class SavingPlace:
         root: directory of the checkpoints.
         name: of the run; names the arenas.
         node: name of the node where several may share a machine; else empty.
-        world_number: of this world (`directory.py`), rank 0's counts; 0: the next one that the directory has not seen.
+        leave_mark: on rank 0, leaves the mark of this world in `root`, and returns its number (`directory.WorldMark`).
     """
 
     root: Place
     name: str
     node: str
-    world_number: int
+    leave_mark: Callable[[], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +116,6 @@ class CheckpointSession:
         self._unprotected: int | None = None
         self.adapted: AdaptiveConfiguration | None = None
         self._has_saved = False
-
-    @property
-    def world_number(self) -> int:
-        """Number of the world under which this session saves."""
-        return self._opening.world_number
 
     @classmethod
     def open(
@@ -313,7 +308,7 @@ class CheckpointSession:
         began = time.monotonic()
         deadline = began + timeout_s
         while newest is not None and not self._has_committed(newest):
-            check_world(self._root, self.world_number)
+            check_world(self._root, self._opening.world_number)
             if self._is_broken():
                 raise WorldCutError(f"a rank was lost while the checkpoint of step {newest} was written")
             status = self.status()
@@ -351,8 +346,7 @@ def _agree(world: World, place: SavingPlace, settings: CheckpointSettings, neede
             agent, folder = _start_agent(place, settings, run, sum(int(opening[rank][0]) for rank in node_peers))
             room = str(folder)
         if world.rank == 0:
-            number = place.world_number or next_world(place.root)
-            enter_world(place.root, number)
+            number = place.leave_mark()
             began = number, f"{max(time.time_ns() // 1000, 1000 * number):020d}"
     answers = all_gather_json([room, began], world)
     number, session = answers[0][1]

@@ -297,8 +297,9 @@ def closing(path: Path, **changes: Any) -> Any:
     snapshotter = SimpleNamespace(give_up=lambda: None, newest_step=20, close=lambda: None)
     status = changes.pop("status", AgentStatus())
     return SimpleNamespace(
-        _snapshotter=snapshotter, _protector=None, _has_committed=lambda step: False, _root=path, world_number=1,
-        _opening=SimpleNamespace(agent=SimpleNamespace(runs=changes.pop("runs", True))), status=lambda: status,
+        _snapshotter=snapshotter, _protector=None, _has_committed=lambda step: False, _root=path,
+        _opening=SimpleNamespace(agent=SimpleNamespace(runs=changes.pop("runs", True)), world_number=1),
+        status=lambda: status,
         _is_broken=lambda: False,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ import pytest
 
 from moe_lightning.checkpoint.directory import (
     Superseded,
+    WorldMark,
     check_world,
     enter_world,
     make_staging,
@@ -182,6 +183,17 @@ def test_marks_only_grow_and_a_lower_world_is_refused_in_a_sentence(root: Path) 
     enter_world(root, next_world(root))
     assert [path.name for path in root.glob(".world-*")] == [f".world-{newest_world(root)}"]
     assert STORAGE.owner(STORAGE.staging(root, "s-1", 12, 9)) == (9, "s-1", 12)
+
+
+def test_worlds_that_do_not_change_save_under_one_number_until_the_run_is_started_again(root: Path) -> None:
+    mark = WorldMark(root)
+    number = mark.leave(0)
+    assert mark.leave(0) == number == newest_world(root)
+    again = WorldMark(root)
+    assert again.leave(0) > number
+    with pytest.raises(Superseded):
+        mark.leave(0)
+    assert again.leave(10**15) == 10**15 == newest_world(root), "the generation of an elastic world"
 
 
 def test_a_lock_of_an_older_world_holds_nobody_up(root: Path) -> None:
