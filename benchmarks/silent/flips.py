@@ -97,7 +97,7 @@ class Flips(pl.Callback):
         self.alarms: list[str] = []
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        check: Any = trainer.strategy.steps.state_check  # type: ignore[attr-defined]
+        check: Any = trainer.strategy.update.state_check  # type: ignore[attr-defined]
         repair = check._repair
 
         def watched(found: Sequence[Any], step: int) -> None:
@@ -184,7 +184,7 @@ class Costs(pl.Callback):
         now, step = time.process_time(), trainer.global_step
         if (step - 1) % TURN > 1:  # the first of a turn may be checked in part
             self.seconds[(step - 1) // TURN % 2 == 0].append(now - self._began)
-        check: Any = getattr(trainer.strategy.steps, self._check)  # type: ignore[attr-defined]
+        check: Any = getattr(trainer.strategy.update, self._check)  # type: ignore[attr-defined]
         check._schedule._every = int(step // TURN % 2 == 0)
         self._began = time.process_time()
 

@@ -151,7 +151,7 @@ class Faults(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._wrong.__enter__()  # type: ignore[no-untyped-call]
-        check: Any = trainer.strategy.steps.arithmetic_check  # type: ignore[attr-defined]
+        check: Any = trainer.strategy.update.arithmetic_check  # type: ignore[attr-defined]
         own = check.before_update
 
         def watched() -> str:

@@ -229,10 +229,9 @@ class FaultRecovery(ExpertParallelCallback):
         strategy = _strategy(trainer)
         if strategy.elastic.change_is_due:
             raise WorldChanged(MEMBERS_CHANGE)
-        steps = strategy.steps
         faults = {
-            "its memory was damaged": steps.state_check.times_damaged,
-            "it computed wrong": steps.arithmetic_check.times_wrong,
+            "its memory was damaged": strategy.update.state_check.times_damaged,
+            "it computed wrong": strategy.update.arithmetic_check.times_wrong,
         }
         for fault, times in faults.items():
             if times >= _MOST_FAULTS:

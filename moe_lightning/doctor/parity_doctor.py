@@ -245,7 +245,7 @@ class ParityDoctor(Callback):
         self._is_own = isinstance(strategy, ExpertParallelStrategy)
         self._world = strategy.world if self._is_own else World.before_setup(strategy.root_device)  # type: ignore[attr-defined]
         if isinstance(strategy, ExpertParallelStrategy):
-            strategy.steps.state_check.stop()  # it would end the run before replicas that differ are explained
+            strategy.update.state_check.stop()  # it would end the run before replicas that differ are explained
         loader = one_process_loader(trainer) if self._is_own else None
         self._loader = loader if trainer.is_global_zero else None
         is_low = "16" in str(trainer.precision)

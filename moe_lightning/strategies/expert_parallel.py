@@ -225,13 +225,8 @@ class ExpertParallelStrategy(DDPStrategy):
         self.state = TrainState(
             self.worlds, dense=options.dense, max_slots=options.slots, on_host=options.offload_optimizer
         )
-        self.steps = Steps(
-            self.worlds,
-            self.state,
-            check_state_every=options.check_state_every,
-            check_arithmetic_every=options.check_arithmetic_every,
-        )
-        self.update = StepUpdate(self.worlds, self.state, self.steps, options.stop_on_nan)
+        self.update = StepUpdate(self.worlds, self.state, options)
+        self.steps = Steps(self.worlds, self.state, self.update.screened)
         self._dense_sum = DenseGradientSum(options.ddp, self.update.check_own_norm)
         self._hangs = HangWatch(options.hang_report_s)
         self.checkpoints = Checkpoints(self.worlds, self.state)
@@ -584,7 +579,7 @@ class ExpertParallelStrategy(DDPStrategy):
         for parameter in self.state.shards.unowned:  # no optimizer of this rank clears what a former fit has left
             parameter.grad = None
         self.checkpoints.begin_training()
-        self.steps.begin_training()
+        self.update.begin_training()
         follow_schedule(self.state.trainer)
         private_lightning.end_resumed_epochs(self.state.trainer)
 
@@ -828,6 +823,7 @@ class ExpertParallelStrategy(DDPStrategy):
             self.model = self.lightning_module
             self.configure_ddp()
         self.update.finite.begin_batch(self.state.module)
+        self.update.before_step()
         with self.steps.training(args), self.state.shards.whole_groups():
             if self._pipeline is not None:
                 return self._pipeline.train(self.precision_plugin.train_step_context, args)
@@ -846,7 +842,7 @@ class ExpertParallelStrategy(DDPStrategy):
     @property
     def last_gradient_norm(self) -> Tensor | None:
         """Gradient norm of the last clipped step, over the whole model."""
-        return self.steps.gradients.last_norm
+        return self.update.gradients.last_norm
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -890,7 +886,7 @@ class ExpertParallelStrategy(DDPStrategy):
                 output = super().optimizer_step(optimizer, closure, model, **kwargs)
         state.shards.broadcast_updates(optimizer)
         state.after_update(optimizer)
-        self.steps.state_check.after_update()
+        self.update.state_check.after_update()
         elastic.commit()
         self._hangs.enter("callbacks and data", state.trainer.global_step)
         return output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,15 @@ from torch.optim import Optimizer
 
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.state.tensors import local
+from moe_lightning.strategies.arithmetic_check import ArithmeticCheck
 from moe_lightning.strategies.checks import require_separate_updates
-from moe_lightning.strategies.gradients import norm_of, scale_gradients
+from moe_lightning.strategies.gradients import Gradients, norm_of, scale_gradients
+from moe_lightning.strategies.options import RunOptions
 from moe_lightning.strategies.precision import AgreedScaler, own_scale, share_scale
+from moe_lightning.strategies.state_check import StateCheck
 from moe_lightning.strategies.step_data import samples_of
-from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import TrainState
-from moe_lightning.strategies.watch import NORM_STEPS, FiniteWatch, OwnNumbers, StopOnNan, UpdateSkipped, dense_values
+from moe_lightning.strategies.watch import NORM_STEPS, FiniteWatch, OwnNumbers, UpdateSkipped, dense_values
 from moe_lightning.strategies.worlds import FixedWorld, Worlds
 
 if TYPE_CHECKING:
@@ -32,20 +35,24 @@ class StepUpdate:
     Args:
         worlds: the present world.
         state: parameters, gradients and optimizers of this rank.
-        steps: their clipping and comparison between ranks, and the checks of state and arithmetic.
-        stop_on_nan: see ExpertParallelStrategy.
+        options: of the run.
 
     Attributes:
+        gradients: clipping of gradients, and their comparison between ranks.
+        state_check: check of the state in memory.
+        arithmetic_check: check of matrix products.
         finite: check of losses and gradients.
         own: recent losses and gradients of this rank.
         is_skipped: the last update was left out or replaced.
         losses: of the micro-batches of the running step that have samples of this rank, divided by their number.
     """
 
-    def __init__(self, worlds: Worlds, state: TrainState, steps: Steps, stop_on_nan: StopOnNan | None) -> None:
-        self._worlds, self._state, self._gradients = worlds, state, steps.gradients
-        self._check_gradients = steps.check_update
-        self.finite = FiniteWatch(stop_on_nan)
+    def __init__(self, worlds: Worlds, state: TrainState, options: RunOptions) -> None:
+        self._worlds, self._state = worlds, state
+        self.gradients = Gradients(worlds, state)
+        self.state_check = StateCheck(worlds, state, every=options.check_state_every)
+        self.arithmetic_check = ArithmeticCheck(worlds, state, every=options.check_arithmetic_every)
+        self.finite = FiniteWatch(options.stop_on_nan)
         self.own = OwnNumbers()
         self.is_skipped = False
         self.losses: list[Tensor] = []
@@ -57,8 +64,8 @@ class StepUpdate:
     def begin(self, precision: Precision) -> None:
         """Scale losses and clip gradients for all ranks, until `end`."""
         self._scaler = share_scale(precision, self._worlds, self._state.parameters_of)
-        private_lightning.clip_with(precision, self._clip, self._gradients.clip_by_value)
-        private_torch.clip_norms_by(self._gradients.norms_for_clipping, scale_gradients)
+        private_lightning.clip_with(precision, self._clip, self.gradients.clip_by_value)
+        private_torch.clip_norms_by(self.gradients.norms_for_clipping, scale_gradients)
 
     def end(self, precision: Precision) -> None:
         """Give the precision plugin, and torch's clipping, their own methods back."""
@@ -79,8 +86,24 @@ class StepUpdate:
             require_separate_updates(optimizers, self._state.experts.stack_of)
         self._num_groups = num_groups
 
+    def begin_training(self) -> None:
+        """Begin a training, or go on after a recovery."""
+        self.state_check.begin_training()
+        self.arithmetic_check.begin_training()
+
+    def before_step(self) -> None:
+        """Begin the checks that are due in the step of this micro-batch; collective then."""
+        step = self._state.trainer.global_step
+        self.state_check.before_step(step)
+        self.arithmetic_check.before_step(step)
+
+    def screened(self) -> AbstractContextManager[object]:
+        """Return the context of a forward or backward pass: in a step that is checked products are screened."""
+        return self.arithmetic_check.products or nullcontext()
+
     def forget_step(self) -> None:
         """Forget the running step, which will be repeated."""
+        self.gradients.forget_writers()
         self.finite.forget_step()
         self.losses.clear()
         self._replacement = None
@@ -139,8 +162,8 @@ class StepUpdate:
             self._check_update(optimizer)
         is_bad = self.finite.is_skipped(state.module, self._worlds.present)
         if not (is_bad or overflows):
-            self._gradients.require_same_gradients(optimizer)
-            if damage := self._check_gradients(optimizer):
+            self.gradients.require_same_gradients(optimizer)
+            if damage := self._damage(optimizer):
                 elastic.repeat_step(damage)
                 is_bad = True
         self.is_skipped = is_bad or overflows or replacement is not None
@@ -161,10 +184,23 @@ class StepUpdate:
         elastic.begin_update()
         begin()
 
+    def _damage(self, optimizer: Optimizer) -> str:
+        """Check the state, gradients and arithmetic before an update, in steps in which that is due; collective then.
+
+        Returns:
+            What was found, in words: the gradients are not to be used. Empty: nothing, or it is repaired.
+
+        Raises:
+            StateDamagedError: on every rank, damage that no rank can repair.
+        """
+        damage = self.state_check.before_update(optimizer)
+        wrong = self.arithmetic_check.before_update() if self.arithmetic_check.products is not None else ""
+        return damage or wrong
+
     def _clip(self, optimizer: Optimizer, most: float) -> None:
         """Clip by the norm of the whole model, and check that it is finite before gradients are scaled by it."""
         self._clipped = self._state.number_of(optimizer)
-        self._gradients.clip(optimizer, most, partial(self._check_norm, optimizer, is_used=True))
+        self.gradients.clip(optimizer, most, partial(self._check_norm, optimizer, is_used=True))
 
     def _check_update(self, optimizer: Optimizer) -> None:
         """Check the gradients of an update, unless clipping has."""

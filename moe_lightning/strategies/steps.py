@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from moe_lightning.compat import private_torch
 from moe_lightning.data.sampler import StepSlice
@@ -25,10 +24,7 @@ from moe_lightning.moe.randomness import SampleStream
 from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.sequence import SequenceParts
 from moe_lightning.state.tensors import local
-from moe_lightning.strategies.arithmetic_check import ArithmeticCheck
 from moe_lightning.strategies.dummy_batches import nothing_of, without_traces
-from moe_lightning.strategies.gradients import Gradients
-from moe_lightning.strategies.state_check import CheckInterval, StateCheck
 from moe_lightning.strategies.step_data import begin_batch, running_slice, training_slice
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
@@ -186,49 +182,30 @@ class Steps:
     Args:
         worlds: the present world, whose ranks share a batch.
         state: the state of this rank, with its gradients.
-        check_state_every: steps after which all state is checked, see `StateCheck`.
-        check_arithmetic_every: steps after which products are checked, see `ArithmeticCheck`.
+        screened: returns a context for a forward or backward pass, see `StepUpdate.screened`.
 
     Attributes:
         stream: position of keyed randomness.
         sequences: this rank's part of each sample's positions.
-        gradients: clipping of gradients, and their comparison between ranks.
-        state_check: check of the state in memory.
-        arithmetic_check: check of matrix products.
         batch: samples of the running batch; None if the loader has no position, and between batches.
         is_blocked: others follow the running micro-batch in its step: nothing is summed over ranks yet.
         is_dummy_batch: the batch that runs, or ran last, has no sample of this rank.
     """
 
     def __init__(
-        self,
-        worlds: Worlds,
-        state: TrainState,
-        *,
-        check_state_every: CheckInterval,
-        check_arithmetic_every: CheckInterval,
+        self, worlds: Worlds, state: TrainState, screened: Callable[[], AbstractContextManager[object]]
     ) -> None:
-        self._worlds, self._state = worlds, state
+        self._worlds, self._state, self._screened = worlds, state, screened
         self._weights = StepWeights()
         self.is_blocked = False
         self.stream = SampleStream()
         self.sequences = SequenceParts()
-        self.gradients = Gradients(worlds, state)
-        self.state_check = StateCheck(worlds, state, every=check_state_every)
-        self.arithmetic_check = ArithmeticCheck(worlds, state, every=check_arithmetic_every)
         self.batch: StepSlice | None = None
         self.is_dummy_batch = False
-
-    def begin_training(self) -> None:
-        """Begin a training, or go on after a recovery."""
-        self.gradients.forget_writers()
-        self.state_check.begin_training()
-        self.arithmetic_check.begin_training()
 
     def leave_world(self) -> None:
         """Abort the running step."""
         self.is_blocked, self.batch = False, None
-        self.gradients.forget_writers()
         self.sequences.leave_world()
 
     def draw_noise(self) -> None:
@@ -244,8 +221,6 @@ class Steps:
     def training(self, arguments: object) -> Generator[None, None, None]:
         """Prepare and end the forward pass of a micro-batch with these arguments."""
         trainer, module = self._state.trainer, self._state.module
-        self.state_check.before_step(trainer.global_step)
-        self.arithmetic_check.before_step(trainer.global_step)
         self._state.parts.broadcast_buffers(self._worlds.present.stage)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
@@ -301,23 +276,6 @@ class Steps:
         self.batch = None
         self.stream.is_dummy_batch = False
         self.sequences.leave()
-
-    def _screened(self) -> AbstractContextManager[object]:
-        """Context in which the products of a step that is checked are screened."""
-        return self.arithmetic_check.products or nullcontext()
-
-    def check_update(self, optimizer: Optimizer) -> str:
-        """Check the state, gradients and arithmetic before an update, in steps in which that is due; collective then.
-
-        Returns:
-            What was found, in words: the gradients are not to be used. Empty: nothing, or it is repaired.
-
-        Raises:
-            StateDamagedError: on every rank, damage that no rank can repair.
-        """
-        damage = self.state_check.before_update(optimizer)
-        wrong = self.arithmetic_check.before_update() if self.arithmetic_check.products is not None else ""
-        return damage or wrong
 
     # ------------------------------------------------------------------ losses
 

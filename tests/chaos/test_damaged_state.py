@@ -90,7 +90,7 @@ class KilledWhenFound(pl.Callback):
             (self._folder / f"kill-{trainer.global_rank}").write_text(str(trainer.global_step))
             os.kill(os.getpid(), signal.SIGKILL)
 
-        trainer.strategy.steps.state_check._error = die  # type: ignore[attr-defined]
+        trainer.strategy.update.state_check._error = die  # type: ignore[attr-defined]
 
 
 def flipped_and_killed(folder: Path) -> list[pl.Callback]:

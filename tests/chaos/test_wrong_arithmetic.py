@@ -79,7 +79,7 @@ class KilledInCheck(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, ExpertParallelStrategy)
-        check: Any = strategy.steps.arithmetic_check
+        check: Any = strategy.update.arithmetic_check
         exchanged = check._exchanged
 
         def killed(own: Any) -> Any:

@@ -53,7 +53,7 @@ def fit(rank: int, world_size: int, faulty: int, steps: range, every: int) -> tu
         warnings.simplefilter("always")
         trainer.fit(OwnModule(), DataLoader(RandomTokens(96), batch_size=12))
     logging.getLogger("moe_lightning").removeHandler(warned)
-    times = trainer.strategy.steps.arithmetic_check.times_wrong  # type: ignore[attr-defined]
+    times = trainer.strategy.update.arithmetic_check.times_wrong  # type: ignore[attr-defined]
     return times, [*warned.lines, *(line for each in caught if "computed" in (line := str(each.message)))]
 
 

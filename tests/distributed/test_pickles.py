@@ -22,7 +22,6 @@ def test_a_trainer_is_pickled(strategy: Options) -> None:
     one = stock_trainer(strategy=ExpertParallelStrategy(**strategy), max_steps=3)
     other = pickle.loads(pickle.dumps(one))  # noqa: S301
     assert other.strategy.state is not one.strategy.state
-    assert other.strategy.update._gradients is other.strategy.steps.gradients
     assert vars(other.strategy).keys() == vars(one.strategy).keys()
     assert other.strategy.worlds.axes == one.strategy.worlds.axes
 

@@ -322,7 +322,7 @@ class FlipBits(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step != 2:
             return
-        check, world = trainer.strategy.steps.state_check, trainer.strategy.world  # type: ignore[attr-defined]
+        check, world = trainer.strategy.update.state_check, trainer.strategy.world  # type: ignore[attr-defined]
         assert not differing(check._sums(), world)
         draw = np.random.default_rng(world.rank)
         for number in range(self.flips):
