@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from moe_lightning.checkpoint.arena import (
     arena_directory,
     arena_path,
     arenas_name,
-    capacity_of,
     fallback_directory,
 )
 from moe_lightning.checkpoint.commit import dump_object
@@ -32,14 +31,13 @@ from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
 from moe_lightning.checkpoint.snapshot_protection import Protector
-from moe_lightning.checkpoint.snapshotter import CopyWindows, SnapshotReport, Snapshotter
+from moe_lightning.checkpoint.snapshotter import CopyWindows, SnapshotReport, Snapshotter, arena_room
 from moe_lightning.checkpoint.storage import absolute, pause_s
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.errors import CheckpointError, WorldCutError
 from moe_lightning.parallel.collectives import all_gather_json, failing_together
 from moe_lightning.parallel.context import World
-from moe_lightning.state.pieces import StatePiece, describe
 
 _LEAST_OBJECT_BYTES = 1 << 20
 _OBJECT_GROWTH = 4
@@ -145,7 +143,7 @@ class CheckpointSession:
         largest = max((len(dump_object(value)) for value in objects.values()), default=0)
         object_bytes = max(_LEAST_OBJECT_BYTES, _OBJECT_GROWTH * largest, ledger_bytes if world.rank == 0 else 0)
         num_objects = len(objects) + 1  # and the ledger
-        needed_bytes = _needed_bytes(contents.reserved.values(), [object_bytes] * num_objects)
+        needed_bytes = arena_bytes(*arena_room(contents.reserved.values(), num_objects, object_bytes))
         place = replace(place, root=absolute(place.root))
         opening = _agree(world, place, settings, needed_bytes)
         on_one_node = len(world.node_peers) == world.size
@@ -365,10 +363,3 @@ def _start_agent(
     agent = AgentHandle(arenas, root, keep_last=settings.keep_last, poll_s=2 * pause_s(root))
     agent.begin()
     return agent, arenas
-
-
-def _needed_bytes(pieces: Iterable[StatePiece], object_bytes: Sequence[int]) -> int:
-    """Bytes of an arena with room for all pieces and objects."""
-    described = [describe(piece, version=0, group="") for piece in pieces]
-    capacity = capacity_of([*(piece.nbytes for piece in described), *object_bytes])
-    return arena_bytes(capacity, (1 << 20) + 1024 * len(described))

@@ -22,7 +22,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -370,14 +370,10 @@ class Snapshotter:
                     f"{name}={value!r} becomes part of file names: use letters, digits, '.', '_', '-'"
                 )
         live = _live(state)
-        pieces = [describe(piece, version=0, group="") for piece in live]
         self._index = partial(SnapshotIndex, run=run, session=session, rank=rank, world=world, world_size=world_size)
         self._object_bytes = object_bytes
-        self.arena = Arena.create(
-            path,
-            capacity=capacity_of([*(p.nbytes for p in pieces), *[object_bytes] * objects]),
-            table_bytes=_table_estimate(pieces, objects),
-        )
+        capacity, table_bytes = arena_room(live, objects, object_bytes)
+        self.arena = Arena.create(path, capacity=capacity, table_bytes=table_bytes)
         self._device = next((p.tensor.device for p in live if p.tensor.device.type != "cpu"), None)
         self._staging = Staging() if self._device is not None else None
         self._windows = windows
@@ -660,9 +656,13 @@ def _live(state: Mapping[str, torch.Tensor | StatePiece]) -> list[StatePiece]:
     return [value if isinstance(value, StatePiece) else StatePiece.of(key, value) for key, value in state.items()]
 
 
-def _table_estimate(pieces: list[Piece], objects: int) -> int:
-    """Room for a table: what the pieces take as JSON with long numbers, and 256 KiB for the manifest's `extra`."""
+def arena_room(state: Iterable[StatePiece], objects: int, object_bytes: int) -> tuple[dict[int, int], int]:
+    """Return the capacity of an arena for this state and so many objects, and the bytes of a table of it: what the
+    pieces take as JSON with long numbers, and 256 KiB for the manifest's `extra`.
+    """
+    pieces = [describe(piece, version=0, group="") for piece in state]
+    capacity = capacity_of([*(p.nbytes for p in pieces), *[object_bytes] * objects])
     at = Location(data_offset=1 << 40)
     widest = [replace(p, version=10**12, group="x" * 32, xxh3="f" * 16, location=at, due=10**12) for p in pieces]
     table = SnapshotIndex(run="", session="", step=0, rank=0, world_size=0, placed=tuple(widest))
-    return -(-(len(table.dump()) + 512 * objects + (256 << 10)) // 4096) * 4096
+    return capacity, -(-(len(table.dump()) + 512 * objects + (256 << 10)) // 4096) * 4096
