@@ -387,7 +387,7 @@ class Pipeline:
             self._summary(run) if self._is_last else None, self._world.shape.pp - 1, self._world.pipe
         )
         if backward and not self._is_last:
-            steps.append_weights(weights)
+            steps.weights.append(weights, self._world.device)
         with nullcontext() if batch.count else without_traces(module):
             log_joined(module, logs, batch.count)
         return outcome
@@ -457,7 +457,7 @@ class Pipeline:
         layers = self.cut.chunk_layers(stage)
         self._steps.enter_piece(piece, is_training=run.is_training)
         logs = run.logs if is_last else StepLogs()
-        recording = logs.recording(self._module, piece.count, lambda: self._steps.weight_of_mean)
+        recording = logs.recording(self._module, piece.count, lambda: self._steps.weights.of_mean)
         traces = nullcontext() if piece.count else without_traces(self._module)
         before = self.cut.block_before(stage).carrying(auxiliary.squeeze(0)) if is_last else nullcontext()
         with traces, before, self.cut.flow.of(stage, hidden), recording, run.context():
@@ -484,7 +484,7 @@ class Pipeline:
         """Return the weighted loss of a micro-batch; zero outside of training."""
         loss = outcome.get("loss") if isinstance(outcome, dict) else outcome
         run.outcomes.append(private_torch.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, outcome))
-        weight = self._steps.weight_of_batch
+        weight = self._steps.weights.of_batch
         if weight is not None:
             run.weights.append(weight)
         if not run.is_training:

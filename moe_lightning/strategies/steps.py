@@ -185,6 +185,7 @@ class Steps:
         screened: returns a context for a forward or backward pass, see `StepUpdate.screened`.
 
     Attributes:
+        weights: of the losses of the running step.
         stream: position of keyed randomness.
         sequences: this rank's part of each sample's positions.
         batch: samples of the running batch; None if the loader has no position, and between batches.
@@ -196,7 +197,7 @@ class Steps:
         self, worlds: Worlds, state: TrainState, screened: Callable[[], AbstractContextManager[object]]
     ) -> None:
         self._worlds, self._state, self._screened = worlds, state, screened
-        self._weights = StepWeights()
+        self.weights = StepWeights()
         self.is_blocked = False
         self.stream = SampleStream()
         self.sequences = SequenceParts()
@@ -224,13 +225,13 @@ class Steps:
         self._state.parts.broadcast_buffers(self._worlds.present.stage)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
-        self._weights.begin(self.batch)
+        self.weights.begin(self.batch)
         traces = without_traces(module) if self.stream.is_dummy_batch else nullcontext()
         with self._screened(), traces, self.sequences.watched(training=True):
             yield
         begin_batch(trainer.train_dataloader)  # one that the step itself has fetched
         if self._worlds.present.size > 1:
-            self._weights.warn_of_ignored_targets(arguments, parts=self.sequences.parts)
+            self.weights.warn_of_ignored_targets(arguments, parts=self.sequences.parts)
         if not module.automatic_optimization:
             self._leave()
 
@@ -256,7 +257,7 @@ class Steps:
     def enter_piece(self, piece: StepSlice, *, is_training: bool) -> None:
         """Begin a micro-batch of the running batch."""
         self.enter(piece)
-        self._weights.begin(piece, is_training=is_training)
+        self.weights.begin(piece, is_training=is_training)
 
     def enter(self, batch: StepSlice | None) -> None:
         """Set the samples of the running batch, and the position of keyed randomness."""
@@ -281,32 +282,18 @@ class Steps:
 
     def weigh(self, loss: Tensor, weight: Tensor | float) -> Tensor:
         """See `moe_lightning.moe.losses.global_mean`; collective."""
-        return self._weights.weigh(loss, weight, self.batch, self._worlds.present.stage)
+        return self.weights.weigh(loss, weight, self.batch, self._worlds.present.stage)
 
     def scale_sum(self, loss: Tensor) -> Tensor:
         """See `moe_lightning.moe.losses.global_sum`."""
         shape = self._worlds.present.shape
         copies = 1 if self.batch is None else shape.sharers // shape.cp  # ranks that have summed the same
-        return self._weights.scale_sum(loss, self.batch, self._worlds.present.stage) / copies
+        return self.weights.scale_sum(loss, self.batch, self._worlds.present.stage) / copies
 
     def share(self) -> float | Tensor:
         """Return the weight of the running micro-batch's loss in the step."""
         assert self.batch is not None
-        return self._weights.share(self.batch)
-
-    @property
-    def weight_of_batch(self) -> Tensor | None:
-        """Weight of the running micro-batch over all ranks; None if the step has not set one."""
-        return self._weights.of_batch
-
-    @property
-    def weight_of_mean(self) -> Tensor | None:
-        """Weight of its last mean; None without one."""
-        return self._weights.of_mean
-
-    def append_weights(self, weights: Sequence[float]) -> None:
-        """Append the weights of micro-batches whose losses another rank has weighted."""
-        self._weights.append(weights, self._worlds.present.device)
+        return self.weights.share(self.batch)
 
     def share_of_mean(self, value: Tensor, *, over_all_ranks: bool) -> tuple[Tensor, str]:
         """Return this rank's contribution to a mean over samples, and the operation over ranks: "sum" or "mean".
@@ -328,7 +315,7 @@ class Steps:
         if self.batch is not None and not self._state.module.automatic_optimization:
             share = self.batch.step_share
         elif self.batch is not None:
-            share = self._weights.share(self.batch) * self._state.trainer.accumulate_grad_batches
+            share = self.weights.share(self.batch) * self._state.trainer.accumulate_grad_batches
         if isinstance(share, Tensor):
             return loss * share.to(dtype=loss.dtype, device=loss.device)
         return loss * loss.new_full((), share)  # filled on the device: the host would wait for a copy
@@ -366,7 +353,7 @@ class Steps:
             experts.sum_replica_gradients()
             self._state.parts.sum_rest(self._worlds.present.stage)
             if module.automatic_optimization:
-                self._weights.finish(module)
+                self.weights.finish(module)
         _add_gradients(earlier)
 
 
