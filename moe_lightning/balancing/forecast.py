@@ -212,7 +212,7 @@ class AgreedSpeeds:
         self._node_of = np.array(node_of)
         self.speeds: IntArray = np.full(len(node_of), ONE_SPEED) if speeds is None else speeds
 
-    def take(self, readings: Sequence[Reading]) -> bool:
+    def update(self, readings: Sequence[Reading]) -> bool:
         """Follow the readings that differ from what is agreed by more than their noise; whether any does.
 
         Ranks that know nothing yet count as their node's others do, or else as the median.

@@ -282,7 +282,7 @@ class BalancePlanner:
         self._interval = min(FIRST_REBALANCE, policy.rebalance_every)
         self._wait = self._interval
 
-    def take_dense_times(self, forward_s: Sequence[float], backward_s: Sequence[float]) -> None:
+    def set_dense_times(self, forward_s: Sequence[float], backward_s: Sequence[float]) -> None:
         """Plan with these times of each block's dense layers; the same on every rank, after the same step."""
         self.costs = [
             replace(costs, dense_forward_s=forward, dense_backward_s=backward)

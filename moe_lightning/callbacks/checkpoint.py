@@ -211,12 +211,12 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         if not isinstance(strategy, ExpertParallelStrategy):
             return set()  # `setup` says that it needs another one
 
-        def look() -> bool:
+        def choose() -> bool:
             if trainer.state.fn == "fit":
                 self.enter_root(strategy)
             return bool(checkpoints(self._root))
 
-        return {str(self._root)} if strategy.decide(look) else set()
+        return {str(self._root)} if strategy.decide(choose) else set()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

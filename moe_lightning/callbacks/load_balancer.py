@@ -395,13 +395,13 @@ class LoadBalancer(ExpertParallelCallback):
         strategy, planner = _strategy(trainer), self.planner
         costs = self._costs.known if planner is None else dict(zip(self._layers.numbers, planner.costs, strict=True))
         listed = [[number, block.to_json()] for number, block in costs.items()]
-        told = all_gather_json([listed, self._own_state(), self._restored], strategy.world)
+        gathered = all_gather_json([listed, self._own_state(), self._restored], strategy.world)
         self._stop()
         self._set_planner(None)
         size = strategy.world.stage.size
-        known = {number: block for listed, *_ in reversed(told) for number, block in listed}
+        known = {number: block for listed, *_ in reversed(gathered) for number, block in listed}
         self._costs.resume({number: BlockCosts.from_json(block, size) for number, block in known.items()})
-        self._restored = merged([*(own for _, own, _ in told), *(known for *_, known in told)])
+        self._restored = merged([*(own for _, own, _ in gathered), *(known for *_, known in gathered)])
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -531,7 +531,7 @@ class LoadBalancer(ExpertParallelCallback):
         times = self._costs.end_step()
         if times is not None:
             local = torch.tensor(times, device=trainer.strategy.root_device, dtype=torch.float64)
-            self.planner.take_dense_times(*trainer.strategy.reduce(local, reduce_op="max").tolist())
+            self.planner.set_dense_times(*trainer.strategy.reduce(local, reduce_op="max").tolist())
         if self._following.end_step():
             self.planner.set_speeds(self._following.experts.speeds)
         if private_lightning.logs_now(trainer):

@@ -31,12 +31,12 @@ from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.step_data import first_sampler
 
 _SLOW, _SLOW_STEPS = 0.8, 20
-"""Of the median's speed, and how long a rank must stay below it to be told of."""
+"""Of the median's speed, and how long a rank must stay below it to be reported."""
 
 _WORTH = 1.02
 """Slices change where the longest time then falls by this factor."""
 
-_TOLD_RANKS = 64
+_SHOWN_RANKS = 64
 """Metrics of single ranks, at most."""
 
 
@@ -162,10 +162,10 @@ class SpeedFollower:
     # ------------------------------------------------------------------ a step
 
     def begin_step(self) -> None:
-        """Experts have moved, if they had to: what is known is told with the step's counts."""
+        """Experts have moved, if they had to: what is known is sent with the step's counts."""
         if self._clock is not None:
             dispatcher = self._strategy.experts.layers[0].dispatcher
-            dispatcher.local_word = encode_readings(self.rates.row_s.reading, self.rates.sample_s.reading)
+            dispatcher.local_number = encode_readings(self.rates.row_s.reading, self.rates.sample_s.reading)
 
     def turn(self) -> None:
         """The backward pass begins."""
@@ -188,12 +188,12 @@ class SpeedFollower:
         self._steps += 1
         has_changed = False
         if (self._steps - 1) % self._policy.speeds_every == 0:
-            experts, samples = decode_readings(self._strategy.experts.layers[0].dispatcher.gathered_words)
-            has_changed = self.experts.take(experts)
+            experts, samples = decode_readings(self._strategy.experts.layers[0].dispatcher.gathered_numbers)
+            has_changed = self.experts.update(experts)
             has_changed, samples = self._over_stages(has_changed, samples)
             if has_changed:
                 self._strategy.experts.set_speeds(self.experts.speeds)
-            if self.samples.take(samples):
+            if self.samples.update(samples):
                 self._share_samples()
         self._look_after_stragglers()
         return has_changed
@@ -202,9 +202,9 @@ class SpeedFollower:
         """Combine the stages: True if any has other speeds, so that all plan placements after the same step, and of
         each slice the slowest reading, since its samples pass through all. Collective.
         """
-        told = all_gather_json([has_changed, [reading.bits for reading in samples]], self._stages.pipe)
-        slowest = zip(*([Reading.of(bits) for bits in readings] for _, readings in told), strict=True)
-        return any(changed for changed, _ in told), [max(of, key=lambda one: one.femtoseconds) for of in slowest]
+        gathered = all_gather_json([has_changed, [reading.bits for reading in samples]], self._stages.pipe)
+        slowest = zip(*([Reading.of(bits) for bits in readings] for _, readings in gathered), strict=True)
+        return any(changed for changed, _ in gathered), [max(of, key=lambda one: one.femtoseconds) for of in slowest]
 
     def _share_samples(self) -> None:
         """Cut batches by the agreed speeds, where that pays."""
@@ -251,7 +251,7 @@ class SpeedFollower:
     def metrics(self) -> Iterator[Metric]:
         """balance/rankNN/speed_ratio and balance/straggler_rank."""
         ratios = self.ratios
-        for rank, ratio in enumerate(ratios[:_TOLD_RANKS]):
+        for rank, ratio in enumerate(ratios[:_SHOWN_RANKS]):
             yield Metric(name=f"balance/rank{rank:02d}/speed_ratio", value=ratio)
         slowest = int(np.argmin(ratios))
         yield Metric(name="balance/straggler_rank", value=float(slowest if ratios[slowest] < _SLOW else -1))

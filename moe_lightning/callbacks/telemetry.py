@@ -460,9 +460,9 @@ def reduced(metrics: list[Metric], trainer: pl.Trainer) -> dict[str, float]:
             local = torch.tensor(own, dtype=torch.float64, device=device)
             values |= zip(of_kind, trainer.strategy.reduce(local, reduce_op=kind).tolist(), strict=True)
     if (stages := stages_of(trainer)).num_stages > 1:
-        told = all_gather_json(values, stages.pipe)
-        values = dict(chain.from_iterable(own.items() for own in reversed(told)))
-        values |= {name: max(own[name] for own in told if name in own) for name in names["max"]}
+        gathered = all_gather_json(values, stages.pipe)
+        values = dict(chain.from_iterable(own.items() for own in reversed(gathered)))
+        values |= {name: max(own[name] for own in gathered if name in own) for name in names["max"]}
     return values
 
 

@@ -509,13 +509,13 @@ def agreed_checkpoint(run: Run, config: Mapping[str, Any]) -> str | None:
     if not isinstance(strategy, ExpertParallelStrategy):
         return checkpoint_to_load(config)
 
-    def look() -> str | None:
+    def choose() -> str | None:
         for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, PartialExpertsCheckpoint) and config["task"] == "train":
                 callback.enter_root(strategy)
         return checkpoint_to_load(config)
 
-    return strategy.decide(look)
+    return strategy.decide(choose)
 
 
 def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:

@@ -13,16 +13,16 @@ class DenseSum:
 
     Attributes:
         group: of the ranks.
-        look: called with this rank's gradients before they are summed.
+        check: called with this rank's gradients before they are summed.
     """
 
     group: dist.ProcessGroup
-    look: Callable[[torch.Tensor], None]
+    check: Callable[[torch.Tensor], None]
 
 
 def sum_over_ranks(dense: DenseSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """DDP's all-reduce without its division: the loss of each rank is already its share of the global mean."""
-    dense.look(bucket.buffer())
+    dense.check(bucket.buffer())
     future = dist.all_reduce(bucket.buffer(), group=dense.group, async_op=True).get_future()
     summed: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
     return summed

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["ExpertParallelStrategy"]
 
 
-def __getattr__(name: str) -> Any:  # on first use: rooms below need the seams of this one only
+def __getattr__(name: str) -> Any:  # imported on first use: packages below need its compat users only
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from moe_lightning.strategies import expert_parallel

@@ -185,14 +185,14 @@ class Checkpoints:
         """
         converted: dict[str, Any] | None = None
 
-        def look() -> None:
+        def choose() -> None:
             nonlocal converted
             converted = convert()
 
         if self._worlds.is_joined:
-            decided(look, self._worlds.present)
+            decided(choose, self._worlds.present)
         else:  # a module that is only connected is saved by one rank
-            look()
+            choose()
         return converted
 
     def _plain(self, value: Any, name: str = "") -> Any:
@@ -311,12 +311,12 @@ class Checkpoints:
         self.release()
         own: Checkpoint | None = None
 
-        def look() -> list[Any]:
+        def choose() -> list[Any]:
             nonlocal own
             own, self._leases = _leased(path, report=rank_zero_warn)
             return [str(own.path), own.substitutes]
 
-        place, substitutes = decided(look, world)
+        place, substitutes = decided(choose, world)
         with failing_together(world):
             if own is None:
                 own, self._leases = _leased(place_of(place), report=lambda _: None)
@@ -330,17 +330,17 @@ class Checkpoints:
         self._leases.close()
 
 
-def decided(look: Callable[[], T], world: World) -> T:
+def decided(choose: Callable[[], T], world: World) -> T:
     """Return rank 0's result on every rank; collective.
 
     Args:
-        look: called on rank 0; returns plain values.
+        choose: called on rank 0; returns plain values.
 
     Raises:
         ConfigurationError, CheckpointError: on every rank, the error of rank 0.
     """
     with failing_together(world):
-        found = look() if world.rank == 0 else None
+        found = choose() if world.rank == 0 else None
     answer: T = broadcast_object(found, 0, world)
     return answer
 

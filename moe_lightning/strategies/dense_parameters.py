@@ -283,7 +283,7 @@ class DenseParts:
         if not fits_every_rank(self._state.training_state().dense.values(), most_bytes, world):
             return False
         whole = reshard(self.held(), without_memory(self.blocks(Part())), world)
-        self.leave()
+        self.leave_world()
         self.install(whole, World.single(world.device))
         with self._all_stages():
             for parameter in self._state.module.parameters():
@@ -349,14 +349,14 @@ class DenseParts:
     def abort_step(self, world: World) -> None:
         """Restore rows as between steps when the Trainer stops because of an error. Not collective."""
         if self.is_in_rows and self._state.module.trainer.interrupted:
-            self.leave()
+            self.leave_world()
             dense = self._state.training_state().dense
             if all(is_cut(dense[name]) for name in self.ways()):  # a hook that failed may have replaced some
                 self.install(self.held(), world)
 
     # ------------------------------------------------------------------ from world to world
 
-    def leave(self) -> None:
+    def leave_world(self) -> None:
         """Leave a world that has ended: parts stay, what computes with those of other ranks is removed."""
         self._undo_layers()
         if self.is_in_rows:

@@ -131,9 +131,9 @@ class ChangingStrategy(Protocol):
 
     def set_present(self, world: World) -> None: ...
 
-    def leave(self) -> None: ...
+    def leave_world(self) -> None: ...
 
-    def enter(self, world: World) -> None: ...
+    def enter_world(self, world: World) -> None: ...
 
 
 class RepeatedFaults:
@@ -212,7 +212,7 @@ class ElasticWorlds:
 
     # ------------------------------------------------------------------ joining
 
-    def enter(self, ranks_per_node: int) -> World:
+    def join_first(self, ranks_per_node: int) -> World:
         """Return the first world of this process: joined at once with all others, or, where a run is under way, a place
         to set up in until the fit loop joins it.
         """
@@ -542,7 +542,7 @@ class ElasticWorlds:
         """Abort the old world on all ranks, so that nothing waits on its connections."""
         self._departure = None  # it was granted in that world, for its size; who asked asks again
         self.engine.abort(reason)
-        self._strategy.leave()
+        self._strategy.leave_world()
         destroy_groups()
 
     def _join_and_transfer(self, watch: Stopwatch, *, is_spare: bool) -> tuple[RecoveryPlan, Repair]:
@@ -584,7 +584,7 @@ class ElasticWorlds:
             if plan.level == "live" and plan.stale:
                 call_hook(self._state.module, "on_stale_experts", plan.stale)
             step.receive(plan, world)
-            self._strategy.enter(world)
+            self._strategy.enter_world(world)
             step.restore(is_saved=self.has_rolled_back)
         self.is_newcomer = self.change_is_due = False
         return plan, repair

@@ -315,7 +315,7 @@ class ExpertParallelStrategy(DDPStrategy):
             if engine is not None:
                 carry_objects_without_pickle()
                 self.elastic = elastic = ElasticWorlds(self, engine)
-                self.set_present(elastic.enter(self.num_processes))
+                self.set_present(elastic.join_first(self.num_processes))
         if not self.worlds.is_elastic:
             self._join()
         self._build_groups()
@@ -364,13 +364,13 @@ class ExpertParallelStrategy(DDPStrategy):
         assert self.cluster_environment is not None
         self.worlds.set_present(world, self.cluster_environment)
 
-    def leave(self) -> None:
+    def leave_world(self) -> None:
         """Release everything that belongs to the groups of the present world; values stay."""
         self._hangs.end()
         self.state.averaging.withdraw()
         call_hook(self.state.module, "on_before_experts_move")
         self.model = self._dense_sum.unwrapped(self.state.module)
-        self.state.parts.leave()
+        self.state.parts.leave_world()
         self.steps.leave_world()
         self._forget_step()
 
@@ -381,7 +381,7 @@ class ExpertParallelStrategy(DDPStrategy):
             self._pipeline.forget_step()
         self.update.forget_step()
 
-    def enter(self, world: World) -> None:
+    def enter_world(self, world: World) -> None:
         """Resume in another world, which this rank has joined and whose state it has by now; collective."""
         self.state.forget_update()
         trainer, waits = self.state.trainer, self.worlds.cannot_train(world.size)
@@ -415,17 +415,17 @@ class ExpertParallelStrategy(DDPStrategy):
         value: TBroadcast = broadcast_object(obj, src, self.reachable)
         return value
 
-    def decide(self, look: Callable[[], T]) -> T:
+    def decide(self, choose: Callable[[], T]) -> T:
         """Return rank 0's result on every rank, after joining the other ranks if necessary. Collective.
 
         Args:
-            look: called on rank 0; returns plain values.
+            choose: called on rank 0; returns plain values.
 
         Raises:
             ConfigurationError, CheckpointError: on every rank, the error of rank 0.
         """
         self.meet()
-        return decided(look, self.reachable)
+        return decided(choose, self.reachable)
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
@@ -809,7 +809,7 @@ class ExpertParallelStrategy(DDPStrategy):
         """Move a batch to the device and cut it to this rank's part of each sequence."""
         trainer = private_lightning.trainer_of(self.lightning_module)
         if trainer is not None:
-            self._hangs.enter("forward" if trainer.training else "evaluation", trainer.global_step, is_batch=True)
+            self._hangs.begin_phase("forward" if trainer.training else "evaluation", trainer.global_step, is_batch=True)
         batch = self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
         if trainer is not None and trainer.training:
             begin_batch(trainer.train_dataloader)
@@ -848,7 +848,7 @@ class ExpertParallelStrategy(DDPStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the gradients of the mean over the global batch, summed over replicas before any hook sees them."""
         module, precision = self.state.module, self.precision_plugin
-        self._hangs.enter("backward", self.state.trainer.global_step)
+        self._hangs.begin_phase("backward", self.state.trainer.global_step)
         if not self.steps.is_dummy_batch:
             self.update.check_loss(closure_loss, self.steps.batch)
         weighted = closure_loss if self._pipeline is not None else self.steps.weighted(closure_loss)
@@ -861,7 +861,7 @@ class ExpertParallelStrategy(DDPStrategy):
                 precision.backward(loss, module, optimizer, *args, **kwargs)
         precision.post_backward(loss, module)
         self.post_backward(closure_loss)
-        self._hangs.enter("update", self.state.trainer.global_step)
+        self._hangs.begin_phase("update", self.state.trainer.global_step)
         return closure_loss
 
     @contextmanager
@@ -888,7 +888,7 @@ class ExpertParallelStrategy(DDPStrategy):
         state.after_update(optimizer)
         self.update.state_check.after_update()
         elastic.commit()
-        self._hangs.enter("callbacks and data", state.trainer.global_step)
+        self._hangs.begin_phase("callbacks and data", state.trainer.global_step)
         return output
 
     # ------------------------------------------------------------------ batches outside of training

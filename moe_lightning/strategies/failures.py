@@ -62,10 +62,10 @@ class Failure:
             return
         with suppress(RuntimeError):  # the store has ended: nobody is left to read it
             counts = [private_torch.num_collectives(group) for group in world.all_groups]
-            said = f"failed: {type(error).__name__}: {one_line(error)}; see its traceback"
+            message = f"failed: {type(error).__name__}: {one_line(error)}; see its traceback"
             if isinstance(error, SIGTERMException):
-                said = "got SIGTERM"
-            self._store.set(self._keys[self._rank], json.dumps([said, counts]))
+                message = "got SIGTERM"
+            self._store.set(self._keys[self._rank], json.dumps([message, counts]))
 
     @cached_property
     def is_common(self) -> bool:
@@ -79,8 +79,8 @@ class Failure:
             while not self._store.check(self._keys) and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
             counts = [json.loads(self._store.get(k))[1] for k in self._keys] if self._store.check(self._keys) else []
-            wish = _TOGETHER if counts and all(count == counts[0] for count in counts) else _APART
-            return bytes(self._store.compare_set(f"{self._name}: decision", "", wish)).decode() == _TOGETHER
+            proposal = _TOGETHER if counts and all(count == counts[0] for count in counts) else _APART
+            return bytes(self._store.compare_set(f"{self._name}: decision", "", proposal)).decode() == _TOGETHER
         except RuntimeError:  # as above
             return False
 

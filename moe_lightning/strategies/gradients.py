@@ -181,17 +181,17 @@ class Gradients:
         for gradient in gradients:
             gradient.clamp_(-float(most), float(most))
 
-    def clip(self, optimizer: Optimizer, most: float, look: Callable[[Tensor], None]) -> None:
+    def clip(self, optimizer: Optimizer, most: float, check: Callable[[Tensor], None]) -> None:
         """Clip an optimizer's gradients by the norm of the whole model; collective.
 
         Args:
-            look: called with the norm before gradients are scaled.
+            check: called with the norm before gradients are scaled.
         """
         parameters = self._state.parameters_of(optimizer)
         world = self._worlds.present
         norm = global_gradient_norm(parameters, self._state.experts.stack_of, world.stage, world.pipe)
         self.last_norm = norm
-        look(norm)
+        check(norm)
         scale_gradients(parameters, norm, float(most))
 
     def norms_for_clipping(self, gradients: list[Tensor], order: float) -> list[Tensor]:
@@ -309,11 +309,11 @@ class DenseGradientSum:
 
     Args:
         options: of DistributedDataParallel.
-        look: called with gradients of this rank before they are summed.
+        check: called with gradients of this rank before they are summed.
     """
 
-    def __init__(self, options: Mapping[str, Any], look: Callable[[Tensor], None]) -> None:
-        self._options, self._look = options, look
+    def __init__(self, options: Mapping[str, Any], check: Callable[[Tensor], None]) -> None:
+        self._options, self._check = options, check
         self._ignored: Collection[str] = ()
         self._frozen: Sequence[nn.Parameter] = ()
         self._forward: Mapping[str, Any] | None = None  # the attribute of the module in DDP, if it has its own
@@ -343,7 +343,7 @@ class DenseGradientSum:
             ddp = DistributedDataParallel(model, devices, process_group=world.dense, **self._options)
         self._forward = {name: value for name, value in model.__dict__.items() if name == "forward"}
         assert world.dense is not None
-        ddp.register_comm_hook(DenseSum(world.dense, self._look), sum_over_ranks)
+        ddp.register_comm_hook(DenseSum(world.dense, self._check), sum_over_ranks)
         return ddp
 
     def unwrapped(self, module: nn.Module) -> nn.Module:

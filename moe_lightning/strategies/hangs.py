@@ -281,7 +281,7 @@ class HangWatch:
         self._slow: SlowRankWatch | None = None
         self._bubbles: _Bubbles | None = None
 
-    def enter(self, phase: StepPhase, step: int, *, is_batch: bool = False) -> None:
+    def begin_phase(self, phase: StepPhase, step: int, *, is_batch: bool = False) -> None:
         """Record that a phase of a step begins.
 
         Args:

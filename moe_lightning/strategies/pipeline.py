@@ -379,7 +379,7 @@ class Pipeline:
                     pipe.run(backward=backward)
             finally:
                 self._run = None
-                steps.enter(batch)
+                steps.begin_batch(batch)
         self.last_loss = torch.stack(run.losses).sum() if run.losses else None
         for layer, seen in run.statistics.items():
             layer.join_statistics(seen)
@@ -431,7 +431,7 @@ class Pipeline:
         their shape.
         """
         quiet = StepLogs().recording(self._module, 0, lambda: None)
-        self._steps.enter_piece(run.pieces[0], is_training=run.is_training)
+        self._steps.begin_micro_batch(run.pieces[0], is_training=run.is_training)
         with (
             without_traces(self._module),
             preserved_generators(self._module.device),
@@ -455,7 +455,7 @@ class Pipeline:
         piece, is_last = run.pieces[micro], stage == self.cut.num_stages - 1
         hidden, auxiliary = arrived if stage else (None, torch.zeros(1, device=self._world.device))
         layers = self.cut.chunk_layers(stage)
-        self._steps.enter_piece(piece, is_training=run.is_training)
+        self._steps.begin_micro_batch(piece, is_training=run.is_training)
         logs = run.logs if is_last else StepLogs()
         recording = logs.recording(self._module, piece.count, lambda: self._steps.weights.of_mean)
         traces = nullcontext() if piece.count else without_traces(self._module)

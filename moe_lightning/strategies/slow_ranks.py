@@ -268,8 +268,8 @@ def _excess(
     if alike:
         return excess
     work_s = sum(max(0.0, s) for phase, s in excess.items() if phase != _IN_EVERY_STAGE)
-    told = min(1.0, max(0.0, _waits_more(rank, ranks)) * step_s / max(work_s, 1e-9))
-    return {phase: s if phase == _IN_EVERY_STAGE else told * max(0.0, s) for phase, s in excess.items()}
+    share = min(1.0, max(0.0, _waits_more(rank, ranks)) * step_s / max(work_s, 1e-9))
+    return {phase: s if phase == _IN_EVERY_STAGE else share * max(0.0, s) for phase, s in excess.items()}
 
 
 def _waits_more(rank: int, ranks: Sequence[RankTimeline]) -> float:

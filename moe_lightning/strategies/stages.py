@@ -782,7 +782,7 @@ class StageTransfer(StateTransfer):
         """Transfer to the ranks that stay the stages that they will hold, see `StateTransfer`."""
         self._state.shards.hand_over(staying, world)
         stages, ranks = self._stages, self._stages.ranks_in(staying)
-        self._state.parts.leave()
+        self._state.parts.leave_world()
         placements = [stack.placement for stack in stages.stacks(self._state.experts)]
         held = held_states(placements) if placements else np.zeros((0, 0, world.size), dtype=np.bool_)
         options: dict[str, Any] = {"nodes": nodes, "min_replicas": min_replicas, "max_slots": self._state.max_slots}

@@ -120,7 +120,7 @@ class StepUpdate:
         step = trainer.global_step
         self.losses.append(loss.detach())
         self.own.add_loss(loss, 0 if batch is None else batch.count)
-        self.finite.look(
+        self.finite.check_loss(
             loss, lambda: f"on rank {rank} in the step after step {step}{samples_of(batch, trainer.train_dataloader)}"
         )
 
@@ -223,4 +223,4 @@ class StepUpdate:
         step, world = self._state.trainer.global_step, self._worlds.present
         ranks = "" if world.size == 1 else f"summed over {world.size} ranks, "
         where = f"{ranks}in the step after step {step}"
-        self.finite.look_at_update(norm, named, where, world, is_used=is_used)
+        self.finite.check_gradients(norm, named, where, world, is_used=is_used)

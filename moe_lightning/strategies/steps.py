@@ -224,7 +224,7 @@ class Steps:
         trainer, module = self._state.trainer, self._state.module
         self._state.parts.broadcast_buffers(self._worlds.present.stage)
         self.sequences.require_targets(arguments)
-        self.enter(training_slice(trainer.train_dataloader))
+        self.begin_batch(training_slice(trainer.train_dataloader))
         self.weights.begin(self.batch)
         traces = without_traces(module) if self.stream.is_dummy_batch else nullcontext()
         with self._screened(), traces, self.sequences.watched(training=True):
@@ -233,7 +233,7 @@ class Steps:
         if self._worlds.present.size > 1:
             self.weights.warn_of_ignored_targets(arguments, parts=self.sequences.parts)
         if not module.automatic_optimization:
-            self._leave()
+            self._end_batch()
 
     def evaluate(self, step: Callable[..., Any], loaders: object, *args: Any, **kwargs: Any) -> Any:
         """Run a batch of validation or test."""
@@ -243,7 +243,7 @@ class Steps:
     def predict(self, step: Callable[..., Any], loaders: object, *args: Any, **kwargs: Any) -> Any:
         """Run a batch outside of training; the prediction of a dummy batch has no rows."""
         index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else 0)
-        self.enter(running_slice(loaders, index))
+        self.begin_batch(running_slice(loaders, index))
         try:
             if not self.stream.is_dummy_batch:
                 with self.sequences.watched(training=False):
@@ -251,15 +251,15 @@ class Steps:
             with without_traces(self._state.module):
                 return nothing_of(self.sequences.whole(step(*args, **kwargs)))
         finally:
-            self._leave()
+            self._end_batch()
             self._state.parts.reshard()
 
-    def enter_piece(self, piece: StepSlice, *, is_training: bool) -> None:
+    def begin_micro_batch(self, piece: StepSlice, *, is_training: bool) -> None:
         """Begin a micro-batch of the running batch."""
-        self.enter(piece)
+        self.begin_batch(piece)
         self.weights.begin(piece, is_training=is_training)
 
-    def enter(self, batch: StepSlice | None) -> None:
+    def begin_batch(self, batch: StepSlice | None) -> None:
         """Set the samples of the running batch, and the position of keyed randomness."""
         self.batch = batch = batch and replace(batch, parts=self._worlds.present.shape.sharers)
         self.is_dummy_batch = batch is not None and batch.count == 0
@@ -273,7 +273,7 @@ class Steps:
                 total_samples=batch.micro_total,
             )
 
-    def _leave(self) -> None:
+    def _end_batch(self) -> None:
         self.batch = None
         self.stream.is_dummy_batch = False
         self.sequences.leave()
@@ -348,7 +348,7 @@ class Steps:
             self._state.parts.end_backward()
         self._state.parts.drop_frozen()
         if module.automatic_optimization:
-            self._leave()
+            self._end_batch()
         if not self.is_blocked:
             experts.sum_replica_gradients()
             self._state.parts.sum_rest(self._worlds.present.stage)

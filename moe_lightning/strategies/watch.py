@@ -159,7 +159,7 @@ class FiniteWatch:
             ours = set(identical_buffers(module))
             self._buffers = {name: b.detach().clone() for name, b in module.named_buffers() if name not in ours}
 
-    def look(self, loss: Tensor, place: Callable[[], str]) -> None:
+    def check_loss(self, loss: Tensor, place: Callable[[], str]) -> None:
         """Check the loss of a micro-batch.
 
         Args:
@@ -180,7 +180,7 @@ class FiniteWatch:
         """
         self._own.append(norm)
 
-    def look_at_update(
+    def check_gradients(
         self, norm: Tensor, named: Callable[[], Mapping[str, nn.Parameter]], place: str, world: World, *, is_used: bool
     ) -> None:
         """Check the gradients that an optimizer is about to use.
@@ -285,9 +285,9 @@ class FiniteWatch:
                 if self._found is not None:
                     self._warn(self._found)
             elif place is not None and self._watches_spikes and math.isfinite(number):
-                self._look_for_spike(number, place)
+                self._check_spike(number, place)
 
-    def _look_for_spike(self, loss: float, place: Callable[[], str]) -> None:
+    def _check_spike(self, loss: float, place: Callable[[], str]) -> None:
         limit, known = limit_of(self._losses, _SPIKE), len(self._losses)
         self._losses.append(loss)
         if loss <= limit:

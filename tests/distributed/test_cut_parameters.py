@@ -129,7 +129,7 @@ class WorldChanges(pl.Callback):
         before = {unit: {s: t.clone() for s, t in tensors.items()} for unit, tensors in parts.held().items()}
         for turn in range(self.turns):
             fetched = state.transfer.fetch(world, range(world.size), ())
-            strategy.leave()
+            strategy.leave_world()
             parts.install(fetched, world)
             state.forget_update()
             strategy.steps.sequences.enter_world(strategy.world)

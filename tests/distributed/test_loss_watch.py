@@ -361,7 +361,7 @@ def test_a_skipped_update_is_not_the_last_of_a_batch_under_manual_optimization()
     module.automatic_optimization = False
     watch.begin_batch(module)
     for _ in range(2):
-        watch.look(torch.tensor(math.nan), lambda: "somewhere")
+        watch.check_loss(torch.tensor(math.nan), lambda: "somewhere")
         module.running_mean.fill_(5.0)  # type: ignore[union-attr]
         assert watch.is_skipped(module, World.single())  # type: ignore[arg-type]
         assert float(module.running_mean) == 0.0  # type: ignore[arg-type]

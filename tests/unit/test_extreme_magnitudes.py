@@ -43,7 +43,7 @@ def magnitudes(most: int) -> st.SearchStrategy[int]:
 @given(st.lists(magnitudes(10**30), min_size=1, max_size=6))
 def test_speeds_follow_times_of_any_length(femtoseconds: list[int]) -> None:
     agreed = AgreedSpeeds(range(len(femtoseconds)))
-    agreed.take([Reading(femtoseconds=value) for value in femtoseconds])
+    agreed.update([Reading(femtoseconds=value) for value in femtoseconds])
     known = sorted(value for value in femtoseconds if value)
     for speed, value in zip(agreed.speeds.tolist(), femtoseconds, strict=True):
         ratio = Fraction(known[(len(known) - 1) // 2], value) if value else Fraction(1)
@@ -61,7 +61,7 @@ def test_a_sample_may_take_any_time_outside_the_experts(seconds: float) -> None:
     numbers = [encode_readings(Reading(), meter.reading) for meter in meters]
     assert all(0 <= number < 1 << 62 for number in numbers)
     agreed = AgreedSpeeds(range(2))
-    assert agreed.take(decode_readings(numbers)[1])
+    assert agreed.update(decode_readings(numbers)[1])
     assert agreed.speeds[0] / agreed.speeds[1] == pytest.approx(0.5, rel=1e-3)
 
 

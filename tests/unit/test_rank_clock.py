@@ -223,7 +223,7 @@ def follow(seconds: np.ndarray, samples_per_rank: int = 8) -> tuple[AgreedSpeeds
     slices, changed = shares(samples_per_rank * num_ranks, agreed.speeds), []
     for step, row in enumerate(seconds):
         if step % EVERY == 0:
-            agreed.take([meter.reading for meter in meters])
+            agreed.update([meter.reading for meter in meters])
             after = shares(samples_per_rank * num_ranks, agreed.speeds)
             if (slices / agreed.speeds).max() > 1.02 * (after / agreed.speeds).max():
                 changed.append(step)
@@ -298,18 +298,18 @@ def readings(*femtoseconds: int) -> list[Reading]:
 
 def test_newcomers_start_from_their_node_or_the_median() -> None:
     agreed = AgreedSpeeds([0, 0, 1, 1, 2])
-    assert agreed.take(readings(1000, 1000, 2000, 0, 0))
+    assert agreed.update(readings(1000, 1000, 2000, 0, 0))
     assert agreed.speeds.tolist() == [ONE_SPEED, ONE_SPEED, ONE_SPEED // 2, ONE_SPEED // 2, ONE_SPEED]
 
 
 def test_nothing_is_agreed_before_anything_is_known() -> None:
     agreed = AgreedSpeeds([0, 1])
-    assert not agreed.take(readings(0, 0))
-    assert not agreed.take(readings(1000, 1020))  # within its noise
+    assert not agreed.update(readings(0, 0))
+    assert not agreed.update(readings(1000, 1020))  # within its noise
     assert agreed.speeds.tolist() == [ONE_SPEED] * 2
 
 
 def test_a_rank_that_is_ill_has_a_least_speed() -> None:
     agreed = AgreedSpeeds([0, 1, 2])
-    agreed.take(readings(1000, 1000, 10**12))
+    agreed.update(readings(1000, 1000, 10**12))
     assert agreed.speeds.tolist() == [ONE_SPEED, ONE_SPEED, ONE_SPEED // 64]

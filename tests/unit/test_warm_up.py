@@ -34,7 +34,7 @@ def test_a_newcomer_warms_up_before_it_says_that_it_is_ready(monkeypatch: pytest
     monkeypatch.setattr(elastic_worlds, "set_up_data", lambda trainer: None)
     monkeypatch.setattr(elastic_worlds, "warm_up", lambda module, layers, of: done.append(f"warms {of} up"))
     monkeypatch.setattr(elastic_worlds, "destroy_groups", lambda: None)
-    strategy: Any = SimpleNamespace(worlds=Worlds(), state=state, root_device=device, leave=lambda: None)
+    strategy: Any = SimpleNamespace(worlds=Worlds(), state=state, root_device=device, leave_world=lambda: None)
     worlds = ElasticWorlds(strategy, engine)
     worlds.is_newcomer = True
     with pytest.raises(RunFinished):
