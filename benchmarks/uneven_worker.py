@@ -98,7 +98,7 @@ class Only(pl.Callback):
         assert follower is not None
         kept = {"quotas": follower.samples, "slices": follower.experts}.get(self._contender)
         if kept is not None:
-            kept.take = lambda readings: False  # type: ignore[method-assign]
+            kept.update = lambda readings: False  # type: ignore[method-assign]
 
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:

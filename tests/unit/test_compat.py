@@ -144,8 +144,8 @@ OTHERS = {
     "_C", "_IS_INTERACTIVE", "_amp_foreach_non_finite_check_and_unscale_", "_base", "_buffers", "_device_types",
     "_distributed_c10d", "_foreach_mul_", "_foreach_norm", "_get_backend", "_get_sequence_number_for_group",
     "_grouped_mm", "_to_copy", "_group_end", "_group_start", "_parameters", "_pickler", "_subclasses",
-    "_symmetric_memory", "_timeout", "_unpickler", "_version", "_world", "_compiled_call_impl", "_composable",
-    "_current_graph_task_id", "_module_state_mapping", "_orig_cls_mro_index", "_val_check_time_interval",
+    "_symmetric_memory", "_timeout", "_unpickler", "_values", "_version", "_world", "_compiled_call_impl",
+    "_composable", "_current_graph_task_id", "_module_state_mapping", "_orig_cls_mro_index", "_val_check_time_interval",
 }  # fmt: skip
 """Tested below."""
 

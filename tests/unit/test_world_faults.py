@@ -176,7 +176,8 @@ def test_what_a_pipeline_wraps_is_looked_into_and_let_go() -> None:
 
 def test_callbacks_save_on_the_exceptions_of_another_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     saver = SimpleNamespace(save_on_exception=True)
-    monkeypatch.setattr(failures, "Failure", lambda *_: SimpleNamespace(number=0, savers=lambda _: [saver]))
+    failure = SimpleNamespace(number=0, publish=lambda *_: None, savers=lambda _: [saver])
+    monkeypatch.setattr(failures, "Failure", lambda *_: failure)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     worlds: Any = SimpleNamespace(is_joined=True, present=SimpleNamespace(is_connected=True))
     of_trainer, trainer = failures.TrainerFailures(worlds), SimpleNamespace()
