@@ -117,7 +117,11 @@ FEATURES: dict[str, Feature] = {
     "low-rank adapters": Feature(training=Training(module=Adapted)),
     "parameters frozen for a time": Feature(training=Training(module=Unfrozen)),
     "`RecomputeDense`": _callback(RecomputeDense),
-    "recomputed MoE layers": Feature(training=Training(module=Recomputed)),
+    "recomputed MoE layers": Feature(
+        training=Training(
+            module=Recomputed, model={"dropout": 0.1, "router": {"jitter": 0.1}}, reference="one rank", shuffles=True
+        )
+    ),
     "`CompileDense`": _callback(CompileDense),
     "experts that move": replace(
         _callback(lambda: LoadBalancer(rebalance_every=2, calibrate=False)), strategy={"slots": 4}

@@ -30,18 +30,25 @@ class Pipe:
         micros: micro-batches of a run.
         sent: what one stage sends another of a micro-batch: values of its shapes and dtypes.
         compute: what a stage does with a micro-batch.
+        again: called with the number of a micro-batch before its backward pass, which may compute layers again.
         world: the ranks of the stages, by stage.
     """
 
     def __init__(
-        self, schedule: ScheduleName, micros: int, sent: Sequence[Tensor], compute: Compute, world: World
+        self,
+        schedule: ScheduleName,
+        micros: int,
+        sent: Sequence[Tensor],
+        compute: Compute,
+        again: Callable[[int], None],
+        world: World,
     ) -> None:
         self._micros = torch.arange(micros)
         count = STAGES_PER_RANK[schedule] * world.size
         own = range(world.rank, count, world.size)
         self._is_first, self._is_last = own[0] == 0, own[-1] == count - 1
         self._bubbles = _Bubbles(world)
-        stages: list[Any] = [_Stage(number, count, sent, compute, world, self._bubbles) for number in own]
+        stages: list[Any] = [_Stage(number, count, sent, compute, again, world, self._bubbles) for number in own]
         options: dict[str, Any] = {"n_microbatches": micros, "loss_fn": _given, "scale_grads": False}
         if len(stages) == 1:
             kind = Schedule1F1B if micros >= count else ScheduleGPipe
@@ -90,7 +97,14 @@ class _Stage(PipelineStage):
     """One that tells which micro-batch it computes, and lets mistakes through as they are."""
 
     def __init__(
-        self, number: int, count: int, sent: Sequence[Tensor], compute: Compute, world: World, bubbles: _Bubbles
+        self,
+        number: int,
+        count: int,
+        sent: Sequence[Tensor],
+        compute: Compute,
+        again: Callable[[int], None],
+        world: World,
+        bubbles: _Bubbles,
     ) -> None:
         outcome, wire = torch.zeros(()), tuple(sent)
         super().__init__(
@@ -103,7 +117,7 @@ class _Stage(PipelineStage):
             group=world.dense,
         )
 
-        self._part, self._bubbles = part, bubbles
+        self._part, self._again, self._bubbles = part, again, bubbles
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._part.micro = fwd_chunk_id
@@ -112,6 +126,7 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with _bare(), self._bubbles.computing():
+            self._again(bwd_chunk_id)
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 

@@ -419,7 +419,7 @@ class Pipeline:
                 )
             own: dict[str, Any] = {"device": self._world.device, "requires_grad": run.is_training}
             sent = torch.empty(size * max(rows), dtype=hidden.dtype, **own), torch.empty(1, **own)
-            pipe = Pipe(self._schedule, len(rows), sent, self._compute, self._world.pipe)
+            pipe = Pipe(self._schedule, len(rows), sent, self._compute, self._return_to, self._world.pipe)
             self._pipes[key] = pipe, size * max(rows)
             while len(self._pipes) > _MOST_SHAPES:
                 self._pipes.popitem(last=False)
@@ -447,6 +447,11 @@ class Pipeline:
         raise ConfigurationError(
             f"{run.step.__name__} calls none of the blocks at which mesh.pp cuts the model: drop mesh.pp"
         )
+
+    def _return_to(self, micro: int) -> None:
+        """Return to the samples of a micro-batch, whose keyed noise its backward pass may draw again."""
+        assert self._run is not None
+        self._steps.begin_batch(self._run.pieces[micro])
 
     def _compute(self, stage: int, micro: int, arrived: tuple[Tensor, ...]) -> Any:
         """Compute one stage of a micro-batch."""
