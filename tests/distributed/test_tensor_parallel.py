@@ -104,6 +104,25 @@ class Planned(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
+class Rarely(Planned):
+    """The layers that are cut compute samples of one kind only, which some slices of a batch lack."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        h, kind = self.cutter(self.embed(batch[0])), batch[0][:, 0] < 6
+        if kind.any():
+            h = h.index_put((kind,), self.inside(input=h[kind]), accumulate=True)
+        loss = F.cross_entropy(self.out(self.whole(h + self.moe(h))).flatten(0, 1), batch[1].flatten())
+        self.log("train/loss", loss, sync_dist=True)
+        return loss
+
+
+def test_gradients_of_layers_that_some_slices_do_not_use_are_summed() -> None:
+    options: dict[str, Any] = {"own_module": Rarely}
+    (alone,) = run(1, **options)
+    for result in run(4, strategy={**TP2, "find_unused_parameters": True}, **options):
+        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("manual", [slow(False), True])
 def test_a_users_plan_is_followed(manual: bool) -> None:
     options: dict[str, Any] = {
