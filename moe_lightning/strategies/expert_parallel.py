@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -74,7 +74,6 @@ from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.failures import TrainerFailures
 from moe_lightning.strategies.gathered_experts import GatheredExperts, gather_limit
 from moe_lightning.strategies.gradients import DenseGradientSum
-from moe_lightning.strategies.hangs import HangWatch
 from moe_lightning.strategies.launchers import (
     PrivateLauncher,
     WorkerLauncher,
@@ -85,15 +84,17 @@ from moe_lightning.strategies.options import PlacementOptions, RunOptions, check
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
 from moe_lightning.strategies.precision import convert_by_rule
-from moe_lightning.strategies.slow_ranks import SlowRank
 from moe_lightning.strategies.stages import StageState, StageTransfer
 from moe_lightning.strategies.state_check import CheckInterval
-from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation
+from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, require_loss
 from moe_lightning.strategies.step_update import StepUpdate
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import FIXED_GROUPS, StateTransfer, TrainState
 from moe_lightning.strategies.watch import StopOnNan, UpdateSkipped
 from moe_lightning.strategies.worlds import FixedWorld, Worlds, call_hook
+
+if TYPE_CHECKING:
+    from moe_lightning.strategies.slow_ranks import SlowRank
 
 T = TypeVar("T")
 
@@ -219,6 +220,8 @@ class ExpertParallelStrategy(DDPStrategy):
 
     def _begin(self) -> None:
         """Create the attributes of this process and its run."""
+        from moe_lightning.strategies.hangs import HangWatch  # takes a while, and a command that only asks needs none
+
         options = self.options
         self.worlds = Worlds(options.axes, options.shards_of, options.shard_size)
         self.elastic: ElasticWorlds | FixedWorld = FixedWorld()
@@ -827,7 +830,10 @@ class ExpertParallelStrategy(DDPStrategy):
         with self.steps.training(args), self.state.shards.whole_groups():
             if self._pipeline is not None:
                 return self._pipeline.train(self.precision_plugin.train_step_context, args)
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if self.worlds.present.size > 1:
+            require_loss(output, self.state.trainer)
+        return output
 
     @property
     def last_stage_loss(self) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -163,6 +163,21 @@ def is_in_step(trainer: pl.Trainer) -> bool:
     loaders = _step_loaders(trainer.train_dataloader)
     is_waiting = any(loader.current is not None and not loader.has_begun for loader in loaders)
     return is_waiting or private_lightning.is_step_open(trainer)
+
+
+def require_loss(output: object, trainer: pl.Trainer) -> None:
+    """
+    Raises:
+        ConfigurationError: a micro-batch without a loss, after which gradients of others would not be summed over
+            ranks.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    assert trainer.lightning_module is not None
+    if loss is None and trainer.lightning_module.automatic_optimization and trainer.accumulate_grad_batches > 1:
+        raise ConfigurationError(
+            "training_step returned None, and gradients of the step's other micro-batches would be summed over no "
+            "ranks: return 0.0 * loss, or use accumulate_grad_batches=1"
+        )
 
 
 def require_accumulation(trainer: pl.Trainer) -> None:

@@ -146,3 +146,20 @@ def test_what_cannot_be_followed_is_refused() -> None:
     schedule, change = run_pooled(1, refused)[0]
     assert schedule.startswith("GradientAccumulationScheduler changes accumulate_grad_batches among [1, 2]")
     assert change.startswith("accumulate_grad_batches was changed from 1 to 2 within an epoch")
+
+
+class LeavesALossOut(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx % 2 == 0 else None
+
+
+def without_a_loss(rank: int, world_size: int) -> str:
+    trainer = make_trainer(rank, world_size, {}, max_steps=2, accumulate_grad_batches=2)
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(LeavesALossOut(), DataLoader(RandomTokens(36), batch_size=6))
+    return str(caught.value)
+
+
+def test_a_micro_batch_without_a_loss_is_refused_where_gradients_are_summed() -> None:
+    for words in run_pooled(2, without_a_loss):
+        assert words.startswith("training_step returned None, and gradients of the step's other micro-batches")
