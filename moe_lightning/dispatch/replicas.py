@@ -11,7 +11,7 @@ Shapes: S slots of this rank, E experts of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,11 +135,18 @@ class ReplicaSum:
         self._has_replicas = any(stack.placement.is_replicated for stack in stacks)
         self._sends_whole = _whole_copies_are_cheap(stacks, world.size)
 
-    def __call__(self) -> None:
-        """Sum now; a parameter that got no gradient on this rank counts as zero, a frozen one is left alone."""
+    def __call__(self, idle: Iterable[ExpertStack] = ()) -> None:
+        """Sum now; a parameter that got no gradient on this rank counts as zero, a frozen one is left alone.
+
+        Args:
+            idle: of layers that no rank has run: what has no gradient there is left alone, as on one rank. The same on
+                every rank.
+        """
         if self._world.size == 1:
             return
-        trained = list(filter(_is_trained, self._parameters))
+        groups = [[*stack.parameters.values()] for stack in idle]
+        left_out = {parameter for group in groups if all(p.grad is None for p in group) for parameter in group}
+        trained = [p for p in self._parameters if _is_trained(p) and p not in left_out]
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -147,7 +154,7 @@ class ReplicaSum:
                 parameter.grad = parameter.grad.contiguous()
         if not self._has_replicas:
             return
-        pieces = [piece for piece in self._pieces if _is_trained(piece.parameter)]
+        pieces = [p for p in self._pieces if _is_trained(p.parameter) and p.parameter not in left_out]
         for dtype in sorted({p.dtype for p in trained}, key=str):
             self._sum([piece for piece in pieces if piece.parameter.dtype == dtype], dtype)
 

@@ -116,6 +116,7 @@ class MoELayer(nn.Module):
         auxiliary_loss: weighted auxiliary losses of the micro-batch, differentiable: the sum over its forward passes in
             training that no backward pass has gone through yet, as where several inputs pass one layer. Passes in
             evaluation, or under torch.no_grad(), beside these change nothing. None where there are none.
+        is_spent: a backward pass has gone through `auxiliary_loss`, which belongs to no later loss.
         statistics: counts of the same passes; of the last one where no strategy begins micro-batches.
         shadow_transfers: weights and gradients of shadow experts in the running step; None without shadows.
         ended: experts kept from a Trainer that has ended; None while it runs, and in a layer that was never placed.
@@ -174,6 +175,8 @@ class MoELayer(nn.Module):
         self.statistics: LayerStatistics | None = None
         self._open_at: object = None  # the micro-batch of the passes that auxiliary_loss and statistics are of
         self._passes_without_graph = self._unused_losses = 0
+        self._has_run = False
+        self.is_spent = False
         self.shadow_transfers: ShadowTransfers | None = None
         self.ended: EndedWorld | None = None
         self.overlap_fn: Callable[[], None] | None = None
@@ -271,6 +274,7 @@ class MoELayer(nn.Module):
         """Release what an aborted step has left: shadow experts, losses with their graphs, counts."""
         self.drop_shadows()
         self.auxiliary_loss = self.statistics = None
+        self._has_run = False
 
     def join_statistics(self, of_micro_batches: Sequence[LayerStatistics]) -> None:
         """Count several micro-batches as one."""
@@ -278,6 +282,11 @@ class MoELayer(nn.Module):
             tokens_NE=torch.stack([one.tokens_NE for one in of_micro_batches]).sum(0),
             computed_NE=torch.stack([one.computed_NE for one in of_micro_batches]).sum(0),
         )
+
+    def take_has_run(self) -> bool:
+        """Return True if a forward pass that may be trained came since the last call; the same on all ranks."""
+        has_run, self._has_run = self._has_run, False
+        return has_run
 
     def take_auxiliary_loss(self) -> Tensor | None:
         """Return `auxiliary_loss`, which is None afterwards."""
@@ -384,6 +393,7 @@ class MoELayer(nn.Module):
     def _account(self, routing: Routing, tokens_NE: Tensor, computed_NE: Tensor, is_token_T: Tensor | None) -> None:
         """Leave the auxiliary losses and the statistics for whoever asks."""
         now, is_again = self._micro_batch(), private_torch.is_in_backward()
+        self._has_run |= torch.is_grad_enabled()
         if self.training:
             self._count_for_bias(tokens_NE, is_again=is_again)
         loss = self._auxiliary_loss(routing, tokens_NE, is_token_T) if self.training else None
@@ -408,7 +418,7 @@ class MoELayer(nn.Module):
             if self._unused_losses == _MOST_UNUSED_LOSSES and self.dispatcher.world.rank == 0:
                 warn_of_unused_loss(_MOST_UNUSED_LOSSES)
         if is_trained or not is_further:
-            self.statistics, self.auxiliary_loss = counts, loss
+            self.statistics, self.auxiliary_loss, self.is_spent = counts, loss, False
             self._open_at = now if is_trained and is_open else None
             if loss is not None and loss.requires_grad:
                 loss.register_hook(self._close)  # type: ignore[no-untyped-call]
@@ -424,7 +434,7 @@ class MoELayer(nn.Module):
 
     def _close(self, _: Tensor) -> None:
         """A backward pass has gone through the loss: the next forward pass begins another sum."""
-        self._open_at = None
+        self._open_at, self.is_spent = None, True
 
     def _count_for_bias(self, tokens_NE: Tensor, *, is_again: bool) -> None:
         """Count a pass once: not when it is computed again, unless its first pass had no graph, as in reentrant

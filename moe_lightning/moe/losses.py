@@ -124,7 +124,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     """
     from moe_lightning.moe.layer import MoELayer
 
-    layers = [m for m in model.modules() if isinstance(m, MoELayer | AbsentBlock)]
+    layers = [m for m in model.modules() if isinstance(m, AbsentBlock) or (isinstance(m, MoELayer) and not m.is_spent)]
     losses = [layer.auxiliary_loss for layer in layers if layer.training and layer.auxiliary_loss is not None]
     if not losses:
         return torch.zeros((), device=next(model.parameters()).device)

@@ -250,7 +250,9 @@ class PlacedExperts:
         if self.shadow_transfers is not None:
             self.shadow_transfers.finish()
             self._drop_shadows()
-        self._replica_sum()
+        pairs = zip(self.layers, self.stacks, strict=True)
+        idle = [stack for layer, stack in pairs if not layer.take_has_run()]
+        self._replica_sum(idle if self.module.automatic_optimization else ())  # else a step may have several sums
 
     def set_speeds(self, speeds: IntArray | None) -> None:
         """Split tokens by the speeds of the ranks from the next step on; the same on every rank."""

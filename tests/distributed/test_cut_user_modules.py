@@ -64,6 +64,15 @@ class ChangesOutputsInPlace(Blocks):
         return h
 
 
+class LeavesTheExpertsOut(Blocks):
+    """In every other step, in which they rest as on one rank: no decay moves them, and no moment."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.middle(self.embed(x))
+        logits: Tensor = self.out(h if self.global_step % 2 else h + self.moe(h))
+        return logits
+
+
 class CallsABlockTwice(Blocks):
     def __init__(self) -> None:
         super().__init__()
@@ -136,6 +145,7 @@ class StepsByHand(OwnModule):
     [
         slow(StepWrappedInFit),
         ChangesOutputsInPlace,
+        LeavesTheExpertsOut,
         slow(CallsABlockTwice),
         HasATransposedWeight,
         slow(DropsABuffer),
