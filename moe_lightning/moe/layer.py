@@ -93,6 +93,25 @@ class LayerStatistics:
     computed_NE: Tensor
 
 
+@dataclass
+class _Passes:
+    """Forward passes of a layer in training.
+
+    Attributes:
+        open_at: the micro-batch of those that the auxiliary loss and the statistics are of.
+        are_spent: a backward pass has gone through that loss.
+        came: since gradients were last summed, on all ranks alike.
+        without_graph: those that will be computed again, with a graph.
+        unused_losses: steps in a row without a backward pass through their losses.
+    """
+
+    open_at: object = None
+    are_spent: bool = False
+    came: bool = False
+    without_graph: int = 0
+    unused_losses: int = 0
+
+
 @validated
 class MoELayer(nn.Module):
     """Drop-in replacement of a transformer's feed-forward layer: [..., D] -> [..., D].
@@ -116,7 +135,6 @@ class MoELayer(nn.Module):
         auxiliary_loss: weighted auxiliary losses of the micro-batch, differentiable: the sum over its forward passes in
             training that no backward pass has gone through yet, as where several inputs pass one layer. Passes in
             evaluation, or under torch.no_grad(), beside these change nothing. None where there are none.
-        is_spent: a backward pass has gone through `auxiliary_loss`, which belongs to no later loss.
         statistics: counts of the same passes; of the last one where no strategy begins micro-batches.
         shadow_transfers: weights and gradients of shadow experts in the running step; None without shadows.
         ended: experts kept from a Trainer that has ended; None while it runs, and in a layer that was never placed.
@@ -173,10 +191,7 @@ class MoELayer(nn.Module):
         self.dispatcher = Dispatcher.local(num_experts)
         self.auxiliary_loss: Tensor | None = None
         self.statistics: LayerStatistics | None = None
-        self._open_at: object = None  # the micro-batch of the passes that auxiliary_loss and statistics are of
-        self._passes_without_graph = self._unused_losses = 0
-        self._has_run = False
-        self.is_spent = False
+        self._passes = _Passes()
         self.shadow_transfers: ShadowTransfers | None = None
         self.ended: EndedWorld | None = None
         self.overlap_fn: Callable[[], None] | None = None
@@ -274,7 +289,7 @@ class MoELayer(nn.Module):
         """Release what an aborted step has left: shadow experts, losses with their graphs, counts."""
         self.drop_shadows()
         self.auxiliary_loss = self.statistics = None
-        self._has_run = False
+        self._passes.came = False
 
     def join_statistics(self, of_micro_batches: Sequence[LayerStatistics]) -> None:
         """Count several micro-batches as one."""
@@ -283,9 +298,14 @@ class MoELayer(nn.Module):
             computed_NE=torch.stack([one.computed_NE for one in of_micro_batches]).sum(0),
         )
 
+    @property
+    def is_spent(self) -> bool:
+        """True if a backward pass has gone through `auxiliary_loss`, which belongs to no later loss."""
+        return self._passes.are_spent
+
     def take_has_run(self) -> bool:
         """Return True if a forward pass that may be trained came since the last call; the same on all ranks."""
-        has_run, self._has_run = self._has_run, False
+        has_run, self._passes.came = self._passes.came, False
         return has_run
 
     def take_auxiliary_loss(self) -> Tensor | None:
@@ -393,7 +413,7 @@ class MoELayer(nn.Module):
     def _account(self, routing: Routing, tokens_NE: Tensor, computed_NE: Tensor, is_token_T: Tensor | None) -> None:
         """Leave the auxiliary losses and the statistics for whoever asks."""
         now, is_again = self._micro_batch(), private_torch.is_in_backward()
-        self._has_run |= torch.is_grad_enabled()
+        self._passes.came |= torch.is_grad_enabled()
         if self.training:
             self._count_for_bias(tokens_NE, is_again=is_again)
         loss = self._auxiliary_loss(routing, tokens_NE, is_token_T) if self.training else None
@@ -402,7 +422,7 @@ class MoELayer(nn.Module):
         is_trained = self.training and torch.is_grad_enabled()
         # Where no micro-batch is counted, a sum is closed by the backward pass through it, or by an update.
         is_open = self.router.stream.micro_batch is not None or (loss is not None and loss.requires_grad)
-        is_further = self._open_at == now
+        is_further = self._passes.open_at == now
         before, counts = self.statistics, LayerStatistics(tokens_NE=tokens_NE, computed_NE=computed_NE)
         if is_trained and is_further and loss is not None and self.auxiliary_loss is not None:
             loss = self.auxiliary_loss + loss
@@ -412,14 +432,16 @@ class MoELayer(nn.Module):
             )
         if is_trained and not is_further and loss is not None:
             is_unused = (
-                self._open_at is not None and self.auxiliary_loss is not None and self.auxiliary_loss.requires_grad
+                self._passes.open_at is not None
+                and self.auxiliary_loss is not None
+                and self.auxiliary_loss.requires_grad
             )
-            self._unused_losses = self._unused_losses + 1 if is_unused else 0
-            if self._unused_losses == _MOST_UNUSED_LOSSES and self.dispatcher.world.rank == 0:
+            self._passes.unused_losses = self._passes.unused_losses + 1 if is_unused else 0
+            if self._passes.unused_losses == _MOST_UNUSED_LOSSES and self.dispatcher.world.rank == 0:
                 warn_of_unused_loss(_MOST_UNUSED_LOSSES)
         if is_trained or not is_further:
-            self.statistics, self.auxiliary_loss, self.is_spent = counts, loss, False
-            self._open_at = now if is_trained and is_open else None
+            self.statistics, self.auxiliary_loss, self._passes.are_spent = counts, loss, False
+            self._passes.open_at = now if is_trained and is_open else None
             if loss is not None and loss.requires_grad:
                 loss.register_hook(self._close)  # type: ignore[no-untyped-call]
 
@@ -434,21 +456,21 @@ class MoELayer(nn.Module):
 
     def _close(self, _: Tensor) -> None:
         """A backward pass has gone through the loss: the next forward pass begins another sum."""
-        self._open_at, self.is_spent = None, True
+        self._passes.open_at, self._passes.are_spent = None, True
 
     def _count_for_bias(self, tokens_NE: Tensor, *, is_again: bool) -> None:
         """Count a pass once: not when it is computed again, unless its first pass had no graph, as in reentrant
         activation checkpointing; and not where it trains nothing, as in sampling under torch.no_grad().
         """
         if not torch.is_grad_enabled():
-            self._passes_without_graph += not is_again
+            self._passes.without_graph += not is_again
             return
         if is_again:
-            if not self._passes_without_graph:
+            if not self._passes.without_graph:
                 return
-            self._passes_without_graph -= 1
+            self._passes.without_graph -= 1
         else:
-            self._passes_without_graph = 0
+            self._passes.without_graph = 0
         self.router.count_for_bias(tokens_NE.sum(dim=0) if len(tokens_NE) > 1 else tokens_NE[0])
 
     def _auxiliary_loss(self, routing: Routing, tokens_NE: Tensor, is_token_T: Tensor | None) -> Tensor | None:
