@@ -407,7 +407,7 @@ class ElasticWorlds:
         return WorldChanged(error.reason)
 
     def _wait_for_ranks(self) -> None:
-        """Where the world holds the state but is too small to train, wait until others come.
+        """Wait until others come, where the world holds the state but is too small to train.
 
         Raises:
             WorldChanged: somebody came, or shall leave.
