@@ -748,7 +748,9 @@ class _Workers:
             match message:
                 case {"t": "health", "refused": str(refused)} if refused and self._world is None:
                     raise ConfigurationError(refused)  # by comparison with nodes that came later
-                case {"t": "formed", "tokens": list(tokens)} if self._world != frozenset(tokens):
+                case {"t": "formed", "again": True, "tokens": list(tokens)} if self._world == frozenset(tokens):
+                    pass
+                case {"t": "formed", "tokens": list(tokens)}:
                     self._world = frozenset(tokens)
                     self._mark(self._world, None)
                     self._failures.begin_world()

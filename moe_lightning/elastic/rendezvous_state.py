@@ -726,7 +726,7 @@ class RendezvousState:
         ids = () if self.world is None else self.world.ids
         tokens = [token for token in map(token_of, ids) if launcher_of(token) == launcher]
         if tokens:
-            self.clients.send(connection, t="formed", tokens=tokens)
+            self.clients.send(connection, t="formed", again=True, tokens=tokens)
 
     def disconnect(self, connection: int, now: float) -> None:
         """Record that a connection has ended."""

@@ -481,7 +481,7 @@ class WorldStore:
     def _drop(self, connection: int, n: int) -> None:
         """Drop a request that waits."""
         key = self._open[connection].pop(n)
-        del self._waits[key][connection, n]
+        self._waits[key].pop((connection, n), None)
         if not self._waits[key]:
             del self._waits[key]
 
@@ -545,7 +545,7 @@ class WorldStore:
 
     def _serve_waits(self, key: str) -> None:
         for (connection, n), request in self._waits.pop(key, {}).items():
-            del self._open[connection][n]
+            self._open[connection].pop(n, None)  # a client may use a number twice
             self._answer_read(connection, request)
 
     def _answer_read(self, connection: int, request: Message) -> None:

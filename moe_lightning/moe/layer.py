@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,6 +101,7 @@ class _Passes:
     Attributes:
         open_at: the micro-batch of those that the auxiliary loss and the statistics are of.
         are_spent: a backward pass has gone through that loss.
+        sums: number of auxiliary losses so far.
         came: since gradients were last summed, on all ranks alike.
         without_graph: those that will be computed again, with a graph.
         unused_losses: steps in a row without a backward pass through their losses.
@@ -107,6 +109,7 @@ class _Passes:
 
     open_at: object = None
     are_spent: bool = False
+    sums: int = 0
     came: bool = False
     without_graph: int = 0
     unused_losses: int = 0
@@ -442,8 +445,9 @@ class MoELayer(nn.Module):
         if is_trained or not is_further:
             self.statistics, self.auxiliary_loss, self._passes.are_spent = counts, loss, False
             self._passes.open_at = now if is_trained and is_open else None
+            self._passes.sums += 1
             if loss is not None and loss.requires_grad:
-                loss.register_hook(self._close)  # type: ignore[no-untyped-call]
+                loss.register_hook(partial(self._close, self._passes.sums))  # type: ignore[no-untyped-call]
 
     def _micro_batch(self) -> object:
         """Return a value of this micro-batch alone: its number, or the version of what is trained where none is
@@ -454,9 +458,10 @@ class MoELayer(nn.Module):
             return number
         return tuple(private_torch.version_of(p) for p in self.parameters() if p.requires_grad)
 
-    def _close(self, _: Tensor) -> None:
-        """A backward pass has gone through the loss: the next forward pass begins another sum."""
-        self._passes.open_at, self._passes.are_spent = None, True
+    def _close(self, number: int, _: Tensor) -> None:
+        """A backward pass has gone through a loss: the next forward pass begins another sum."""
+        self._passes.open_at = None
+        self._passes.are_spent |= number == self._passes.sums
 
     def _count_for_bias(self, tokens_NE: Tensor, *, is_again: bool) -> None:
         """Count a pass once: not when it is computed again, unless its first pass had no graph, as in reentrant

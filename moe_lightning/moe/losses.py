@@ -120,7 +120,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     add it to your loss. Warns once of layers that ran without a graph, as in reentrant activation checkpointing.
 
     Returns:
-        A scalar; zero where no layer has such a loss, as in evaluation.
+        A scalar; zero where no layer has such a loss, as in evaluation and after the backward pass through it.
     """
     from moe_lightning.moe.layer import MoELayer
 

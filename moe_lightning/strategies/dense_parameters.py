@@ -236,10 +236,11 @@ class DenseParts:
             return
         module, stack_of = self._state.module, self._state.experts.stack_of
         dense = [p for p in module.parameters() if p not in stack_of and p.ndim and has_index(p) != in_rows]
-        has = torch.tensor([p.grad is not None for p in dense], dtype=torch.int32, device=world.device)
+        used = [parameter for parameter in dense if parameter.grad is not None]
         if not in_rows:  # other slices of the data may have used other layers
+            has = torch.tensor([p.grad is not None for p in dense], dtype=torch.int32, device=world.device)
             dist.all_reduce(has, group=group)
-        used = [parameter for parameter, count in zip(dense, has.tolist(), strict=True) if count]
+            used = [parameter for parameter, count in zip(dense, has.tolist(), strict=True) if count]
         for parameter in used:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         in_buckets([local(p.grad) for p in used if p.grad is not None], partial(dist.all_reduce, group=group))

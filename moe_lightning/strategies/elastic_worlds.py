@@ -466,7 +466,7 @@ class ElasticWorlds:
         num_placed = world.size - worlds.spares  # the last ranks leave until there are enough for a multiple
         found = all_gather_json([notice, self.step.is_torn], world)
         if any(is_torn for _, is_torn in found):
-            notice, found = None, [[None, True]] * world.size
+            notice, num_placed, found = None, world.size, [[None, True]] * world.size
         notices = [notice for notice, _ in found]
         staying = [rank for rank, notice in enumerate(notices[:num_placed]) if notice is None]
         if 0 < len(staying) < world.size and world.is_connected:

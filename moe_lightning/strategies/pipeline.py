@@ -395,6 +395,8 @@ class Pipeline:
     def _summary(self, run: _Run) -> list[Any]:
         """Return the last stage's result, logs and weights, for the other stages."""
         counts, weights = [piece.count for piece in run.pieces], [float(weight) for weight in run.weights]
+        if len(weights) < len(counts):  # a validation may weigh some micro-batches only
+            weights = []
         outcome = joined(run.outcomes, counts, weights or [float(count) for count in counts])
         return [outcome, run.logs.to_plain(), weights]
 

@@ -449,7 +449,7 @@ def test_a_launcher_that_connects_learns_of_its_workers() -> None:
     crowd.roster.restore({"number": 7, "members": pack_ids(ids), "patience": TIMES}, 0.0)
     for connection, launcher in ((8, "a"), (9, "c")):
         crowd.say(connection, {"t": "launcher", "token": launcher, "expected": 2})
-    assert crowd.last(8, "formed") == {"t": "formed", "tokens": ["a-0"]}
+    assert crowd.last(8, "formed") == {"t": "formed", "again": True, "tokens": ["a-0"]}
     assert crowd.last(9, "formed") is None
 
 

@@ -273,8 +273,8 @@ class HuggingFaceModule(SupervisedModule):
         is_read = file.suffix == ".json" and file.is_file() and file != own
         if is_read and (word := other_word(read_text(file), read_text(own))) is not None:
             raise ConfigurationError(
-                f"data.tokenizer={given} has another token for {word!r} than the tokenizer that the model was trained "
-                f"with: use data.tokenizer={own}, or remove that file to train on new tokens"
+                f"data.tokenizer={given} does not give {word!r} the token that the tokenizer of the model gives it: "
+                f"use data.tokenizer={own}, or remove that file to train on new tokens"
             )
 
     def tensor_parallel_plan(self) -> Plan:
