@@ -236,14 +236,11 @@ class DenseParts:
             return
         module, stack_of = self._state.module, self._state.experts.stack_of
         dense = [p for p in module.parameters() if p not in stack_of and p.ndim and has_index(p) != in_rows]
-        used = [parameter for parameter in dense if parameter.grad is not None]
-        if not in_rows:  # other slices of the data may have used other layers
-            has = torch.tensor([p.grad is not None for p in dense], dtype=torch.int32, device=world.device)
-            dist.all_reduce(has, group=group)
-            used = [parameter for parameter, count in zip(dense, has.tolist(), strict=True) if count]
-        for parameter in used:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        in_buckets([local(p.grad) for p in used if p.grad is not None], partial(dist.all_reduce, group=group))
+        reduce = partial(dist.all_reduce, group=group)
+        if in_rows:
+            in_buckets([local(p.grad) for p in dense if p.grad is not None], reduce)
+        else:  # other slices of the data may have used other layers
+            sum_gradients(dense, reduce, world.device)
 
     # ------------------------------------------------------------------ a world that stays
 
@@ -428,6 +425,21 @@ class DenseParts:
         after = dict(module.named_parameters())
         self._state.replace_parameters({old: after[name] for name, old in before.items()})
         return after
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Sequence[nn.Parameter], reduce: Callable[[Tensor], object], device: torch.device) -> None:
+    """Sum gradients over ranks; a gradient that no rank has stays None. Collective.
+
+    Args:
+        reduce: sums a tensor over the ranks, in place.
+    """
+    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    reduce(has)
+    found = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
+    for parameter in found:
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    in_buckets([local(p.grad) for p in found if p.grad is not None], reduce)
 
 
 @torch.no_grad()

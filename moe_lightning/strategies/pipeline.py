@@ -29,9 +29,10 @@ from moe_lightning.data.sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import LayerStatistics, MoELayer
 from moe_lightning.parallel.collectives import broadcast_object
-from moe_lightning.parallel.context import World, all_reduce_, broadcast_, in_buckets
+from moe_lightning.parallel.context import World, all_reduce_, broadcast_
 from moe_lightning.parallel.mesh import STAGES_PER_RANK, ScheduleName
 from moe_lightning.state.tensors import is_cut
+from moe_lightning.strategies.dense_parameters import sum_gradients
 from moe_lightning.strategies.dummy_batches import without_traces
 from moe_lightning.strategies.fsdp import GatheringStep, gathered, is_sharded
 from moe_lightning.strategies.stages import Left, StageCut
@@ -346,7 +347,7 @@ class Pipeline:
         self._gradients = {}
         if is_last and self._world.stage.size > 1 and not is_sharded(self._module):
             dense = [p for p in self._module.parameters() if p.requires_grad and p not in experts and not is_cut(p)]
-            sum_gradients(dense, self._world.stage)
+            sum_gradients(dense, partial(all_reduce_, world=self._world.stage), self._world.device)
 
     def forget_step(self) -> None:
         """Forget an aborted step."""
@@ -505,14 +506,3 @@ class Pipeline:
         if batch is not None and batch.count:
             run.losses.append(loss.detach())
         return self._scaled(loss + 0.0 * auxiliary.squeeze(0))  # every stage gets a gradient back
-
-
-@torch.no_grad()
-def sum_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Sum gradients over ranks; a gradient that no rank has stays None. Collective."""
-    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=world.device)
-    all_reduce_(has, world)
-    found = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
-    for parameter in found:
-        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    in_buckets([p.grad for p in found if p.grad is not None], partial(all_reduce_, world=world))
