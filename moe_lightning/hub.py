@@ -177,13 +177,10 @@ def _words(content: str) -> dict[str, int]:
     """Tokens by their texts, without those that were added to the vocabulary, such as special ones."""
     try:
         vocabulary = json.loads(content)["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            return vocabulary
         # A unigram model has pairs of text and score, in the order of the tokens.
-        pairs = (
-            vocabulary.items()
-            if isinstance(vocabulary, dict)
-            else ((word, at) for at, (word, _) in enumerate(vocabulary))
-        )
-        return dict(pairs)
+        return {word: token for token, (word, _) in enumerate(vocabulary)}
     except (ValueError, RecursionError, KeyError, TypeError):  # refused when it is loaded
         return {}
 

@@ -31,7 +31,7 @@ from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.step_data import first_sampler
 
 _SLOW, _SLOW_STEPS = 0.8, 20
-"""Of the median's speed, and how long a rank must stay below it to be reported."""
+"""Share of the median's speed, and the steps that a rank must stay below it to be reported."""
 
 _WORTH = 1.02
 """Slices change where the longest time then falls by this factor."""

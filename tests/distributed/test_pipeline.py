@@ -318,7 +318,7 @@ def test_stages_replay_what_other_ranks_routed(tmp_path: Path) -> None:
 
 
 def test_stages_train_in_another_precision(tmp_path: Path) -> None:
-    """What restores the whole module in between, such as a replay, leaves no part in the former one."""
+    """A replay, which restores the whole module in between, leaves no part in the former one."""
     run_ranks(1, partial(observed, folder=tmp_path, accumulate=MICROS))
     exact = partial(
         train, callbacks=(RoutingReplay(str(tmp_path / "tokens"), "replay"),), trainer={"precision": "64-true"},

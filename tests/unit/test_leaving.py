@@ -44,7 +44,7 @@ def test_who_is_cut_off_by_one_that_met_all_others_has_met_them_too(
 
 
 def test_nobody_leaves_while_values_of_some_rank_are_torn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank with damaged values sends would count as good, and the good copy may be that of who leaves."""
+    """Damaged values that a rank sends would count as good, and the good copy may be that of a rank that leaves."""
     found = [["SIGTERM", False], [None, True], [None, False]]
     monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda *_: found)
     monkeypatch.setattr(elastic_worlds, "store_barrier", lambda *_: None)

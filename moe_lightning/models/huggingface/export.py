@@ -216,9 +216,8 @@ def copy_companions(
             config.save_pretrained(target)
     inside = source.resolve()
     allowed = (inside, inside.parent.parent / "blobs") if inside.parent.name == "snapshots" else (inside,)
-    for name in (
-        COMPANIONS if tokenizer is None else OF_IMAGES
-    ):  # whatever else the folder of a checkpoint holds, such as credentials, is not handed on
+    # Whatever else the folder of a checkpoint holds, such as credentials, is not handed on.
+    for name in COMPANIONS if tokenizer is None else OF_IMAGES:
         file = (source / name).resolve()
         if file.is_file() and file.parent in allowed and not (target / name).exists():
             shutil.copyfile(file, target / name)
