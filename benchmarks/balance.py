@@ -46,8 +46,12 @@ from moe_lightning.text_table import table
 Medians = Mapping[tuple[str, str], Mapping[str, float]]
 """(skew, strategy) -> name of a figure -> its median over rounds."""
 
-CONTENDERS: dict[str, Strategy | None] = {**STRATEGIES, "ours": None}
-"""Contenders: the strategies of `balancing.rules`, and LoadBalancer with its defaults."""
+CONTENDERS: dict[str, Strategy | None] = {
+    **{name: strategy for name, strategy in STRATEGIES.items() if name != "search"},
+    "ours": None,
+}
+"""Contenders: the strategies of `balancing.rules`, and LoadBalancer with its defaults. In training "search" is
+"prophet"."""
 
 _RANKS = 2
 _UNIFORM = "uniform"

@@ -111,7 +111,7 @@ def judge(
     strategy = _with_min_replicas(STRATEGIES[strategy_name], min_replicas)
     num_layers, num_ranks = trace.counts.shape[1:3]
     cluster = Cluster.of(num_ranks, slots_per_rank, ranks_per_node)
-    costs = [reference_costs()] * num_layers
+    costs = [replace(reference_costs(), transfer=strategy.transfer)] * num_layers
     reports, plan_s = [], []
     for now, planned in judged_samples(trace, age=age, first=first, step=step):
         tokens = trace.counts[now].transpose(0, 2, 1)

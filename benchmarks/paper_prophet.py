@@ -166,8 +166,9 @@ def figure_11(sources: Sources) -> PaperTable:
     for layer in range(work.num_layers):
         tokens = routing.tokens(_SAMPLES[-1], layer, 1024, 16)
         for name in ("padded", "fastermoe", "prophet"):
-            (plan,) = plan_shadows(tokens[None], [placement], [costs], STRATEGIES[name].shadows)
-            block_s = evaluate(tokens, placement, plan, costs, STRATEGIES[name]).block_s
+            known = replace(costs, transfer=STRATEGIES[name].transfer)
+            (plan,) = plan_shadows(tokens[None], [placement], [known], STRATEGIES[name].shadows)
+            block_s = evaluate(tokens, placement, plan, known, STRATEGIES[name]).block_s
             dense_s = costs.dense_forward_s + costs.dense_backward_s
             seconds.setdefault(name, []).append(block_s + dense_s)
     for base, label, printed in (("padded", "DS-MoE", (1.60, 2.25)), ("fastermoe", "FasterMoE", (1.09, 1.49))):
@@ -207,7 +208,6 @@ def balance(sources: Sources) -> PaperTable:
     """Fig. 16: how much evener Pro-Prophet's planner leaves the ranks than FasterMoE."""
     trace = load_trace(sources.routing_path())
     placement = uniform_placement(trace.counts.shape[3], trace.counts.shape[2])
-    costs = reference_costs()
     quotients: dict[QuotaRule, list[float]] = {"local": [], "balanced": []}
     for sample in range(60, len(trace.iteration), 20):
         for layer in range(0, trace.counts.shape[1], 2):
@@ -215,6 +215,7 @@ def balance(sources: Sources) -> PaperTable:
             found: dict[tuple[str, QuotaRule], float] = {}
             for name in ("prophet", "fastermoe"):
                 strategy = STRATEGIES[name]
+                costs = replace(reference_costs(), transfer=strategy.transfer)
                 (plan,) = plan_shadows(tokens[None], [placement], [costs], strategy.shadows)
                 for rule in quotients:
                     judged = replace(plan, quota_rule=rule)

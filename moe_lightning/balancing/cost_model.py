@@ -39,10 +39,10 @@ _ROUNDING = 1 - 1e-9
 """Keeps a bound a bound where sums are rounded."""
 
 TransferMethod = Literal["scatter", "direct", "average"]
-"""How an expert's weights reach m ranks. "direct": the home sends m copies. "scatter": the home sends m different
-pieces, which the targets then gather among themselves: about two copies' time however large m is. "average": eq. 4 of
-Pro-Prophet, which
-divides all bytes, the owner's included, by the bandwidth of all ranks."""
+"""How an expert's weights reach m ranks. "direct": the home sends m copies, as training does. "scatter": a broadcast,
+in which the home sends m different pieces that the targets then gather among themselves: about two copies' time however
+large m is. "average": eq. 4 of Pro-Prophet, which divides all bytes, the owner's included, by the bandwidth of all
+ranks."""
 
 
 @validated
@@ -76,7 +76,7 @@ class BlockCosts:
     backward_ratio: Annotated[float, Interval(gt=0)] = 2.0
     dense_forward_s: NonNegative = 0.0
     dense_backward_s: NonNegative = 0.0
-    transfer: TransferMethod = "scatter"
+    transfer: TransferMethod = "direct"
 
     @property
     def speeds(self) -> IntArray | None:

@@ -26,7 +26,14 @@ from moe_lightning.balancing.cluster import (
     bounded_loads,
     imbalance,
 )
-from moe_lightning.balancing.cost_model import ONE_COPY, BlockCosts, predict_block, total_copies, total_volumes
+from moe_lightning.balancing.cost_model import (
+    ONE_COPY,
+    BlockCosts,
+    TransferMethod,
+    predict_block,
+    total_copies,
+    total_volumes,
+)
 from moe_lightning.balancing.migration import align_placements
 from moe_lightning.balancing.packing import longest_time, packed_placement
 from moe_lightning.balancing.replica_placement import NODE_RULES, deal_to_ranks
@@ -328,6 +335,7 @@ class Strategy:
         balanced: whether the holders' quotas are balanced over ranks, or merely equal per replica.
         padded: whether every (expert, rank) buffer travels padded to the fullest, as in DeepSpeed-MoE without drops.
         by_speed: whether balanced quotas follow the ranks' speeds.
+        transfer: how shadows travel, see `TransferMethod`; "direct" is what training does.
     """
 
     placement: PlacementPolicy
@@ -335,6 +343,7 @@ class Strategy:
     balanced: bool = True
     padded: bool = False
     by_speed: bool = True
+    transfer: TransferMethod = "direct"
 
 
 _PLAIN = PlacementPolicy(rule="plain", min_replicas=1)
@@ -342,11 +351,12 @@ _PLAIN = PlacementPolicy(rule="plain", min_replicas=1)
 STRATEGIES: dict[str, Strategy] = {
     "plain": Strategy(placement=_PLAIN),
     "padded": Strategy(placement=_PLAIN, padded=True),
-    "top2": Strategy(placement=_PLAIN, shadows="top2"),
-    "top3": Strategy(placement=_PLAIN, shadows="top3"),
-    "fastermoe": Strategy(placement=_PLAIN, shadows="fastermoe"),
-    "fastermoe+": Strategy(placement=_PLAIN, shadows="fastermoe+"),
-    "prophet": Strategy(placement=_PLAIN, shadows="search"),
+    "top2": Strategy(placement=_PLAIN, shadows="top2", transfer="scatter"),
+    "top3": Strategy(placement=_PLAIN, shadows="top3", transfer="scatter"),
+    "fastermoe": Strategy(placement=_PLAIN, shadows="fastermoe", transfer="scatter"),
+    "fastermoe+": Strategy(placement=_PLAIN, shadows="fastermoe+", transfer="scatter"),
+    "prophet": Strategy(placement=_PLAIN, shadows="search", transfer="scatter"),
+    "search": Strategy(placement=_PLAIN, shadows="search"),
     "compact": Strategy(placement=PlacementPolicy(rule="compact", allocation="eq1"), balanced=False),
     "spread": Strategy(placement=PlacementPolicy(rule="spread", allocation="eq1"), balanced=False),
     "lazarus": Strategy(placement=PlacementPolicy(rule="mro", allocation="eq1"), balanced=False),

@@ -92,7 +92,7 @@ CHECKS = {
     "wide": replace(BASE, batch=3, d_model=256, d_expert=512, experts=16),
     "uniform, snapshots": replace(_MIDDLE, snapshots=True),
     "trace, snapshots": replace(BASE, batch=6, d_expert=512, layers=3, routing="trace", snapshots=True),
-    "trace, shadows": replace(_MIDDLE, layers=2, routing="trace", strategy="prophet"),
+    "trace, shadows": replace(_MIDDLE, layers=2, routing="trace", strategy="search"),
 }
 _SNAPSHOTS = "snapshots"
 _GOAL = 0.15

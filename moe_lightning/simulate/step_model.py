@@ -261,6 +261,7 @@ class StepModel:
             backward_ratio=float(backward),
             dense_forward_s=forward_s,
             dense_backward_s=backward * forward_s,
+            transfer=self.policy.balancing.transfer,
         )
 
     def micro_batches(self, ranks: int) -> int:

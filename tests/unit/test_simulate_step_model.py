@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lightning.balancing.rules import STRATEGIES
 from moe_lightning.cli import calibrate
 from moe_lightning.cli.bench import main
 from moe_lightning.cli.calibrate import SAVE_EVERY, quiet_mean
@@ -66,6 +67,23 @@ def test_each_rate_moves_its_part(part: str, rate: str) -> None:
     fast = replace(slow, **{rate: 2 * getattr(slow, rate)})
     before, after = (_cost("blocking", hardware=hardware) for hardware in (slow, fast))
     assert getattr(after, part) == pytest.approx(getattr(before, part) / 2)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_shadows_travel_as_in_training_but_for_the_systems_of_papers(name: str) -> None:
+    of_papers = {"top2", "top3", "fastermoe", "fastermoe+", "prophet"}
+    routing = make_routing("zipf", num_experts=8, num_layers=4)
+    model = StepModel(small_workload(), small_hardware(), policy("ours", strategy=name, slots=4), routing, NODES)
+    assert model.block_costs(NODES).transfer == ("scatter" if name in of_papers else "direct")
+
+
+def test_a_home_that_sends_every_copy_takes_longer_than_a_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copies_s(transfer: str) -> float:
+        monkeypatch.setitem(STRATEGIES, "top2", replace(STRATEGIES["top2"], transfer=transfer))
+        work, hardware = small_workload(num_experts=16), small_hardware(overlap=0.0, latency_s=0.0)
+        return _cost("moc", nodes=16, work=work, hardware=hardware, strategy="top2", slots=1).copies_s
+
+    assert copies_s("direct") == pytest.approx(15 / (1 + 2 * 14 / 15) * copies_s("scatter"), rel=1e-3)
 
 
 def test_few_ranks_stand_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +188,10 @@ def test_trainings_of_a_known_machine_are_predicted(ranks: int) -> None:
     for name, choice in calibrate.CHECKS.items():
         expected = calibrate.predict_s(true, choice, SHARES)
         assert calibrate.predict_s(found, choice, SHARES) == pytest.approx(expected, rel=0.1), name
+
+
+def test_trainings_are_predicted_with_shadows_that_travel_as_in_training() -> None:
+    assert {STRATEGIES[choice.strategy].transfer for choice in calibrate.CHECKS.values()} == {"direct"}
 
 
 def test_quiet_windows_hold_a_snapshot_each() -> None:
