@@ -6,7 +6,6 @@ Made from the classes of the configuration by `python docs/generated.py`; the cl
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-
 class Settings(TypedDict, total=False):
     run_name: str
     ranks: int | str
@@ -15,7 +14,7 @@ class Settings(TypedDict, total=False):
     seed: int
     resume: bool | str
     resume_overrides: bool
-    task: Literal['train', 'validate']
+    task: Literal["train", "validate"]
     objective: str | None
     doctor: bool
     check_memory: bool
@@ -64,7 +63,7 @@ class DataKeys(TypedDict, total=False):
     end_token: str | None
 
 class OptimizerKeys(TypedDict, total=False):
-    name: Literal['adamw', 'muon', 'adafactor']
+    name: Literal["adamw", "muon", "adafactor"]
     lr: float
     betas: Sequence[Any]
     eps: float
@@ -72,7 +71,7 @@ class OptimizerKeys(TypedDict, total=False):
     momentum: float
     fused: bool
     warmup_steps: int
-    decay: Literal['cosine', 'linear', 'constant']
+    decay: Literal["cosine", "linear", "constant"]
     min_lr_ratio: float
 
 class ModelKeys(TypedDict, total=False):
@@ -89,9 +88,9 @@ class ModelKeys(TypedDict, total=False):
     num_dense_layers: int
     num_shared_experts: int
     router: RouterKeys | Mapping[str, Any]
-    norm: Literal['layernorm', 'rmsnorm']
-    position: Literal['learned', 'rope']
-    activation: Literal['gelu', 'swiglu', 'gelu_tanh', 'swiglu_clamped']
+    norm: Literal["layernorm", "rmsnorm"]
+    position: Literal["learned", "rope"]
+    activation: Literal["gelu", "swiglu", "gelu_tanh", "swiglu_clamped"]
     bias: bool
     qk_norm: bool
     tie_embeddings: bool
@@ -115,7 +114,7 @@ class ModelKeys(TypedDict, total=False):
 class RouterKeys(TypedDict, total=False):
     name: str
     top_k: int
-    score: Literal['softmax', 'sigmoid']
+    score: Literal["softmax", "sigmoid"]
     softmax_after_top_k: bool
     normalize_top_k: bool
     scale: float
@@ -126,15 +125,15 @@ class RouterKeys(TypedDict, total=False):
     top_groups: int
     group_top_k: int
     aux_loss_coef: float
-    aux_loss_scope: Literal['global', 'local']
+    aux_loss_scope: Literal["global", "local"]
     z_loss_coef: float
     bias_update_rate: float
     capacity_factor: float | None
-    drop_policy: Literal['probability', 'position']
+    drop_policy: Literal["probability", "position"]
     forced: ForcedRoutingKeys
 
 class ForcedRoutingKeys(TypedDict, total=False):
-    kind: Literal['uniform', 'zipf', 'drift', 'trace']
+    kind: Literal["uniform", "zipf", "drift", "trace"]
     exponent: float
     period: int
     path: str | None
@@ -144,21 +143,21 @@ class StrategyKeys(TypedDict, total=False):
     replicas: int | None
     placement: str | Sequence[Any] | None
     slots: int | None
-    quota: Literal['balanced', 'equal']
+    quota: Literal["balanced", "equal"]
     dispatch: str
-    plan: Literal['host', 'device']
-    kernels: Literal['auto', 'torch', 'triton', 'grouped', 'reference'] | None
+    plan: Literal["host", "device"]
+    kernels: Literal["auto", "torch", "triton", "grouped", "reference"] | None
     dense: str
     shard_size: int | None
     offload_optimizer: bool
     mesh: Mapping[str, Any] | None
-    schedule: Literal['1f1b', 'interleaved']
+    schedule: Literal["1f1b", "interleaved"]
     micro_batches: int | None
     seed: int | None
     timeout_s: float
-    check_state_every: int | Literal['auto']
-    check_arithmetic_every: int | Literal['auto']
-    stop_on_nan: Literal['end', 'skip'] | None
+    check_state_every: int | Literal["auto"]
+    check_arithmetic_every: int | Literal["auto"]
+    stop_on_nan: Literal["end", "skip"] | None
     hang_report_s: float | None
     resume_overrides: bool
 
@@ -198,7 +197,7 @@ class CallbacksKeys(TypedDict, total=False):
 
 class CompileDenseKeys(TypedDict, total=False):
     backend: str
-    mode: Literal['default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'] | None
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
     dynamic: bool | None
 
 class TelemetryKeys(TypedDict, total=False):
@@ -207,7 +206,7 @@ class TelemetryKeys(TypedDict, total=False):
     placement_path: str | None
 
 class ConsoleKeys(TypedDict, total=False):
-    style: Literal['auto', 'bar', 'plain', 'none']
+    style: Literal["auto", "bar", "plain", "none"]
 
 class SummaryKeys(TypedDict, total=False):
     path: str | None
@@ -254,23 +253,23 @@ class FaultRecoveryKeys(TypedDict, total=False):
 class LoadBalancerKeys(TypedDict, total=False):
     rebalance_every: int
     placement_rule: str
-    allocation: Literal['eq1', 'waterfill']
+    allocation: Literal["eq1", "waterfill"]
     min_replicas: int | None
     tolerance: float
     shadows: str
     alpha: float
     replan_threshold: float
     max_replan_interval: int
-    forecast: Literal['ema', 'last']
+    forecast: Literal["ema", "last"]
     lag: int
     ranks_per_node: int | None
     calibrate: bool
     bytes_per_s: float
     flops_per_s: float
-    speeds: Literal['measured', 'even'] | Sequence[Any]
+    speeds: Literal["measured", "even"] | Sequence[Any]
     speeds_every: int
     max_samples_per_rank: int | None
-    stragglers: Literal['adapt', 'evict']
+    stragglers: Literal["adapt", "evict"]
     timeline_path: str | None
 
 class ParityDoctorKeys(TypedDict, total=False):
@@ -279,14 +278,14 @@ class ParityDoctorKeys(TypedDict, total=False):
 
 class PartialExpertsCheckpointKeys(TypedDict, total=False):
     dirpath: str
-    every_n_steps: int | Literal['auto']
-    k_snapshot: int | Literal['auto'] | None
+    every_n_steps: int | Literal["auto"]
+    k_snapshot: int | Literal["auto"] | None
     k_persist: int | None
-    order: Literal['sequential', 'load_aware', 'load_aware_global']
+    order: Literal["sequential", "load_aware", "load_aware_global"]
     scopes: Any
     keep_last: int
     failures_per_hour: float
-    windows: Literal['any', 'scheduled']
+    windows: Literal["any", "scheduled"]
     lossless: bool
     save_on_train_end: bool
     timeout_s: float
@@ -303,7 +302,7 @@ class RoutingRecorderKeys(TypedDict, total=False):
 
 class RoutingReplayKeys(TypedDict, total=False):
     path: str
-    mode: Literal['record', 'replay']
+    mode: Literal["record", "replay"]
 
 class SpikeGuardKeys(TypedDict, total=False):
     every_n_steps: int
@@ -334,7 +333,7 @@ class CometKeys(TypedDict, total=False):
     workspace: str | None
     project: str | None
     experiment_key: str | None
-    mode: Literal['get_or_create', 'get', 'create'] | None
+    mode: Literal["get_or_create", "get", "create"] | None
     online: bool | None
     prefix: str | None
 
@@ -343,7 +342,7 @@ class WandbKeys(TypedDict, total=False):
     name: str | None
     save_dir: str
     offline: bool | None
-    log_model: bool | Literal['all']
+    log_model: bool | Literal["all"]
     group: str | None
     tags: Sequence[Any]
 
@@ -356,7 +355,7 @@ class MlflowKeys(TypedDict, total=False):
     tracking_uri: str | None
     tags: Mapping[str, Any] | None
     save_dir: str | None
-    log_model: Literal[True, False, 'all']
+    log_model: Literal[True, False, "all"]
     prefix: str
     artifact_location: str | None
     run_id: str | None
@@ -385,7 +384,7 @@ class UpcyclingKeys(TypedDict, total=False):
     router: RouterKeys
 
 class AdapterKeys(TypedDict, total=False):
-    kind: Literal['lora', 'qlora']
+    kind: Literal["lora", "qlora"]
     rank: int
     alpha: float
     targets: Sequence[Any]
@@ -395,7 +394,21 @@ class TrainerKeys(TypedDict, total=False):
     strategy: Any
     devices: Sequence[Any] | str | int
     num_nodes: int
-    precision: Literal[64, 32, 16] | Literal['transformer-engine', 'transformer-engine-float16', '16-true', '16-mixed', 'bf16-true', 'bf16-mixed', '32-true', '64-true'] | Literal['64', '32', '16', 'bf16'] | None
+    precision: (
+        Literal[64, 32, 16]
+        | Literal[
+            "transformer-engine",
+            "transformer-engine-float16",
+            "16-true",
+            "16-mixed",
+            "bf16-true",
+            "bf16-mixed",
+            "32-true",
+            "64-true",
+        ]
+        | Literal["64", "32", "16", "bf16"]
+        | None
+    )
     logger: Any
     callbacks: Any
     fast_dev_run: int | bool
@@ -419,7 +432,7 @@ class TrainerKeys(TypedDict, total=False):
     accumulate_grad_batches: int
     gradient_clip_val: int | float | None
     gradient_clip_algorithm: str | None
-    deterministic: bool | Literal['warn'] | None
+    deterministic: bool | Literal["warn"] | None
     benchmark: bool | None
     inference_mode: bool
     use_distributed_sampler: bool
