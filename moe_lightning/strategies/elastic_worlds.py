@@ -205,6 +205,7 @@ class ElasticWorlds:
         self._planner = RecoveryPlanner(None)
         self.step = CommittedStep(strategy.state)
         self.is_newcomer = self.change_is_due = False
+        self._has_fitted = False  # a later fit of this process follows no lost world
         self._departure: str | None = None
         self._plan: RecoveryPlan | None = None  # of the last recovery
         self._faults = RepeatedFaults()
@@ -365,7 +366,8 @@ class ElasticWorlds:
         with trainer.precision_plugin.forward_context():  # once others know of this rank, they wait for it
             warm_up(self._state.module, self._state.experts.layers, self._strategy.root_device)
         self.step.begin_fit()
-        is_first, loop = not self.is_newcomer, trainer.fit_loop
+        is_first, loop = not (self.is_newcomer or self._has_fitted), trainer.fit_loop
+        self._has_fitted = True
         while True:
             must_recover = fault is not None or self.is_newcomer
             if must_recover:

@@ -1,15 +1,22 @@
-"""A first world whose groups are not built in time is built again, unless somebody was lost."""
+"""A first world whose groups are not built in time is built again, unless somebody was lost; it may follow a world
+without survivors, which a later fit of the same process never does.
+"""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.elastic_worlds import first_world
+from moe_lightning.strategies import elastic_worlds
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy, first_world
+from moe_lightning.strategies.worlds import Worlds
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +81,37 @@ def test_what_does_not_help_is_left(error: Exception, cause: str | None, joined:
     with pytest.raises(type(error), match=str(error)):
         met(engine, error, error, error)
     assert engine.joined == joined
+
+
+@pytest.mark.parametrize("faults", [0, 1])
+def test_a_second_fit_of_a_restarted_process_is_trained(monkeypatch: pytest.MonkeyPatch, faults: int) -> None:
+    """Also if a rank is lost in its first step: the ranks that are left have the state."""
+    found: list[bool] = []
+    world = SimpleNamespace(size=1, rank=0, is_connected=False)
+    engine = MagicMock(reason="a rank was lost", task=SimpleNamespace(starts=1))
+    engine.is_finished.side_effect = lambda: engine.finish.called
+    engine.settings.min_ranks = 1
+    worlds = Worlds()
+    strategy: Any = SimpleNamespace(
+        worlds=worlds, state=MagicMock(), options=MagicMock(), root_device=torch.device("cpu")
+    )
+    strategy.state.trainer.precision_plugin.forward_context = nullcontext
+    monkeypatch.setattr(Worlds, "present", world)
+    for name in ("set_up_data", "warm_up", "leave_schedule"):
+        monkeypatch.setattr(elastic_worlds, name, lambda *_: None)
+    monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda value, _: [value])
+    elastic = ElasticWorlds(strategy, engine)
+    elastic.step = MagicMock(version=0)
+    monkeypatch.setattr(elastic, "_recover", lambda fault: found.append(elastic.is_newcomer))
+    elastic.run(RecoveryPolicy(sources=MagicMock()), lambda: None)
+    engine.task.starts, strategy.state.trainer.fit_loop.done = 2, False
+    left = [dist.DistNetworkError("reset")] * faults
+    fits: list[str] = []
+
+    def fit() -> None:
+        if left:
+            raise left.pop()
+        fits.append("done")
+
+    elastic.run(RecoveryPolicy(sources=MagicMock()), fit)
+    assert (fits, found) == (["done"], [False] * faults)
