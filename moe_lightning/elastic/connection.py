@@ -528,6 +528,7 @@ def _describe_error(error: Exception) -> str:
 _STEP_S = 0.1
 _GOODBYE_S = 1.0
 _MOST_DEATHS = 1000
+_LONGEST_HOW = 200  # characters that the host keeps
 
 
 class LauncherClient:
@@ -610,7 +611,7 @@ class LauncherClient:
             token: of the worker.
             how: end of a sentence that says how.
         """
-        message = {"t": "died", "token": token, "how": how}
+        message = {"t": "died", "token": token, "how": how[:_LONGEST_HOW]}
         with self._lock:
             self._deaths = [*self._deaths[-_MOST_DEATHS:], message]
             self._connection.send(message)

@@ -343,3 +343,12 @@ def test_a_host_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     ):
         engine.join()
     engine.close()
+
+
+def test_a_death_with_a_text_longer_than_a_message_is_reported(tmp_path: Path) -> None:
+    """Errors of users name their data."""
+    with RendezvousServer(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
+        client = LauncherClient(host.address, host.secret_file, ElasticSettings())
+        client.report_death("a-0-1", "exited with code 1 (ValueError: " + "x" * 5_000_000)
+        assert client.is_connected
+        client.close()
