@@ -20,6 +20,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -171,9 +172,11 @@ def start(program: Sequence[str], environments: Mapping[int, dict[str, str]], lo
     """Start the same Python program once for each environment, as sessions of their own.
 
     Raises:
-        SignalException: a signal came meanwhile; from now on signals raise it in the main thread.
+        SignalException: a signal came meanwhile; from now on signals raise it in the main thread, except SIGHUP if it
+            was ignored before.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported by us
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
     workers = start_processes(
         name="workers",
         entrypoint=sys.executable,
@@ -182,6 +185,8 @@ def start(program: Sequence[str], environments: Mapping[int, dict[str, str]], lo
         logs_specs=logs,
     )
     assert isinstance(workers, SubprocessContext)
+    if ignores_hangup and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # torch has set its own handler
     return {rank: handler.proc for rank, handler in workers.subprocess_handlers.items()}
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,18 +124,27 @@ class Command:
 
 @pytest.fixture
 def command(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Command]:
-    os.mkfifo(tmp_path / "ready")
-    options = f"num_ranks=2, log_dir=Path({str(tmp_path)!r}), module={LAUNCHED!r}, grace_s={GRACE_S}"
+    with _launched(request.param, tmp_path) as command:
+        yield command
+
+
+@contextmanager
+def _launched(behaviour: str, folder: Path, *, first: str = "") -> Iterator[Command]:
+    """A launcher whose two ranks wait; `first` is run before it."""
+    os.mkfifo(folder / "ready")
+    options = f"num_ranks=2, log_dir=Path({str(folder)!r}), module={LAUNCHED!r}, grace_s={GRACE_S}"
     code = (
+        "import signal\n"
         "from pathlib import Path\n"
         "from moe_lightning.elastic.worker import Interrupted\n"
         "from moe_lightning.elastic.launcher import LocalLauncher\n"
-        f"try:\n    LocalLauncher({options}).run([{request.param!r}, {str(tmp_path)!r}])\n"
+        f"{first}\n"
+        f"try:\n    LocalLauncher({options}).run([{behaviour!r}, {str(folder)!r}])\n"
         "except Interrupted as stop:\n    raise SystemExit(128 + stop.signal)\n"
     )
     with Program("-c", code, folder=ROOT) as program:
         pids: list[int] = []
-        with (tmp_path / "ready").open() as pipe:
+        with (folder / "ready").open() as pipe:
             while len(pids) < 2:
                 pids += [int(line) for line in pipe]
         with Watched(pids) as ranks:
@@ -148,6 +158,16 @@ def test_a_signal_ends_everything(command: Command, number: signal.Signals) -> N
     command.program.process.send_signal(number)
     assert command.program.end().returncode == 128 + number
     assert command.ranks.all_end(timeout_s=0)
+
+
+@linux
+def test_a_closed_terminal_does_not_end_what_nohup_protects(tmp_path: Path) -> None:
+    """nohup makes its command ignore SIGHUP."""
+    with _launched("waiting", tmp_path, first="signal.signal(signal.SIGHUP, signal.SIG_IGN)") as command:
+        command.program.process.send_signal(signal.SIGHUP)
+        assert not command.ranks.all_end(timeout_s=0.5)
+        command.program.process.send_signal(signal.SIGINT)
+        assert command.program.end().returncode == 128 + signal.SIGINT
 
 
 @linux
