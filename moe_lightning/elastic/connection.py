@@ -276,6 +276,44 @@ class _Link:
         self.socket.close()
 
 
+_LOOKUP_S = 0.05
+
+
+class _Lookup:
+    """Lookup of a host's name, by a thread: a name server may keep silent for half a minute.
+
+    Args:
+        address: to be resolved.
+        attempt: see `Address.resolve`.
+
+    Attributes:
+        address: as given.
+    """
+
+    def __init__(self, address: Address, attempt: int) -> None:
+        self.address, self._attempt = address, attempt
+        self._found: tuple[socket.AddressFamily, Any] | OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="elastic-lookup", daemon=True)
+        self._thread.start()
+
+    def found(self) -> tuple[socket.AddressFamily, Any] | None:
+        """Return family and address for a socket; None if they are not known within a moment.
+
+        Raises:
+            OSError: the host's name is not known.
+        """
+        self._thread.join(_LOOKUP_S)
+        if isinstance(self._found, OSError):
+            raise self._found
+        return self._found
+
+    def _run(self) -> None:
+        try:
+            self._found = self.address.resolve(self._attempt)
+        except OSError as error:
+            self._found = error
+
+
 class _Route:
     """Way to the rendezvous host: through the relay of the launcher, or to the host itself.
 
@@ -293,6 +331,8 @@ class _Route:
         self.address, self._relay = address, relay
         self.is_relayed = relay is not None
         self.local_host: str | None = None
+        self._lookup: _Lookup | None = None
+        self._failures = 0  # of attempts at the host itself
 
     @property
     def next_address(self) -> Address:
@@ -303,8 +343,20 @@ class _Route:
         """Set what the relay knows of the host."""
         self.address, self.local_host = address, local_host
 
-    def turn(self) -> None:
-        """Try the other way after a loss."""
+    def look_up(self) -> tuple[socket.AddressFamily, Any] | None:
+        """Return family and address of the next attempt for a socket; None if they are not known within a moment.
+
+        Raises:
+            OSError: the host's name is not known.
+        """
+        if self._lookup is None or self._lookup.address != self.next_address:
+            self._lookup = _Lookup(self.next_address, self._failures)
+        return self._lookup.found()
+
+    def turn(self, *, has_failed: bool) -> None:
+        """Try the other way after a loss, or after an attempt that has failed."""
+        self._failures += has_failed and not self.is_relayed
+        self._lookup = None
         self.is_relayed = self._relay is not None and not self.is_relayed
 
     def move(self, address: Address) -> None:
@@ -434,7 +486,10 @@ class ClientConnection:
 
     def _connect(self, now: float) -> None:
         try:
-            family, target = self._route.next_address.resolve()
+            if (found := self._route.look_up()) is None:
+                self.error = "its name is still looked up"
+                return
+            family, target = found
             opened = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
             self._disconnect(_describe_error(error), now)
@@ -503,12 +558,12 @@ class ClientConnection:
             self._selector.modify(link.socket, events, None)
 
     def _disconnect(self, error: str, now: float) -> None:
-        if self.is_connected:
+        if was_connected := self.is_connected:
             logger.info("the connection to %s is lost: %s", self.address, error)
         self._note_loss(now)
         self._drop()
         self.error = error
-        self._route.turn()
+        self._route.turn(has_failed=not was_connected)
         self._backoff.delay(now)
 
     def _drop(self) -> None:

@@ -170,16 +170,20 @@ class Address:
             return _UNIX + self.path
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    def resolve(self) -> tuple[socket.AddressFamily, Any]:
+    def resolve(self, attempt: int = 0) -> tuple[socket.AddressFamily, Any]:
         """Return family and address for a socket.
+
+        Args:
+            attempt: of a name with several addresses, each attempt has the next one.
 
         Raises:
             OSError: the host's name is not known.
         """
         if self.path is not None:
             return socket.AF_UNIX, self.path
-        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-        return found[0], found[4]
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        family, *_, target = found[attempt % len(found)]
+        return family, target
 
 
 def interface_towards(address: Address) -> str | None:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import socketserver
 import sys
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -28,7 +30,7 @@ from moe_lightning.elastic.membership import (
     membership_from_environment,
 )
 from moe_lightning.elastic.preemption import PreemptionWatch
-from moe_lightning.elastic.protocol import create_secret, read_secret
+from moe_lightning.elastic.protocol import Address, create_secret, read_secret
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.run import main as run_main
@@ -350,5 +352,30 @@ def test_a_death_with_a_text_longer_than_a_message_is_reported(tmp_path: Path) -
     with RendezvousServer(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
         client = LauncherClient(host.address, host.secret_file, ElasticSettings())
         client.report_death("a-0-1", "exited with code 1 (ValueError: " + "x" * 5_000_000)
+        assert client.is_connected
+        client.close()
+
+
+def test_a_silent_name_server_does_not_stretch_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*_: Any) -> NoReturn:
+        time.sleep(1.0)
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    monkeypatch.setattr(Address, "resolve", resolve)
+    create_secret(tmp_path / "secret")
+    settings, began = ElasticSettings(rendezvous_timeout_s=1.5), time.monotonic()
+    with pytest.raises(ConfigurationError, match=r"nothing answers at far:1 for 1\.5 s \((no answer|its name)"):
+        LauncherClient(Address(host="far", port=1), tmp_path / "secret", settings)
+    assert time.monotonic() - began < 4.0
+
+
+def test_every_address_of_a_name_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RendezvousServer(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        targets = [closed.getsockname(), ("127.0.0.1", host.address.port)]
+        kind = socket.AF_INET, socket.SOCK_STREAM, 0, ""
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*kind, target) for target in targets])
+        settings = ElasticSettings(rendezvous_timeout_s=5.0)
+        client = LauncherClient(Address(host="host", port=1), host.secret_file, settings)
         assert client.is_connected
         client.close()
