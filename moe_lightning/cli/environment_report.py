@@ -10,7 +10,11 @@ from importlib import metadata
 from moe_lightning import __version__
 
 _VARIABLES = re.compile(r"(CUDA|GLOO|HYDRA|MOE|NCCL|OMP|PYTORCH|SLURM|TORCH|TRITON|WANDB)_")
-_PRIVATE = re.compile(r"DIR|FILE|HOST|KEY|NAME|NODELIST|PASSWORD|PATH|SECRET|TOKEN|URL|USER")
+_PRIVATE = re.compile(
+    r"ACCOUNT|ADDR|DIR|ENTITY|FILE|HOME|HOOK|HOST|KEY|NAME|NODELIST|PASSWORD|PATH|SECRET|TOKEN|UID|URL|USER"
+)
+_PLACE = re.compile(r"[/@\\]|:\d")
+"""Part of a value that is a path or an address, or names a user."""
 
 
 def environment_report() -> str:
@@ -23,7 +27,11 @@ def environment_report() -> str:
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if cuda else []
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = {name: _version(name) for name in sorted(_required())}
-    variables = [f"{n}={v}" for n, v in sorted(os.environ.items()) if _VARIABLES.match(n) and not _PRIVATE.search(n)]
+    variables = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if _VARIABLES.match(name) and not _PRIVATE.search(name) and not _PLACE.search(value)
+    ]
     return "\n".join(
         [
             f"moe-lightning {__version__}",

@@ -14,6 +14,7 @@ import pytest
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from moe_lightning import __version__
+from moe_lightning.callbacks.monitoring import WEBHOOK_VARIABLE
 from moe_lightning.cli import train
 from moe_lightning.cli.composition import CONFIG_DIR, as_folder_name, fixed_keys, known_keys
 from moe_lightning.cli.train import is_externally_launched, main, with_ranks
@@ -66,8 +67,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_version_with_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    for private in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_DIR", "SLURM_JOB_USER", "SLURM_NODELIST", "HUB"):
+    names = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_DIR", "WANDB_ENTITY", "SLURM_JOB_USER", "SLURM_NODELIST", "HUB")
+    for private in (*names, "SLURM_JOB_ACCOUNT", "SLURM_LAUNCH_NODE_IPADDR", "TORCH_HOME", WEBHOOK_VARIABLE):
         monkeypatch.setenv(private, "private")
+    for value in ("https://hooks.example/private", "/home/private", "private@node", "private:5000"):
+        monkeypatch.setenv(f"NCCL_{value[0]}{len(value)}", value)
     report = _output(capsys, "--version", "--report")
     assert report.startswith(f"moe-lightning {__version__}\nPython 3.")
     assert f"torch {version('torch')}" in report
