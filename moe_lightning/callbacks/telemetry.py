@@ -146,8 +146,9 @@ class _Pace:
         self._of_step = 0, 0.0
 
     def begin(self) -> None:
-        """Training begins, or repeats a step that a fault has ended."""
+        """Training begins, or repeats a step that a fault has ended; the time that the fault took counts."""
         self._of_step = 0, 0.0
+        self.pause()
         self.resume()
 
     def resume(self) -> None:
@@ -209,7 +210,7 @@ class Telemetry(Callback):
     Attributes:
         tokens_trained: tokens that all ranks trained on in this process, up to the last logging step.
         tokens_seen: tokens that all ranks trained on up to the last logging step, before a resume too.
-        train_s: seconds spent in training steps, validation excluded, up to the last logging step.
+        train_s: seconds of training up to the last logging step, recoveries included, validation excluded.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class Telemetry(Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._health = RoutingHealth()
+        self._health, self._pace = RoutingHealth(), _Pace()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -251,7 +252,7 @@ class Telemetry(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._pace.resume()
         loss = trainer.callback_metrics.get("val/loss")
         is_language = isinstance(pl_module, SupervisedModule) and pl_module.attention_width is not None
@@ -289,7 +290,7 @@ class Telemetry(Callback):
         health = self._health.observe({layer: np.array(shares_E) for layer, shares_E in loads.items()})
         has_peak = self._peak_flops_per_s is not None or trainer.strategy.root_device.type == "cuda"
         metrics = [
-            *self._pace_metrics(has_mfu=has_peak and bool(getattr(pl_module, "flops_per_batch", None))),
+            *self._pace_metrics(has_mfu=has_peak and getattr(pl_module, "flops_per_batch", None) is not None),
             *self._exchanges.metrics(trainer),
             *_device_metrics(trainer),
             *_optimizer_metrics(trainer),

@@ -36,15 +36,15 @@ def length_of(index: int) -> int:
 class Padded(Dataset[tuple[Tensor, Tensor, Tensor]]):
     """Samples of unlike lengths, whose padding holds anything; `full` ones have none."""
 
-    def __init__(self, *, full: bool = False, seed: int = 0) -> None:
-        self.tokens, self.full, self.seed = RandomTokens(SAMPLES), full, seed
+    def __init__(self, *, full: bool = False, seed: int = 0, longest: int = LENGTH) -> None:
+        self.tokens, self.full, self.seed, self.longest = RandomTokens(SAMPLES), full, seed, longest
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         x, y = self.tokens[index]
-        is_token = torch.arange(LENGTH) < (LENGTH if self.full else length_of(index))
+        is_token = torch.arange(LENGTH) < (LENGTH if self.full else min(self.longest, length_of(index)))
         noise = torch.randint(64, x.shape, generator=torch.Generator().manual_seed(self.seed + index))
         return torch.where(is_token, x, noise), y.masked_fill(~is_token, -100), is_token
 
@@ -60,7 +60,7 @@ class Counts(pl.Callback):
 
 
 def train(rank: int, world_size: int, dataset: Dataset[Any], *, cp: int = 1, **options: Any) -> dict[str, Any]:
-    recorder, counts, telemetry = Recorder(), Counts(), Telemetry()
+    recorder, counts, telemetry = Recorder(), Counts(), Telemetry(peak_flops_per_s=1e12)
     options = {"max_steps": STEPS, "gradient_clip_val": 1.0} | options
     strategy = {"replicas": min(2, world_size), "mesh": {"cp": cp}}
     trainer = make_trainer(rank, world_size, strategy, callbacks=[recorder, counts, telemetry], **options)
@@ -72,6 +72,7 @@ def train(rank: int, world_size: int, dataset: Dataset[Any], *, cp: int = 1, **o
         "counts": counts.steps,
         "seen": telemetry.tokens_seen,
         "flops": module.flops_per_batch,
+        "is_mfu_logged": "train/mfu_ratio" in trainer.callback_metrics,
     }
 
 
@@ -125,6 +126,12 @@ def test_the_loss_does_not_depend_on_the_world(world_size: int, cp: int, micros:
         np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
         assert result["counts"] == expected["counts"]
         assert result["seen"] == expected["seen"]
+
+
+def test_a_rank_whose_part_of_every_sequence_is_padding_logs_what_others_log() -> None:
+    results = run_pooled(2, partial(train, dataset=Padded(longest=LENGTH // 2), cp=2))
+    assert [result["flops"] > 0 for result in results] == [True, False]
+    assert all(result["is_mfu_logged"] for result in results)
 
 
 def test_instructions_train_on_their_tokens_only(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -55,6 +56,41 @@ def _layer(tokens_NE: list[list[int]], computed_NE: list[list[int]] | None = Non
     computed = tokens if computed_NE is None else torch.tensor(computed_NE)
     layer.statistics = LayerStatistics(tokens_NE=tokens, computed_NE=computed)
     return layer
+
+
+def test_the_time_of_a_fault_and_of_the_steps_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(telemetry, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    pace = telemetry._Pace()
+
+    def step() -> None:
+        now[0] += 1.0
+        pace.add_batch(100, 0.0)
+        pace.end_step()
+
+    pace.begin()
+    for _ in range(9):
+        step()
+    now[0] += 2.0  # a fault in the tenth step, and what it takes
+    pace.begin()
+    step()
+    assert (pace.tokens, pace.end()) == (1000, 12.0)
+
+
+def test_a_fit_after_one_that_failed_counts_its_own_tokens_and_time() -> None:
+    class Fails(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                raise RuntimeError("of the user")
+
+    own = Telemetry()
+    with pytest.raises(RuntimeError, match="of the user"):
+        _fit([own, Fails()])
+    time.sleep(0.3)
+    began = time.perf_counter()
+    _fit([own], steps=3)
+    assert own.tokens_trained == 3 * 12 * LENGTH
+    assert own.train_s < time.perf_counter() - began
 
 
 def test_imbalance_is_the_largest_load_over_the_mean() -> None:
