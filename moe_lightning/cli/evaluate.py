@@ -253,9 +253,13 @@ def documents(model: LanguageModel, path: Path, context_length: int, text_field:
     from moe_lightning.files import open_regular
 
     tokenizer = model.tokenizer()
-    if path.suffix == ".jsonl" or (path.suffix == ".json" and model.is_trained_on_conversations):
+    if path.suffix in (".jsonl", ".ndjson") or (path.suffix == ".json" and model.is_trained_on_conversations):
         yield from _records(model, tokenizer, path, context_length, text_field)
         return
+    if text_field is not None:
+        raise ConfigurationError(
+            f"--text-field is for JSONL, and {path} is read as text: leave it out, or name the file .jsonl"
+        )
     num_bytes = path.stat().st_size
     with reading(path), open_regular(path) as file:
         chunks = tokenizer.encode_chunks(text_chunks(file, path))

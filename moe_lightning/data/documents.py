@@ -1,9 +1,9 @@
 """Documents of a corpus: text files, JSONL, Parquet and saved Hugging Face data sets, compressed or not.
 
-A text file is one document; a line of JSONL and a row of a table are one each. Suffixes decide: `.jsonl`, `.parquet`
-and `.arrow` hold records, any other file is text, and `.gz` or `.zst` behind either is unpacked. Files are cut into
-parts, which depend on nothing but the file, so that several processes can read one file and a corpus is the same for
-any number of them.
+A text file is one document; a line of JSONL and a row of a table are one each. Suffixes decide: `.jsonl`, `.ndjson`,
+`.parquet` and `.arrow` hold records, any other file is text, and `.gz` or `.zst` behind either is unpacked (`.json`
+before them is JSONL). Files are cut into parts, which depend on nothing but the file, so that several processes can
+read one file and a corpus is the same for any number of them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ CONVERSATIONS = frozenset({"messages", "conversations", "prompt", "instruction"}
 _PACKED = (".gz", ".zst")
 _KINDS: dict[str, Literal["jsonl", "parquet", "arrow"]] = {
     ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
@@ -130,8 +131,8 @@ def source_files(sources: Sequence[str]) -> tuple[SourceFile, ...]:
             hidden), or a glob pattern (`**` goes into folders); together they are one source.
 
     Raises:
-        ConfigurationError: nothing is there, nothing matches, only empty files, token files among several, or text
-            beside records.
+        ConfigurationError: nothing is there, nothing matches, only empty files, token files among several, text
+            beside records, or JSON that is not JSONL.
     """
     found = [_stdlib_files() if source == STDLIB else _users_files(source) for source in sources]
     root = found[0][0] if len(found) == 1 else Path(os.path.commonpath([root.absolute() for root, _ in found]))
@@ -166,6 +167,11 @@ def _check_kinds(source: str, files: Sequence[SourceFile]) -> None:
             f"source={source!r} holds records ({records.name}) and text ({text.name}); give a glob that matches one "
             f"kind, such as 'folder/**/*{''.join(records.path.suffixes[-2:])}'."
         )
+    if all(file.path.suffix == ".json" for file in files):
+        raise ConfigurationError(
+            f"source={source!r} is JSON ({files[0].name}), whose keys and quotes would be learned as text; write one "
+            "object a line and name the file .jsonl."
+        )
 
 
 def has_records(files: Sequence[SourceFile]) -> bool:
@@ -175,7 +181,10 @@ def has_records(files: Sequence[SourceFile]) -> bool:
 
 def _kind(path: Path) -> Literal["jsonl", "parquet", "arrow"] | None:
     """The kind of a file's records; None for text."""
-    return _KINDS.get((path.with_suffix("") if path.suffix in _PACKED else path).suffix)
+    if path.suffix not in _PACKED:
+        return _KINDS.get(path.suffix)
+    inner = path.with_suffix("").suffix
+    return "jsonl" if inner == ".json" else _KINDS.get(inner)  # C4 and Dolma name their JSONL .json.gz
 
 
 def _stdlib_files() -> tuple[Path, list[Path]]:

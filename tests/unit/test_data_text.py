@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gzip
 import itertools
 import json
 import os
@@ -159,6 +160,23 @@ def test_conversations_are_not_taken_for_text(tmp_path: Path, cache: Path, key: 
         ConfigurationError, match=rf"records.jsonl, line 1: it has no 'text', but 'id', '{key}'; .*or use"
     ):
         prepare_corpus(tmp_path / "records.jsonl", cache_dir=cache)
+
+
+@pytest.mark.parametrize("name", ["a.ndjson", "a.json.gz", "a.ndjson.gz"])
+def test_json_lines_have_other_names(name: str, tmp_path: Path, cache: Path) -> None:
+    lines = "".join(json.dumps({"content": f"text {number}\n", "url": "x"}) + "\n" for number in range(9)).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+    named, plain = (prepare_corpus(tmp_path / one, cache_dir=cache, text_field="content") for one in (name, "a.jsonl"))
+    assert text_of(named, "train") == text_of(plain, "train")
+
+
+def test_json_in_one_piece_is_not_taken_for_text(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}] * 99))
+    with pytest.raises(ConfigurationError, match=r"is JSON \(a.json\), whose keys .* write one object a line"):
+        prepare_corpus(tmp_path / "a.json", cache_dir=cache)
+    (tmp_path / "x.py").write_text("x = 1\n")
+    assert prepare_corpus(tmp_path, cache_dir=cache).num_files == 2
 
 
 def test_the_standard_library_is_real_python(cache: Path) -> None:

@@ -54,6 +54,12 @@ def test_windows_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"{found['loss']:.4f}" in out
 
 
+def test_lines_of_ndjson_are_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = trained_run(tmp_path / "run", BYTES)
+    (tmp_path / "texts.ndjson").write_text('{"text": "1234"}\n')
+    assert measured(capsys, folder, tmp_path / "texts.ndjson")["tokens"] == 3
+
+
 @pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])
 def test_texts_of_a_file_do_not_see_each_other(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor the padding of a batch."""
@@ -156,6 +162,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path, capsys: py
         ("c.jsonl", b'{"prompt": "1", "response": "2"}', [], ["has no chat template", "was not trained on"]),
         ("d.jsonl", b"", [], ["d.jsonl is empty"]),
         ("digits", b"123", ["--context-length", "25"], ["--context-length 25", "24 positions"]),
+        ("digits", b"123", ["--text-field", "x"], ["--text-field is for JSONL", "digits is read as text"]),
         ("digits", b"123", ["--batch-size", "0"], ["0 must be an integer"]),
     ],
 )
