@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.inspect import trained_tokenizer
+from moe_lightning.checkpoint.inspect import end_of_text, trained_tokenizer
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.resume import config_of
@@ -246,7 +246,9 @@ def _of_checkpoint(
     if spec is None and trained is None:
         spec = _spec_of(data, config, str(saved.path))
     tokenizer = tokenizer_from(trained) if spec is None else _named(spec)
-    end = _end_of_document(data)
+    end = end_of_text(saved.values)
+    if end is None:  # none, or not recorded
+        end = _end_of_document(data)
     ends = frozenset([] if end is None else [end])
     if isinstance(network, GPT):
         positions = network.config.context_length

@@ -336,6 +336,20 @@ def test_generation_ends_at_the_end_token(tmp_path: Path, capsys: pytest.Capture
     assert run(capsys, trained_run(tmp_path / "other", data), PROMPT, "--greedy") == f"{PROMPT}\n"
 
 
+@pytest.mark.parametrize("data", [None, {**INSTRUCTIONS, "end_token": None}])
+def test_a_checkpoint_knows_the_end_of_a_text(
+    data: dict[str, Any] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its run, and where the data's configuration names no token."""
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    path.parent.mkdir(parents=True)
+    if data is not None:
+        (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"run_dir": "here", "data": data}))
+    state = {"end_of_text": without_cache(gpt().model, IDS, 1)[0]}
+    save(gpt(), path, **{"TextData" if data is None else "InstructionData": state})
+    assert run(capsys, path, PROMPT, "--greedy", "--tokenizer", "bytes") == f"{PROMPT}\n"
+
+
 def test_generation_of_a_pretrained_model_ends_at_the_end_of_a_document(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
