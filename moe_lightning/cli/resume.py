@@ -19,9 +19,11 @@ from moe_lightning.cli.composition import located
 from moe_lightning.config import TARGET, is_resumable, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import open_text
+from moe_lightning.hub import TOKENIZER
 
 _UNCHANGEABLE = ("model", "data.tokenizer", "data._target_", "optimizer._target_", "module._target_")
-_ON_REQUEST = ("optimizer", "data", "seed")
+_ORIGINAL = "model.pretrained"
+_ON_REQUEST = ("optimizer", "data", "seed", _ORIGINAL)
 _FREE_OF_DATA = ("num_workers", "cache_dir", "val_samples", "seed", "context_length")  # the last two are set elsewhere
 _UNLISTED = (
     "run_name",
@@ -66,17 +68,27 @@ def changes(former: Mapping[str, Any], given: Mapping[str, Any]) -> list[Setting
     directory are the same wherever it lies.
     """
     places = str(former.get("run_dir")), str(given.get("run_dir"))
+    tokenizers = _original_tokenizer(former), _original_tokenizer(given)
     return [
-        SettingChange(key=key, former=before, given=value, is_possible=_is_possible(key, given))
+        SettingChange(key=key, former=before, given=value, is_possible=_is_possible(key, before, value, given))
         for key, before, value in _in_both(former, given)
-        if not _is_below(key, _UNLISTED) and _moved(before, *places) != value
+        if not _is_below(key, _UNLISTED)
+        and _moved(before, *places) != value
+        and not (key == "data.tokenizer" and (before, value) == tokenizers)  # listed as the model's
     ]
 
 
-def _is_possible(key: str, given: Mapping[str, Any]) -> bool:
-    """True if a checkpoint fits any value of the key."""
+def _original_tokenizer(config: Mapping[str, Any]) -> str:
+    """The tokenizer of the original model, as recipes name it."""
+    return f"{(config.get('model') or {}).get('pretrained')}/{TOKENIZER}"
+
+
+def _is_possible(key: str, before: Any, value: Any, given: Mapping[str, Any]) -> bool:
+    """True if a checkpoint fits both values of the key."""
     if not _is_below(key, _UNCHANGEABLE):
         return True
+    if key == _ORIGINAL:  # may have moved: its weights are in the checkpoint, or compared with their digest
+        return None not in (before, value)
     group, *path = key.split(".")
     model = given.get("model", {})
     return group == "model" and TARGET in model and is_resumable(located(model[TARGET], "model"), path)  # type: ignore[arg-type]

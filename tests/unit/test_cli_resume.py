@@ -97,6 +97,35 @@ def test_what_cannot_change(key: str, value: Any) -> None:
         check_changes(found, overrides=True)
 
 
+def _pretrained(place: str | None, tokenizer: str, target: str = "huggingface.module.HuggingFaceConfig") -> Any:
+    return {
+        "model": {"_target_": f"moe_lightning.models.{target}", "pretrained": place},
+        "data": {"tokenizer": tokenizer},
+    }
+
+
+def test_an_original_model_may_have_moved() -> None:
+    former, given = (_pretrained(place, f"{place}/tokenizer.json") for place in ("/old/olmoe", "ORG/olmoe"))
+    found = changes(former, given)
+    assert [str(change) for change in found] == ["model.pretrained '/old/olmoe' -> 'ORG/olmoe'"]
+    with pytest.raises(ConfigurationError, match=r"other settings: model.pretrained .*give resume_overrides=true"):
+        check_changes(found, overrides=False)
+    check_changes(found, overrides=True)
+
+
+@pytest.mark.parametrize(
+    ("former", "given"),
+    [
+        (_pretrained(None, "bytes", "swin.SwinConfig"), _pretrained("/new", "bytes", "swin.SwinConfig")),
+        (_pretrained("/old", "/old/tokenizer.json"), _pretrained("/old", "/new/tokenizer.json")),
+        (_pretrained("/old", "/my/tokenizer.json"), _pretrained("/new", "/new/tokenizer.json")),
+    ],
+)
+def test_what_belongs_to_an_original_model_does_not_change(former: Any, given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="another shape or meaning"):
+        check_changes(changes(former, given), overrides=True)
+
+
 @pytest.mark.parametrize("nothing", [None, {}])
 @pytest.mark.parametrize("key", ["overrides", "adapter", "upcycling"])
 @pytest.mark.parametrize("is_dropped", [False, True])
