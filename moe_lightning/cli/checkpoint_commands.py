@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from datetime import UTC, datetime
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import exists
 from moe_lightning.cli.expert_edits import edit_file, least_loaded, parse_edits
 from moe_lightning.cli.saved_model import checkpoints_of
-from moe_lightning.cli.serving import form_of, measured_counts, plan_serving, write_form
+from moe_lightning.cli.serving import form_of, measured_counts, plan_serving
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 
@@ -144,10 +145,13 @@ def _export_gguf(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _export_loads(arguments: argparse.Namespace, console: Console) -> int:
-    counts_LE = measured_counts(arguments.source, arguments.last)
-    plan = plan_serving(counts_LE, arguments.ranks, arguments.slots)
-    write_form(form_of(plan, arguments.engine, arguments.ranks, arguments.dense_layers), arguments.target)
+    if arguments.target.suffix != ".json":
+        raise ConfigurationError(f"{arguments.target.name} must end with .json: engines go by it")
+    counts_LE = measured_counts(arguments.source)
     layers, experts = counts_LE.shape
+    plan = plan_serving(counts_LE, arguments.ranks, arguments.slots)
+    form = form_of(plan, arguments.engine, experts, arguments.dense_layers)
+    arguments.target.write_text(json.dumps(form))
     console.print(
         f"{arguments.target}: {layers} layers of {experts} experts on {arguments.ranks} ranks of {arguments.slots}, "
         f"busiest rank over mean {plan.imbalance_before:.2f} without replicas, {plan.imbalance_after:.2f} so",

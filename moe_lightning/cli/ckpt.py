@@ -104,11 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     export_loads.add_argument(
         "source", type=input_file, metavar="LOADS", help="routing_trace.npz or expert_load.csv of a run"
     )
-    export_loads.add_argument("target", type=output_file, metavar="FILE", help="to write: .json, or .pt for sglang")
+    export_loads.add_argument("target", type=output_file, metavar="FILE", help="the JSON file to write")
     export_loads.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="default: %(default)s")
     export_loads.add_argument("--ranks", type=value(_Times), required=True, metavar="N", help="GPUs that share experts")
     export_loads.add_argument("--slots", type=value(Count), required=True, metavar="S", help="experts on each")
-    export_loads.add_argument("--last", type=value(Count), metavar="N", help="samples that count (default: all)")
     export_loads.add_argument(
         "--dense-layers", type=int, nargs="+", default=[], metavar="I", help="layers without experts, for sglang"
     )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from moe_lightning.cli.ckpt import main
+from moe_lightning.cli.serving import measured_counts
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 8, 4, 3
 
@@ -32,12 +31,11 @@ def exported(trace: Path, name: str, *options: str) -> Path:
     return path
 
 
-def read_sglang(path: Path) -> dict[str, torch.Tensor]:
-    """As the engine loads `--init-expert-location`: by the name's end, one of two keys, tables of integers."""
-    found = torch.load(path, weights_only=True) if path.suffix == ".pt" else json.loads(path.read_text())
-    ((key, table),) = found.items()
-    assert key in ("physical_to_logical_map", "logical_count")
-    return {key: torch.as_tensor(table)}
+def read_sglang(path: Path) -> NDArray[np.int64]:
+    """As the engine loads `--init-expert-location`."""
+    ((key, table),) = json.loads(path.read_text()).items()
+    assert key == "physical_to_logical_map"
+    return np.array(table)
 
 
 def check_map(table: NDArray[np.int64], layers: int = LAYERS) -> None:
@@ -46,40 +44,23 @@ def check_map(table: NDArray[np.int64], layers: int = LAYERS) -> None:
     assert all(set(row) == set(range(EXPERTS)) for row in table.tolist())
 
 
-@pytest.mark.parametrize("suffix", [".json", ".pt"])
-def test_sglang_reads_the_map(trace: Path, suffix: str) -> None:
-    table = read_sglang(exported(trace, f"sglang{suffix}"))["physical_to_logical_map"]
-    assert table.dtype == torch.int64
-    check_map(table.numpy())
+def test_sglang_reads_the_map(trace: Path) -> None:
+    table = read_sglang(exported(trace, "sglang.json"))
+    check_map(table)
     for layer, row in enumerate(table):
         assert int((row == layer).sum()) == RANKS, "half of all tokens need every rank"
-        assert all(len(set(held.tolist())) == SLOTS for held in row.chunk(RANKS)), "no rank holds one twice"
+        assert all(len(set(held)) == SLOTS for held in np.split(row, RANKS)), "no rank holds one twice"
 
 
 def test_layers_without_experts_have_rows_too(trace: Path) -> None:
-    maps = read_sglang(exported(trace, "map.json", "--dense-layers", "0", "2"))["physical_to_logical_map"]
-    check_map(maps.numpy(), LAYERS + 2)
-    plain = torch.arange(RANKS * SLOTS) % EXPERTS
+    maps = read_sglang(exported(trace, "map.json", "--dense-layers", "0", "2"))
+    check_map(maps, LAYERS + 2)
+    plain = np.arange(RANKS * SLOTS) % EXPERTS
     assert [bool((row == plain).all()) for row in maps] == [True, False, True, False, False]
-    options = ("--engine=sglang-counts", "--dense-layers", "0")
-    counts = read_sglang(exported(trace, "counts.pt", *options))["logical_count"]
-    assert counts.shape == (LAYERS + 1, EXPERTS)
-    assert counts[1].tolist() == [4 * (EXPERTS - 1)] + [4] * (EXPERTS - 1)
 
 
 def test_vllm_reads_a_list_for_each_moe_layer(trace: Path) -> None:
     check_map(np.array(json.loads(exported(trace, "vllm.json", "--engine=vllm").read_text())))
-
-
-def test_vllm_ascend_reads_the_experts_of_every_device(trace: Path) -> None:
-    found: dict[str, Any] = json.loads(exported(trace, "ascend.json", "--engine=vllm-ascend").read_text())
-    assert found["moe_layer_count"] == len(found["layer_list"]) == LAYERS
-    rows = []
-    for number, layer in enumerate(found["layer_list"]):
-        assert (layer["layer_id"], layer["device_count"]) == (number, RANKS)
-        assert [device["device_id"] for device in layer["device_list"]] == list(range(RANKS))
-        rows.append([expert for device in layer["device_list"] for expert in device["device_expert"]])
-    check_map(np.array(rows))
 
 
 def test_the_placement_evens_out_what_was_measured(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,10 +70,7 @@ def test_the_placement_evens_out_what_was_measured(trace: Path, capsys: pytest.C
     shares = "\n".join(f"{step},0,0.5,0.2,0.1,0.1,0.1,0,0,0" for step in (10, 20))
     (trace.parent / "expert_load.csv").write_text("step,layer,experts\n" + shares + "\n30,0,0,0,0,0,0,0,0,1\n")
     loads = trace.parent / "expert_load.csv"
-    counts = read_sglang(exported(loads, "all.json", "--engine=sglang-counts"))["logical_count"]
-    assert counts.tolist() == [[100000, 40000, 20000, 20000, 20000, 0, 0, 100000]]
-    counts = read_sglang(exported(loads, "last.json", "--engine=sglang-counts", "--last=1"))["logical_count"]
-    assert counts.tolist() == [[0] * 7 + [100000]]
+    assert measured_counts(loads).tolist() == [[100000, 40000, 20000, 20000, 20000, 0, 0, 100000]]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +79,6 @@ def test_the_placement_evens_out_what_was_measured(trace: Path, capsys: pytest.C
         ("x.json", ["--ranks=2", "--slots=3"], "cannot hold 8 experts: raise --ranks or --slots"),
         ("x.json", ["--ranks=2", "--slots=9"], "--slots=9 is more than the 8 experts"),
         ("x.txt", ["--ranks=2", "--slots=4"], "must end with .json"),
-        ("x.pt", ["--ranks=2", "--slots=4", "--engine=vllm"], "must end with .json"),
         ("x.json", ["--ranks=2", "--slots=4", "--engine=vllm", "--dense-layers", "0"], "is for sglang"),
         ("x.json", ["--ranks=2", "--slots=4", "--dense-layers", "9"], "9 is no place"),
         ("x.json", ["--ranks=0", "--slots=4"], "--ranks: 0 must be"),
