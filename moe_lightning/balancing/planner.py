@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, replace
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -118,7 +118,7 @@ class LayerPlanner:
         self._policy = policy
         self._plan: ShadowPlan | None = None
         self._trans_s = 0.0
-        self.forecast = LoadForecast(_DECAYS[policy.forecast])
+        self.forecast = LoadForecast(_DECAY)
         self.move(placement)
         self.load = np.zeros(placement.num_experts, dtype=np.int64)
 
@@ -185,7 +185,8 @@ _FADE = 4
 _PARTS = 1 << 32
 """Fixed-point unit of parts of an expert's gradients."""
 
-_DECAYS = {"last": 0.0, "ema": 0.5}
+_DECAY = 0.5
+"""Weight of the past in the forecast of a step's loads."""
 
 
 @validated
@@ -205,7 +206,6 @@ class BalancePolicy:
         alpha: the search stops when loads differ by less than alpha times their mean.
         replan_threshold: a kept shadow plan is replaced when it is slower than a fresh one by more than this.
         max_replan_interval: most steps between two searches.
-        forecast: of the next step's loads: "ema" of recent steps, or the "last" one.
         lag: a step's plans come from the counts of so many steps before it; more than 1 gives large clusters longer
             time to plan.
 
@@ -222,7 +222,6 @@ class BalancePolicy:
     alpha: Coefficient = 0.1
     replan_threshold: Coefficient = 0.1
     max_replan_interval: PositiveInt = 32
-    forecast: Literal["ema", "last"] = "ema"
     lag: PositiveInt = 1
 
     def __post_init__(self) -> None:

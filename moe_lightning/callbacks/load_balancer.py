@@ -61,11 +61,8 @@ def merged(states: Iterable[State | None]) -> State | None:
     return known[0] | {"layers": layers} if known else None
 
 
-def balanced_ranks(strategy: ExpertParallelStrategy, ranks_per_node: int | None) -> Cluster:
+def balanced_ranks(strategy: ExpertParallelStrategy) -> Cluster:
     """The ranks that share the experts of a layer, in a pipeline those of this rank's stages; collective there.
-
-    Args:
-        ranks_per_node: consecutive ranks that fail together; None: the nodes that the strategy knows.
 
     Raises:
         ConfigurationError: what cannot be balanced.
@@ -89,17 +86,9 @@ def balanced_ranks(strategy: ExpertParallelStrategy, ranks_per_node: int | None)
         )
     if len(experts.layers[0].dispatcher.groups) > 1:
         raise ConfigurationError("LoadBalancer needs one dispatch group: drop the strategy's ep_size")
-    if ranks_per_node is not None and strategy.worlds.is_elastic:
-        raise ConfigurationError(
-            f"ranks_per_node={ranks_per_node} counts consecutive ranks, but ranks of an elastic run are in order of "
-            "birth and their nodes are known: leave it out (null)"
-        )
-    nodes: Sequence[int] = strategy.world.nodes
-    if ranks_per_node is not None:
-        nodes = [rank // ranks_per_node for rank in range(strategy.world.size)]
     # Ranks of an elastic run may have kept more room than those that came later, or from another stage.
     slots = min(all_gather_json(room.pop(), strategy.world.stage)) if strategy.worlds.is_elastic else room.pop()
-    return Cluster(node_of=stages.nodes(nodes), slots_per_rank=slots)
+    return Cluster(node_of=stages.nodes(strategy.world.nodes), slots_per_rank=slots)
 
 
 def min_replicas(strategy: ExpertParallelStrategy, wanted: int | None) -> int:
@@ -260,10 +249,9 @@ class LoadBalancer(ExpertParallelCallback):
 
     Args:
         rebalance_every, placement_rule, allocation, tolerance, shadows, alpha, replan_threshold, max_replan_interval,
-            forecast, lag: see `BalancePolicy`.
+            lag: see `BalancePolicy`.
         min_replicas: distinct nodes that hold each expert, where slots allow; None: as many as FaultRecovery promises,
             1 without it.
-        ranks_per_node: consecutive ranks that fail together; None: the nodes that the strategy knows.
         calibrate: time exchanges, experts and dense layers when training starts, about a second, where plans depend on
             them; without it plans come from the next two arguments and so are alike in every run.
         bytes_per_s, flops_per_s: nominal bandwidth of a rank and speed of its expert computation.
@@ -294,9 +282,7 @@ class LoadBalancer(ExpertParallelCallback):
         alpha: Coefficient = 0.1,
         replan_threshold: Coefficient = 0.1,
         max_replan_interval: PositiveInt = 32,
-        forecast: Literal["ema", "last"] = "ema",
         lag: PositiveInt = 1,
-        ranks_per_node: PositiveInt | None = None,
         calibrate: bool = True,
         bytes_per_s: Annotated[float, Interval(gt=0, le=1e18)] = 10e9,
         flops_per_s: Annotated[float, Interval(gt=0, le=1e21)] = 1e12,
@@ -316,7 +302,6 @@ class LoadBalancer(ExpertParallelCallback):
             alpha=alpha,
             replan_threshold=replan_threshold,
             max_replan_interval=max_replan_interval,
-            forecast=forecast,
             lag=lag,
         )
         self._speed_policy = SpeedPolicy(
@@ -331,7 +316,7 @@ class LoadBalancer(ExpertParallelCallback):
             flops_per_s=flops_per_s,
         )
         self._timeline_path = Path(timeline_path) if timeline_path else None
-        self._min_replicas, self._ranks_per_node = min_replicas, ranks_per_node
+        self._min_replicas = min_replicas
         self.planner: BalancePlanner | None = None
         self.follower: SpeedFollower | None = None
         self.last_shadow_transfers: StepShadowTransfers | None = None
@@ -355,7 +340,7 @@ class LoadBalancer(ExpertParallelCallback):
         layers, stages = strategy.experts.layers, strategy.state.stages
         if strategy.world.stage.size == 1 or not stages.layers:
             return  # nothing to balance
-        cluster = balanced_ranks(strategy, self._ranks_per_node)
+        cluster = balanced_ranks(strategy)
         policy = replace(self._policy, min_replicas=min_replicas(strategy, self._min_replicas))
         self._layers = OwnLayers(tuple(stages.numbers), len(stages.layers))
         numbered = dict(zip(self._layers.numbers, layers, strict=True))

@@ -260,9 +260,7 @@ class LoadBalancerKeys(TypedDict, total=False):
     alpha: float
     replan_threshold: float
     max_replan_interval: int
-    forecast: Literal["ema", "last"]
     lag: int
-    ranks_per_node: int | None
     calibrate: bool
     bytes_per_s: float
     flops_per_s: float

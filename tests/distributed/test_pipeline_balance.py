@@ -26,7 +26,7 @@ from moe_lightning.strategies.stages import StageState
 from tests.distributed.balanced_training import NUM_EXPERTS, random_placement
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.same_training import SKEWED, assert_same_training
-from tests.distributed.test_balancer_laws import EAGER, Watcher
+from tests.distributed.test_balancer_laws import EAGER, Watcher, failing_alone
 from tests.distributed.test_pipeline import MICROS, train
 from tests.distributed.test_uneven_ranks import TestClock
 from tests.distributed.training import make_trainer
@@ -72,7 +72,8 @@ def same(key: str, found: list[dict[str, Any]], steps: int = STEPS) -> None:
 
 def balanced(rank: int, world_size: int, *, balancer: dict[str, Any], **options: Any) -> dict[str, Any]:
     watcher = Watcher()
-    result = train(rank, world_size, callbacks=(LoadBalancer(**EAGER | balancer), watcher), **options)
+    with failing_alone(balancer):
+        result = train(rank, world_size, callbacks=(LoadBalancer(**EAGER | balancer), watcher), **options)
     return result | {"moved": watcher.moved, "shadows": watcher.shadows, "metrics": watcher.metrics}
 
 
@@ -94,7 +95,12 @@ OFTEN = {"rebalance_every": 3}
         slow("noisy", 4, {"mesh": {"tp": 2}}, OFTEN),
         slow("noisy", 4, {"dense": "zero1"}, OFTEN),
         slow("noisy", 4, {"dense": "fsdp", **INTERLEAVED}, OFTEN),
-        slow("uneven", 8, {"slots": 3}, {**OFTEN, "placement_rule": "mro+", "min_replicas": 2, "ranks_per_node": 1}),
+        slow(
+            "uneven",
+            8,
+            {"slots": 3},
+            {**OFTEN, "placement_rule": "mro+", "min_replicas": 2},
+        ),
         slow("skewed", 4, {}, {**OFTEN, "calibrate": True}),
     ],
 )

@@ -129,10 +129,7 @@ class KnownNodes:
 
 
 def test_failure_domains_are_the_nodes_of_the_run_and_not_consecutive_ranks() -> None:
-    assert balanced_ranks(KnownNodes(), None).node_of == (0, 1, 0, 1)  # type: ignore[arg-type]
-    assert balanced_ranks(KnownNodes(), 1).node_of == (0, 1, 2, 3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"ranks_per_node=2 .* in order of birth .* leave it out"):
-        balanced_ranks(KnownNodes(is_elastic=True), 2)  # type: ignore[arg-type]
+    assert balanced_ranks(KnownNodes()).node_of == (0, 1, 0, 1)  # type: ignore[arg-type]
 
 
 def test_the_balancer_promises_no_less_than_recovery() -> None:
