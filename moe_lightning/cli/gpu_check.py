@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from moe_lightning.arguments import option
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import table
 
@@ -40,9 +39,7 @@ print(n, f"torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of `moe-bench gpu-check`."""
-
-    stand_in: bool = option("run the checks on the CPU: tests the checks themselves, not a GPU", False)
+    """Options of `moe-bench gpu-check`: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,20 +58,11 @@ def run(options: Options) -> int:
     Raises:
         ConfigurationError: there is no GPU.
     """
-    device, num_devices, where = "cpu", 2, "CPU, in the place of a GPU"
-    if not options.stand_in:
-        device, (num_devices, where) = "cuda", _devices()
-        if not num_devices:
-            raise ConfigurationError(
-                f"no GPU here ({where}): nothing was checked; run this where there is one, or try the checks "
-                "themselves with --stand-in"
-            )
-    commands = {
-        name: (sys.executable, "-m", "moe_lightning.cli.gpu_check_worker", name, device)
-        for name in NAMES
-        if name != "communicators" or num_devices > 1
-    }
-    outcomes = outcomes_of(commands)
+    num_devices, where = _devices()
+    if not num_devices:
+        raise ConfigurationError(f"no GPU here ({where}): nothing was checked; run this where there is one")
+    names = [name for name in NAMES if name != "communicators" or num_devices > 1]
+    outcomes = outcomes_of({name: command(name, "cuda") for name in names})
     if num_devices < 2:
         outcomes.append(Outcome(name="communicators", verdict="left out", seconds=0.0, note="needs two GPUs"))
     rows = [(one.name, one.verdict, f"{one.seconds:.1f}", one.note) for one in outcomes]
@@ -83,6 +71,11 @@ def run(options: Options) -> int:
     print(f"{failed} of {len(outcomes)} checks failed" if failed else "no check failed")
     print("Please send this table to the project's issues, whatever it says.")
     return int(failed > 0)
+
+
+def command(name: str, device: str) -> tuple[str, ...]:
+    """Return the command line of one check."""
+    return (sys.executable, "-m", "moe_lightning.cli.gpu_check_worker", name, device)
 
 
 def outcomes_of(commands: Mapping[str, Sequence[str]], budget_s: float = _BUDGET_S) -> list[Outcome]:

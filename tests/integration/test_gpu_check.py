@@ -31,8 +31,13 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_checks_pass_on_the_cpu_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(Options(stand_in=True)) == 0
+def test_checks_pass_on_the_cpu_in_processes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_gpu = gpu_check.command
+    monkeypatch.setattr(gpu_check, "_devices", lambda: (2, "CPU, in the place of a GPU"))
+    monkeypatch.setattr(gpu_check, "command", lambda name, device: on_gpu(name, "cpu"))
+    assert run(Options()) == 0
     told = capsys.readouterr().out
     assert told.count("pass") == len(NAMES)
     assert "no check failed" in told
