@@ -159,20 +159,7 @@ def _one_setting(word: str, words: list[str], reader: _Reader) -> tuple[str, str
         if words and "=" not in words[0]:
             value = words.pop(0)
             return f"{word} {value}", f"{yaml[1]}={value}"
-    if _KEY.fullmatch(word) and words and words[0].startswith("="):  # key = value, in two words or three
-        rest = words.pop(0)
-        spaced = f"{word} {rest}"
-        if rest == "=" and words:
-            rest += words.pop(0)
-            spaced += f" {rest[1:]}"
-        return spaced, f"{word}{rest}"
-    if word.endswith("=") and _KEY.fullmatch(word[:-1]) and words and not re.search("=|^-", words[0]):
-        value = words.pop(0)
-        return f"{word} {value}", f"{word}{value}"
     if _KEY.fullmatch(word) and reader.knows(word) and word not in reader.vocabulary.words:
-        if words and re.fullmatch(r"[\d.eE+-]+", words[0]):
-            value = words.pop(0)
-            return f"{word} {value}", f"{word}={value}"
         reader.explain(word)
         raise ConfigurationError(f"{word} has no value: give {word}=VALUE")
     return word, word
