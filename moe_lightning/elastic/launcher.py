@@ -471,9 +471,10 @@ class ElasticLauncher:
                 workers.end(self.grace_s)
                 raise
             except SignalException as stop:
-                if stop.sigval == signal.SIGTERM and self.settings.notice_on_sigterm:
-                    workers.ask_to_leave(self.grace_s)
-                workers.end_on_signal(stop.sigval, self.grace_s)
+                with suppress(SignalException):  # a second signal ends them at once
+                    if stop.sigval == signal.SIGTERM and self.settings.notice_on_sigterm:
+                        workers.ask_to_leave()
+                    workers.end_on_signal(stop.sigval, self.grace_s)
                 raise Interrupted(stop.sigval) from None
             finally:
                 ignore_signals()
@@ -684,11 +685,13 @@ class _Workers:
         named = ", ".join(f"worker {slot}: {self._running[slot].process.pid}" for slot in slots)
         _print_line(f"{self._launcher.program}: process ids: {named}")
 
-    def ask_to_leave(self, grace_s: float) -> None:
-        """Pass a notice of preemption on, and wait until the workers have transferred their state and left."""
+    def ask_to_leave(self) -> None:
+        """Pass a notice of preemption on, and wait until the workers have finished their step, transferred their state
+        and left; the scheduler has a limit of its own.
+        """
         for worker in self._running.values():
             worker.process.terminate()
-        deadline = time.monotonic() + grace_s
+        deadline = time.monotonic() + _SAVING_S
         while any(w.process.poll() is None for w in self._running.values()) and time.monotonic() < deadline:
             time.sleep(_ELASTIC_POLL_S)
 

@@ -1,0 +1,132 @@
+"""The elastic launcher's loop over its workers, which are shells here, without a rendezvous host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from moe_lightning.elastic import launcher
+from moe_lightning.elastic.launcher import ElasticLauncher, WorkerLogs, restored_signal_handlers
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
+from moe_lightning.elastic.worker import Interrupted
+
+PATIENCE_S = 20.0
+
+
+class Link:
+    """Connection to a host that says nothing."""
+
+    token, is_connected, error, address = "launcher", True, "", "host:1"
+
+    def __init__(self) -> None:
+        self.deaths: list[tuple[str, str]] = []
+
+    def report_death(self, token: str, how: str) -> None:
+        self.deaths.append((token, how))
+
+    def read(self) -> list[Any]:
+        return []
+
+
+class Machine:
+    """A machine whose workers are shell scripts.
+
+    Attributes:
+        script: of the next worker; a function of its slot and its number of starts.
+        started: logs of the workers, in order.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.link = folder, Link()
+        self.script: Callable[[int, int], str] = lambda slot, starts: "exit 0"
+        self.started: list[WorkerLogs] = []
+        monkeypatch.setattr(launcher, "start", self._start)
+
+        @contextmanager
+        def rendezvous(of: ElasticLauncher) -> Iterator[tuple[ElasticTask, Any]]:
+            yield ElasticTask(address="127.0.0.1:1", secret_file="secret", node=of.node or "a"), self.link
+
+        monkeypatch.setattr(ElasticLauncher, "_open_rendezvous", rendezvous)
+
+    def run(self, **options: Any) -> None:
+        defaults: dict[str, Any] = {"num_ranks": 2, "log_dir": self.folder / "logs", "cool_down_s": 0.0, "grace_s": 0.2}
+        ElasticLauncher(**{**defaults, **options}).run([])
+
+    def _start(
+        self, program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: WorkerLogs
+    ) -> dict[int, subprocess.Popen[bytes]]:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _stop)
+        logs.reify(dict(environments))
+        task = ElasticTask.from_environment(environments[0])
+        assert task is not None
+        script = self.script(task.slot, task.starts)
+        self.started.append(logs)
+        return {0: subprocess.Popen(["sh", "-c", script], cwd=self.folder, start_new_session=True)}
+
+    @contextmanager
+    def signalled(self, *numbers: signal.Signals, gap_s: float = 0.3) -> Iterator[None]:
+        """Send signals to this process as soon as all workers have made their files `ready-SLOT`."""
+
+        def send() -> None:
+            deadline = time.monotonic() + PATIENCE_S
+            while len(list(self.folder.glob("ready-*"))) < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            for number in numbers:
+                os.kill(os.getpid(), number)
+                time.sleep(gap_s)
+
+        thread = threading.Thread(target=send)
+        with restored_signal_handlers():
+            for number in numbers:
+                signal.signal(number, signal.SIG_IGN)  # once the launcher has ended
+            thread.start()
+            try:
+                yield
+            finally:
+                thread.join()
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    raise SignalException("a signal", signal.Signals(number))
+
+
+def _waiting(term: str, interrupt: str) -> Callable[[int, int], str]:
+    loop = "while :; do sleep 0.05; done"
+    return lambda slot, starts: f"trap '{term}' TERM; trap '{interrupt}' INT; touch ready-{slot}; {loop}"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+ON_NOTICE = ElasticSettings(notice_on_sigterm=True)
+
+
+def test_workers_may_finish_a_long_step_before_they_leave_on_a_notice(machine: Machine) -> None:
+    machine.script = _waiting("sleep 1; exit 76", "touch interrupted; exit 1")
+    with machine.signalled(signal.SIGTERM), pytest.raises(Interrupted) as stop:
+        machine.run(settings=ON_NOTICE)
+    assert stop.value.signal == signal.SIGTERM
+    assert not (machine.folder / "interrupted").exists()
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_workers_that_do_not_leave(machine: Machine, second: signal.Signals) -> None:
+    machine.script, began = _waiting("", ""), time.monotonic()
+    with machine.signalled(signal.SIGTERM, second), pytest.raises(Interrupted) as stop:
+        machine.run(settings=ON_NOTICE)
+    assert stop.value.signal == signal.SIGTERM
+    assert time.monotonic() - began < 5.0
