@@ -358,6 +358,7 @@ def _first_failure(codes: Mapping[int, int], logs: WorkerLogs) -> RankFailure:
 
 _ELASTIC_POLL_S = 0.01
 _MOST_REPEATS = 3  # of one crash in a row
+_RETRY_S = 1.0
 
 
 @validated
@@ -677,8 +678,22 @@ class _Workers:
         for slot, due in list(self._due.items()):
             if time.monotonic() >= due and link.is_connected:
                 del self._due[slot]
-                self._start(slot)
-                self._print_processes([slot])
+                try:
+                    self._start(slot)
+                except OSError as error:
+                    self._delay(slot, error)
+                else:
+                    self._print_processes([slot])
+
+    def _delay(self, slot: int, error: OSError) -> None:
+        """Start a worker later that the system cannot start now, while others train on here."""
+        if not self._running:
+            raise error
+        self._due[slot] = time.monotonic() + max(_RETRY_S, self._launcher.cool_down_s)
+        _print_line(
+            f"{self._launcher.program}: worker {slot} cannot be started ({error.strerror or error}): free memory, "
+            "processes or disk for it; it is tried again"
+        )
 
     def _print_processes(self, slots: Iterable[int]) -> None:
         """Print the process ids of workers, for a user who looks at one or ends one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -130,3 +131,25 @@ def test_a_second_signal_ends_workers_that_do_not_leave(machine: Machine, second
         machine.run(settings=ON_NOTICE)
     assert stop.value.signal == signal.SIGTERM
     assert time.monotonic() - began < 5.0
+
+
+def test_a_worker_that_cannot_be_started_again_is_tried_later(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system has no process to spare for a moment; the other worker trains on."""
+    start, calls = machine._start, list[int]()
+    machine.script = lambda slot, starts: (
+        ("exit 1" if starts == 1 else "touch done") if slot else ("while ! test -e done; do sleep 0.05; done")
+    )
+
+    def start_late(*arguments: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return start(*arguments)
+
+    monkeypatch.setattr(launcher, "start", start_late)
+    monkeypatch.setattr(launcher, "_RETRY_S", 0.1)
+    machine.run(program="elastic")
+    assert "elastic: worker 1 cannot be started (Resource temporarily unavailable): " in capsys.readouterr().err
+    assert len(calls) == 4
