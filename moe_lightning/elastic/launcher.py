@@ -39,7 +39,7 @@ from moe_lightning.elastic.etcd import EtcdAccess
 from moe_lightning.elastic.etcd_rendezvous import EtcdRendezvous
 from moe_lightning.elastic.health import NodeHealth, check_node, write_health
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, worker_token
-from moe_lightning.elastic.preemption import EXIT_PREEMPTED
+from moe_lightning.elastic.preemption import EXIT_PREEMPTED, EXIT_STOPPED
 from moe_lightning.elastic.protocol import Address, ProcessClock, interface_towards, read_secret
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import (
@@ -637,7 +637,7 @@ class _Workers:
         self._began_ns = time.time_ns() // 1_000_000 * 1_000_000  # the names of all members are sent to all
         self._starts = dict.fromkeys(range(launcher.num_ranks), 0)
         self._failures = _Failures(launcher.max_restarts)
-        self._finished = 0
+        self._ends: set[int] = set()  # exit codes of workers that ended in order
         self._world: frozenset[str] | None = None  # tokens of this machine's workers in the last world
 
     def run(self) -> None:
@@ -652,12 +652,17 @@ class _Workers:
                     del self._running[slot]
                     self._handle_exit(slot, worker, code)
             self._read_messages()
-            if self._finished:
+            if self._is_over:
                 self._end_late_workers()
             self._start_due()
             time.sleep(_ELASTIC_POLL_S)
-        if not self._finished:
-            raise Interrupted(signal.SIGTERM)  # all left on notice
+        if 0 not in self._ends:
+            raise Interrupted(signal.SIGTERM)  # all left on notice, or stopped on a signal to another machine
+
+    @property
+    def _is_over(self) -> bool:
+        """True if a worker ended well or stopped with all others, so the training is over."""
+        return bool(self._ends & {0, EXIT_STOPPED})
 
     def _start_due(self) -> None:
         """Start the workers that are due again, if there is a rendezvous host that would admit them.
@@ -743,15 +748,15 @@ class _Workers:
     def _handle_exit(self, slot: int, worker: _Worker, code: int) -> None:
         """Report a death to the others, and start a new process in its place if the limits allow."""
         kill_orphans(worker.process)
-        if code in (0, EXIT_PREEMPTED):
-            self._finished += code == 0
+        if code in (0, EXIT_PREEMPTED, EXIT_STOPPED):
+            self._ends.add(code)
             return
         failure = worker.logs.failure(0, code, slot=slot)
         is_reported = failure.kind == "death" and failure.time_s > 0  # by the worker itself
         why = f" ({failure.message})" if failure.kind in ("mistake", "crash") or is_reported else ""
         self._connection.report_death(worker.token, how_it_ended(code) + why)
         failure = self._failures.add(failure, is_last=not self._running)
-        if self._finished:
+        if self._is_over:
             return
         self._failures.restart(failure)
         self._failures.show(failure)
@@ -794,7 +799,7 @@ class _Workers:
                 worker.silent_since = silent_since
 
     def _end_late_workers(self) -> None:
-        """End the workers outside the last world and start none again: a worker ended well, so the training is done."""
+        """End the workers outside the last world and start none again."""
         self._due.clear()
         if self._world is None:
             return

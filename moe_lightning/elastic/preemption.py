@@ -21,6 +21,9 @@ from moe_lightning.elastic.membership import ElasticSettings
 EXIT_PREEMPTED = 76
 """Exit code of a worker that left on notice after transferring its state; it is not restarted."""
 
+EXIT_STOPPED = 77
+"""Exit code of a worker that stopped because all ranks agreed to, on a signal to one of them; it is not restarted."""
+
 _URL_TIMEOUT_S = 2.0
 _LONGEST = 200
 # Google's metadata server wants this header and says FALSE as long as nothing happens; the others do not mind it.

@@ -23,7 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from moe_lightning.elastic.preemption import EXIT_PREEMPTED
+from moe_lightning.elastic.membership import ELASTIC_VARIABLE
+from moe_lightning.elastic.preemption import EXIT_PREEMPTED, EXIT_STOPPED
 from moe_lightning.user_errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
 
 FAILURE_FILE_VARIABLE = "MOE_LIGHTNING_FAILURE_FILE"
@@ -264,8 +265,9 @@ def work(program: str, run: Callable[[], object]) -> int:
     end_with_launcher()
     try:
         run()
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as stop:
+        is_agreed = isinstance(stop, Interrupted) and ELASTIC_VARIABLE in os.environ
+        return EXIT_STOPPED if is_agreed else EXIT_INTERRUPTED
     except Preempted as notice:
         print(f"{program}: this rank leaves: {notice}; what only it held is handed over", file=sys.stderr)
         leave_process_groups()

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from moe_lightning.elastic import launcher
+from moe_lightning.elastic import launcher, worker
 from moe_lightning.elastic.launcher import ElasticLauncher, WorkerLogs, restored_signal_handlers
-from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
+from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticSettings, ElasticTask
 from moe_lightning.elastic.worker import Interrupted
 
 PATIENCE_S = 20.0
@@ -153,3 +153,26 @@ def test_a_worker_that_cannot_be_started_again_is_tried_later(
     machine.run(program="elastic")
     assert "elastic: worker 1 cannot be started (Resource temporarily unavailable): " in capsys.readouterr().err
     assert len(calls) == 4
+
+
+def test_workers_that_stopped_with_all_others_are_not_started_again(machine: Machine) -> None:
+    """After a signal to another machine; a worker that had died before does not train on alone."""
+    machine.script = lambda slot, starts: f"exit {1 if slot else 77}"
+    with pytest.raises(Interrupted) as stop:
+        machine.run(cool_down_s=0.5)
+    assert stop.value.signal == signal.SIGTERM
+    assert len(machine.started) == 2
+    assert [how for _, how in machine.link.deaths] == ["exited with code 1"]
+
+
+@pytest.mark.parametrize(("variable", "code"), [("{}", 77), (None, 130)])
+def test_who_stopped_by_agreement_says_so_to_an_elastic_launcher(
+    variable: str | None, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop() -> NoReturn:
+        raise Interrupted(signal.SIGINT)
+
+    monkeypatch.delenv(ELASTIC_VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(ELASTIC_VARIABLE, variable)
+    assert worker.work("moe-train", stop) == code
