@@ -368,7 +368,8 @@ class ElasticLauncher:
 
     Args:
         num_ranks: workers of this machine.
-        log_dir: for the output of all but the first worker; a worker started again has files of its own.
+        log_dir: for the output of all but the first worker, with `rdzv_endpoint` in a folder of this machine's name; a
+            worker started again has files of its own.
         settings: timeouts.
         module: the workers' main module.
         program: name of the user's command, for messages.
@@ -728,7 +729,9 @@ class _Workers:
         self._starts[slot] += 1
         starts = self._starts[slot]
         name = f"rank{slot}" if starts == 1 else f"rank{slot}.{starts}"
-        logs = WorkerLogs(launcher.log_dir, [name], terminal=0 if slot == 0 and starts == 1 else None)
+        folder = launcher.log_dir  # which several machines may share
+        folder = folder / self._task.node.replace(os.sep, "_") if launcher.rdzv_endpoint is not None else folder
+        logs = WorkerLogs(folder, [name], terminal=0 if slot == 0 and starts == 1 else None)
         task = replace(
             self._task,
             node=f"{self._task.node}-{slot}" if launcher.splits_node else self._task.node,

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -176,3 +175,14 @@ def test_who_stopped_by_agreement_says_so_to_an_elastic_launcher(
     if variable is not None:
         monkeypatch.setenv(ELASTIC_VARIABLE, variable)
     assert worker.work("moe-train", stop) == code
+
+
+def test_machines_that_share_a_folder_have_logs_of_their_own(machine: Machine) -> None:
+    several = {"num_nodes": 2, "rdzv_endpoint": "127.0.0.1:1", "secret_file": "secret"}
+    for node in "ab":
+        machine.run(node=node, check_health=False, **several)
+    machine.run(node="c")
+    logs = machine.folder / "logs"
+    paths = [str(each.path(0, "err").relative_to(logs)) for each in machine.started]
+    assert [path for path in paths if "rank1" in path] == ["a/rank1.err", "b/rank1.err", "rank1.err"]
+    assert all((logs / node / "rank1.err").exists() for node in ("a", "b", "."))
