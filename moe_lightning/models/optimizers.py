@@ -48,10 +48,15 @@ class GroupOptimizer(Optimizer):
 
 
 def vectors_of(model: nn.Module) -> set[nn.Parameter]:
-    """Trained biases, norms and tensors whose other sizes are one, and the biases of experts, a vector for each."""
-    vectors = {p for p in model.parameters() if p.requires_grad and p.squeeze().ndim < 2}
-    experts = (module for module in model.modules() if isinstance(module, Experts))
-    return vectors | {p for stack in experts for p in (stack.b_up, stack.b_down) if p is not None}
+    """Trained biases, norms and tensors whose other sizes are one, and the biases of experts, however many are here."""
+    stacks = _stacks_of(model)
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return {p for p in trained if (p.ndim < 3 if p in stacks else p.squeeze().ndim < 2)}
+
+
+def _stacks_of(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of experts, whose first dimension counts these."""
+    return {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters(recurse=False)}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -274,7 +279,7 @@ def _rms(tensor: Tensor) -> Tensor:
 
 def by_expert(model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups of an optimizer, those of experts apart and `stacked`."""
-    stacks = {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters(recurse=False)}
+    stacks = _stacks_of(model)
     parted = [
         group | {"params": [p for p in group["params"] if (p in stacks) == stacked], "stacked": stacked}
         for group in groups

@@ -12,6 +12,8 @@ from moe_lightning import GPT, GPTConfig
 from moe_lightning.checkpoint.optimizer_shards import AdamWReplay
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.optimizers import Muon, muon_groups, orthogonalised, parameter_groups
+from moe_lightning.moe.adapters import add_adapters
+from moe_lightning.moe.experts import Experts
 from moe_lightning.parallel.context import World
 from moe_lightning.state import tensors
 from moe_lightning.state.tensors import Updates
@@ -92,6 +94,17 @@ def test_every_parameter_has_its_algorithm(tied: bool) -> None:
     assert tied or kinds["head.weight"] == ("none", 0.1)
     decays = {names[p]: group["weight_decay"] for group in parameter_groups(model, 0.1) for p in group["params"]}
     assert decays == {name: decay for name, (_, decay) in kinds.items()}
+
+
+@pytest.mark.parametrize("num_experts", [1, 4])
+def test_groups_do_not_depend_on_the_number_of_slots(num_experts: int) -> None:
+    """Nor where a matrix of an adapter has one row."""
+    layer = nn.Sequential(Experts(num_experts, 6, 5))
+    add_adapters(layer, {"rank": 1, "targets": ["experts"]})
+    trained = {p for p in layer.parameters() if p.requires_grad}
+    assert len(trained) == 4
+    for groups in (parameter_groups(layer, 0.1), muon_groups(layer, 0.1)):
+        assert {p for group in groups if group["weight_decay"] for p in group["params"]} == trained
 
 
 # ----------------------------------------------------------------------
