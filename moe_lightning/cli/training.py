@@ -123,7 +123,8 @@ class RunRecord(Callback):
 
 class ResumedWithOverrides(Callback):
     """Gives the optimizer of a resumed run the values of the configuration in place of the checkpoint's: learning
-    rate, betas, weight decay, each where the schedule is. Its state stays.
+    rate, betas, weight decay, each where the schedule is. Its state stays, and so do values that a scheduler without
+    shares of a peak has computed.
     """
 
     def __init__(self) -> None:
@@ -139,6 +140,11 @@ class ResumedWithOverrides(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for scheduler in _without_shares(trainer):
+            rank_zero_warn(
+                f"resume_overrides=true leaves learning rate, betas and momentum to {type(scheduler).__name__}, which "
+                "continues with those of the checkpoint"
+            )
         self._apply(trainer)
 
     @override
@@ -149,15 +155,28 @@ class ResumedWithOverrides(Callback):
         self._apply(trainer)
 
     def _apply(self, trainer: pl.Trainer) -> None:
+        scheduled = [getattr(scheduler, "optimizer", None) for scheduler in _without_shares(trainer)]
         for optimizer, given in zip(trainer.optimizers, self._given, strict=True):
-            for group, values in zip(optimizer.param_groups, given, strict=True):
-                group.update(values, lr=values.get("initial_lr", values["lr"]))
+            kept = _SCHEDULED if any(optimizer is other for other in scheduled) else ()
+            for group, values in zip(optimizer.param_groups, given, strict=False):  # callbacks may have added groups
+                group.update({name: value for name, value in values.items() if name not in kept})
         for scheduler in (config.scheduler for config in trainer.lr_scheduler_configs):
             if isinstance(scheduler, LambdaLR):
                 groups = scheduler.optimizer.param_groups
-                scheduler.base_lrs = [group["lr"] for group in groups]
-                for group, share in zip(groups, scheduler.lr_lambdas, strict=True):
-                    group["lr"] *= share(scheduler.last_epoch)
+                peaks = zip(groups, scheduler.base_lrs, strict=False)
+                scheduler.base_lrs = [group.get("initial_lr", peak) for group, peak in peaks]
+                for group, peak, share in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=False):
+                    group["lr"] = peak * share(scheduler.last_epoch)
+
+
+_SCHEDULED = ("lr", "initial_lr", "betas", "momentum")
+"""Options of a parameter group that schedulers of torch write."""
+
+
+def _without_shares(trainer: pl.Trainer) -> list[Any]:
+    """Return the schedulers whose rate is not a share of a peak at each step."""
+    schedulers = (config.scheduler for config in trainer.lr_scheduler_configs)
+    return [scheduler for scheduler in schedulers if not isinstance(scheduler, LambdaLR)]
 
 
 def _options(optimizer: torch.optim.Optimizer) -> set[str]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
 
 from moe_lightning.cli.resume import changes, check_changes, config_of, effect
+from moe_lightning.cli.training import ResumedWithOverrides
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.gpt_module import OptimizerConfig, WarmupAndDecay
 
 FORMER: dict[str, Any] = {
     "run_dir": "/old/outputs/x",
@@ -136,6 +143,65 @@ def test_what_was_empty_cannot_change_either(key: str, nothing: Any, is_dropped:
     assert change.key == f"model.{key}"
     with pytest.raises(ConfigurationError, match=r"another shape or meaning: model\..* -> .*; leave it as it was"):
         check_changes([change], overrides=True)
+
+
+def _resumed(schedule: Any, **options: Any) -> tuple[Any, ResumedWithOverrides, Any]:
+    """A trainer whose optimizer and scheduler have been restored from step 5, the callback, and the group's values."""
+    states, optimizer, scheduler = [], None, None
+    for given in ({"lr": 1.0, "weight_decay": 0.3}, options):
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], **given)
+        scheduler = schedule(optimizer)
+        states.append((optimizer, scheduler))
+    for _ in range(5):
+        states[0][0].step()
+        states[0][1].step()
+    config = SimpleNamespace(scheduler=scheduler)
+    trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[config])
+    callback = ResumedWithOverrides()
+    callback.on_fit_start(trainer, None)
+    for new, former in zip(states[1], states[0], strict=True):
+        new.load_state_dict(former.state_dict())
+    return trainer, callback, states[0][0].param_groups[0]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: CosineAnnealingLR(optimizer, 10),
+        lambda optimizer: OneCycleLR(optimizer, 0.5, 10),
+        lambda optimizer: SequentialLR(
+            optimizer, [LinearLR(optimizer, 0.1, total_iters=3), CosineAnnealingLR(optimizer, 7)], [3]
+        ),
+    ],
+    ids=["cosine", "one cycle", "sequence"],
+)
+def test_other_schedulers_continue_from_their_own_rate(schedule: Any) -> None:
+    trainer, callback, saved = _resumed(schedule, lr=0.1, weight_decay=0.0)
+    with pytest.warns(UserWarning, match=r"leaves learning rate, betas and momentum to \w+, which continues with"):
+        callback.on_train_start(trainer, None)
+    callback.on_train_batch_start(trainer, None, None, 0)
+    (group,) = trainer.optimizers[0].param_groups
+    assert [group[name] for name in ("lr", "betas")] == [saved[name] for name in ("lr", "betas")]
+    assert group["weight_decay"] == 0.0
+
+
+def test_a_group_that_a_callback_has_added_is_left_alone() -> None:
+    def schedule(optimizer: Any) -> WarmupAndDecay:
+        return WarmupAndDecay(optimizer, OptimizerConfig(warmup_steps=0, decay="cosine", min_lr_ratio=0.0), 10)
+
+    trainer, callback, _ = _resumed(schedule, lr=0.1)
+    callback.on_train_start(trainer, None)
+    optimizer, (config,) = trainer.optimizers[0], trainer.lr_scheduler_configs
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.4})
+    rates = []
+    for _ in range(3):
+        callback.on_train_batch_start(trainer, None, None, 0)
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        config.scheduler.step()
+    shares = [(1 + math.cos(math.pi * step / 10)) / 2 for step in (5, 6, 7)]
+    assert [own for own, _ in rates] == pytest.approx([0.1 * share for share in shares])
+    assert [added for _, added in rates] == pytest.approx([0.4, *(0.4 * share for share in shares[1:])])
 
 
 def test_the_configuration_beside_a_checkpoint(tmp_path: Path) -> None:
