@@ -5,7 +5,7 @@ Planning only: every rank takes the same decisions from the same counts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration, ReplayWindow, adapt, most_frozen
-from moe_lightning.checkpoint.training_state import TrainingState
+from moe_lightning.checkpoint.training_state import TrainingState, Writers
 from moe_lightning.state.pieces import WEIGHTS, StatePiece, expert_of, parse_expert_key, replay_key
 
 
@@ -56,6 +56,41 @@ class MeasuredTimes:
     copied_bytes: Mapping[int, float]
 
 
+class WrittenPieces:
+    """The pieces that a rank writes in a session: their plan is fixed, their tensors are those that are bound now,
+    because modules may assign buffers, and optimizers their states.
+
+    Args:
+        state: the live tensors.
+        experts_per_checkpoint: of each layer.
+
+    Attributes:
+        writers: of the experts.
+    """
+
+    def __init__(self, state: TrainingState, experts_per_checkpoint: int) -> None:
+        self._state = state
+        self.writers: Writers = state.expert_writers()
+        self._rows = state.dense_plan(experts_per_checkpoint)
+        self._experts: Mapping[str, StatePiece] = {}
+        self._addresses: Sequence[int] | None = None
+
+    def reassign(self, state: TrainingState, writers: Writers) -> None:
+        """Let others write the experts; all that is dense stays where it is."""
+        self._state, self.writers, self._addresses = state, writers, None
+
+    def experts(self) -> Mapping[str, StatePiece]:
+        """Return the pieces of experts by key; they are found again only if a tensor has another address."""
+        addresses = self._state.expert_addresses()
+        if addresses != self._addresses:
+            self._addresses, self._experts = addresses, self._state.experts_of(self.writers)
+        return self._experts
+
+    def dense(self) -> dict[str, StatePiece]:
+        """Return all other pieces by key."""
+        return self._state.dense_of(self._rows)
+
+
 class SnapshotContents:
     """Chooses the contents of one snapshot after the other.
 
@@ -69,7 +104,6 @@ class SnapshotContents:
     Attributes:
         k_snapshot, k_persist: in force now; 0 for a dense model.
         predicted_bytes: of this rank in a partial checkpoint; of all steps of a lossless window, the mean rank's.
-        reserved: all pieces that a snapshot may ever have, by key.
         window: the lossless window that is open; None: none is.
         was_partial: True if the last checkpoint left out experts.
     """
@@ -86,13 +120,9 @@ class SnapshotContents:
         experts = state.num_experts
         self.k_snapshot = min(settings.k_snapshot, experts) if isinstance(settings.k_snapshot, int) else experts
         self.k_persist = min(settings.k_persist or self.k_snapshot, self.k_snapshot)
-        self._pieces: Mapping[str, StatePiece] = state.written(self.k_persist)
-        self._writers = state.expert_writers()
-        self._room = None if experts_move else state.load_of(self._writers)
-        rows = state.all_rows() if experts_move else {}
-        self.reserved = {key: p for key, p in self._pieces.items() if not (rows and p.is_expert_key)} | rows
+        self._written = WrittenPieces(state, self.k_persist)
+        self._room = None if experts_move else state.load_of(self._written.writers)
         if settings.lossless and experts:
-            self.reserved |= most_frozen_pieces(self.reserved, experts, self.k_snapshot, computed_in)
             self.predicted_bytes = round(sum(state.window_bytes(self.k_snapshot, computed_in)) / state.world_size)
         else:
             self.predicted_bytes = self.rank_bytes(self.k_persist)
@@ -103,6 +133,14 @@ class SnapshotContents:
     def num_experts(self) -> int:
         """E of a layer; 0 for a dense model."""
         return self._state.num_experts
+
+    def reserved(self) -> dict[str, StatePiece]:
+        """Return all pieces that a snapshot may ever have, by key."""
+        experts = self._written.experts() if self._room is not None else self._state.all_rows()
+        found = {**experts, **self._written.dense()}
+        if self._settings.lossless and self.num_experts:
+            found |= most_frozen_pieces(found, self.num_experts, self.k_snapshot, self._computed_in)
+        return found
 
     def rank_bytes(self, k: int) -> int:
         """Bytes that this rank writes of K experts a layer."""
@@ -116,8 +154,9 @@ class SnapshotContents:
             full: every expert, as the first one of a session in any case.
         """
         whole, self._is_next_full = full or self._is_next_full, False
+        pieces = {**self._written.experts(), **self._written.dense()}
         if checkpoint_ledger is None:
-            return ChosenPieces(pieces=self._pieces)
+            return ChosenPieces(pieces=pieces)
         is_window = self._settings.lossless and not whole and self.k_snapshot < self.num_experts
         self.window = window = checkpoint_ledger.window(step, self.k_snapshot) if is_window else None
         plan = checkpoint_ledger.plan(self.k_snapshot, self.k_persist, full=whole or is_window)
@@ -125,10 +164,11 @@ class SnapshotContents:
         self.was_partial = self.k_persist < self.num_experts and not whole
         extra: dict[str, Any] = {"plt": checkpoint_ledger.ledger.plt, "num_experts": self.num_experts}
         if window is None:
-            pieces = self._pieces
             fresh, persist = plan.fresh(pieces), plan.persisted(pieces)
             return ChosenPieces(pieces=pieces, groups=plan.groups(pieces), fresh=fresh, persist=persist, extra=extra)
-        return replace(self._of_window(step, window), until=window.last, extra={**extra, "replayed_from": window.first})
+        return replace(
+            self._of_window(step, window, pieces), until=window.last, extra={**extra, "replayed_from": window.first}
+        )
 
     def next(self, step: int) -> ChosenPieces:
         """Choose what the open window holds of the state after a step; its last step closes it."""
@@ -136,10 +176,10 @@ class SnapshotContents:
         assert window is not None
         if step == window.last:
             self.window = None
-        return self._of_window(step, window)
+        return self._of_window(step, window, self._written.experts())
 
-    def _of_window(self, step: int, window: ReplayWindow) -> ChosenPieces:
-        pieces = window_pieces(window, step, self._pieces, self._computed_in)
+    def _of_window(self, step: int, window: ReplayWindow, written: Mapping[str, StatePiece]) -> ChosenPieces:
+        pieces = window_pieces(window, step, written, self._computed_in)
         return ChosenPieces(pieces=pieces, groups={key: file_group(piece, window) for key, piece in pieces.items()})
 
     def give_window_up(self) -> None:
@@ -157,12 +197,11 @@ class SnapshotContents:
             int64 [L, E], the rank that writes each expert, the same on every rank; None where a rank lacks room for
             those that it would have to write, so that a new session must be opened.
         """
-        writers = state.expert_writers(self._writers)
+        writers = state.expert_writers(self._written.writers)
         if self._room is not None and not state.load_of(writers) <= self._room:
             return None
-        self._state, self._writers = state, writers
-        dense = {key: piece for key, piece in self._pieces.items() if not piece.is_expert_key}
-        self._pieces = {**state.experts_of(writers), **dense}
+        self._state = state
+        self._written.reassign(state, writers)
         return state.owners(writers)
 
     def raise_k(self, k: int) -> None:

@@ -143,7 +143,8 @@ class CheckpointSession:
         largest = max((len(dump_object(value)) for value in objects.values()), default=0)
         object_bytes = max(_LEAST_OBJECT_BYTES, _OBJECT_GROWTH * largest, ledger_bytes if world.rank == 0 else 0)
         num_objects = len(objects) + 1  # and the ledger
-        needed_bytes = arena_bytes(*arena_room(contents.reserved.values(), num_objects, object_bytes))
+        reserved = contents.reserved()
+        needed_bytes = arena_bytes(*arena_room(reserved.values(), num_objects, object_bytes))
         place = replace(place, root=absolute(place.root))
         opening = _agree(world, place, settings, needed_bytes)
         on_one_node = len(world.node_peers) == world.size
@@ -154,7 +155,7 @@ class CheckpointSession:
             session=opening.session,
             rank=world.rank,
             world_size=world.size,
-            state=contents.reserved,
+            state=reserved,
             objects=num_objects,
             object_bytes=object_bytes,
             windows=windows,

@@ -16,6 +16,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,9 @@ SCOPES_OF_A_MODEL = (AVERAGE, "master", "weight")
 Writers = Mapping[tuple[int, int], int]
 """(layer, expert) -> the rank that writes it."""
 
+RowPlan = Mapping[str, tuple[int, int] | None]
+"""Parameter `dense/{name}` -> the rows of it, and of its optimizer states, that a rank writes; None: all."""
+
 
 class TrainingState(State):
     """The state table, written and restored."""
@@ -118,20 +122,37 @@ class TrainingState(State):
 
     # ------------------------------------------------------------------ writing
 
-    def written(self, experts_per_checkpoint: int) -> dict[str, StatePiece]:
-        """The pieces that this rank writes in a session that saves so many experts of each layer at a time, by their
-        keys; further blocks of a tensor by names that no other piece has.
+    def dense_plan(self, experts_per_checkpoint: int) -> RowPlan:
+        """Plan the rows of parameters that this rank writes in a session that saves so many experts of each layer at a
+        time.
         """
-        whole, shared = self._dense_pieces()
-        found = self.experts_of(self.expert_writers())
+        shared = self._dense_pieces()[1]
+        plan: dict[str, tuple[int, int] | None] = {}
         for part in self._plan(experts_per_checkpoint, shared).pieces:
             if part.rank == self.rank:
-                pieces = shared[part.module]
-                is_cut = (part.first_row, part.last_row) != (0, _rows(pieces))
-                found |= {p.key: p.rows(part.first_row, part.last_row) if is_cut else p for p in pieces}
+                rows = part.first_row, part.last_row
+                plan[part.module] = rows if rows != (0, _rows(shared[part.module])) else None
+        return plan
+
+    def dense_of(self, plan: RowPlan) -> dict[str, StatePiece]:
+        """Return what this rank writes besides experts, as it is bound now: the rows of a plan, and its share of what
+        not every rank has. Further blocks of a tensor have names that no other piece has.
+
+        Buffers are copies, because the next forward pass may change them, which waits for no snapshot.
+        """
+        whole, shared = self._dense_pieces()
+        found: dict[str, StatePiece] = {}
+        for module, rows in plan.items():
+            found |= {p.key: p if rows is None else p.rows(*rows) for p in shared[module]}
         for piece in filter(None, (piece.share(self.rank) for piece in whole)):
-            found[f"{piece.key} at {piece.block.offsets}" if piece.key in found else piece.key] = piece
+            own = replace(piece, tensor=piece.tensor.clone()) if piece.is_buffer else piece
+            found[f"{piece.key} at {piece.block.offsets}" if piece.key in found else piece.key] = own
         return found
+
+    def expert_addresses(self) -> list[int]:
+        """Addresses of the tensors that hold experts and their optimizer states: others once one is bound anew."""
+        stacks = (p for stack in self.stacks for p in stack.saved.values())
+        return [tensor.data_ptr() for p in stacks for tensor in (p, *self.moments(p).values())]
 
     def rank_bytes(self, experts_per_checkpoint: int) -> tuple[int, ...]:
         """Predicted bytes of every rank when the selected share of the experts is written."""
@@ -165,9 +186,7 @@ class TrainingState(State):
         """
         whole: list[StatePiece] = []
         shared: dict[str, list[StatePiece]] = defaultdict(list)
-        for piece in self.pieces():
-            if piece.is_expert_key:
-                continue
+        for piece in self.dense_pieces():
             if self.is_of_buffer(piece.key) or len(piece.holders) < self.world_size:
                 whole.append(piece)
             else:

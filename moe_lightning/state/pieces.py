@@ -169,6 +169,11 @@ class StatePiece:
         return is_moment(self.key)
 
     @property
+    def is_buffer(self) -> bool:
+        """True for the value of a buffer."""
+        return self.key.endswith("/buffer") and not self.is_expert_key
+
+    @property
     def first_row(self) -> int:
         """First row in the whole tensor; 0 for a scalar."""
         return sum(self.block.offsets[:1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -122,12 +123,16 @@ class State:
             holders = (self.state_ranks[parameter],) if parameter in self.state_ranks else everyone
             for scope, tensor in self.moments(parameter).items():
                 yield StatePiece.of(f"dense/{name}/{scope}", tensor, holders)
-        saved = set() if transient else set(self.module.state_dict(keep_vars=True))
         for name, buffer in self.module.named_buffers():
-            if transient or name in saved:
+            if transient or name in self._names_in_state_dict:
                 yield StatePiece.of(f"dense/{name}/buffer", buffer, self.holders(name))
                 if name in self.averaged_buffers:
                     yield StatePiece.of(f"dense/{name}/{AVERAGE}", self.averaged_buffers[name], self.holders(name))
+
+    @cached_property
+    def _names_in_state_dict(self) -> frozenset[str]:
+        """Found once, because hooks of the module may make it slow."""
+        return frozenset(self.module.state_dict(keep_vars=True))
 
     def _blocks(self, name: str, parameter: nn.Parameter, cut: TensorCut) -> Iterator[StatePiece]:
         """The pieces of a parameter that is cut; none where this rank has nothing of it."""
