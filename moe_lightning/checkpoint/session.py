@@ -16,6 +16,7 @@ from typing import Any
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.agent_handle import AgentHandle, AgentStatus, read_status
+from moe_lightning.checkpoint.agreement import Agreement
 from moe_lightning.checkpoint.arena import (
     ARENAS,
     arena_bytes,
@@ -26,7 +27,7 @@ from moe_lightning.checkpoint.arena import (
 )
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.contents import MeasuredTimes, SnapshotContents
-from moe_lightning.checkpoint.directory import check_world, claim, mark_damaged, run_of
+from moe_lightning.checkpoint.directory import check_world, claim, headings, mark_damaged, run_of
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
@@ -346,11 +347,21 @@ def _agree(world: World, place: SavingPlace, settings: CheckpointSettings, neede
             room = str(folder)
         if world.rank == 0:
             number = place.leave_mark()
-            began = number, f"{max(time.time_ns() // 1000, 1000 * number):020d}"
+            began = number, later_session(place.root, number)
     answers = all_gather_json([room, began], world)
     number, session = answers[0][1]
     arenas = Path(answers[node_peers[0]][0])
     return Opening(run=run, session=session, arenas=arenas, world_number=int(number), agent=agent)
+
+
+def later_session(root: Place, number: int) -> str:
+    """Return the name of a session of the world with this number, which sorts behind all that have saved here, whatever
+    the clocks were.
+    """
+    agreed = Agreement.read(root)
+    known = [heading.session for _, heading in headings(root)] + ([agreed.session] if agreed is not None else [])
+    newest = max((int(session) for session in known if session.isdecimal()), default=0)
+    return f"{max(time.time_ns() // 1000, 1000 * number, newest + 1):020d}"
 
 
 def _start_agent(

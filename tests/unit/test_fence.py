@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from moe_lightning.checkpoint.agreement import Agreement, propose
 from moe_lightning.checkpoint.directory import (
     Superseded,
     WorldMark,
@@ -24,6 +25,7 @@ from moe_lightning.checkpoint.directory import (
     world_lock,
 )
 from moe_lightning.checkpoint.loader import find_newest
+from moe_lightning.checkpoint.session import later_session
 from moe_lightning.checkpoint.storage import posix
 from moe_lightning.checkpoint.storage.posix import PosixStorage
 from moe_lightning.errors import CheckpointError
@@ -194,6 +196,21 @@ def test_worlds_that_do_not_change_save_under_one_number_until_the_run_is_starte
     with pytest.raises(Superseded):
         mark.leave(0)
     assert again.leave(10**15) == 10**15 == newest_world(root), "the generation of an elastic world"
+
+
+def test_a_session_sorts_behind_older_ones_whose_clock_was_ahead(tmp_path: Path) -> None:
+    ahead = f"{4 * 10**15:020d}"
+    (tmp_path / "later").mkdir()
+    with node(tmp_path, session=ahead) as made:
+        made.snapshot(1)
+        made.persist()
+        assert later_session(made.root, 5) > ahead
+        propose(made.root, None, Agreement(session=f"{5 * 10**15:020d}"))
+        assert later_session(made.root, 5) > f"{5 * 10**15:020d}"
+        with node(tmp_path / "later", root=made.root, session=later_session(made.root, 5)) as later:
+            later.snapshot(2)
+            later.persist()
+        assert find_newest(made.root).checkpoint.step == 2  # type: ignore[union-attr]
 
 
 def test_a_lock_of_an_older_world_holds_nobody_up(root: Path) -> None:
