@@ -74,6 +74,11 @@ def restore_random_state(checkpoint: CheckpointSource, world: World) -> None:
         torch.cuda.set_rng_state(state["cuda"], world.device)
 
 
+def scalars_key(rank: int | str) -> str:
+    """Return the key of the scalar states that a rank has of optimizers, where rank 0 does not have them all."""
+    return f"scalars/{rank}"
+
+
 SCOPES_OF_A_MODEL = (AVERAGE, "master", "weight")
 """Scopes of a parameter as a model that does not train on is read, the first that a checkpoint has."""
 
@@ -274,9 +279,7 @@ class TrainingState(State):
         Raises:
             CheckpointError: a tensor is missing or of another shape.
         """
-        numbers = range(len(self.optimizers))
-        objects = {f"optimizer/{n}": checkpoint.read_object(f"optimizer/{n}") for n in numbers}
-        self.adopt(objects | _averages_in(checkpoint), checkpoint.shapes())
+        self.adopt(self._objects_in(checkpoint), checkpoint.shapes())
         for piece in self.pieces():
             if not piece.is_expert_key:
                 _restore(checkpoint, piece.key, piece.tensor, piece.block)
@@ -288,9 +291,9 @@ class TrainingState(State):
         Raises:
             CheckpointError: the checkpoint has no such optimizer, or its groups differ.
         """
-        objects = {}
+        objects = self._objects_in(checkpoint)
         for index, (optimizer, _) in enumerate(self.optimizers):
-            saved = objects[f"optimizer/{index}"] = checkpoint.read_object(f"optimizer/{index}")
+            saved = objects[f"optimizer/{index}"]
             if len(saved["param_groups"]) != len(optimizer.param_groups):
                 raise CheckpointError(
                     f"{checkpoint.path.name} has {len(saved['param_groups'])} parameter groups in optimizer {index}, "
@@ -298,10 +301,24 @@ class TrainingState(State):
                 )
         for optimizer, _ in self.optimizers:
             optimizer.state.clear()
-        self.adopt(objects | _averages_in(checkpoint), checkpoint.shapes())
+        self.adopt(objects, checkpoint.shapes())
         for piece in self.pieces():
             if piece.is_moment:
                 _restore(checkpoint, piece.key, piece.tensor, piece.block)
+
+    def _objects_in(self, checkpoint: CheckpointSource) -> dict[str, Any]:
+        """Return what `State.objects` of one process would be; scalars come from all ranks that saved theirs."""
+        found: dict[str, Any] = {}
+        for index in range(len(self.optimizers)):
+            name = f"optimizer/{index}"
+            found[name] = checkpoint.read_object(name)
+        for key in checkpoint.keys(scalars_key("")):
+            for name, scalars in checkpoint.read_object(key).items():
+                if name in found:
+                    found[name]["scalars"] = scalars | found[name]["scalars"]
+        if OBJECT_KEY in checkpoint.keys(OBJECT_KEY):
+            found[OBJECT_KEY] = checkpoint.read_object(OBJECT_KEY)
+        return found
 
     @torch.no_grad()
     def restore_experts(self, checkpoint: CheckpointSource, experts: Collection[tuple[int, int]]) -> None:
@@ -330,11 +347,6 @@ def _restore(checkpoint: CheckpointSource, key: str, tensor: torch.Tensor, block
     saved = torch.empty_like(tensor)
     checkpoint.read_into(key, saved, block=block)
     require_same_base(saved, tensor, key, checkpoint.path.name)
-
-
-def _averages_in(checkpoint: CheckpointSource) -> dict[str, Any]:
-    """Return the number of updates of averages by its key; empty if the checkpoint has none."""
-    return {OBJECT_KEY: checkpoint.read_object(OBJECT_KEY)} if OBJECT_KEY in checkpoint.keys(OBJECT_KEY) else {}
 
 
 def _rows(pieces: Sequence[StatePiece]) -> int:

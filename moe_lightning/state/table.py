@@ -172,9 +172,16 @@ class State:
         updates of averages.
         """
         result: dict[str, Any] = {} if self.averages is None else {OBJECT_KEY: self.averages.count}
+        scalars = self.scalars()
         for index, (optimizer, _) in enumerate(self.optimizers):
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            scalars = {
+            result[f"optimizer/{index}"] = {"param_groups": groups, "scalars": scalars[f"optimizer/{index}"]}
+        return result
+
+    def scalars(self) -> dict[str, dict[int, dict[str, Any]]]:
+        """Scalar states of the parameters that have states on this rank, by optimizer and parameter number."""
+        return {
+            f"optimizer/{index}": {
                 number: {
                     name: v.cpu() if isinstance(v, Tensor) else v
                     for name, v in optimizer.state[parameter].items()
@@ -183,8 +190,8 @@ class State:
                 for number, parameter in enumerate(self.numbered(index))
                 if parameter in optimizer.state
             }
-            result[f"optimizer/{index}"] = {"param_groups": groups, "scalars": scalars}
-        return result
+            for index, (optimizer, _) in enumerate(self.optimizers)
+        }
 
     # ------------------------------------------------------------------ optimizers that have made no states yet
 

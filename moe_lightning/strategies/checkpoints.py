@@ -26,7 +26,7 @@ from moe_lightning.checkpoint.loader import Checkpoint, find_usable, repaired
 from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.checkpoint.training_state import random_state
+from moe_lightning.checkpoint.training_state import random_state, scalars_key
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.containers import AS_CONTAINERS
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
@@ -165,7 +165,11 @@ class Checkpoints:
             return {key: self._plain(value, "" if key == "trainer" else key) for key, value in objects.items()}
 
         plain = self._converted_together(convert) if is_first else convert()
-        return {f"rng/{rank}": random_state(self._worlds.present.device)} | (plain or {})
+        own: dict[str, Any] = {f"rng/{rank}": random_state(self._worlds.present.device)}
+        if rank and (self._state.shards.shares_optimizers or self._state.stages.num_stages > 1):
+            key = scalars_key(rank)  # of optimizer states that rank 0 lacks
+            own[key] = self._plain(self._state.training_state().scalars(), key)
+        return own | (plain or {})
 
     def plain(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the content of a file as rank 0 saves it, that of another rank as it is; warns of each object that is

@@ -15,25 +15,28 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.lost_tokens import DynamicK
 from moe_lightning.checkpoint import agent_handle
 from moe_lightning.checkpoint.agent_handle import agent_alive, request_stop
 from moe_lightning.checkpoint.arena import arenas_name
 from moe_lightning.checkpoint.directory import checkpoints, run_of
-from moe_lightning.checkpoint.loader import find_newest
+from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.agents import START_AGENT, agent_ahead
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.distributed.training import train
+from tests.distributed.training import TINY, RandomTokens, make_trainer, train
 from tests.forks import wait_until
 from tests.parameters import slow
 
 EXPERTS, LAYERS = 6, 2
 WITH_CHECKPOINTS = {"enable_checkpointing": True}
+PIPELINE: dict[str, Any] = {"mesh": {"pp": 2}, "micro_batches": 4}
 
 
 class CountLog(pl.Callback):
@@ -196,6 +199,47 @@ def test_a_dense_model_and_a_users_module_are_saved_too(root: Path, tmp_path: Pa
         run(2, [saver(folder)], steps=5, **options)
         resumed = run(2, [saver(folder)], steps=8, ckpt_path=str(folder), **options)[0]
         np.testing.assert_allclose(resumed["losses"], whole["losses"][5:], rtol=0, atol=1e-5)
+
+
+class NumberedCounts(pl.Callback):
+    """Before the checkpoint every parameter has another count of updates; rank 0 may have no states at all."""
+
+    def __init__(self, *, is_frozen: bool) -> None:
+        self._is_frozen = is_frozen
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        state, optimizer = trainer.strategy.state.training_state(), trainer.optimizers[0]  # type: ignore[attr-defined]
+        for number, parameter in enumerate(state.numbered(0)):
+            if parameter in optimizer.state:
+                optimizer.state[parameter]["step"].fill_(10 + number)
+        if self._is_frozen and trainer.global_rank == 0:
+            optimizer.state.clear()
+
+
+def restored_counts(
+    rank: int, world_size: int, root: str, strategy: dict[str, Any], is_frozen: bool
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Counts of updates by parameter number, as they should be and as a checkpoint restores them."""
+    callbacks = [NumberedCounts(is_frozen=is_frozen), saver(Path(root), every_n_steps=9)]
+    options = {"max_steps": 1, "callbacks": callbacks, **WITH_CHECKPOINTS}
+    trainer = make_trainer(rank, world_size, strategy, **options)
+    module = GPTModule(TINY | {"tie_embeddings": False}, OptimizerConfig(lr=3e-3, warmup_steps=0, decay="constant"))
+    trainer.fit(module, DataLoader(RandomTokens(24), batch_size=12))
+    state = trainer.strategy.state.training_state()  # type: ignore[attr-defined]
+    expected = {number: 10.0 + number for number, p in enumerate(state.numbered(0)) if p in trainer.optimizers[0].state}
+    state.restore_optimizers(Checkpoint(checkpoints(Path(root))[0][0]))
+    states = trainer.optimizers[0].state
+    return expected, {n: float(states[p]["step"]) for n, p in enumerate(state.numbered(0)) if p in states}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_frozen"), [({"dense": "zero1"}, False), slow(PIPELINE, False), (PIPELINE, True)]
+)
+def test_counts_of_updates_return_on_every_rank(root: Path, strategy: dict[str, Any], is_frozen: bool) -> None:
+    results = run_ranks(2, partial(restored_counts, root=str(root), strategy=strategy, is_frozen=is_frozen))
+    for expected, restored in results:
+        assert restored == expected
+    assert results[1][0]
 
 
 @pytest.mark.slow
