@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 from annotated_types import Interval
 from lightning.pytorch.callbacks import WeightAveraging
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -26,7 +26,7 @@ from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import ConfigurationError, LossSpikeError
 from moe_lightning.files import append_rows
 from moe_lightning.parallel.context import all_reduce_
-from moe_lightning.state.tensors import local
+from moe_lightning.state.tensors import frozen_base, local
 from moe_lightning.state.transfer import install
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.step_data import first_sampler, training_slice
@@ -46,25 +46,23 @@ class StateCopy:
     Attributes:
         step: whose update is the last in it.
         position: samples of the data that were consumed by then; None where the loader has no position.
-        tensors: pairs of a live tensor and the values of its part here: weights and buffers.
+        tensors: values of this rank's part of weights and buffers, by name.
         states: for each optimizer the values of its state by parameter.
     """
 
     step: int
     position: int | None
-    tensors: Sequence[tuple[Tensor, Tensor]]
+    tensors: Mapping[str, Tensor]
     states: Sequence[tuple[Optimizer, Mapping[Any, Mapping[str, Any]]]]
 
     @classmethod
     @torch.no_grad()
     def of(cls, strategy: ExpertParallelStrategy, step: int, position: int | None) -> StateCopy:
         """Return a copy of the present state."""
-        module = strategy.state.module
-        live = [p for p in module.parameters() if p.requires_grad] + list(module.buffers())
         return cls(
             step=step,
             position=position,
-            tensors=[(tensor, _copied(tensor)) for tensor in live],
+            tensors={name: _copied(tensor) for name, tensor in _live(strategy.state.module).items()},
             states=[
                 (optimizer, {p: {k: _copied(v) for k, v in values.items()} for p, values in optimizer.state.items()})
                 for optimizer, _ in strategy.state.training_state().optimizers
@@ -72,9 +70,11 @@ class StateCopy:
         )
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def restore(self, module: nn.Module) -> None:
         """Write the values back."""
-        install((local(tensor.detach()), values) for tensor, values in self.tensors)
+        live = {name: local(tensor.detach()) for name, tensor in _live(module).items()}
+        same = (n for n, values in self.tensors.items() if n in live and live[n].shape == values.shape)
+        install((live[name], self.tensors[name]) for name in same)
         for optimizer, states in self.states:
             for parameter in optimizer.state.keys() - states.keys():  # updated for the first time since
                 del optimizer.state[parameter]
@@ -85,6 +85,12 @@ class StateCopy:
                         install([(local(live[name]), value)])
                     else:
                         live[name] = copy.deepcopy(value)
+
+
+def _live(module: nn.Module) -> dict[str, Tensor]:
+    """Return weights and buffers by name, but for weights that adapters leave as they are."""
+    base = frozen_base(module)
+    return {name: p for name, p in module.named_parameters() if p not in base} | dict(module.named_buffers())
 
 
 def _copied(value: Any) -> Any:
@@ -127,6 +133,7 @@ class SpikeGuard(ExpertParallelCallback):
     times their spread: 1.4826 times the median absolute deviation, at least 1 % of the median. Instead of the update of
     that step all ranks then restore the older copy, which at least `every_n_steps` calm steps have followed. Positions
     in the data, the count of steps and schedules go on, so the result is that of a run that has left these updates out.
+    Numbers that optimizers keep in their parameter groups go on, too, as learning rates do.
     The line of a rollback, and a CSV, name the samples.
 
     In an elastic run a rollback is committed as an update is: if a rank is lost meanwhile, the others make it all, or
@@ -247,7 +254,7 @@ class SpikeGuard(ExpertParallelCallback):
         self.rollbacks, self._spike = rollbacks, spike
         self._copies.clear()
         if source is not None:
-            source.restore()
+            source.restore(strategy.state.module)
             strategy.state.find_twins()
             self._copies.append(replace(source, position=self._position))
 

@@ -103,6 +103,44 @@ def test_a_run_trains_on_as_if_it_had_never_seen_the_samples(strategy: dict[str,
     assert not any("is restored" in line for line in guarded[1]["lines"])
 
 
+class Unfreezing(Spiky):
+    """Trains its embedding from a later step on than that of the copy, and has a slow copy of a weight and a count of
+    losses, which it replaces.
+    """
+
+    seen_losses: Tensor
+
+    def __init__(self, factors: dict[int, float]) -> None:
+        super().__init__(factors)
+        self.embed.requires_grad_(requires_grad=False)
+        self.teacher = torch.nn.Parameter(self.out.weight.detach().clone(), requires_grad=False)
+        self.register_buffer("seen_losses", torch.zeros(()))
+        self.before: dict[int, dict[str, Tensor]] = {}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        step = self.trainer.global_step
+        self.embed.requires_grad_(requires_grad=step > RESTORED)
+        found = {"embed": self.embed.weight, "teacher": self.teacher, "seen_losses": self.seen_losses}
+        self.before[step] = {name: tensor.detach().clone() for name, tensor in found.items()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen_losses = self.seen_losses + 1
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.teacher.data.lerp_(self.out.weight.data, 0.1)
+
+
+def test_weights_that_were_frozen_and_buffers_that_are_replaced_are_restored() -> None:
+    trainer = make_trainer(0, 1, {}, callbacks=[SpikeGuard(every_n_steps=EVERY)], max_steps=SPIKE + 2)
+    module = Unfreezing({SPIKE - 1: math.nan})
+    trainer.fit(module, DataLoader(Numbered(), batch_size=BATCH))
+    assert not torch.equal(module.before[SPIKE - 1]["embed"], module.before[RESTORED]["embed"])
+    changed = {n for n, t in module.before[RESTORED].items() if not torch.equal(t, module.before[SPIKE][n])}
+    assert changed == set()
+    assert float(module.before[SPIKE + 1]["seen_losses"]) == RESTORED + 1
+
+
 @pytest.mark.slow
 def test_a_calm_run_is_left_alone() -> None:
     guarded, plain = (run_ranks(2, fit, {}, {}, options) for options in ({}, None))
