@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Annotated, Any
 
@@ -202,8 +202,8 @@ class ParityDoctor(Callback):
     as micro-batches. Under manual optimization a batch is a step. Inputs, outputs of modules, assignments of experts,
     losses, gradients before and after clipping, and updates are compared by digests that add up over ranks. If all is
     the same, a checkpoint is written and read back into a state that was overwritten: weights, moments, schedules and
-    the position of the data must return as they were. torch's own dropout is turned off. Rank 0 needs room for a second
-    copy of the whole model with its optimizer, and on the host for `steps` times its weights.
+    the position of the data must return as they were. torch's own dropout is turned off meanwhile. Rank 0 needs room
+    for a second copy of the whole model with its optimizer, and on the host for `steps` times its weights.
 
     Args:
         steps: to compare; fewer where the training, or under stock strategies its first epoch, ends before.
@@ -227,6 +227,7 @@ class ParityDoctor(Callback):
         self._states: list[dict[str, Tensor]] = []
         self._batches: list[Any] = []
         self._remarks: list[str] = []
+        self._dropout: Mapping[str, Callable[[], None]] = {}  # what turns it on again
         self._world, self._is_own = World.single(), False
         self._read_back: ReadBack | None = None
         self._scaler: GradScaler | None = None
@@ -253,7 +254,7 @@ class ParityDoctor(Callback):
         self._recorder, self.comparison = Recorder(tolerance), None
         self._recorder.world = self._world
         self._states, self._batches = [], []
-        without = without_dropout(pl_module)
+        self._dropout = without = without_dropout(pl_module)
         self._remarks = [f"torch's dropout is off ({', '.join(without)}): each rank draws its own"] if without else []
         self._recorder.begin(trainer, pl_module)
         self._read_back, self._scaler = ReadBack(trainer), scaler_of(trainer)
@@ -316,6 +317,15 @@ class ParityDoctor(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._recorder.end()
         self._copy, self._loader, self._states, self._batches = None, None, [], []
+        for turn_on in self._dropout.values():
+            turn_on()
+        self._dropout = {}
+        if isinstance(trainer.strategy, ExpertParallelStrategy):
+            trainer.strategy.update.state_check.resume()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")  # Lightning calls none then
 
     # ------------------------------------------------------------------ after
 

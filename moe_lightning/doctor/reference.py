@@ -6,8 +6,9 @@ import copy
 import logging
 import os
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -95,15 +96,19 @@ def pristine_copy(module: pl.LightningModule) -> pl.LightningModule:
         module.trainer = trainer
 
 
-def without_dropout(module: nn.Module) -> list[str]:
-    """Turn off dropout of torch's own, whose masks depend on the rank that draws them; the names of what drew any."""
-    names = []
+def without_dropout(module: nn.Module) -> dict[str, Callable[[], None]]:
+    """Turn off dropout of torch's own, whose masks depend on the rank that draws them.
+
+    Returns:
+        By name of a module that has drawn masks, what turns its dropout on again.
+    """
+    found = dict[str, Callable[[], None]]()
     for name, part in module.named_modules():
         option = next((option for kinds, option in _DROPPING if isinstance(part, kinds)), None)
         if option is not None and getattr(part, option) > 0:
+            found[name] = partial(setattr, part, option, getattr(part, option))
             setattr(part, option, 0.0)
-            names.append(name)
-    return names
+    return found
 
 
 def one_process_loader(trainer: pl.Trainer) -> Any:

@@ -60,10 +60,11 @@ class CheckSchedule:
         at: generation of the world, and step.
         is_new_world: the running step is the first one of its world.
         spent_s: of the running step, on the check.
+        is_stopped: no step is checked.
     """
 
     def __init__(self, worlds: Worlds, every: CheckInterval, *, most_steps: int, unchecked: int) -> None:
-        self._worlds, self._every = worlds, every
+        self._worlds, self._every, self.is_stopped = worlds, every, every == 0
         self._most_steps, self._unchecked = most_steps, unchecked
         self.first = self._next = 0
         self._began: float | None = None
@@ -96,18 +97,17 @@ class CheckSchedule:
 
     def is_due(self, step: int) -> bool:
         """Return True if a step is checked, on all ranks."""
-        if self._worlds.present.size == 1 or step < 1:
+        if self._worlds.present.size == 1 or step < 1 or self.is_stopped:
             return False
         return step >= self._next if self._every == "auto" else self._every > 0 and step % self._every == 0
 
     def stop(self) -> None:
-        """Let no further step be checked."""
-        self._every = 0
+        """Let no further step be checked until `resume`."""
+        self.is_stopped = True
 
-    @property
-    def is_stopped(self) -> bool:
-        """True if no step is checked."""
-        return self._every == 0
+    def resume(self) -> None:
+        """Let steps be checked again."""
+        self.is_stopped = self._every == 0
 
     def __enter__(self) -> None:
         self._entered = time.perf_counter()
@@ -161,8 +161,12 @@ class StateCheck:
         self._schedule.begin_training()
 
     def stop(self) -> None:
-        """Check no more: the ranks are compared otherwise, by what also names a cause."""
+        """Check no more until `resume`: the ranks are compared otherwise, by what also names a cause."""
         self._schedule.stop()
+
+    def resume(self) -> None:
+        """Check again."""
+        self._schedule.resume()
 
     def after_update(self) -> None:
         """Sum the state that the next step will check. Not collective."""

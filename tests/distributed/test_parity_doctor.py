@@ -19,7 +19,7 @@ from moe_lightning.user_errors import sentence_of
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import CASES
 from tests.distributed.seeded_bugs import BUGS
-from tests.distributed.training import RandomTokens, make_trainer, quiet_trainer, train
+from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet_trainer, train
 from tests.parameters import slow
 from tests.programs import TESTS, run_program
 
@@ -126,6 +126,20 @@ def test_a_plain_module_under_stock_ddp() -> None:
 
 def test_a_failure_is_a_sentence() -> None:
     assert sentence_of(ParityError("parity fails at step 1")) == "parity fails at step 1"
+
+
+class Dropping(OwnModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Sequential(nn.Dropout(0.3), nn.Linear(32, 64))  # type: ignore[assignment]
+
+
+def test_what_is_turned_off_is_on_again_after_the_training() -> None:
+    module, trainer = Dropping(), make_trainer(0, 1, {}, callbacks=[ParityDoctor(steps=1)], max_steps=2)
+    trainer.fit(module, DataLoader(RandomTokens(48), batch_size=5, shuffle=False))
+    dropout: Any = module.out[0]  # type: ignore[index]
+    assert dropout.p == 0.3
+    assert not trainer.strategy.update.state_check._schedule.is_stopped  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
