@@ -231,7 +231,7 @@ class Telemetry(Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._health, self._pace = RoutingHealth(), _Pace()
+        self._health, self._comparison, self._pace = RoutingHealth(), RankComparison(), _Pace()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

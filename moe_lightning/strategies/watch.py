@@ -4,6 +4,7 @@ the update. A spike of the loss is warned of, too.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import statistics
@@ -42,6 +43,11 @@ _KEPT = 64
 
 NORM_STEPS = 8
 """Steps of which one has the norm of its gradients kept."""
+
+_trainings = itertools.count()
+"""Numbers of the trainings of this process. They tell the keys of one training from those of the next in a store that
+outlives both; ranks have made as many.
+"""
 
 _WARNED = "warned of a number"
 _WARNED_OF_SPIKE = "warned of a spike"
@@ -149,6 +155,7 @@ class FiniteWatch:
         self._buffers: dict[str, Tensor] | None = None
         self._is_new_step = True
         self._has_warned = False
+        self._training = next(_trainings)
         self._skipped = 0
 
     def begin_batch(self, module: nn.Module) -> None:
@@ -215,6 +222,7 @@ class FiniteWatch:
         self.forget_step()
         self._losses.clear()
         self._watches_spikes, self._has_warned = True, False
+        self._training = next(_trainings)
 
     def finish(self) -> None:
         """Read the numbers that have not been read yet, at the end of training."""
@@ -293,7 +301,7 @@ class FiniteWatch:
         if loss <= limit:
             return
         self._watches_spikes = False  # one line a run
-        if _is_first(_WARNED_OF_SPIKE):
+        if _is_first(f"{_WARNED_OF_SPIKE} in training {self._training}"):
             write_to_terminal(
                 f"warning: the loss is {loss:.4g} {place()}, and was below {limit:.4g} in the {known} micro-batches "
                 "before; training continues: callbacks=spike_guard would return to the state before it"
@@ -303,7 +311,7 @@ class FiniteWatch:
         if self.stop is not None or self._has_warned:
             return
         self._has_warned = True
-        if _is_first(_WARNED):  # with the next update all ranks have such losses
+        if _is_first(f"{_WARNED} in training {self._training}"):  # with the next update all ranks have such losses
             message = f"{finding.what} {finding.place}"
             write_to_terminal(f"warning: {message}; training continues: stop_on_nan=end or skip would stop it")
 

@@ -18,6 +18,7 @@ from moe_lightning.callbacks.spike_guard import SpikeGuard
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
+from moe_lightning.strategies import watch
 from moe_lightning.strategies.precision import AgreedScaler
 from moe_lightning.strategies.state_check import StateCheck
 from moe_lightning.strategies.watch import FiniteWatch
@@ -108,14 +109,33 @@ def test_ranks_without_gradients_learn_of_overflows() -> None:
     assert run_ranks(2, overflows) == [True, True]
 
 
+def warns_in_each_fit(rank: int, world_size: int) -> list[str]:
+    told: list[str] = []
+    watch.write_to_terminal = told.append
+    data = DataLoader(RandomTokens(), batch_size=12)
+    for _ in range(2):
+        trainer, module = make_trainer(rank, world_size, max_steps=2), Failing()
+        module.fails_at, module.is_bad_at = -1, 0
+        trainer.fit(module, data)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module, data)
+    return told
+
+
+def test_every_fit_warns_of_its_losses() -> None:
+    lines = [line for own in run_ranks(2, warns_in_each_fit) for line in own]
+    assert len(lines) == 3
+    assert all(line.startswith("warning: the loss is nan") for line in lines)
+
+
 def test_updates_are_counted_anew_that_were_left_out() -> None:
-    watch = FiniteWatch("skip")
-    watch._skipped = 3
-    watch.forget_step()
-    assert watch._skipped == 0
-    watch.ignore_spikes()
-    watch.end()
-    assert watch._watches_spikes
+    finite = FiniteWatch("skip")
+    finite._skipped = 3
+    finite.forget_step()
+    assert finite._skipped == 0
+    finite.ignore_spikes()
+    finite.end()
+    assert finite._watches_spikes
 
 
 def test_writes_of_users_are_expected_again_in_another_world() -> None:
@@ -132,8 +152,10 @@ def test_callbacks_forget_another_training() -> None:
     unused: Any = None
     telemetry = Telemetry()
     telemetry._health._shares[0] = [[1.0]]  # type: ignore[index]
+    telemetry._comparison._reported.add((0, 1, "median loss"))
     telemetry.on_fit_start(unused, unused)
     assert not telemetry._health._shares
+    assert not telemetry._comparison._reported
     balancer = LoadBalancer()
     balancer.load_state_dict({"num_layers": 1, "interval": 8, "layers": {"0": {"load": [1], "average": None}}})
     balancer.setup(unused, unused, "fit")
