@@ -97,11 +97,12 @@ def require_same_parameters(module: nn.Module, before: Collection[nn.Parameter])
 
 
 def identical_buffers(module: nn.Module) -> list[str]:
-    """Return the names of the buffers of this library's layers: every rank computes the same values, so DDP need not
-    broadcast them before each forward pass.
+    """Return the names of the buffers that this library's layers own: every rank computes the same values, so DDP need
+    not broadcast them before each forward pass. Those of other layers inside of ours may differ.
     """
-    ours = [f"{name}." for name, m in module.named_modules() if type(m).__module__.startswith("moe_lightning.")]
-    return [name for name, _ in module.named_buffers() if any(name.startswith(prefix) for prefix in ours)]
+    ours = [m for m in module.modules() if m is not module and type(m).__module__.startswith("moe_lightning.")]
+    alike = {id(buffer) for m in ours for buffer in m.buffers(recurse=False)}
+    return [name for name, buffer in module.named_buffers() if id(buffer) in alike]
 
 
 _STEPS = 6

@@ -21,12 +21,13 @@ from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError, StateDamagedError
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
 from moe_lightning.state.sums import Damage, Sums, differing, state_units
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies import state_check
-from moe_lightning.strategies.checks import require_updates_by_expert
+from moe_lightning.strategies.checks import identical_buffers, require_updates_by_expert
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
 from tests.chaos.elastic_worker import state_digests
@@ -198,6 +199,38 @@ def test_one_bit_is_found_and_named(change: dict[int, tuple[int, int, int]], exp
     results = run_ranks(3, compare, change)
     assert results[0] == results[1] == results[2]
     assert [(d.name, d.groups) for d in results[0]] == expected
+
+
+class Normed(OwnModule):
+    """Has other layers with buffers inside of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoELayer(32, 48, num_experts=6, router={"top_k": 2, "bias_update_rate": 1e-3})
+        router: Any = self.moe.router
+        router.norm = nn.BatchNorm1d(32, affine=False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        router: Any = self.moe.router
+        router.norm(self.embed(batch[0]).flatten(0, 1))
+        return super().training_step(batch, batch_idx)
+
+
+def fit_normed(rank: int, world_size: int) -> tuple[list[str], str]:
+    trainer = make_trainer(rank, world_size, {"check_state_every": 1}, max_steps=4)
+    module = Normed()
+    try:
+        trainer.fit(module, DataLoader(RandomTokens(), batch_size=4))
+    except StateDamagedError as error:
+        return identical_buffers(module), str(error)
+    return identical_buffers(module), ""
+
+
+def test_running_statistics_inside_of_our_layers_may_differ() -> None:
+    for names, error in run_ranks(2, fit_normed):
+        assert error == ""
+        assert not any("norm" in name for name in names)
+        assert any(name.startswith("moe.router.") for name in names)
 
 
 class Meddler(pl.Callback):
