@@ -67,7 +67,6 @@ _PAIRS = {"send", "recv", "recvAnySource"}
 """Operations of two ranks, whose order differs between the ranks of a group."""
 
 _THREAD_END_S = 1.0
-
 logger = logging.getLogger(__name__)
 
 
@@ -132,12 +131,20 @@ def _short(group: str) -> str:
 
 
 def awaited(ranks: Mapping[int, Standstill]) -> list[int]:
-    """Return the ranks that have begun fewer collectives of some group than others in it."""
+    """Return the ranks that have begun fewer collectives of some group than others in it, but for those that wait for
+    another one of these; all of them where each does.
+    """
     most: dict[str, int] = {}
     for rank in ranks.values():
         for group, count in rank.counts.items():
             most[group] = max(count, most.get(group, 0))
-    return sorted(r for r, rank in ranks.items() if any(count < most[g] for g, count in rank.counts.items()))
+    late = sorted(r for r, rank in ranks.items() if any(count < most[g] for g, count in rank.counts.items()))
+
+    def waits_for_another(rank: int) -> bool:
+        call = ranks[rank].waits_in
+        return call is not None and any(ranks[r].counts.get(call.group, call.number) < call.number for r in late)
+
+    return [rank for rank in late if not waits_for_another(rank)] or late
 
 
 def are_apart(ranks: Mapping[int, Standstill]) -> bool:
@@ -521,6 +528,7 @@ class _Watched:
 
     def __init__(self, world: World, store: Store) -> None:
         self._size, self._rank, self._store = world.size, world.rank, store
+        self._watch = store.add(f"hang/watches/{world.rank}", 1)  # all ranks begin as often; the store outlives them
         between_stages = world.group("pp")  # which sends and receives: its ends count apart
         self._groups: dict[str, ProcessGroup] = {}
         for group in world.all_groups:
@@ -635,6 +643,5 @@ class _Watched:
         process = None if self.process is None else asdict(self.process)
         self._store.set(self._key("sign", self._rank), json.dumps(_Sign(process, self._number, is_stalled)))
 
-    @staticmethod
-    def _key(*parts: object) -> str:
-        return "/".join(map(str, ("hang", *parts)))
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, ("hang", self._watch, *parts)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ import socket
 import threading
 import time
 import traceback
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from moe_lightning.compat import private_torch
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies import hangs
-from moe_lightning.strategies.hangs import Call, Hang, Standstill, awaited, first_difference, place_of
+from moe_lightning.strategies.hangs import Call, Hang, Standstill, _Watched, awaited, first_difference, place_of
 from moe_lightning.strategies.process_stacks import Seen
 from moe_lightning.user_errors import ALARMS
 from tests.distributed.harness import run_ranks
@@ -297,6 +300,20 @@ def at(place: str = "train.py:3, in fetch", *, in_collective: bool = False, **co
     return Standstill(counts=counts, place=place, in_collective=in_collective)
 
 
+def waiting(group: str, **counts: int) -> Standstill:
+    """A rank that waits in its last collective of a group."""
+    call = Call(group, counts[group], "all_reduce", [[4]], is_done=False, step=3, phase="forward")
+    return replace(at("train.py:9, in sum", in_collective=True, **counts), calls=[call])
+
+
+def test_nothing_is_read_of_another_watch_with_the_same_store() -> None:
+    world, store = World.single(), dist.HashStore()  # type: ignore[attr-defined]
+    first = _Watched(world, store)
+    store.set(first._key("seen", 0, 0, 0), json.dumps(asdict(Seen(state="is stopped"))))
+    assert first._answer_about(0) is not None
+    assert _Watched(world, store)._answer_about(0) is None
+
+
 @pytest.mark.parametrize(
     ("ranks", "late"),
     [
@@ -305,6 +322,8 @@ def at(place: str = "train.py:3, in fetch", *, in_collective: bool = False, **co
         ({0: at(dense=4, compute=7), 1: at(dense=4, compute=6)}, [1]),
         ({0: at(dense=4, compute=6), 1: at(dense=3, compute=7)}, [0, 1]),
         ({0: at(a=4), 1: at(a=4), 2: at(b=1), 3: at(b=0)}, [3]),  # stages of a pipeline
+        ({0: at(all=7, a=5), 1: at(all=7, a=5), 2: waiting("b", all=6, b=5), 3: at(all=6, b=4)}, [3]),
+        ({0: waiting("a", a=5, b=4), 1: waiting("b", a=4, b=5)}, [0, 1]),
     ],
 )
 def test_who_is_awaited(ranks: dict[int, Standstill], late: list[int]) -> None:
