@@ -867,7 +867,8 @@ class ExpertParallelStrategy(DDPStrategy):
                 precision.backward(loss, module, optimizer, *args, **kwargs)
         precision.post_backward(loss, module)
         self.post_backward(closure_loss)
-        self._hangs.begin_phase("update", self.state.trainer.global_step)
+        has_next = self.steps.is_blocked  # micro-batch of the step
+        self._hangs.begin_phase("callbacks and data" if has_next else "update", self.state.trainer.global_step)
         return closure_loss
 
     @contextmanager

@@ -415,8 +415,10 @@ def newest_steps(marks: Sequence[tuple[int, int, str]], calls: Sequence[Begun], 
         marks, calls: see `SlowRankWatch.publish`.
         size: number of ranks.
     """
-    begins = [marks[index] for index in _begins(marks) if calls and marks[index][0] >= calls[0].at]
-    affordable = max(1, _MOST_CALLS * len(begins) // (size * max(1, len(calls))))
+    known = [marks[index] for index in _begins(marks) if calls and marks[index][0] >= calls[0].at]
+    holes = (at for at in range(1, len(known)) if known[at][1] != known[at - 1][1] + 1)  # validations lie there
+    begins = known[max(holes, default=0) :]
+    affordable = max(1, _MOST_CALLS * len(known) // (size * max(1, len(calls))))
     number = min(_MOST_STEPS, affordable, len(begins) - 2 - _AHEAD)  # others may not have begun the last step
     return (begins[-2][1] - number, number) if number > 0 else None
 

@@ -179,6 +179,31 @@ def test_all_ranks_have_the_steps_that_the_first_one_chooses(calls_per_step: int
             assert found.steps == chosen
 
 
+def test_between_the_micro_batches_of_a_step_data_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[str] = []
+    monkeypatch.setattr(HangWatch, "begin_phase", lambda _, phase, step, **__: phases.append(phase) if step == 1 else 0)
+    trainer = make_trainer(0, 1, {}, max_steps=3, accumulate_grad_batches=2)
+    trainer.fit(OwnModule(), DataLoader(RandomTokens(), batch_size=4))
+    micro_batch = ["forward", "backward", "callbacks and data"]
+    assert phases == [*micro_batch, "forward", "backward", "update", "callbacks and data"]
+
+
+@pytest.mark.parametrize("every", [20, 50, 64])
+def test_steps_since_a_validation_are_compared(every: int) -> None:
+    step_ns, calls_per_step, compared = 10**8, 10, 0
+    marks: Marks = []
+    for step in range(300):
+        marks += [(step * step_ns + i * step_ns // 4, step, phase) for i, phase in enumerate(PHASES)]
+        if (step + 1) % every == 0:
+            marks.append(((step + 1) * step_ns - 1, step + 1, "evaluation"))
+    calls = [Begun("all", n, n * step_ns // calls_per_step) for n in range(300 * calls_per_step)]
+    for now in range(210 * step_ns, 290 * step_ns, 10 * step_ns):
+        known = [mark for mark in marks if mark[0] <= now], [call for call in calls if call.at <= now][-2000:]
+        chosen = newest_steps(*known, 2)
+        compared += chosen is not None and timeline(*chosen, *known, waiting=0.0, places={}) is not None
+    assert compared > 4
+
+
 class Clock:
     """Time of all ranks; comparisons take a while of it."""
 
