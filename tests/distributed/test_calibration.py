@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_lightning.callbacks import calibration
 from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate, measure_exchange
@@ -92,11 +95,30 @@ class Slow(nn.Module):
         self.clock.now += self.backward_s
 
 
-def test_dense_layers_are_timed_between_the_moe_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+class Recomputed(nn.Module):
+    """A layer whose outputs the backward pass computes again."""
+
+    def __init__(self, layer: nn.Module, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.use_reentrant = layer, use_reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [lambda layer: layer, partial(Recomputed, use_reentrant=False), partial(Recomputed, use_reentrant=True)],
+    ids=["kept", "computed again", "computed again, reentrant"],
+)
+def test_dense_layers_are_timed_between_the_moe_layers(
+    wrapped: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = FakeClock()
     monkeypatch.setattr(calibration, "time", clock)
     layers = [MoELayer(4, 4, 2), MoELayer(4, 4, 2)]
-    model = nn.Sequential(Slow(clock, 100.0, 100.0), layers[0], Slow(clock, 1.0, 2.0), layers[1], Slow(clock, 3.0, 5.0))
+    first, second = map(wrapped, layers)
+    model = nn.Sequential(Slow(clock, 100.0, 100.0), first, Slow(clock, 1.0, 2.0), second, Slow(clock, 3.0, 5.0))
     watch = DenseClock(layers, torch.device("cpu"))
     for _ in range(4):  # two of them warm up
         out = model(torch.randn(5, 4, requires_grad=True))
