@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import StateDamagedError
+from moe_lightning.state.averages import AVERAGE
 from moe_lightning.state.sums import (
     GRADIENT,
     Damage,
@@ -137,6 +138,9 @@ class StateCheck:
     before the next update; gradients that several ranks hold are compared there, too. What differs is overwritten from
     a healthy rank if a callback repairs replicas. Before a checkpoint begins ranks compare once more.
 
+    Buffers of other modules than those of this library are compared as long as they are alike on the ranks that hold
+    them. From the first check that finds them different, as running statistics are, they are left out in this world.
+
     Args:
         worlds: the present world.
         state: of this rank.
@@ -152,6 +156,7 @@ class StateCheck:
         self._schedule = CheckSchedule(worlds, every, most_steps=_MOST_STEPS, unchecked=_UNCHECKED)
         self._own: Sums | None = None  # after the last update or check
         self._counts_writes = True
+        self._varying: set[str] = set()  # buffers that are left out in this world, the same on all ranks
         self._repaired_in: int | None = None  # world whose last check has repaired by majority: newcomers do not know
         self.times_damaged = 0
         self.verified = -1
@@ -183,6 +188,7 @@ class StateCheck:
             return
         if self._schedule.is_new_world:
             self._own, self.verified, self._counts_writes = None, step - 1, True  # newcomers have seen no writes
+            self._varying.clear()
         if not self._schedule.is_due(step):
             return
         sums = self._sums()
@@ -207,6 +213,7 @@ class StateCheck:
             return
         if not self._schedule.has_begun:  # training has ended: what is known is of other worlds, on some ranks only
             self._own = None
+            self._varying.clear()
         elif step < self._schedule.first:
             return
         if found := self._damage(self._sums()):
@@ -240,7 +247,16 @@ class StateCheck:
     # ------------------------------------------------------------------ sums
 
     def _units(self) -> list[StateUnit]:
-        return state_units(self._state.training_state(), set(identical_buffers(self._state.module)))
+        others = self._other_buffers()
+        compared = {*identical_buffers(self._state.module), *others} - self._varying
+        units = state_units(self._state.training_state(), compared)
+        return [unit for unit in units if len(unit.holders) > 1 or unit.name not in others]
+
+    def _other_buffers(self) -> set[str]:
+        """Names of the buffers that ranks need not hold alike, and of their averages as units."""
+        module = self._state.module
+        found = {name for name, buffer in module.named_buffers() if buffer.layout is torch.strided}
+        return {unit for name in found.difference(identical_buffers(module)) for unit in (name, f"{name} ({AVERAGE})")}
 
     def _sums(self, others: Sequence[StateUnit] = ()) -> Sums:
         with self._schedule:
@@ -249,7 +265,7 @@ class StateCheck:
     def _damage(self, sums: Sums, measured: torch.Tensor | None = None) -> list[Damage]:
         """Return what differs between ranks or has changed; collective."""
         changed = sums.changed(self._own) if self._own is not None and self._counts_writes else None
-        found = differing(sums, self._worlds.present, changed, measured)
+        found = self._without_varying(differing(sums, self._worlds.present, changed, measured))
         writers = sorted({rank for damage in found for rank in damage.changed})
         if len(writers) < 2:  # memory fails on one rank at a time
             return found
@@ -261,6 +277,13 @@ class StateCheck:
                 *(writers, next(damage.name for damage in found if damage.changed)),
             )
         return [Damage(name=damage.name, groups=damage.groups) for damage in found if len(damage.groups) > 1]
+
+    def _without_varying(self, found: list[Damage]) -> list[Damage]:
+        """Leave out other buffers that differ, unless memory has changed: on one rank, without being written."""
+        others = self._other_buffers() if found else set()
+        varying = {damage.name for damage in found if damage.name in others and len(damage.changed) != 1}
+        self._varying |= {name.removesuffix(f" ({AVERAGE})") for name in varying}
+        return [damage for damage in found if damage.name not in varying]
 
     # ------------------------------------------------------------------ damage
 
