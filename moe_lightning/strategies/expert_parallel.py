@@ -23,7 +23,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
@@ -736,7 +736,14 @@ class ExpertParallelStrategy(DDPStrategy):
             return whole_state_dict(module)
         if self.is_left_alone:
             return super().lightning_module_state_dict()
-        return self.checkpoints.model_state(super().lightning_module_state_dict)
+        return self.checkpoints.model_state(self._compared_state)
+
+    def _compared_state(self) -> dict[str, Any]:
+        """Return this rank's part of the model, which ranks in training compare first; collective then."""
+        trainer = self.state.trainer
+        if trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING:
+            self.update.state_check.before_save(trainer.global_step)
+        return super().lightning_module_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

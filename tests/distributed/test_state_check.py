@@ -7,6 +7,8 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -425,8 +427,8 @@ class Flip(pl.Callback):
             return
         for name in self.names:
             name, _, scope = name.partition("/")
-            parameter = module.get_parameter(name)
-            tensors = {"": parameter, "grad": parameter.grad, **trainer.optimizers[0].state[parameter]}
+            tensor = attrgetter(name)(module)
+            tensors = {"": tensor, "grad": tensor.grad, **trainer.optimizers[0].state.get(tensor, {})}
             if scope in tensors:  # or another rank has it
                 local(tensors[scope]).data.view(torch.int32).flatten()[5] ^= 1 << 29
 
@@ -453,6 +455,7 @@ def fit_with_flips(
     where: str = "between steps",
     names: Sequence[str] = _DENSE,
     strategy: dict[str, Any] | None = None,
+    kind: type[OwnModule] = OwnModule,
 ) -> tuple[str, dict[str, Any], list[str]]:
     warned = Warned()
     logging.getLogger("moe_lightning").addHandler(warned)
@@ -462,7 +465,7 @@ def fit_with_flips(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer.fit(OwnModule(), DataLoader(RandomTokens(96), batch_size=12))
+            trainer.fit(kind(), DataLoader(RandomTokens(96), batch_size=12))
         except StateDamagedError as error:
             return str(error), {}, warned.lines
     lines = [*warned.lines, *(line for each in caught if "changes nothing" in (line := str(each.message)))]
@@ -477,6 +480,54 @@ def test_memory_that_has_changed_is_overwritten_before_it_is_used(ranks: int) ->
     assert [len(lines) for *_, lines in repaired] == [2, *[0] * (ranks - 1)]
     assert "after step 4 embed.weight (exp_avg) on ranks [1] had changed in memory" in repaired[0][2][0]
     assert "after step 4 out.weight on ranks [1] had changed in memory" in repaired[0][2][1]
+
+
+class Buffered(OwnModule):
+    """Has a buffer that stays as it is, and one that each rank writes for itself from the second check on."""
+
+    angles: Tensor
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.ones(8), persistent=False)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx > 2:
+            self.seen.data += 1 + self.global_rank
+        return super().training_step(batch, batch_idx)
+
+
+def test_buffers_of_users_are_compared_as_long_as_they_are_alike() -> None:
+    results = run_ranks(2, fit_with_flips, 4, "between steps", ["angles"], None, Buffered)
+    assert [told for told, *_ in results] == ["", ""]
+    (line,) = results[0][2]
+    assert line.startswith("after step 4 angles on ranks [1] had changed in memory")
+
+
+class Saves(pl.Callback):
+    """Saves as stock Lightning's ModelCheckpoint does."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint("saved.ckpt")
+
+
+def save_damaged(rank: int, world_size: int) -> tuple[str, bool]:
+    callbacks = [Flip(3, "between steps", ["out.weight"], rank=0), Saves()]
+    trainer = make_trainer(rank, world_size, {"check_state_every": 100}, callbacks=callbacks, max_steps=4)
+    try:
+        trainer.fit(OwnModule(), DataLoader(RandomTokens(96), batch_size=12))
+    except StateDamagedError as error:
+        return str(error), Path("saved.ckpt").exists()
+    return "", Path("saved.ckpt").exists()
+
+
+def test_stock_checkpoints_hold_no_state_that_ranks_have_otherwise() -> None:
+    for told, is_saved in run_ranks(2, save_damaged):
+        assert told.startswith("after step 3 the replicas of out.weight differ between ranks [0] and ranks [1]")
+        assert not is_saved
 
 
 def test_dense_state_that_differs_from_a_majority_is_overwritten() -> None:
