@@ -68,6 +68,7 @@ class CheckSchedule:
         self._worlds, self._every, self.is_stopped = worlds, every, every == 0
         self._most_steps, self._unchecked = most_steps, unchecked
         self.first = self._next = 0
+        self._asked: int | None = None  # step that is checked whatever the interval
         self._began: float | None = None
         self._entered = self._step_s = self.spent_s = 0.0
         self.at, self.is_new_world = (-1, -1), True
@@ -84,6 +85,7 @@ class CheckSchedule:
         self.is_new_world = generation != self.at[0]
         if self.is_new_world:  # after a recovery all begin again: newcomers have not checked
             self.first = self._next = step + self._unchecked
+            self._asked = None
         self.at = generation, step
         now = time.perf_counter()
         if self._began is not None:
@@ -100,7 +102,13 @@ class CheckSchedule:
         """Return True if a step is checked, on all ranks."""
         if self._worlds.present.size == 1 or step < 1 or self.is_stopped:
             return False
+        if step == self._asked:
+            return True
         return step >= self._next if self._every == "auto" else self._every > 0 and step % self._every == 0
+
+    def check_next(self) -> None:
+        """Let the next step in this world be checked; on all ranks."""
+        self._asked = self.at[1] + 1
 
     def stop(self) -> None:
         """Let no further step be checked until `resume`."""
@@ -172,6 +180,10 @@ class StateCheck:
     def resume(self) -> None:
         """Check again."""
         self._schedule.resume()
+
+    def check_next(self) -> None:
+        """Check the next step, whatever the interval; on all ranks."""
+        self._schedule.check_next()
 
     def after_update(self) -> None:
         """Sum the state that the next step will check. Not collective."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from moe_lightning.callbacks.spike_guard import SpikeGuard
-from moe_lightning.errors import ConfigurationError, LossSpikeError
+from moe_lightning.errors import ConfigurationError, LossSpikeError, StateDamagedError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.watch import limit_of
 from moe_lightning.strategies.worlds import ExpertParallelCallback
@@ -139,6 +139,33 @@ def test_weights_that_were_frozen_and_buffers_that_are_replaced_are_restored() -
     changed = {n for n, t in module.before[RESTORED].items() if not torch.equal(t, module.before[SPIKE][n])}
     assert changed == set()
     assert float(module.before[SPIKE + 1]["seen_losses"]) == RESTORED + 1
+
+
+class DamagedCopy(pl.Callback):
+    """Changes a copy of rank 1 before it is restored."""
+
+    def __init__(self, guard: SpikeGuard) -> None:
+        self.guard = guard
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if (trainer.global_step, trainer.global_rank) == (SPIKE - 1, 1):
+            self.guard._copies[0].tensors["out.weight"][0, 0] += 1
+
+
+def fit_with_damaged_copy(rank: int, world_size: int) -> str:
+    guard = SpikeGuard(every_n_steps=EVERY)
+    options = {"check_state_every": 1000}
+    trainer = make_trainer(rank, world_size, options, callbacks=[guard, DamagedCopy(guard)], max_steps=STEPS)
+    try:
+        trainer.fit(Spiky({SPIKE - 1: math.nan}), DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    except StateDamagedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_damaged_copy_is_found_before_it_is_used() -> None:
+    for told in run_ranks(2, fit_with_damaged_copy):
+        assert told.startswith(f"after step {SPIKE} the replicas of out.weight differ between ranks [0] and ranks [1]")
 
 
 @pytest.mark.slow
