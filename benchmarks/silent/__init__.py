@@ -32,6 +32,9 @@ class Options:
     flips: Annotated[int, Interval(ge=0, le=100_000)] = option(
         "instead of cases, so many random bit flips in the memory of trainings", 0
     )
+    calm: Annotated[int, Interval(ge=1, le=1_000_000)] = option(
+        "steps of each run without a flip beside them, on every mesh in float32 and bf16-mixed", 40
+    )
     products: Annotated[int, Interval(ge=0, le=100_000)] = option(
         "instead of cases, so many times flipped bits in the matrix products of one rank", 0
     )
@@ -53,7 +56,7 @@ def run(options: Options) -> int:
     if options.flips:
         from benchmarks.silent.flips import run_flips
 
-        return run_flips(options.flips)
+        return run_flips(options.flips, options.calm)
     if options.products:
         from benchmarks.silent.products import run_products
 

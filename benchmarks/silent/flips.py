@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,8 +28,7 @@ from benchmarks.silent.ranks import describe_rank, run_ranks
 from moe_lightning import ExpertParallelStrategy, FaultRecovery
 from moe_lightning.cli.short_training import quiet_trainer
 from moe_lightning.errors import StateDamagedError
-from moe_lightning.state.sums import BITS, GRADIENT, StateUnit, gradient_units, state_units
-from moe_lightning.strategies.checks import identical_buffers
+from moe_lightning.state.sums import BITS, GRADIENT, StateUnit, gradient_units
 from moe_lightning.text_table import table
 
 MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
@@ -125,7 +125,7 @@ class Flips(pl.Callback):
         if draw.integers(strategy.world.size) != strategy.world.rank:
             return
         state = strategy.state.training_state()
-        units = state_units(state, set(identical_buffers(module)))
+        units = strategy.update.state_check._units()
         units += gradient_units(state, set(module.parameters())) if in_step else []
         pairs = [(unit, t) for unit in units for t in unit.tensors() if t.is_floating_point() and t.numel()]
         unit, tensor = pairs[self._draw.integers(len(pairs))]
@@ -250,9 +250,12 @@ def _trained(
     return flips.outcomes, flips.alarms, costs.medians if is_large else []
 
 
-def run_flips(count: int) -> int:
-    """Print a table of so many flips over the rows of `MESHES`, a run without flips and the costs; 0 if all goals are
-    met.
+def run_flips(count: int, calm: int) -> int:
+    """Print a table of so many flips over the rows of `MESHES`, of runs without flips on each of them in both
+    precisions, and the costs; 0 if all goals are met.
+
+    Args:
+        calm: steps of a run without flips.
     """
     each, rows, everything, alarms = -(-count // len(MESHES)), [], list[Outcome](), list[str]()
     for seed, (name, (size, strategy)) in enumerate(MESHES.items()):
@@ -262,10 +265,11 @@ def run_flips(count: int) -> int:
         alarms += results[0][1]
         rows.append([name, *_counts(outcomes), len(results[0][1])])
         print(*rows[-1], flush=True)
-    for precision in ("32-true", "bf16-mixed"):
-        calm = run_ranks(2, _trained, {"replicas": 2}, 2 * each, None, precision, False, timeout_s=3600.0)
-        alarms += calm[0][1]
-        rows.append([f"no flip, {precision}", *_counts([]), len(calm[0][1])])
+    for precision, (name, (size, strategy)) in product(("32-true", "bf16-mixed"), MESHES.items()):
+        (_, found, _), *_ = run_ranks(size, _trained, strategy, calm, None, precision, False, timeout_s=3600.0)
+        alarms += found
+        rows.append([f"{name}, {calm} calm steps, {precision}", *_counts([]), len(found)])
+        print(*rows[-1], flush=True)
     print(table(["training", "flips", "noticed", "of copies", "repaired", "false alarms"], rows))
     print_costs(_trained)
     _, noticed, copies, repaired = _counts(everything)
