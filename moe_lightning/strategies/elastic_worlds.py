@@ -41,7 +41,6 @@ from moe_lightning.elastic.faults import (
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.elastic.worker import PeerFailed, Preempted, RunFinished, signature_of, take_over_terminal
 from moe_lightning.errors import ConfigurationError, StateDamagedError
-from moe_lightning.moe.warm_up import warm_up
 from moe_lightning.parallel.abort import build_world, destroy_groups, store_barrier
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, agree, any_says
@@ -363,8 +362,6 @@ class ElasticWorlds:
         self._policy = policy
         self._planner = RecoveryPlanner(policy.sources, partial(call_hook, self._state.module, "on_before_recovery"))
         set_up_data(trainer)
-        with trainer.precision_plugin.forward_context():  # once others know of this rank, they wait for it
-            warm_up(self._state.module, self._state.experts.layers, self._strategy.root_device)
         self.step.begin_fit()
         is_first, loop = not (self.is_newcomer or self._has_fitted), trainer.fit_loop
         self._has_fitted = True

@@ -4,7 +4,6 @@ without survivors, which a later fit of the same process never does.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -95,9 +94,8 @@ def test_a_second_fit_of_a_restarted_process_is_trained(monkeypatch: pytest.Monk
     strategy: Any = SimpleNamespace(
         worlds=worlds, state=MagicMock(), options=MagicMock(), root_device=torch.device("cpu")
     )
-    strategy.state.trainer.precision_plugin.forward_context = nullcontext
     monkeypatch.setattr(Worlds, "present", world)
-    for name in ("set_up_data", "warm_up", "leave_schedule"):
+    for name in ("set_up_data", "leave_schedule"):
         monkeypatch.setattr(elastic_worlds, name, lambda *_: None)
     monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda value, _: [value])
     elastic = ElasticWorlds(strategy, engine)

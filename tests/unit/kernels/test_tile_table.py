@@ -13,7 +13,6 @@ from benchmarks import tiles
 from moe_lightning import kernels
 from moe_lightning.cli.bench import main
 from moe_lightning.kernels import tile_table
-from moe_lightning.moe.warm_up import ROWS_PER_SLOT
 
 TILE = (128, 128, 32, 8, 3)
 
@@ -111,10 +110,6 @@ def test_the_fastest_that_runs_is_measured():
 def test_measuring_needs_a_gpu(capsys):
     assert main(["tiles", "--measure"]) == 2
     assert "no GPU here to measure" in capsys.readouterr().err
-
-
-def test_a_warm_up_has_rows_of_every_class():
-    assert {tile_table.rows_class(rows) for rows in ROWS_PER_SLOT} == set(tile_table.CANDIDATES)
 
 
 def test_nothing_is_tuned_in_a_step():
