@@ -1,7 +1,6 @@
 """`moe-data`: tokens of text as a memory map.
 
     moe-data tokenize SOURCE... --tokenizer T --out DIR   make it; a command that was killed goes on where it stopped
-    moe-data inspect DIR                                  sizes, tokenizer, and some of its text
 
 SOURCE is what data.source takes: a file, a folder or a glob of text, JSONL or Parquet. This module parses and prints.
 """
@@ -28,14 +27,12 @@ from moe_lightning.files import check_local
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from moe_lightning.data.token_folder import TokenFolder
 
 _Workers = Annotated[int, Interval(ge=1, le=1024)]
 _Fraction = Annotated[float, Interval(gt=0, lt=1)]
 _WIDE = 100
 """Columns of a terminal from which on a bar is drawn beside the numbers."""
 _PLAIN_S = 10.0
-_SHOWN_TOKENS, _SHOWN_LETTERS = 64, 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed the reason
         return int(stop.code or 0)
     try:
-        tokenize(arguments) if arguments.command == "tokenize" else inspect(arguments)
+        tokenize(arguments)
     except KeyboardInterrupt:  # the pool of workers has to be closed before this process ends
         print("moe-data: ended by SIGINT; the same command goes on where it stopped", file=sys.stderr)
         return user_errors.EXIT_INTERRUPTED
@@ -56,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of a command line."""
-    parser = Parser(prog="moe-data", description="Make tokens of text, and look at them.")
+    parser = Parser(prog="moe-data", description="Make tokens of text.")
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
     made = commands.add_parser("tokenize", help="make a folder of tokens, or finish one that was begun")
     made.add_argument("source", nargs="+", metavar="SOURCE", help="file, folder or glob of text, JSONL or Parquet")
@@ -78,13 +75,7 @@ def parser() -> argparse.ArgumentParser:
         "--val-fraction", type=value(_Fraction), default=0.05, metavar="X",
         help="end of the text that bpe:SIZE is not trained on (default: %(default)s, as data.val_fraction)",
     )  # fmt: skip
-    shown = commands.add_parser("inspect", help="sizes, tokenizer, and some of the text")
-    shown.add_argument("path", metavar="DIR", help="a folder of tokens")
-    shown.add_argument("--verify", action="store_true", help="compare everything with its checksums")
     return parser
-
-
-# ---------------------------------------------------------------------- tokenize
 
 
 def tokenize(arguments: argparse.Namespace) -> None:
@@ -188,47 +179,6 @@ def _tokenizer(arguments: argparse.Namespace) -> str | None:
         return tokenizer_content(spec)
     sources = [DataSource(path=source, text_field=arguments.text_field) for source in arguments.source]
     return trained_tokenizer(sources, spec, val_fraction=arguments.val_fraction)
-
-
-# ---------------------------------------------------------------------- inspect
-
-
-def inspect(arguments: argparse.Namespace) -> None:
-    """Print what is in a folder of tokens.
-
-    Raises:
-        ConfigurationError: it is none, or damaged.
-    """
-    from moe_lightning.data.token_folder import open_token_folder
-
-    folder = open_token_folder(arguments.path)
-    header = folder.header
-    if arguments.verify:
-        folder.check()
-    mean = header.num_tokens / header.num_documents
-    end = header.end_of_document
-    print(folder.path)
-    print(f"tokens     {header.num_tokens:,} of {header.dtype}, {folder.tokens.stat().st_size / 1e6:,.1f} MB")
-    print(f"documents  {header.num_documents:,}, {mean:,.1f} tokens each{'' if end is None else f', ended by {end}'}")
-    print(f"tokenizer  {folder.tokenizer}, vocabulary {header.vocab_size:,}")
-    print(f"source     {header.num_files:,} files, {header.size_bytes / 1e6:,.1f} MB")
-    for number in sorted({0, header.num_documents // 2}):
-        print(f"document   {number:,}: {_sample(folder, number)}")
-    print("verified   every checksum" if arguments.verify else "checksums  are compared by --verify")
-
-
-def _sample(folder: TokenFolder, number: int) -> str:
-    """The beginning of a document, in a line."""
-    import numpy as np
-
-    from moe_lightning.data.tokenizer import load_tokenizer
-
-    starts = folder.documents()
-    stop = starts[number + 1] if number + 1 < len(starts) else folder.header.num_tokens
-    tokens = np.memmap(folder.tokens, dtype=folder.header.dtype, mode="r")[starts[number] : stop]
-    text = load_tokenizer(folder.tokenizer).decode(tokens[:_SHOWN_TOKENS].tolist())
-    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-    return shown if len(shown) <= _SHOWN_LETTERS and len(tokens) <= _SHOWN_TOKENS else f"{shown[:_SHOWN_LETTERS]} ..."
 
 
 if __name__ == "__main__":

@@ -464,9 +464,8 @@ def test_damaged_tokens_are_named(tmp_path: Path, texts: Path) -> None:
         file.write_bytes(whole.rstrip()[:-1] + damage)
         with pytest.raises(ConfigurationError, match=sentence):
             TextData(source=str(folder.path), cache_dir=tmp_path / "cache", packing=True, context_length=16).setup()
-        assert moe_data.main(["inspect", str(folder.path), "--verify"]) == 2
         file.write_bytes(whole)
-    assert moe_data.main(["inspect", str(folder.path), "--verify"]) == 0
+    folder.check()
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, texts: Path) -> None:
@@ -492,20 +491,12 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_own_cache")
-def test_tokenize_and_inspect(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenize(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers", reason="the extra `bpe` is not installed")
     command = ["tokenize", "texts", "--tokenizer=bpe:300", "--out=out", "--workers=1", "--end-of-document=0"]
     assert moe_data.main(command) == 0
     assert re.search(r"^out: [\d,]+ tokens \(uint16\) in 300 documents of 6 files; train", capsys.readouterr().out)
     assert moe_data.main(command) == 0, "a complete folder stays"
-    capsys.readouterr()
-    assert moe_data.main(["inspect", "out"]) == 0
-    shown = capsys.readouterr().out
-    assert "documents  300, " in shown
-    assert "ended by 0" in shown
-    assert "tokenizer  out/tokenizer.json, vocabulary 300" in shown
-    first = source_files(["texts"])[0].path
-    assert f"document   0: {json.loads(first.read_text().splitlines()[0])['text'].split()[0]} für Elise" in shown
     raw = prepare_corpus("texts", tokenizer="bpe:300", end_of_document=0)
     assert open_token_folder("out").header.digest == open_token_folder(raw.train.path.parent).header.digest
 
@@ -528,9 +519,7 @@ def test_tokenize_and_inspect(texts: Path, capsys: pytest.CaptureFixture[str]) -
             "it has no 'body', but 'id', 'text'",
         ),
         (["tokenize", "s3://a/b", "--tokenizer=bytes", "--out=out"], "SOURCE=s3://a/b is an address"),
-        (["inspect", "texts"], "tokens.json cannot be read"),
-        (["inspect", "none"], "tokens.json cannot be read"),
-        (["count", "texts"], "'count' is not a command: choose one of tokenize, inspect"),
+        (["count", "texts"], "'count' is not a command: choose one of tokenize"),
     ],
 )
 def test_mistakes_of_commands_are_one_line(
