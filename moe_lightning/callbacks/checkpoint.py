@@ -42,9 +42,15 @@ from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 
-def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float) -> None:
+def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float, stall_s: float) -> None:
     """Log the last snapshot, the last checkpoint that the agent has committed and the proportion of lost tokens; warn
     of what the agent complains of.
+
+    Args:
+        trainer: with the loggers.
+        session: of the snapshot.
+        plt: proportion of lost tokens.
+        stall_s: seconds that training has waited for snapshots since the last call.
     """
     metrics: dict[str, float] = {
         "plt": plt,
@@ -54,7 +60,11 @@ def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float) 
     }
     report, status = session.last_report, session.status()
     if report is not None:
-        metrics |= {"snapshot_ms": 1e3 * report.copy_s, "snapshot_bytes": report.copied_bytes}
+        metrics |= {
+            "stall_ms": 1e3 * stall_s,
+            "snapshot_ms": 1e3 * report.copy_s,
+            "snapshot_bytes": report.copied_bytes,
+        }
         copied = report.copied_by_window
         metrics |= {f"copied_{window.value}_bytes": size for window, size in copied.items()}
         if copied and report.copied_bytes:
@@ -76,14 +86,15 @@ def log_committed(trainer: pl.Trainer, path: str | None) -> None:
 
 
 class StepTimes:
-    """Seconds of the last step, and of its passes up to the update.
+    """Seconds of the last step, of its passes up to the update, and of waits for snapshots.
 
     Attributes:
         step_s, overlap_s: of the step; of its last micro-batch's passes, under which copies hide.
+        stall_s: that training has waited for snapshots since it was last taken.
     """
 
     def __init__(self) -> None:
-        self.step_s = self.overlap_s = 0.0
+        self.step_s = self.overlap_s = self.stall_s = 0.0
         self._batch_began = self._step_ended = time.perf_counter()
 
     def begin_batch(self) -> None:
@@ -98,6 +109,11 @@ class StepTimes:
         """The step is made."""
         now = time.perf_counter()
         self.step_s, self._step_ended = now - self._step_ended, now
+
+    def take_stall(self) -> float:
+        """Return `stall_s`, and count anew."""
+        stall_s, self.stall_s = self.stall_s, 0.0
+        return stall_s
 
 
 class StateGrowth:
@@ -155,9 +171,10 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         save_on_train_end: save every expert when training ends, so that a resume loses nothing.
         timeout_s: longest wait for the last checkpoint to be written.
 
-    Logs checkpoint/stall_ms (every step), and for each snapshot checkpoint/snapshot_ms, snapshot_bytes,
-    predicted_bytes, k_snapshot, k_persist, persist_ms, persist_bytes, plt; with scheduled windows also
-    copied_{bubble,idle,compute,communication}_bytes and copied_in_bubbles, the first one's share.
+    Logs for each snapshot checkpoint/stall_ms, snapshot_ms, snapshot_bytes (of the snapshot before: the time that
+    training waited for it, that the copy took, and its size), predicted_bytes, k_snapshot, k_persist, persist_ms,
+    persist_bytes, plt; with scheduled windows also copied_{bubble,idle,compute,communication}_bytes and
+    copied_in_bubbles, the first one's share. In `trainer.callback_metrics` checkpoint/stall_ms is that of the step.
 
     Raises:
         ConfigurationError: a value outside its range, another strategy, or steps that lossless=True cannot run again.
@@ -249,15 +266,19 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     @override
     def on_before_experts_move(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Finish the copy of the experts' rows. Others may write them from now on."""
-        if self.session is not None:
-            self.session.wait_before_update()
-            self._experts_moved = True
+        self._wait_for_copy()
+        self._experts_moved |= self.session is not None
 
     @override
     def on_before_weights_swap(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Finish the copy of the weights."""
-        if self.session is not None:
-            self.session.wait_before_update()
+        self._wait_for_copy()
+
+    def _wait_for_copy(self) -> float:
+        """Finish the copy of the last snapshot, and return the seconds that training has waited for it."""
+        stall_s = self.session.wait_before_update() if self.session is not None else 0.0
+        self._times.stall_s += stall_s
+        return stall_s
 
     # ------------------------------------------------------------------ another world
 
@@ -329,8 +350,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._times.begin_update()
         if self._windows is not None:
             self._windows.before_update()
-        stall_s = self.session.wait_before_update() if self.session is not None else 0.0
-        pl_module.log("checkpoint/stall_ms", 1e3 * stall_s)
+        # Loggers get those of a checkpoint together: they do not see steps that do not log.
+        pl_module.log("checkpoint/stall_ms", 1e3 * self._wait_for_copy(), logger=False)
 
     @override
     def on_train_batch_end(
@@ -350,7 +371,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             self.session.protect()
         if self.session is not None and self.session.in_window and not self._experts_moved:
             self.session.save_more(trainer.global_step)
-            log_checkpoint(trainer, self.session, self.plt)
+            log_checkpoint(trainer, self.session, self.plt, self._times.take_stall())
         elif self.session is None or self.session.in_window or trainer.global_step - saved_at >= self._interval():
             self.save(trainer, pl_module)
 
@@ -384,7 +405,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._is_interrupted = False
         self.session.save(trainer.global_step, self.lost.checkpoint_ledger, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
-        log_checkpoint(trainer, self.session, self.plt)
+        log_checkpoint(trainer, self.session, self.plt, self._times.take_stall())
 
     def _reassign(self, strategy: ExpertParallelStrategy) -> None:
         """Experts have moved: the session goes on with other writers, or ends where their snapshots lack room."""

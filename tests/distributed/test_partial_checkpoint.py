@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig
@@ -25,6 +26,8 @@ from moe_lightning.checkpoint.agent_handle import agent_alive, request_stop
 from moe_lightning.checkpoint.arena import arenas_name
 from moe_lightning.checkpoint.directory import checkpoints, run_of
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
+from moe_lightning.checkpoint.session import CheckpointSession
+from moe_lightning.cli.plot import metrics_files, read_metrics
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -417,6 +420,25 @@ def test_a_state_that_outgrows_its_room_is_one_sentence(root: Path) -> None:
         run(1, [saver(root, every_n_steps=1), Hoarder(1 << 20, growth=3 << 20)], steps=6)
     checkpoint = find_newest(root).checkpoint
     assert checkpoint is None or checkpoint.manifest.step >= 1
+
+
+class SlowCopies(pl.Callback):
+    """Adds a quarter of a second to what training waits for each snapshot."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
+        if session is not None:
+            extra_s = 0.25 * (trainer.global_step % 4 == 1)
+            session.wait_before_update = lambda: CheckpointSession.wait_before_update(session) + extra_s
+
+
+def test_loggers_get_what_training_waited_for_each_snapshot(root: Path, tmp_path: Path) -> None:
+    callbacks = [SlowCopies(), saver(root, every_n_steps=4, save_on_train_end=False)]
+    options = WITH_CHECKPOINTS | {"logger": CSVLogger(tmp_path, "csv", 0), "log_every_n_steps": 4}
+    run_ranks(1, partial(train, callbacks=callbacks, trainer=options, steps=14))
+    stalls_ms = read_metrics(metrics_files(tmp_path))["checkpoint/stall_ms"]
+    assert list(stalls_ms) == [5, 9, 13]  # the first snapshot is that of step 1
+    assert min(stalls_ms.values()) >= 250
 
 
 class WindowLog(pl.Callback):
