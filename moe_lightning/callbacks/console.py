@@ -69,18 +69,27 @@ class Console(ProgressBar):
     def enable(self) -> None:
         self._enabled = self._style != "none"
 
+    @property
+    def _is_shown(self) -> bool:
+        return self._enabled and self.trainer.is_global_zero
+
     # ------------------------------------------------------------------ hooks
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._trainer = trainer  # ProgressBar also disables other ranks for good, but a recovery may make one rank 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         is_described, self._is_described = self._is_described, True
-        if not self._enabled:
+        if not is_described:
+            self._began = (trainer.global_step, time.monotonic())
+        if not self._is_shown:
             return
         if self._bar is not None and self._task is not None:  # after a recovery: its clock goes on
             self._bar.update(self._task, completed=trainer.global_step)
             return
         if not is_described:  # a recovery has a line of its own
-            self._began = (trainer.global_step, time.monotonic())
             print(in_columns(describe(trainer, pl_module)), flush=True)
         if self._style == "bar" or (self._style == "auto" and sys.stdout.isatty()):
             self._bar = _progress_bar(RichConsole())
@@ -93,7 +102,7 @@ class Console(ProgressBar):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._enabled or private_lightning.is_accumulating(trainer):
+        if not self._is_shown or private_lightning.is_accumulating(trainer):
             return
         logs = private_lightning.logs_now(trainer)
         if self._bar is not None and self._task is not None:
@@ -123,7 +132,7 @@ class Console(ProgressBar):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loss = trainer.callback_metrics.get("val/loss")
-        if not self._enabled or trainer.sanity_checking or loss is None or trainer.state.fn != "fit":
+        if not self._is_shown or trainer.sanity_checking or loss is None or trainer.state.fn != "fit":
             return
         line = f"{_position(trainer)}  validation loss {float(loss):.4f}"
         if "val/accuracy" in trainer.callback_metrics:
@@ -140,9 +149,11 @@ class Console(ProgressBar):
 
     def tell(self, line: str) -> None:
         """Print a line, above the bar where there is one."""
+        if not self._is_shown:
+            return
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
-        elif self._enabled:
+        else:
             print(line, flush=True)
 
     @override

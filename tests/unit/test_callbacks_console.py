@@ -96,6 +96,17 @@ def test_the_headline_is_not_repeated_after_a_recovery(capsys: pytest.CaptureFix
     assert [line[:5] for line in lines].count("ranks") == 1
 
 
+def test_a_rank_that_a_recovery_makes_the_first_shows_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pl.Trainer, "is_global_zero", property(lambda trainer: trainer.global_step >= 1))
+    _fit([Console("plain"), _StartsAgain()], val_check_interval=4, check_val_every_n_epoch=None)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 2/4", "step 4/4", "step 4/4"]
+    assert re.search(r"  0:00:\d\d left$", lines[0])
+    assert "validation loss" in lines[2]
+
+
 def test_auto_is_plain_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     _fit([Console()])
     assert "step 4/4  loss" in capsys.readouterr().out
