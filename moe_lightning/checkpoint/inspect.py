@@ -149,40 +149,39 @@ def _verdict(path: Place) -> Verdict:
     return Verdict(name=path.name, problem=None)
 
 
-def export(checkpoint: Checkpoint, target: Place, *, prefix: str = "") -> int:
-    """Write the tensors whose keys begin with a prefix into one safetensors file, and without a prefix the tokenizer
-    that the run has trained beside it (`tokenizer_beside`); returns the tensors' bytes.
+def export(checkpoint: Checkpoint, target: Place) -> int:
+    """Write the tensors into one safetensors file, and beside it the tokenizer that the run has trained
+    (`tokenizer_beside`); returns the tensors' bytes.
 
     The checkpoint is verified first; objects are left out. Of a window whose steps are run again the model is written
     as it was after the first of them, without optimizer states: nothing else is whole.
 
     Raises:
-        ConfigurationError: the target exists, or no tensor has such a key.
+        ConfigurationError: the target exists, or there is no tensor.
         CheckpointError: the checkpoint is damaged.
     """
     _check_free(target)
     checkpoint.verify()
     values = checkpoint.read_object("trainer") if "trainer" in checkpoint.keys("trainer") else {}
     left_out = {piece.key for piece in checkpoint.manifest.stored if piece.dtype == OBJECT or is_replayed(piece.key)}
-    keys = [key for key in checkpoint.keys(prefix) if key not in left_out]
+    keys = [key for key in checkpoint.keys("") if key not in left_out]
     if checkpoint.first_step < checkpoint.step:
         keys = [key for key in keys if not is_moment(key)]
     if not keys:
-        raise ConfigurationError(f"no tensor of {checkpoint.path.name} has a key that begins with {prefix!r}")
+        raise ConfigurationError(f"{checkpoint.path.name} has no tensors to export")
     tensors: dict[str, torch.Tensor] = {key: checkpoint.read_first(key) for key in keys}
     metadata = {"step": str(checkpoint.first_step), "run": checkpoint.manifest.run}
-    return _write(tensors, target, metadata, None if prefix else trained_tokenizer(values))
+    return _write(tensors, target, metadata, trained_tokenizer(values))
 
 
-def export_file(path: Path, target: Place, *, prefix: str = "") -> int:
+def export_file(path: Path, target: Place) -> int:
     """The same for the model's tensors of a checkpoint file."""
     _check_free(target)
     values = read_file(path)
-    tensors = model_tensors(values, path, prefix)
+    tensors = model_tensors(values, path)
     if not tensors:
-        raise ConfigurationError(f"no tensor of {path.name} has a name that begins with {prefix!r}")
-    tokenizer = None if prefix else trained_tokenizer(values)
-    return _write(tensors, target, {"step": str(summarise_file(path).step)}, tokenizer)
+        raise ConfigurationError(f"{path.name} has no tensors to export")
+    return _write(tensors, target, {"step": str(summarise_file(path).step)}, trained_tokenizer(values))
 
 
 def tokenizer_beside(target: Place) -> Place:
@@ -422,8 +421,8 @@ def summarise_file(path: Path) -> FileSummary:
     )
 
 
-def model_tensors(values: Mapping[str, Any], path: Path, prefix: str) -> dict[str, Tensor]:
-    """The model's tensors of a checkpoint file whose names begin with a prefix; names of one tensor get a copy each.
+def model_tensors(values: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """The model's tensors of a checkpoint file; names of one tensor get a copy each.
 
     Raises:
         CheckpointError: one is no dense tensor.
@@ -431,7 +430,7 @@ def model_tensors(values: Mapping[str, Any], path: Path, prefix: str) -> dict[st
     found: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, value in values["state_dict"].items():
-        if isinstance(value, Tensor) and str(name).startswith(prefix):
+        if isinstance(value, Tensor):
             if value.layout != torch.strided or value.is_meta:
                 raise CheckpointError(f"{path}: {name} is sparse or has no values, and only dense tensors are exported")
             storage = value.untyped_storage().data_ptr()

@@ -109,11 +109,11 @@ def _verify(arguments: argparse.Namespace, console: Console) -> int:
 def _export(arguments: argparse.Namespace, console: Console) -> int:
     file = newest_file(arguments.path)
     if file is not None:
-        written = checkpoints.export_file(file, arguments.target, prefix=arguments.prefix)
+        written = checkpoints.export_file(file, arguments.target)
         console.print(f"{arguments.target}: {_size(written)} of {file.name}{_tokenizer(arguments)}", soft_wrap=True)
         return 0
     checkpoint = checkpoints.resolve(arguments.path)
-    written = checkpoints.export(checkpoint, arguments.target, prefix=arguments.prefix)
+    written = checkpoints.export(checkpoint, arguments.target)
     is_window = checkpoint.first_step < checkpoint.step
     what = f", the model after step {checkpoint.first_step}" if is_window else ""
     where = f"{checkpoint.path.name}{what}{_tokenizer(arguments)}"
@@ -124,7 +124,7 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
 def _tokenizer(arguments: argparse.Namespace) -> str:
     """Return the path of the copied tokenizer; "" if the run has trained none."""
     place = checkpoints.tokenizer_beside(arguments.target)
-    return f", its tokenizer in {place}" if not arguments.prefix and exists(storage_of(place), place) else ""
+    return f", its tokenizer in {place}" if exists(storage_of(place), place) else ""
 
 
 def _export_hf(arguments: argparse.Namespace, console: Console) -> int:

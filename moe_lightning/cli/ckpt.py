@@ -92,7 +92,6 @@ def _parser() -> argparse.ArgumentParser:
             "path", metavar="DIR", help="a run, a checkpoint, a .ckpt file, or what holds them; a path or a URL"
         )
     export.add_argument("target", type=_target, metavar="FILE", help="the safetensors file to write; a path or a URL")
-    export.add_argument("--prefix", default="", help="only keys that begin with this, such as expert/0/")
     for command in (export_hf, export_gguf):
         command.add_argument("path", metavar="CKPT", help="a .ckpt file, or a directory as above")
         command.add_argument("--dtype", help="of its tensors, such as bfloat16; default: that of the original")

@@ -46,11 +46,6 @@ def looking(folder: Path) -> Iterator[Case]:
             yield _case([command, str(whole), str(target)], (str(target)[:40], "HuggingFaceModule"))
     for text in TEXTS.values():
         yield _case(["prune", str(whole), f"--keep={text}"], ("keep",), sensible=text == "100000000000000")
-        yield _case(
-            ["export", str(whole), "o.safetensors", f"--prefix={text}"],
-            ("prefix", "begins with", "o.safetensors"),
-            sensible=not text,
-        )
         yield _case(["export-hf", str(whole), "out", f"--dtype={text}"], ("dtype", "HuggingFaceModule"))
     for arguments in ([], ["nothing"], ["inspect"], ["prune", str(whole)], ["inspect", "a", "b"], ["--no-such-option"]):
         yield _case(arguments, (*arguments, "COMMAND", "DIR", "--keep"))
