@@ -6,6 +6,7 @@ each private name.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -263,14 +264,117 @@ def run_fit_as_usual(trainer: pl.Trainer) -> None:
 
 
 def _follow_rank_zero(trainer: pl.Trainer, met: Callable[[], None]) -> None:
-    has_sigterm = torch.tensor([trainer.received_sigterm], dtype=torch.int32, device=trainer.strategy.root_device)
-    dist.broadcast(has_sigterm, src=0)
-    ends = bool(has_sigterm.item())
+    words = [_requeue_is_due(trainer), trainer.received_sigterm]
+    of_rank_zero = torch.tensor(words, dtype=torch.int32, device=trainer.strategy.root_device)
+    dist.broadcast(of_rank_zero, src=0)
+    requeues, ends = map(bool, of_rank_zero.tolist())
     met()
+    if requeues:
+        trainer._signal_connector._slurm_sigusr_handler_fn.act()  # type: ignore[attr-defined]
     if ends:
         with suppress(Exception):
             dist.barrier()
         raise SIGTERMException
+
+
+# ---------------------------------------------------------------------- signals
+
+
+@dataclass
+class _Requeue:
+    """In the place of Lightning's handler of SLURM's signal: it notes the signal.
+
+    Attributes:
+        stock: Lightning's handler, which saves a checkpoint and requeues the job.
+        received: the signal; None: none that waits.
+    """
+
+    stock: Callable[[int, Any], None]
+    received: int | None = None
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.received = number
+
+    def act(self) -> None:
+        """Save and requeue; collective. Other ranks alone may have received the signal."""
+        number, self.received = self.received or signal.SIGUSR1, None
+        self.stock(number, None)
+
+
+@dataclass
+class _Termination:
+    """In the place of Lightning's handler of SIGTERM: it notes the signal, which rank 0 sends to the ranks it started.
+
+    Attributes:
+        trainer: whose fit or evaluation is to end.
+        waits: True: until the ranks agree; False: this rank ends after its batch.
+    """
+
+    trainer: pl.Trainer
+    waits: bool
+    is_due: bool = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        launcher: Any = self.trainer.strategy.launcher
+        if not self.is_due and launcher is not None:
+            launcher.kill(number)
+        self.is_due = True
+        if not self.waits:
+            self.act()
+
+    def act(self) -> None:
+        self.trainer._signal_connector.received_sigterm = True
+
+
+def handle_signals_between_batches(trainer: pl.Trainer, agreed: Callable[[Sequence[bool]], list[bool]] | None) -> None:
+    """Let SLURM's requeue signal and SIGTERM act on all ranks together, before the next batch of a fit, until
+    `handle_signals_as_usual`. Lightning saves and broadcasts inside of the handler, where ranks are at different places
+    of a step. No public hook replaces its handlers.
+
+    Args:
+        agreed: returns for each word True if it is true on any rank; collective, before every batch. None: SIGTERM ends
+            this rank after its batch, as in an evaluation, and `run_fit_by` follows the signals of rank 0.
+    """
+    connector: Any = trainer._signal_connector
+    connector._sigterm_notifier_fn = _Termination(trainer, waits=agreed is not None)
+    if trainer.state.fn == TrainerFn.FITTING:
+        stock = partial(type(connector)._slurm_sigusr_handler_fn, connector)
+        connector._slurm_sigusr_handler_fn = _Requeue(stock)
+        if agreed is not None:
+            loop = trainer.fit_loop.epoch_loop
+            loop._broadcast_sigterm_tensor = partial(act_on_signals, trainer, agreed)  # type: ignore[method-assign]
+
+
+def act_on_signals(trainer: pl.Trainer, agreed: Callable[[Sequence[bool]], list[bool]], *, ends: bool = False) -> None:
+    """Do what the signals ask for that ranks have received since `handle_signals_between_batches`; collective.
+
+    Args:
+        agreed: see there.
+        ends: the fit has ended: there is nothing to requeue.
+
+    Raises:
+        SIGTERMException: SIGTERM was received.
+    """
+    connector: Any = trainer._signal_connector
+    termination = connector._sigterm_notifier_fn
+    requeues, terminates = agreed([not ends and _requeue_is_due(trainer), termination.is_due])
+    if requeues:
+        connector._slurm_sigusr_handler_fn.act()
+    if terminates:
+        termination.act()
+        raise SIGTERMException
+
+
+def _requeue_is_due(trainer: pl.Trainer) -> bool:
+    requeue = trainer._signal_connector._slurm_sigusr_handler_fn
+    return isinstance(requeue, _Requeue) and requeue.received is not None and not is_step_open(trainer)
+
+
+def handle_signals_as_usual(trainer: pl.Trainer) -> None:
+    """Undo `handle_signals_between_batches`."""
+    for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+        trainer._signal_connector.__dict__.pop(name, None)
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
 @dataclass

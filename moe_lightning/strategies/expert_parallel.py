@@ -52,7 +52,7 @@ from moe_lightning.parallel.collectives import (
     carry_objects_without_pickle,
     check_versions,
 )
-from moe_lightning.parallel.context import World, all_reduce_, join_local_world
+from moe_lightning.parallel.context import World, all_reduce_, any_says, join_local_world
 from moe_lightning.parallel.mesh import ScheduleName, chosen_axes
 from moe_lightning.state.tensors import cuts_of
 from moe_lightning.strategies.checkpoints import (
@@ -306,6 +306,9 @@ class ExpertParallelStrategy(DDPStrategy):
         trainer, is_elastic = private_lightning.trainer_of(self.lightning_module), self.worlds.is_elastic
         if trainer is not None:  # a strategy may be set up without a Trainer
             private_lightning.keep_samplers(trainer)
+            if self.world_size > 1 or is_elastic:
+                agrees = trainer.state.fn == TrainerFn.FITTING and not is_elastic
+                private_lightning.handle_signals_between_batches(trainer, self._any_says if agrees else None)
             self.state.averaging.begin_fit(trainer, self._averaged_state, is_elastic=is_elastic)
 
     @override
@@ -456,6 +459,9 @@ class ExpertParallelStrategy(DDPStrategy):
         count = int(world.read(agreed))
         return count == world.size if all else count > 0
 
+    def _any_says(self, words: Sequence[bool]) -> list[bool]:
+        return any_says(words, self.world)
+
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.world_size > 1 and not self.is_left_alone:
@@ -597,6 +603,7 @@ class ExpertParallelStrategy(DDPStrategy):
             self.state.shards.gather(ranks, room)
             self._gathered = GatheredExperts(self.experts, self.state.stages)
             self._gathered.gather(room)  # in a pipeline dense parameters, too
+            private_lightning.act_on_signals(self.state.trainer, self._any_says, ends=True)
 
     @override
     def teardown(self) -> None:
@@ -611,6 +618,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self.update.end(self.precision_plugin)
         if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
             private_lightning.end_epochs_as_usual(trainer)
+            private_lightning.handle_signals_as_usual(trainer)
         if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # else placing the experts failed, and the user shall see that error
         if self._pipeline is not None:  # also where placing the experts failed

@@ -59,6 +59,9 @@ METHODS = {
     "lightning.pytorch.loops.evaluation_loop._EvaluationLoop._on_evaluation_model_train": "self",
     "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization.run": "self, optimizer, batch_idx, kwargs",
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor": "self",
+    "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn": "self, signum, _",
+    "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn":
+        "self, signum, _",
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.advance": "self, data_fetcher",
     "lightning.pytorch.loops.fit_loop._FitLoop._should_accumulate": "self",
     "lightning.pytorch.loops.fit_loop._FitLoop.on_advance_end": "self",
@@ -102,7 +105,9 @@ METHODS = {
 
 ATTRIBUTES = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": {"length", "offset", "relative_path"},
-    "lightning.pytorch.Trainer": {"_accelerator_connector", "_checkpoint_connector", "_logger_connector"},
+    "lightning.pytorch.Trainer": {
+        "_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector",
+    },
     "lightning.pytorch.LightningModule": {"_compiler_ctx", "_current_fx_name", "_trainer"},
     "lightning.pytorch.callbacks.ModelCheckpoint": {"_last_global_step_saved"},
     "lightning.pytorch.callbacks.WeightAveraging": {
@@ -428,6 +433,7 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
         "_follow_rank_zero",
         "_gather_in",
         "_let_clipping_call",
+        "_requeue_is_due",
         "_undo_group",
         "_validates_by_time",
     }
