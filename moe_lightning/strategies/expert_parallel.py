@@ -561,8 +561,18 @@ class ExpertParallelStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         with self.state.stages.whole_module():
             super().setup_optimizers(trainer)
-        self.update.check_optimizers(self.optimizers)
+        self._take_optimizers()
+
+    def _take_optimizers(self) -> None:
+        self.update.check_optimizers(self.optimizers, are_new=True)
         self.state.set_optimizers(self.optimizers)
+
+    def _follow_optimizers(self) -> None:
+        """Go on with the optimizers that a callback or the module has given the Trainer since the last step."""
+        if self.state.has_replaced(self.optimizers):
+            self._take_optimizers()
+        else:
+            self.update.check_optimizers(self.optimizers)
 
     @override
     def configure_ddp(self) -> None:
@@ -755,7 +765,10 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return {} if self.is_left_alone else self.checkpoints.optimizer_state(optimizer)
+        if self.is_left_alone:
+            return {}
+        self._follow_optimizers()
+        return self.checkpoints.optimizer_state(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -836,7 +849,7 @@ class ExpertParallelStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         require_accumulation(self.state.trainer)
-        self.update.check_optimizers(self.optimizers)
+        self._follow_optimizers()
         if self._dense_sum.lacks_unfrozen:
             self.model = self.lightning_module
             self.configure_ddp()

@@ -167,7 +167,12 @@ class StepLogs:
             options = {key: _plain(key, v) for key, v in given.items() if v != _SIGNATURE.parameters[key].default}
             metric = ""
             if isinstance(value, Metric):
-                metric = next(path for path, part in module.named_modules() if part is value)
+                metric = next((path for path, part in module.named_modules() if part is value), "")
+                if not metric:
+                    raise ConfigurationError(
+                        f"log({name!r}) got a Metric that is no part of the module: assign it to an attribute, or "
+                        "put it into an nn.ModuleDict or nn.ModuleList"
+                    )
             if not count and "batch_size" in options:  # a dummy batch counts for nothing
                 options["batch_size"] = 0
             weight: Tensor | float | None = options.get("batch_size")

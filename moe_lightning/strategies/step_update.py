@@ -75,14 +75,17 @@ class StepUpdate:
         self.finite.end()
         self._scaler, self._num_groups = None, -1
 
-    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+    def check_optimizers(self, optimizers: Sequence[Optimizer], *, are_new: bool = False) -> None:
         """Check that every row of a stack is updated by itself, each time that parameter groups are added.
+
+        Args:
+            are_new: others had been checked.
 
         Raises:
             ConfigurationError: an optimizer under which replicas of an expert would diverge.
         """
         num_groups = sum(len(optimizer.param_groups) for optimizer in optimizers)
-        if num_groups != self._num_groups and self._worlds.may_have_peers:
+        if (are_new or num_groups != self._num_groups) and self._worlds.may_have_peers:
             require_separate_updates(optimizers, self._state.experts.stack_of)
         self._num_groups = num_groups
 

@@ -132,13 +132,28 @@ class TrainState:
         """Set the optimizers of a fit; raises as `require_host_updates` if they update on the host."""
         if self.updates.on_host:
             require_host_updates(optimizers)
-        self.optimizers = optimizers
+        self.optimizers = list(optimizers)
         self.restored = self.window_replay = None  # of a former fit
         for state in chain.from_iterable(o.state.values() for o in optimizers):  # Adagrad's constructor creates it
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._recorded = _groups_of(optimizers)
         self.fill_groups()
         self.shards.begin()
+
+    def has_replaced(self, optimizers: Sequence[Optimizer]) -> bool:
+        """True if these are others than those of the fit: a user has replaced some.
+
+        Raises:
+            ConfigurationError: parameter groups are fixed.
+        """
+        if [id(optimizer) for optimizer in optimizers] == [id(optimizer) for optimizer in self.optimizers]:
+            return False
+        if self.fixes_groups:
+            raise ConfigurationError(
+                "trainer.optimizers were replaced, which only dense=ddp without mesh.tp, mesh.pp and FaultRecovery "
+                "follows: change the options of their parameter groups instead"
+            )
+        return True
 
     def training_state(self) -> TrainingState:
         """Return the live tensors of the run under their checkpoint keys."""
@@ -221,9 +236,19 @@ class TrainState:
         return next((o.state[parameter] for o in self.optimizers if parameter in o.state), {})
 
     def number_of(self, optimizer: Optimizer) -> int:
-        """Return the number of an optimizer."""
+        """Return the number of an optimizer.
+
+        Raises:
+            ConfigurationError: it is not one of this fit. A StopIteration would end the epoch.
+        """
         bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return next(i for i, known in enumerate(self.optimizers) if known is bare)
+        for number, known in enumerate(self.optimizers):
+            if known is bare:
+                return number
+        raise ConfigurationError(
+            f"{type(bare).__name__} is not one of the {len(self.optimizers)} optimizers that this step began with: "
+            "replace trainer.optimizers between steps, such as in on_train_epoch_start"
+        )
 
     def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return the parameters that an optimizer updates on some rank, in an order that all ranks share."""

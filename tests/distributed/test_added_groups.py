@@ -217,3 +217,43 @@ def test_states_that_are_made_later_are_saved_and_ranks_ask_only_where_some_may_
         assert all(first)
     else:
         assert first[-2:] == [0, 0]
+
+
+class Switch(pl.Callback):
+    """Replaces the optimizer between two steps."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
+        self.kind = kind
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.optimizers = [self.kind(pl_module.parameters(), lr=0.05)]  # type: ignore[call-arg]
+
+
+def switched(rank: int, world_size: int, dense: str, kind: type[torch.optim.Optimizer]) -> Any:
+    seen = Seen()
+    try:
+        trainer = trainer_of(rank, world_size, {"dense": dense}, max_epochs=2, callbacks=[Switch(kind), seen])
+        fitted(trainer, Tuned())
+    except ConfigurationError as error:
+        return str(error)
+    return trainer.global_step, [value for _, value in seen.values]
+
+
+def test_a_replaced_optimizer_trains() -> None:
+    ((steps, expected),) = run_pooled(1, switched, "ddp", torch.optim.SGD)
+    for found in run_pooled(2, switched, "ddp", torch.optim.SGD):
+        assert found[0] == steps == 8
+        np.testing.assert_allclose(found[1], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dense", "kind", "sentence"),
+    [
+        ("zero1", torch.optim.SGD, "trainer.optimizers were replaced, which only dense=ddp"),
+        ("ddp", torch.optim.Adafactor, "Adafactor updates"),
+    ],
+)
+def test_an_optimizer_that_cannot_replace_another_is_refused(dense: str, kind: Any, sentence: str) -> None:
+    for said in run_pooled(2, switched, dense, kind):
+        assert sentence in said

@@ -37,6 +37,7 @@ from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.moe.replayed_routing import TokenRange, read_samples, write_tokens
 from moe_lightning.parallel import exchange
+from moe_lightning.strategies.pipeline import StepLogs
 from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
@@ -409,6 +410,17 @@ def test_evaluation_and_prediction_run_through_the_stages() -> None:
         assert found_scores == pytest.approx(scores, abs=TOLERANCE)
         assert found.shape == predicted.shape
         np.testing.assert_array_equal(found, ranks[0][2])
+
+
+def test_a_logged_metric_outside_of_the_module_is_refused() -> None:
+    module = Own()
+    module.meters = [MeanMetric()]
+    logs = StepLogs()
+    with logs.recording(module, 1, lambda: None):
+        module.log("right", module.right)
+        with pytest.raises(ConfigurationError, match=r"log\('acc'\) got a Metric that is no part of the module"):
+            module.log("acc", module.meters[0])
+    assert [value.metric for value in logs.values] == ["right"]
 
 
 class Weighing(Own):

@@ -122,6 +122,12 @@ def test_what_worlds_cannot_bring_across_is_named(monkeypatch: pytest.MonkeyPatc
         TrainState(worlds, dense="mine", max_slots=None).set_module(*[MagicMock()] * 4)
 
 
+def test_an_optimizer_of_another_fit_is_named() -> None:
+    state = TrainState(Worlds(MeshShape()), dense="ddp", max_slots=None)
+    with pytest.raises(ConfigurationError, match="SGD is not one of the 0 optimizers that this step began with"):
+        state.number_of(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+
+
 # ----------------------------------------------------------------------
 # End of a worker: registered functions run, and nothing that could report or abort is taken down first.
 
