@@ -6,6 +6,7 @@ Each function says why it is needed. `tests/unit/test_compat.py` has a canary fo
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -341,13 +342,20 @@ class Float32Module(nn.Module):
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return True if `module.compile()` was called. No public name says so."""
-    return module._compiled_call_impl is not None
+    """Return True if `module.compile()` was called, or it came from torch.compile. No public name says so."""
+    wrapper = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())  # its import takes seconds
+    return module._compiled_call_impl is not None or isinstance(module, wrapper)
 
 
 def ignore_in_ddp(module: nn.Module, names: Iterable[str]) -> None:
     """Exclude parameters and buffers from DDP's broadcasts and sums. torch documents no other way."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))  # type: ignore[no-untyped-call]
+
+
+ITERATION = ("__iter__", "_get_iterator")
+"""Methods of a DataLoader that make its iterator; a loader that overrides one yields batches of its own. The second one
+is not public, but torch_geometric's loaders override it.
+"""
 
 
 def drop_workers(loader: DataLoader[Any]) -> None:

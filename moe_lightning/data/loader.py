@@ -29,7 +29,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.data.sampler import DummyIndices, SamplerOrder, StepSampler, StepSlice, mixed_seed
 from moe_lightning.errors import ConfigurationError
 
@@ -415,7 +415,7 @@ def reason_not_to_cut(loader: DataLoader[Any]) -> str | None:
 
 def reason_in_batches(loader: DataLoader[Any]) -> str | None:
     """The same of the way it makes batches, whatever its data set."""
-    if _kind(loader).__iter__ is not DataLoader.__iter__:
+    if any(getattr(_kind(loader), name) is not getattr(DataLoader, name) for name in private_torch.ITERATION):
         return (
             f"{type(loader).__name__} iterates in its own way, which cutting its batches over ranks would lose; "
             "return a torch DataLoader or a StepLoader, or use one rank."

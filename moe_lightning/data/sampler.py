@@ -561,13 +561,20 @@ class SamplerOrder:
         seed: of the run; a generator of the sampler's own is seeded by its initial seed instead.
 
     Raises:
-        NoCommonOrderError: the sampler has no length, yields no indices, or another order when it is read again.
+        NoCommonOrderError: the sampler has a rank's share alone or no length, yields no indices, or another order when
+            it is read again.
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
         self._sampler = sampler
         self._seed = seed
         self._name = type(sampler).__name__
+        ranks = getattr(sampler, "num_replicas", 1)
+        if isinstance(ranks, int) and ranks > 1:
+            raise NoCommonOrderError(
+                f"The DataLoader's sampler {self._name} takes the share of one of {ranks} ranks itself, which would be "
+                "cut over the ranks once more; give it the whole data set (num_replicas=1, rank=0)."
+            )
         if not isinstance(sampler, Sized):
             raise NoCommonOrderError(
                 f"The DataLoader's sampler {self._name} has no length, so the end of an epoch is unknown; "

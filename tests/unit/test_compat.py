@@ -41,6 +41,7 @@ SEEN = {"hydra": "1.3.8", "lightning": "2.6.6", "omegaconf": "2.3.1", "torch": "
 WORKERS = "lightning.pytorch.strategies.launchers.multiprocessing._MultiProcessingLauncher"
 METHODS = {
     "torch.nn.Module._apply": "self, fn, recurse",
+    "torch.utils.data.DataLoader._get_iterator": "self",
     "torch.nn.Module._load_from_state_dict":
         "self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs",
     "torch.nn.modules.dropout._DropoutNd.extra_repr": "self",
@@ -239,6 +240,8 @@ def test_modules_keep_their_buffers_and_what_they_compiled() -> None:
     assert module._compiled_call_impl is None, gone("torch.nn.Module._compiled_call_impl")
     module.compile(backend="eager")
     assert module._compiled_call_impl is not None, gone("torch.nn.Module._compiled_call_impl", "stays None")
+    wrapped = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+    assert private_torch.is_compiled(wrapped), gone("torch._dynamo.OptimizedModule")
 
 
 def test_tensors_count_changes_and_know_their_base() -> None:

@@ -368,6 +368,17 @@ class OwnIteration(DataLoader[Any]):
         return iter(())
 
 
+class Filtered(DataLoader[Any]):
+    """As torch_geometric's loaders, which gather features in the main process."""
+
+    def _get_iterator(self) -> Any:
+        return map(len, super()._get_iterator())
+
+
+class Balanced(DistributedSampler[Any]):
+    pass
+
+
 class OwnBatches(BatchSampler):
     pass
 
@@ -386,6 +397,8 @@ DATA = Numbers(24)
         (DataLoader(DATA, batch_size=4, sampler=Endless()), "Endless has no length"),
         (DataLoader(DATA, batch_size=4, sampler=Named()), r"Named yields \['a'\] where an index is expected"),
         (OwnIteration(DATA, batch_size=2), "OwnIteration iterates in its own way"),
+        (Filtered(DATA, batch_size=4), "Filtered iterates in its own way"),
+        (DataLoader(DATA, batch_size=4, sampler=Balanced(DATA, 2, 0)), "Balanced takes the share of one of 2 ranks"),
         (DataLoader(DATA, batch_size=2), "leaves 2 samples for 3 ranks"),
         (DataLoader(DATA, batch_size=25, drop_last=True), "fewer than one step of 25"),
     ],
@@ -393,6 +406,10 @@ DATA = Numbers(24)
 def test_loaders_that_cannot_be_exact_are_refused(stock: DataLoader[Any], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         convert(stock, world_size=3)
+
+
+def test_a_sampler_of_all_ranks_is_cut() -> None:
+    assert len(convert(DataLoader(DATA, batch_size=4, sampler=Balanced(DATA, 1, 0)), world_size=3)) == 6
 
 
 # ---------------------------------------------------------------------- under Lightning
