@@ -61,8 +61,17 @@ def without_traces(module: pl.LightningModule) -> Generator[None, None, None]:
 
 
 def nothing_of(prediction: Any) -> Any:
-    """Return a prediction with no rows."""
-    return private_torch.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf, prediction)
+    """Return a prediction with no rows: of tensors and arrays, and of lists of texts and numbers."""
+    return private_torch.tree_map(
+        lambda leaf: leaf[:0] if _is_list(leaf) or (isinstance(leaf, Tensor | np.ndarray) and leaf.ndim) else leaf,
+        prediction,
+        is_leaf=_is_list,
+    )
+
+
+def _is_list(value: Any) -> bool:
+    """True if a value has a text or number of each sample, which torch's pytree would take for a container."""
+    return isinstance(value, list) and all(isinstance(each, str | bytes | int | float | np.generic) for each in value)
 
 
 # ---------------------------------------------------------------------- metrics

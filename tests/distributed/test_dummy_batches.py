@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -94,6 +95,25 @@ def counts_of(rank: int, world_size: int) -> dict[str, Any]:
         "lazily": getattr(module, "lazily", 0),
         "callback": seen.count,
     }
+
+
+class Texts(OwnModule):
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        self.moe(self.embed(batch[0]))
+        first = batch[0][:, 0]
+        return {"text": [str(int(x)) for x in first], "array": first.numpy(), "ids": first, "kind": "first"}
+
+
+def predicted(rank: int, world_size: int) -> list[Any]:
+    predictions: Any = make_trainer(rank, world_size).predict(Texts(), DataLoader(RandomTokens(2), batch_size=4))
+    (found,) = predictions
+    assert found["kind"] == "first"
+    return [found["text"], found["array"].tolist(), found["ids"].tolist()]
+
+
+def test_predictions_of_any_kind_have_no_rows_of_dummy_batches() -> None:
+    texts, arrays, ids = ([*chain(*each)] for each in zip(*run_ranks(4, predicted), strict=True))
+    assert [int(text) for text in texts] == arrays == ids == [int(RandomTokens()[i][0][0]) for i in range(2)]
 
 
 class Gathering(Counting):
