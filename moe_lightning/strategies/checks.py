@@ -18,11 +18,12 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.mesh import ScheduleName
@@ -51,10 +52,19 @@ def check_module(
     finetuning = private_lightning.callback_of(trainer, BaseFinetuning)
     if finetuning is not None and fixed_groups is not None and trainer.state.fn == TrainerFn.FITTING:
         raise ConfigurationError(f"{type(finetuning).__name__} adds parameter groups, but {fixed_groups}")
-    if private_lightning.was_compiled(module) and moe_layers(module):
+    compiled = [("the whole module", module)] if private_lightning.was_compiled(module) else []
+    compiled += [(name, part) for name, part in module.named_modules() if private_torch.is_compiled(part)]
+    for name, part in compiled:
+        if moe_layers(part):
+            raise ConfigurationError(
+                f"torch.compile of {name}, which has experts, cannot follow tokens, whose numbers are known at run "
+                "time only: give the Trainer the module itself, and CompileDense() among the callbacks"
+            )
+    steps = (module.training_step, module.validation_step, module.test_step, module.predict_step)
+    if trainer.world_size > 1 and any(is_param_in_hook_signature(s, "dataloader_iter", explicit=True) for s in steps):
         raise ConfigurationError(
-            "torch.compile of the whole module cannot follow tokens, whose numbers are known at run time only: "
-            "give the Trainer the module itself, and CompileDense() among the callbacks"
+            "a step with dataloader_iter fetches its batches itself, so the samples of a rank's loss are not known "
+            "before it: take batch in its place, or use one rank"
         )
     if cuts_dense and frozen_base(module):
         raise ConfigurationError(

@@ -71,12 +71,17 @@ def check_stock_options(cls: type, options: Mapping[str, Any]) -> dict[str, Any]
         options: beside its own.
 
     Raises:
-        ConfigurationError: neither DDPStrategy nor DistributedDataParallel has it, or an unknown start_method.
+        ConfigurationError: neither DDPStrategy nor DistributedDataParallel has it, it is set here, or an unknown
+            start_method.
     """
     own, stock, wrapper = (list(signature(c).parameters) for c in (cls, DDPStrategy, DistributedDataParallel))
     methods, start_method = ["popen", *get_all_start_methods()], options.get("start_method", "popen")
     if start_method not in methods:
         raise ConfigurationError(f"start_method={start_method!r} is not known here: use {', '.join(methods)}")
+    if "timeout" in options:
+        raise ConfigurationError(f"timeout is called timeout_s here, in seconds: {cls.__name__}(timeout_s=7200)")
+    for name in {"device_ids", "process_group"} & options.keys():
+        raise ConfigurationError(f"{cls.__name__} sets {name} itself: drop it")
     for name in options:
         if name not in stock and name not in wrapper[1:]:
             hint = suggestion(name, [*own, *stock, *wrapper[1:]]) or ": drop it"

@@ -54,8 +54,7 @@ class MaskedMean(OwnModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         loss, count = self.losses(batch)
         self.log("val/loss", global_mean(self, loss, count), sync_dist=True)
-        if count:
-            self.log("val/by_target", loss, sync_dist=True, batch_size=int(count))
+        self.log("val/by_target", loss.nan_to_num(), sync_dist=True, batch_size=int(count))
 
 
 class MaskedManually(MaskedMean):

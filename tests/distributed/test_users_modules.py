@@ -399,9 +399,29 @@ class Normed(Base):
         return super().nats(batch) + 0.0 * self.norm(self.embed(batch[0])).mean()
 
 
+class PartCompiled(Base):
+    """The part with experts is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = torch.compile(self.moe, backend="eager")
+
+
+class FromIterator(Base):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return self.nats(batch)
+
+
 def fit_said(rank: int, world_size: int, kind: str) -> list[str]:
     trainer = make_trainer(rank, world_size, {}, max_steps=2)
-    module: Any = Normed() if kind == "normed" else torch.compile(Base())
+    kinds: dict[str, Callable[[], Any]] = {
+        "normed": Normed,
+        "compiled": lambda: torch.compile(Base()),
+        "part": PartCompiled,
+        "iterator": FromIterator,
+    }
+    module = kinds[kind]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -423,6 +443,17 @@ def test_a_compiled_module_is_refused(world_size: int) -> None:
     for messages in run_ranks(world_size, fit_said, "compiled"):
         assert "torch.compile of the whole module" in messages[0]
         assert "CompileDense()" in messages[0]
+
+
+def test_a_compiled_part_with_experts_is_refused() -> None:
+    ((message,),) = run_ranks(1, fit_said, "part")
+    assert message.startswith("torch.compile of moe, which has experts, cannot follow tokens")
+
+
+def test_a_step_that_fetches_its_batches_needs_one_rank() -> None:
+    assert run_ranks(1, fit_said, "iterator") == [[]]
+    for (message,) in run_ranks(2, fit_said, "iterator"):
+        assert message.startswith("a step with dataloader_iter fetches its batches itself")
 
 
 # ---------------------------------------------------------------------- checkpoints and prompts
