@@ -172,7 +172,7 @@ def write_part(
     Raises:
         CheckpointError: the snapshot is damaged, or the directory belongs to another run.
         Superseded: a newer world saves or has resumed there.
-        OSError: the storage failed; what was written is removed.
+        OSError: the storage failed; what was written is removed, unless it is committed already.
     """
     claim(root, table.run)
     storage = storage_of(root)
@@ -200,9 +200,12 @@ def write_part(
         part = _part_of(table, files, stored)
         storage.put(done, part.dump())
     except OSError:
-        with contextlib.suppress(OSError):  # the first error is the one to report
-            for name in written:
-                storage.delete(staging / name)
+        # The first error is the one to report. A put may fail after the part has arrived and led to a commit; else the
+        # part is deleted before what it lists.
+        with contextlib.suppress(OSError, CheckpointError), world_lock(root, table.world):
+            if _committed(root, table.session, table.step) is None:
+                for name in (done.name, *written):
+                    storage.delete(staging / name)
         raise
     return part
 

@@ -344,6 +344,30 @@ def test_what_is_being_committed_is_not_written_again(tmp_path: Path, monkeypatc
         assert [manifest.step for _, manifest in checkpoints(made.root)] == [1]
 
 
+def test_a_part_whose_put_fails_after_it_has_arrived_lists_no_deleted_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = PosixStorage.put
+
+    def arrive_and_fail(self: PosixStorage, path: Path, data: bytes) -> None:
+        put(self, path, data)
+        if path.name == "part-00001.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        tables = [(rank.arena, rank.arena.tables()[0]) for rank in made.ranks]
+        commit.write_part(made.root, tables[0][1], tables[0][0].payload)
+        monkeypatch.setattr(PosixStorage, "put", arrive_and_fail)
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            commit.write_part(made.root, tables[1][1], tables[1][0].payload)
+        assert commit.try_commit(made.root, "1", 1, 2) is None
+        monkeypatch.setattr(PosixStorage, "put", put)
+        commit.write_part(made.root, tables[1][1], tables[1][0].payload)
+        assert commit.try_commit(made.root, "1", 1, 2) is not None
+        newest(made.root).verify()
+
+
 def test_a_smaller_world_goes_on_without_the_ranks_that_left(tmp_path: Path) -> None:
     with node(tmp_path, world_size=3) as made:
         made.snapshot(1)
