@@ -494,18 +494,29 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave copied state to the agent, which outlives this process and still writes it."""
-        if isinstance(exception, StateDamagedError) and self.session is not None and trainer.is_global_zero:
-            self.session.mark_damaged(exception.last_good)
+        last_good = exception.last_good if isinstance(exception, StateDamagedError) else None
         try:
-            self._close(wait=False)
+            if last_good is not None and self.session is not None and trainer.is_global_zero:
+                self.session.mark_damaged(last_good)
+        except OSError as failure:
+            exception.add_note(f"checkpoints after step {last_good} cannot be marked as damaged: {failure}")
+        try:
+            self._close(wait=False, last_good=last_good)
         except RuntimeError as failure:
             exception.add_note(str(failure))
 
-    def _close(self, *, wait: bool) -> None:
+    def _close(self, *, wait: bool, last_good: int | None = None) -> None:
+        """End the session.
+
+        Args:
+            last_good: step after which memory was damaged: no later checkpoint is named as the best one; None: it was
+                not.
+        """
         session, self.session = self.session, None
         if session is not None:
             status = session.close(timeout_s=self._timeout_s, wait=wait)
-            self.best_model_path = self.last_model_path = status.committed_path or ""
+            is_sound = last_good is None or (status.committed_step or 0) <= last_good
+            self.best_model_path = self.last_model_path = (status.committed_path or "") if is_sound else ""
 
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:

@@ -439,7 +439,7 @@ def prune(root: Place, keep_last: int, *, world: int | None = None) -> list[str]
         if not own:
             return []
         damaged = damaged_after(root)
-        sound = (path for path, heading in own if is_sound(heading, damaged))
+        sound = (path for path, heading in own if is_sound(heading.session, heading.step, damaged))
         kept = {*(path for path, _ in own[: max(1, keep_last)]), next(sound, None)}
         for path in reversed([path for path, _ in own if path not in kept]):
             with _collecting(failures), storage.unread(path) as free:

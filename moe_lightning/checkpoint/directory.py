@@ -258,9 +258,9 @@ def damaged_after(root: Place) -> dict[str, int]:
     return found
 
 
-def is_sound(saved: Heading | Manifest, damaged: Mapping[str, int]) -> bool:
-    """Return True if this was saved before memory of its session was damaged, see `damaged_after`."""
-    return saved.step <= damaged.get(saved.session, saved.step)
+def is_sound(session: str, step: int, damaged: Mapping[str, int]) -> bool:
+    """Return True if a session saved a step before its memory was damaged, see `damaged_after`."""
+    return step <= damaged.get(session, step)
 
 
 def newest_world(root: Place) -> int:

@@ -425,11 +425,15 @@ def _saved_soundly(root: Place, report: Callable[[str], None]) -> list[Place]:
     """Return the readable checkpoints, newest first, and report those that may hold damaged memory instead."""
     damaged, sound = damaged_after(root), []
     for path, manifest in checkpoints(root):
-        if is_sound(manifest, damaged):
+        if is_sound(manifest.session, manifest.step, damaged):
             sound.append(path)
         else:
-            report(f"{path} may hold memory that was damaged after step {damaged[manifest.session]}")
+            report(_unsound(path, damaged[manifest.session]))
     return sound
+
+
+def _unsound(path: Place, last_good: int) -> str:
+    return f"{path} may hold memory that was damaged after step {last_good}"
 
 
 _MOST_LISTED = 3
@@ -468,14 +472,17 @@ def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], 
 
 
 def repaired(path: Place, *, report: Callable[[str], None]) -> Checkpoint:
-    """One checkpoint, repaired from those beside it where it is damaged.
+    """One checkpoint, repaired from sound ones beside it where it is damaged; reports that it is not sound itself.
 
     Raises:
         CheckpointError: it is none, something else than experts is damaged, or an expert has no undamaged version.
     """
-    damaged, others = Checkpoint(path), [other for other, _ in checkpoints(path.parent)]
+    named, since = Checkpoint(path), damaged_after(path.parent)
+    session, step = named.manifest.session, named.manifest.step
+    if not is_sound(session, step, since):
+        report(f"{_unsound(path, since[session])}: name an older one, or give {path.parent}")
     try:
-        checkpoint, sentences = _mend(damaged, others)
+        checkpoint, sentences = _mend(named, _saved_soundly(path.parent, lambda _: None))
     except CheckpointError as error:
         raise CheckpointError(f"{error}; restore it from a copy, name another checkpoint, or start over") from error
     for sentence in sentences:

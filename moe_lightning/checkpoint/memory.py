@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.arena import ARENAS, Arena, SnapshotIndex, arenas_name, digest_of, existing_arenas
-from moe_lightning.checkpoint.directory import run_of
+from moe_lightning.checkpoint.directory import damaged_after, is_sound, run_of
 from moe_lightning.checkpoint.loader import Checkpoint, CheckpointSource, find_usable
 from moe_lightning.checkpoint.manifest import dump_json, read_json
 from moe_lightning.checkpoint.protection import sub_shard
@@ -602,9 +602,12 @@ class RecoverySources:
         return existing_arenas(arenas_name(self.name, run, self.node, self.root), self.fallback)
 
     def snapshots(self) -> list[SnapshotInventory]:
-        """Whole snapshots on this node."""
+        """Whole snapshots on this node that were taken before memory of their session was damaged."""
         run, arenas = run_of(self.root), self.arenas
-        return local_inventory(arenas, run) if run is not None and arenas is not None else []
+        if run is None or arenas is None:
+            return []
+        damaged = damaged_after(self.root)
+        return [saved for saved in local_inventory(arenas, run) if is_sound(saved.session, saved.step, damaged)]
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint on storage that is whole or can be repaired; one rank of the world asks."""

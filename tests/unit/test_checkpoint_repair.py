@@ -17,7 +17,7 @@ from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.inspect import verify_all
 from moe_lightning.checkpoint.loader import Checkpoint, Found, find_newest, find_usable, repaired
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
-from moe_lightning.checkpoint.memory import MemoryCheckpoint, storage_inventory
+from moe_lightning.checkpoint.memory import MemoryCheckpoint, RecoverySources, storage_inventory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import is_expert_key
 from moe_lightning.strategies.checkpoints import _leased
@@ -81,6 +81,36 @@ def test_what_was_saved_after_memory_was_damaged_is_passed_over(root: Path, good
     assert (None if found is None else found.step) == found_step
     assert len(told) == max(0, 3 - good)
     assert all(f"may hold memory that was damaged after step {good}" in line for line in told)
+
+
+def test_a_checkpoint_of_damaged_memory_that_is_named_is_told_of_and_mends_no_other(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "later").mkdir()
+    with node(tmp_path / "later", root=root, session="2", keep_last=9) as later:
+        later.snapshot(4)
+        later.persist()
+    directory.mark_damaged(root, "1", 1)
+    told: list[str] = []
+    assert repaired(root / "step-00000003", report=told.append).step == 3
+    (sentence,) = told
+    assert sentence.endswith(f"damaged after step 1: name an older one, or give {root}")
+    key = "expert/1/2/weight/w1"
+    path, start, _ = places(root, 4, key)
+    flip(path, start + 3)
+    assert repaired(root / "step-00000004", report=told.append).substitutes == {key: "step-00000001"}
+
+
+def test_snapshots_of_damaged_memory_are_passed_over_by_processes_that_have_not_seen_the_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with node(tmp_path) as made:
+        for step in (1, 2):
+            made.snapshot(step)
+        made.persist()
+        sources = RecoverySources(root=made.root, name="run", node="0", fallback=tmp_path, report=print)
+        monkeypatch.setattr(RecoverySources, "arenas", made.arenas)
+        assert {saved.step for saved in sources.snapshots()} == {2}
+        directory.mark_damaged(made.root, "1", 1)
+        assert sources.snapshots() == []
 
 
 def test_the_newest_that_was_saved_before_the_damage_is_not_pruned(root: Path) -> None:
