@@ -216,18 +216,13 @@ def edit_checkpoint(
         noise: see `edit_file`.
     """
     from moe_lightning.models.gpt_module import optimizer_of
+    from moe_lightning.strategies.averaging import CURRENT
 
     layers = zip(_layers(module), tables, strict=True)
     table_of = {f"{name}.{part}.": table for name, table in layers for part in ("experts", "router")}
     edited = {**checkpoint, "hyper_parameters": copy.deepcopy(checkpoint["hyper_parameters"])}
-    state = dict(checkpoint["state_dict"])
-    for name, value in state.items():
-        table = _table_of(name, table_of)
-        if table is not None and isinstance(value, Tensor):
-            state[name] = mixed(value, table)
-            if noise and ".experts." in name:
-                _disturb(state[name], table, noise, name)
-    edited["state_dict"] = state
+    for part in {"state_dict", CURRENT} & checkpoint.keys():  # under averaging the second are the weights to train on
+        edited[part] = _edited_state(checkpoint[part], table_of, noise)
     named = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = optimizer_of(module, module.optimizer_config).param_groups
     names = [named[id(parameter)] for group in groups for parameter in group["params"]]
@@ -246,6 +241,19 @@ def _layers(module: GPTModule) -> list[str]:
 
 def _table_of(name: str, table_of: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64] | None:
     return next((table for prefix, table in table_of.items() if name.startswith(prefix)), None)
+
+
+def _edited_state(
+    saved: Mapping[str, Any], table_of: Mapping[str, NDArray[np.float64]], noise: float
+) -> dict[str, Any]:
+    state = dict(saved)
+    for name, value in state.items():
+        table = _table_of(name, table_of)
+        if table is not None and isinstance(value, Tensor):
+            state[name] = mixed(value, table)
+            if noise and ".experts." in name:
+                _disturb(state[name], table, noise, name)
+    return state
 
 
 def _edited_optimizer(

@@ -17,9 +17,10 @@ from moe_lightning import GPTModule
 from moe_lightning.checkpoint.files import read_file, write_file
 from moe_lightning.cli import expert_edits
 from moe_lightning.cli.ckpt import main
-from moe_lightning.cli.expert_edits import ExpertEdit, edit_file, least_loaded, parse_edits
+from moe_lightning.cli.expert_edits import ExpertEdit, edit_checkpoint, edit_file, least_loaded, mixed, parse_edits
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.router import Router, RouterConfig
+from moe_lightning.strategies.averaging import CURRENT
 from tests.distributed.training import TINY, RandomTokens, quiet, quiet_trainer
 
 E = TINY["num_experts"]
@@ -111,6 +112,18 @@ def test_folding_keeps_the_outputs_and_merging_undoes_it(router: dict[str, Any],
     for number, entry in before["optimizer_states"][0]["state"].items():
         for name, value in entry.items():
             assert torch.equal(value, again["optimizer_states"][0]["state"][number][name]), (number, name)
+
+
+def test_both_models_of_a_run_that_averages_its_weights_are_edited(whole: Path) -> None:
+    checkpoint, module = read_file(whole), module_of(whole)
+    trains_on = {name: value + 1 for name, value in checkpoint["state_dict"].items()}
+    table = ExpertEdit(prune=(2,)).table(np.zeros(E, dtype=np.int64))
+    made = edit_checkpoint({**checkpoint, CURRENT: trains_on}, module, [table] * TINY["num_layers"])
+    assert len(made["optimizer_states"]) == 1
+    for part, before in (("state_dict", checkpoint["state_dict"]), (CURRENT, trains_on)):
+        for name, value in before.items():
+            is_edited = ".experts." in name or ".router." in name
+            assert torch.equal(made[part][name], mixed(value, table) if is_edited else value), name
 
 
 def test_pruning_changes_only_tokens_that_chose_the_expert(tmp_path: Path) -> None:
