@@ -149,7 +149,7 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
     return {
         "state": dict(sorted(entries.items())),
         "param_groups": _numbered_groups(state, index),
-        _NAMES: _names_in_groups(state, index),
+        _NAMES: state.names_in_groups(index),
     }
 
 
@@ -166,7 +166,7 @@ def load_local_optimizer_state(state: State, index: int, full: Mapping[str, Any]
             f"the checkpoint's optimizer has parameter groups of {saved} tensors, this one of {sizes}: "
             "use the configuration it was written with"
         )
-    _require_same_order(full.get(_NAMES), _names_in_groups(state, index))
+    require_same_order(full.get(_NAMES), state.names_in_groups(index))
     number_of = {parameter: number for number, parameter in enumerate(state.numbered(index))}
     entries: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -184,13 +184,7 @@ def load_local_optimizer_state(state: State, index: int, full: Mapping[str, Any]
         optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
-def _names_in_groups(state: State, index: int) -> list[list[str]]:
-    """Names of the parameters in the groups of an optimizer; empty where a parameter is not the module's."""
-    names = {parameter: name for name, parameter in state.module.named_parameters()}
-    return [[names.get(parameter, "") for parameter in group] for group in state.optimizers[index][1]]
-
-
-def _require_same_order(saved: Sequence[Sequence[str]] | None, own: Sequence[Sequence[str]]) -> None:
+def require_same_order(saved: Sequence[Sequence[str]] | None, own: Sequence[Sequence[str]]) -> None:
     """Refuse groups in which moments would be those of other parameters, as they are stored by number.
 
     Args:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from moe_lightning.arrays import IntArray
+from moe_lightning.checkpoint.full_state import require_same_order
 from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.memory import MemoryCheckpoint
 from moe_lightning.checkpoint.policy import CheckpointLedger, Order
@@ -299,6 +300,14 @@ class TrainingState(State):
                     f"{checkpoint.path.name} has {len(saved['param_groups'])} parameter groups in optimizer {index}, "
                     f"this run has {len(optimizer.param_groups)}: use the configuration it was written with"
                 )
+            own = self.names_in_groups(index)
+            names = saved.get("names", own)
+            if (sizes := [*map(len, names)]) != (own_sizes := [*map(len, own)]):
+                raise CheckpointError(
+                    f"{checkpoint.path.name} has parameter groups of {sizes} tensors in optimizer {index}, this run of "
+                    f"{own_sizes}: use the configuration it was written with"
+                )
+            require_same_order(names, own)
         for optimizer, _ in self.optimizers:
             optimizer.state.clear()
         self.adopt(objects, checkpoint.shapes())

@@ -93,6 +93,11 @@ class State:
         """The parameters of an optimizer, numbered as in a run of one process."""
         return [parameter for group in self.optimizers[index][1] for parameter in group]
 
+    def names_in_groups(self, index: int) -> list[list[str]]:
+        """Names of the parameters in the groups of an optimizer; empty where a parameter is not the module's."""
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return [[names.get(parameter, "") for parameter in group] for group in self.optimizers[index][1]]
+
     # ------------------------------------------------------------------ the table
 
     def pieces(self) -> Iterator[StatePiece]:
@@ -168,14 +173,18 @@ class State:
         return next((o.state[parameter] for o, _ in self.optimizers if parameter in o.state), {})
 
     def objects(self) -> dict[str, Any]:
-        """Non-tensor state: hyperparameters of the groups and scalar states by parameter number, and the number of
-        updates of averages.
+        """Non-tensor state: hyperparameters of the groups, names of their parameters and scalar states by parameter
+        number, and the number of updates of averages.
         """
         result: dict[str, Any] = {} if self.averages is None else {OBJECT_KEY: self.averages.count}
         scalars = self.scalars()
         for index, (optimizer, _) in enumerate(self.optimizers):
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            result[f"optimizer/{index}"] = {"param_groups": groups, "scalars": scalars[f"optimizer/{index}"]}
+            result[f"optimizer/{index}"] = {
+                "param_groups": groups,
+                "scalars": scalars[f"optimizer/{index}"],
+                "names": self.names_in_groups(index),
+            }
         return result
 
     def scalars(self) -> dict[str, dict[int, dict[str, Any]]]:
