@@ -2,15 +2,21 @@
 
     python -m moe_lightning.elastic.run ... tests/chaos/elastic_script.py FOLDER
 
-Each world that has done a step is a line in FOLDER/worlds. The worker named by a file `freeze-SLOT` stands still with
-Python's lock in its hands, as a hanging library call may.
+Each world that has done a step is a line in FOLDER/worlds. Files in FOLDER decide what a worker does in its first life:
+`freeze-SLOT`: it stands still with Python's lock in its hands, as a hanging library call may; `hang-SLOT`: it does not
+come back from a broken world; `fate-SLOT`: it gets a signal while it builds groups, "SIGKILL" when the others have its
+address, "SIGKILL 0.008" that long after the join.
 """
 
 import ctypes
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,8 +34,22 @@ engine = membership_from_environment()
 assert engine is not None
 print(f"start {engine.task.starts} of worker {engine.task.slot}", flush=True)
 stop, worlds = False, 0
+
+
+def has_fate(name: str) -> bool:
+    return engine.task.starts == 1 and (folder / f"{name}-{engine.task.slot}").exists()
+
+
+def set_and_die(set_key, number, *args):
+    set_key(*args)
+    os.kill(os.getpid(), number)
+
+
 while not stop:
     members = engine.join()
+    fate = (folder / f"fate-{engine.task.slot}").read_text().split() if has_fate("fate") else []
+    if len(fate) == 2:
+        threading.Timer(float(fate[1]), os.kill, (os.getpid(), signal.Signals[fate[0]])).start()
     if members.rank == 0 and (worlds or engine.task.slot):
         take_over_terminal()
     reason = engine.reason
@@ -38,25 +58,23 @@ while not stop:
         with GroupAborter() as aborter:
             engine.guard(members, aborter.abort)
             timeout = begin_build(store, members.size, engine.settings.build_timeout_s)
+            if len(fate) == 1:
+                engine.store.set = partial(set_and_die, engine.store.set, signal.Signals[fate[0]])
             dist.init_process_group("gloo", store=store, rank=members.rank, world_size=members.size, timeout=timeout)
         private_torch.set_group_timeout(dist.group.WORLD, timedelta(seconds=30))
         state = torch.zeros(3)
         worlds += 1
         while not state[0]:
-            if engine.task.starts == 1 and (folder / f"freeze-{engine.task.slot}").exists():
+            if has_fate("freeze"):
                 ctypes.PyDLL(None).sleep(600)
             wishes = [(folder / "stop").exists(), engine.has_newcomers(), engine.notice is not None]
             state = torch.tensor([float(wish) for wish in wishes])
             dist.all_reduce(state)
             if worlds:
                 facts = {
-                    "rank": members.rank,
-                    "size": members.size,
-                    "slot": engine.task.slot,
-                    "pid": os.getpid(),
-                    "nodes": members.nodes,
-                }
-                facts |= {"reason": reason, "starts": engine.task.starts, "nodes": members.nodes}
+                    "number": members.number, "rank": members.rank, "size": members.size, "slot": engine.task.slot,
+                    "pid": os.getpid(), "reason": reason, "starts": engine.task.starts, "nodes": members.nodes,
+                }  # fmt: skip
                 with (folder / "worlds").open("a") as file:
                     file.write(json.dumps(facts) + "\n")
                 if members.rank == 0:
@@ -65,8 +83,10 @@ while not stop:
             if state[1] or state[2]:
                 break
         stop = bool(state[0])
-    except (RuntimeError, TimeoutError) as error:
+    except (RuntimeError, ValueError, TimeoutError) as error:
         engine.abort(str(error))
+        if has_fate("hang"):
+            time.sleep(3600)
     worlds += 1
     if dist.is_initialized():
         dist.destroy_process_group()

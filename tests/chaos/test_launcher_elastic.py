@@ -6,9 +6,11 @@ import contextlib
 import io
 import json
 import os
+import random
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,19 @@ from moe_lightning.errors import ConfigurationError
 from tests.commands import ForkedProgram
 from tests.parameters import slow
 from tests.programs import ROOT, Program, run_program
+from tests.races import LOST_WAKE_UP
 
 LAUNCHED = "tests.distributed.launched"
 SCRIPT = Path(__file__).with_name("elastic_script.py")
 RUN = ("-m", "moe_lightning.elastic.run")
+QUICK = tuple(
+    word
+    for setting in (
+        *("heartbeat_timeout_s=0.4", "silence_timeout_s=1", "build_timeout_s=2", "hang_timeout_s=4"),
+        *("join_window_s=0.3", "start_timeout_s=30"),
+    )
+    for word in ("--set", setting)
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and takes the launcher's terminal over")
 
@@ -150,7 +161,7 @@ class Command:
 
     def __init__(self, folder: Path, *options: str, is_forked: bool = False, script: Path = SCRIPT) -> None:
         quick = ("--set", "heartbeat_timeout_s=3", "--set", "join_window_s=0.3")
-        arguments = ("--log-dir", str(folder / "logs"), *options, *quick, str(script), str(folder))
+        arguments = ("--log-dir", str(folder / "logs"), *quick, *options, str(script), str(folder))
         self.folder = folder
         self.program = (
             ForkedProgram(RUN[1], *arguments, folder=folder) if is_forked else Program(*RUN, *arguments, folder=folder)
@@ -166,6 +177,16 @@ class Command:
         """The lines of a whole world of that size, beyond the first `after` lines."""
         self.program.wait_for(lambda: sum(w["size"] == size for w in self.worlds()[after:]) >= size)
         return sorted((w for w in self.worlds()[after:] if w["size"] == size), key=lambda w: int(w["rank"]))
+
+    def wait_for_all(self, size: int) -> None:
+        """Wait until workers that live make up the newest world, of that size, and have done a step in it."""
+
+        def are_together() -> bool:
+            worlds = self.worlds()
+            newest = [w for w in worlds if w["number"] == max(w["number"] for w in worlds)]
+            return len(newest) == size == newest[0]["size"] and not any(is_gone(w["pid"]) for w in newest)
+
+        self.program.wait_for(are_together)
 
     def end_well(self) -> tuple[str, str]:
         """Let it end; what it printed."""
@@ -261,6 +282,63 @@ def test_a_frozen_worker_is_killed_by_its_launcher(commands: Callable[..., Comma
     assert is_gone(first[1]["pid"]), "its heartbeats went on: the others waited for it"
     again = command.wait_for_world(2, after=3)
     assert again[1]["starts"] == 2
+    command.end_well()
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_ends_itself(commands: Callable[..., Command]) -> None:
+    command = commands("--ranks", "3", *QUICK, "--set", "start_timeout_s=10", is_forked=True)
+    first = command.wait_for_world(3)
+    (command.folder / f"hang-{first[1]['slot']}").touch()
+    os.kill(first[2]["pid"], signal.SIGKILL)
+    again = command.wait_for_world(3, after=3)
+    assert again[0]["pid"] == first[0]["pid"]
+    _, err = command.end_well()
+    assert "the main thread did not come back within 10 s after its world broke" in err
+
+
+@pytest.mark.parametrize("moment", ["", slow(" 0.0"), slow(" 0.002"), slow(" 0.008")])
+@pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
+def test_a_worker_is_lost_while_groups_are_built(
+    fate: str, moment: str, commands: Callable[..., Command], tmp_path: Path
+) -> None:
+    """The others meet without it; a stopped one is not replaced."""
+    (tmp_path / "fate-1").write_text(fate + moment)
+    command = commands("--ranks", "3", *QUICK, is_forked=True)
+    others = command.wait_for_world(2)
+    assert [(w["slot"], w["starts"]) for w in others] == [(0, 1), (2, 1)]
+    if fate == "SIGKILL":
+        command.wait_for_world(3)
+    command.end_well()
+
+
+@pytest.mark.slow
+@pytest.mark.known_race(LOST_WAKE_UP)
+@pytest.mark.parametrize("seed", [0, *map(slow, [1, 2, *range(1000, 1200)])])
+def test_random_kills_stops_and_continuations(seed: int, commands: Callable[..., Command]) -> None:
+    """Whoever lives ends up in one world, without a hang. A seed is a schedule, so a failure can be repeated."""
+    rng = random.Random(seed)
+    command = commands("--ranks", "4", *QUICK, "--set", "start_timeout_s=5", is_forked=True)
+    stopped: dict[int, int] = {}  # slot -> process
+    command.wait_for_all(4)
+    for _ in range(4):
+        pids = {w["slot"]: w["pid"] for w in command.worlds()}
+        alive = sorted(pids.keys() - stopped.keys())
+        for victim in rng.sample(alive, min(len(alive) - 1, rng.randint(1, 2))):
+            time.sleep(rng.choice([0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.8)]))  # the schedule itself
+            number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+            if is_gone(pids[victim]):
+                continue  # and its successor is in no world yet
+            os.kill(pids[victim], number)
+            if number == signal.SIGSTOP:
+                stopped[victim] = pids[victim]
+        if stopped and rng.random() < 0.5:
+            os.kill(stopped.popitem()[1], signal.SIGCONT)
+        if rng.random() < 0.5:
+            command.wait_for_all(4 - len(stopped))  # else the next faults fall into the recovery
+    for pid in stopped.values():
+        os.kill(pid, signal.SIGCONT)
+    command.wait_for_all(4)
     command.end_well()
 
 

@@ -4,6 +4,9 @@ without survivors, which a later fit of the same process never does.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,10 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
+from moe_lightning.elastic.rendezvous_client import RendezvousClient
+from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies import elastic_worlds
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy, first_world
 from moe_lightning.strategies.worlds import Worlds
+from tests.forks import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -113,3 +120,21 @@ def test_a_second_fit_of_a_restarted_process_is_trained(monkeypatch: pytest.Monk
 
     elastic.run(RecoveryPolicy(sources=MagicMock()), fit)
     assert (fits, found) == (["done"], [False] * faults)
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_who_sets_up_keeps_out_of_a_world_that_trains(is_ready: bool) -> None:
+    """The world that the ready one waited for is gone: both come to a first world at the same moment."""
+    with RendezvousServer() as host, ExitStack() as stack, ThreadPoolExecutor() as pool:
+        settings = ElasticSettings(join_window_s=0.1)
+        where = {"address": str(host.address), "secret_file": str(host.secret_file), "node": "a"}
+        task = ElasticTask(**where, expected=2, settings=settings)
+        clients = [stack.enter_context(closing(RendezvousClient(replace(task, token=name)))) for name in "xy"]
+        worlds = list(pool.map(lambda client, ready: client.join(is_ready=ready), clients, (is_ready, False)))
+        assert clients[1].withdraw_if_early() == is_ready
+        if is_ready:
+            clients[0].guard(worlds[0], lambda: None)
+            assert clients[0].join().size == 1, "it trains alone meanwhile"
+            late = pool.submit(clients[1].join, is_ready=True)
+            wait_until(clients[0].has_newcomers)
+            assert (clients[0].join().size, late.result().size) == (2, 2)
