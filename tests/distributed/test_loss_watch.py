@@ -27,18 +27,11 @@ from moe_lightning.strategies.placed_experts import StageMap
 from moe_lightning.strategies.watch import FiniteWatch
 from moe_lightning.strategies.worlds import Worlds
 from tests.distributed.harness import connect, run_ranks
-from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, stepped
+from tests.distributed.training import Numbered, OwnModule, RandomTokens, Recorder, make_trainer, stepped
 from tests.parameters import slow
 
 BAD = 77
 """A sample of which the loss is no number."""
-
-
-class Numbered(RandomTokens):
-    """Samples that know their number."""
-
-    def __getitem__(self, index: int) -> Any:
-        return *super().__getitem__(index), index
 
 
 class _NotFinite(torch.autograd.Function):

@@ -32,7 +32,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.agents import agent_ahead
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.distributed.training import train
+from tests.distributed.training import DrawNoise, train
 from tests.forks import kill
 from tests.parameters import slow
 
@@ -94,15 +94,6 @@ class WaitForWriter(pl.Callback):
         while saved in self.steps and not ((found := newest(self.root)) and found.step >= saved):
             assert time.monotonic() < deadline, f"step {saved} is not on storage"
             time.sleep(0.02)
-
-
-class DrawNoise(pl.Callback):
-    """Makes the training depend on torch's global generator."""
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(1 + 0.1 * torch.rand(()))
 
 
 def saver(root: Path, **options: Any) -> PartialExpertsCheckpoint:

@@ -33,7 +33,7 @@ from moe_lightning.moe.layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.agents import START_AGENT, agent_ahead
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.distributed.training import TINY, RandomTokens, make_trainer, train
+from tests.distributed.training import TINY, DrawNoise, RandomTokens, make_trainer, train
 from tests.forks import wait_until
 from tests.parameters import slow
 
@@ -260,15 +260,6 @@ def test_random_generators_continue(root: Path) -> None:
     run(1, [saver(root), DrawNoise()], steps=5)
     resumed = run(1, [saver(root), DrawNoise()], steps=8, ckpt_path=str(root))[0]["losses"]
     assert resumed == whole[5:]
-
-
-class DrawNoise(pl.Callback):
-    """Makes the training depend on torch's global generator."""
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(1 + 0.1 * torch.rand(()))
 
 
 class MoveExperts(pl.Callback):

@@ -21,18 +21,11 @@ from moe_lightning.strategies.watch import limit_of
 from moe_lightning.strategies.worlds import ExpertParallelCallback
 from tests.chaos.elastic_worker import state_digests
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import OwnModule, RandomTokens, Warned, make_trainer
+from tests.distributed.training import Numbered, OwnModule, RandomTokens, Warned, make_trainer
 from tests.parameters import slow
 
 BATCH, EVERY, SPIKE, STEPS = 4, 3, 16, 22
 RESTORED = 12  # the older one of the copies of steps 12 and 15
-
-
-class Numbered(RandomTokens):
-    """Samples with their index."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:  # type: ignore[override]
-        return *super().__getitem__(index), index
 
 
 class Spiky(OwnModule):

@@ -47,6 +47,13 @@ class RandomTokens(Dataset[tuple[Tensor, Tensor]]):
         return ids[:-1], ids[1:]
 
 
+class Numbered(RandomTokens):
+    """Samples that know their number."""
+
+    def __getitem__(self, index: int) -> Any:
+        return *super().__getitem__(index), index
+
+
 class TokenStream(IterableDataset[tuple[Tensor, Tensor]]):
     """The samples of RandomTokens in another order each pass, without a length and without a state."""
 
@@ -101,6 +108,15 @@ class Recorder(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if "val/loss" in trainer.callback_metrics and not trainer.sanity_checking:
             self.validations.append(float(trainer.callback_metrics["val/loss"]))
+
+
+class DrawNoise(pl.Callback):
+    """Makes the training depend on torch's global generator."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 + 0.1 * torch.rand(()))
 
 
 class OwnModule(pl.LightningModule):

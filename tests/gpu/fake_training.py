@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -122,38 +123,47 @@ class StepCounts(pl.Callback):
 
 
 def fit(
-    rank: int, ranks: int, plan: str, accelerator: Any, *callbacks: pl.Callback, steps: int = STEPS, ckpt: Any = None
-) -> list[float]:
+    rank: int, ranks: int, strategy: dict[str, Any], *callbacks: pl.Callback, accelerator: Any = None,
+    steps: int = STEPS, ckpt: Any = None,
+) -> list[float]:  # fmt: skip
+    """Its losses, on the fake device unless on another accelerator."""
     recorder = Recorder()
     trainer = make_trainer(
-        rank, ranks, {"plan": plan}, callbacks=[*callbacks, recorder],
-        accelerator=accelerator, gradient_clip_val=1.0, max_steps=steps, limit_val_batches=0,
+        rank, ranks, strategy, callbacks=[*callbacks, recorder],
+        accelerator=accelerator or FakeAccelerator(), gradient_clip_val=1.0, max_steps=steps, limit_val_batches=0,
         enable_checkpointing=any(isinstance(callback, PartialExpertsCheckpoint) for callback in callbacks),
     )  # fmt: skip
     trainer.fit(Module(), DataLoader(RandomTokens(48, length=4), batch_size=6, shuffle=False), ckpt_path=ckpt)
     return recorder.losses
 
 
-def run(rank: int, ranks: int, plan: str, folder: str) -> dict[str, Any]:
-    """Losses on the device, those of the CPU beside them, and what a step asked of the device."""
-    set_up()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # parameters are to stay the same objects
-    found: dict[str, Any] = {"expected": fit(rank, ranks, plan, "cpu")}
+def meet(rank: int, ranks: int) -> FakeDevice:
+    """Let trainings of this process run on the device and between its ranks, and kernels launch there."""
     fake = FakeDevice()
     set_up_comms()
     meet_on_the_device(rank, ranks)
     for room in launching_modules():
         room.launch = fake.launch  # type: ignore[assignment]
-    step_weights._WATCHED_STEPS = 1  # later steps do not look at targets, which waits
     gradients.DistributedDataParallel = SummedGradients  # type: ignore[assignment, misc]
+    return fake
+
+
+def run(rank: int, ranks: int, plan: str, folder: str) -> dict[str, Any]:
+    """Losses on the device, those of the CPU beside them, and what a step asked of the device."""
+    set_up()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # parameters are to stay the same objects
+    fit_here = partial(fit, rank, ranks, {"plan": plan})
+    found: dict[str, Any] = {"expected": fit_here(accelerator="cpu")}
+    fake = meet(rank, ranks)
+    step_weights._WATCHED_STEPS = 1  # later steps do not look at targets, which waits
     with fake, ops.backend("triton"):
         counts = StepCounts(fake)
-        found["losses"] = fit(rank, ranks, plan, FakeAccelerator(), counts)
+        found["losses"] = fit_here(counts)
         found["steps"] = counts.steps
         saver = PartialExpertsCheckpoint(f"{folder}/steps", every_n_steps=1)
         fake.take()
-        before = fit(rank, ranks, plan, FakeAccelerator(), saver, steps=SAVED)
+        before = fit_here(saver, steps=SAVED)
         found["downloaded"] = fake.take().downloaded
         found["state_bytes"] = SAVED * 3 * sum(p.nbytes for p in Module().moe.experts.parameters()) // ranks
-        found["restarted"] = before + fit(rank, ranks, plan, FakeAccelerator(), ckpt=f"{folder}/steps/step-{SAVED:08d}")
+        found["restarted"] = before + fit_here(ckpt=f"{folder}/steps/step-{SAVED:08d}")
     return found
