@@ -39,7 +39,7 @@ from moe_lightning.user_errors import suggestion
 
 _WIDTH = 80
 _NAME, _VALUE = 15, 16  # columns of a row
-_MTBF_HOURS = 100.0  # of a node, as in moe-sim
+_MTBF_HOURS, _REPAIR_HOURS = 100.0, 1.0  # of a node, as in moe-sim
 _CLUSTER = re.compile(r"(?:(\d{1,5})x)?(\d{1,4})x([A-Za-z]\w*)")
 _LEAST_S, _MOST_STEPS, _FAILURES = 60.0, 30_000, 3
 """Length of a simulation: so many failures, or steps where these are short."""
@@ -256,7 +256,7 @@ def _planned(run: PlannedRun, machine: Machine) -> tuple[Advice, PlannedRun]:
         hardware=machine.hardware,
         policy=ours,
         routing=routing,
-        events=Failures(kind="periodic", period_s=period_s).events(nodes, duration_s, 0),
+        events=Failures(kind="periodic", period_s=period_s, repair_s=3600 * _REPAIR_HOURS).events(nodes, duration_s, 0),
         num_nodes=nodes,
         duration_s=duration_s,
         mesh=run.mesh,
@@ -406,7 +406,8 @@ def _predictions(advice: Advice, run: PlannedRun, machine: Machine) -> Iterator[
     yield "memory", format_bytes(_three(memory.total)), f"of {format_bytes(_three(room))} a rank: {shares}"
     share = report.goodput * work.context_length / tokens
     simulated = f"{report.duration_s / 3600:.3g} h were simulated"
-    assumed = f"of the tokens/s, with checkpoints and nodes that fail every {_MTBF_HOURS:g} h (assumed); {simulated}"
+    failures = f"nodes that fail every {_MTBF_HOURS:g} h and are back after {_REPAIR_HOURS:g} h (assumed)"
+    assumed = f"of the tokens/s, with checkpoints and {failures}; {simulated}"
     yield "goodput", f"{share:.1%}", assumed
 
 

@@ -12,6 +12,10 @@ from omegaconf import OmegaConf
 from moe_lightning.cli import advise, train
 from moe_lightning.cli.composition import check_config, config_folder
 from moe_lightning.cli.train import main
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.failures import NS
+from moe_lightning.simulate.recommend import Advice
+from moe_lightning.simulate.scenario import Scenario
 
 LARGE = ["model=gpt_m", "model.tie_embeddings=false", "data.global_batch_size=512", "trainer.precision=bf16-mixed"]
 
@@ -115,6 +119,24 @@ def test_a_mistake_is_one_line(arguments: list[str], expected: str, capsys: pyte
     assert error.startswith("moe-train: error: ")
     assert expected in error
     assert not Path("outputs").exists() or not list(Path("outputs").rglob("*.yaml"))
+
+
+def test_nodes_that_fail_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+
+    def see(scenario: Scenario, **_: Any) -> Advice:
+        events[:] = [(event.time_ns, event.failed, event.joined) for event in scenario.events[1:]]
+        raise ConfigurationError("seen")
+
+    monkeypatch.setattr(advise, "_MOST_STEPS", 10**9)
+    monkeypatch.setattr(advise, "recommend", see)
+    with pytest.raises(SystemExit):
+        main(["--advise", "--cluster", "2x8xA800"])
+    lost = [(time_ns, failed) for time_ns, failed, _ in events if failed]
+    assert len(lost) >= 2
+    hour_ns = 3600 * NS
+    for time_ns, failed in lost[:2]:
+        assert (time_ns + hour_ns, (), failed) in events
 
 
 def test_another_file_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
