@@ -260,7 +260,7 @@ class _Run:
         stall_ns = round(stall_s * NS)
         self._begin_save(save, written_s, mark)
         self._due["save"] = max(step + 1, mark.step + self._effective_interval(written_s))
-        self._ready_ns = self.now_ns + stall_ns
+        self._ready_ns = max(self._ready_ns, self.now_ns) + stall_ns  # a rebalancing may have come before
         self.history.stall_ns += stall_ns
 
     def _begin_save(self, save: SaveCost, written_s: float, mark: Mark) -> None:

@@ -216,6 +216,22 @@ def test_drifting_routing_is_rebalanced() -> None:
     assert moving.samples > staying.samples
 
 
+def test_a_rebalancing_in_a_step_that_saves_takes_its_time() -> None:
+    shares = np.ones((100, 1, 8), dtype=np.int64)
+    shares[np.arange(100), 0, np.arange(100) % 8] = 40
+    routing = RoutingScenario(shares_SLE=shares, steps=10 * np.arange(100))
+
+    def booked_s(rebalance_every: int) -> tuple[float, float]:
+        """Seconds of rebalancing, and of all other overhead but stalls."""
+        every = {"rebalance_every": rebalance_every, "interval_steps": 10, "saving": "blocking"}
+        report = simulate(scenario("ours", events=[START], duration_s=600.0, routing=routing, **every))
+        return report.rebalance_s, report.overhead_ns / NS / NODES - report.stall_s - report.rebalance_s
+
+    (moving_s, others_s), (_, expected_s) = booked_s(10), booked_s(0)
+    assert moving_s > 1
+    assert others_s == pytest.approx(expected_s, abs=1)  # the end cuts what runs
+
+
 @pytest.mark.slow
 def test_month_of_ten_thousand_ranks_is_simulated_in_seconds() -> None:
     workload = small_workload(num_experts=256, num_layers=24, top_k=8, rank_batch=None, global_batch=20_000)
