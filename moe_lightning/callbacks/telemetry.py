@@ -308,7 +308,7 @@ class Telemetry(Callback):
         if trainer.is_global_zero:
             for sentence in self._health.warnings(trainer.global_step):
                 warnings.warn(sentence, stacklevel=2)
-            if self._path is not None:
+            if self._path is not None and loads:
                 _write_expert_load(self._path, trainer.global_step, loads)
             if self._placements is not None:
                 self._placements.write(trainer.global_step, placements)
@@ -372,7 +372,7 @@ def expert_loads(layers: Mapping[int, MoELayer]) -> dict[int, list[float]]:
 
 
 def _write_expert_load(path: Path, step: int, loads: Mapping[int, list[float]]) -> None:
-    experts = max(map(len, loads.values()), default=0)
+    experts = max(map(len, loads.values()))
     rows = [[step, layer, *(f"{share:.5f}" for share in shares_E)] for layer, shares_E in loads.items()]
     append_rows(path, ["step", "layer", *(f"expert_{e}" for e in range(experts))], rows)
 

@@ -474,6 +474,8 @@ def render(directory: Path) -> str:
     config = _mapping(config_file, yaml.safe_load)
     summary = _mapping(directory / "summary.json", json.loads)
     logged = _counted(read_all_metrics(files), summary.get("steps"))
+    if isinstance(summary.get("steps"), int) and summary["steps"] + 1 < _last_step(logged):  # + 1: see `_counted`
+        summary = {}  # of a former start of a run that goes on
     metrics = finite(logged)
     body = [
         training(metrics, logged),
@@ -516,10 +518,13 @@ def _counted(metrics: Metrics, steps: object) -> Metrics:
 
 def _size(config: Mapping[str, Any], metrics: Metrics, summary: Mapping[str, Any]) -> str:
     """Steps and ranks; of a run that has not ended the last logged step."""
-    last = max((step for values in metrics.values() for step in values), default=0)
-    steps = summary["steps"] if isinstance(summary.get("steps"), int) else last
+    steps = summary["steps"] if isinstance(summary.get("steps"), int) else _last_step(metrics)
     ranks = config.get("ranks")
     return f"{steps:,} steps" + (f" on {ranks} ranks" if ranks is not None else "")
+
+
+def _last_step(metrics: Metrics) -> int:
+    return max((step for values in metrics.values() for step in values), default=0)
 
 
 def _numbers(summary: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:

@@ -139,6 +139,15 @@ def test_warns_of_a_layer_whose_routing_has_collapsed(monkeypatch: pytest.Monkey
     assert logged.steps[24]["moe/dead_experts_count"] == 3
 
 
+def test_a_model_without_experts_has_no_file_of_loads(tmp_path: Path) -> None:
+    path = tmp_path / "expert_load.csv"
+    options = {"callbacks": [Telemetry(str(path))], "max_steps": 1, "log_every_n_steps": 1}
+    trainer = quiet_trainer(strategy=ExpertParallelStrategy(), **options)
+    trainer.fit(GPTModule(TINY | {"num_experts": 0}), DataLoader(RandomTokens(12), batch_size=12))
+    assert trainer.callback_metrics["train/tokens_per_s"] > 0
+    assert not path.exists()
+
+
 def test_logs_every_n_steps(tmp_path: Path) -> None:
     logged = Logged()
     path = tmp_path / "expert_load.csv"

@@ -91,13 +91,21 @@ def test_the_page_has_every_section_and_only_its_own_markup(run: Path, capsys: p
 
 
 def test_the_page_says_how_long_it_ran_and_where_ranks_were_lost(run: Path) -> None:
-    write_metrics(run, 1, [{"step": 21, "val/loss": 2.5}])  # Lightning counts a validation after the last step further
+    write_metrics(run, 1, [{"step": 20, "val/loss": 2.5, "epoch": 0}])  # Lightning counts a validation after the last step further
     text = report.render(run)
     assert "a run of moe-lightning, 20 steps on 2 ranks" in text
     assert text.count("Dotted: ranks were lost and the others went on.") >= 2
     assert "Replicas stayed as they were placed: callbacks=load_balancer" in text
     (run / "placement.csv").unlink()
     assert "Experts had no replicas: callbacks=load_balancer" in report.render(run)
+
+
+def test_a_run_that_goes_on_is_not_described_by_the_summary_of_its_former_start(run: Path) -> None:
+    write_metrics(run, 1, [{"step": 29, "val/loss": 1.25}])
+    words = " ".join(ElementTree.fromstring(report.render(run)).itertext())
+    assert "30 steps on 2 ranks" in words
+    assert "1.25 nats" in words
+    assert "2.5 nats" not in words
 
 
 def test_ranks_that_join_are_no_recovery(run: Path) -> None:
