@@ -91,7 +91,8 @@ def test_the_page_has_every_section_and_only_its_own_markup(run: Path, capsys: p
 
 
 def test_the_page_says_how_long_it_ran_and_where_ranks_were_lost(run: Path) -> None:
-    write_metrics(run, 1, [{"step": 20, "val/loss": 2.5, "epoch": 0}])  # Lightning counts a validation after the last step further
+    # Lightning counts a validation after the last step further.
+    write_metrics(run, 1, [{"step": 20, "val/loss": 2.5, "epoch": 0}])
     text = report.render(run)
     assert "a run of moe-lightning, 20 steps on 2 ranks" in text
     assert text.count("Dotted: ranks were lost and the others went on.") >= 2
