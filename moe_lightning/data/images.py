@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.loader import StepDataModule
-from moe_lightning.data.sampler import StepSampler
+from moe_lightning.data.sampler import DummyIndices, StepSampler
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local, check_regular
 
@@ -270,7 +270,10 @@ class ViewSampler(StepSampler):
         """The visits of `slice_at(consumed)`, in the order of the global batch."""
         first = consumed // self.epoch_size * self.order.num_samples
         indices = super().indices_at(consumed)
-        return type(indices)(first + index for index in indices)
+        visits = type(indices)(first + index for index in indices)
+        if isinstance(indices, DummyIndices) and isinstance(visits, DummyIndices):
+            visits.of_samples = [first + index for index in indices.of_samples]
+        return visits
 
 
 class ImageViews(Dataset[tuple[Tensor, int]]):

@@ -26,6 +26,7 @@ from moe_lightning.data.images import (
     read_image_folder,
 )
 from moe_lightning.data.loader import StepLoader
+from moe_lightning.data.sampler import DummyIndices, StepSampler
 from moe_lightning.errors import ConfigurationError
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install '.[images]'")
@@ -260,6 +261,18 @@ def test_the_sampler_counts_visits() -> None:
         epoch = consumed // 6
         expected = [7 * epoch + index for index in plain.step_sampler.indices_at(consumed)]
         assert loader.step_sampler.indices_at(consumed) == expected
+
+
+def test_visits_tell_samples_from_dummies() -> None:
+    options: dict[str, Any] = {
+        "num_samples": 3, "global_batch_size": 4, "pieces": 2, "world_size": 2, "rank": 1, "seed": 1,
+        "evaluation": True, "drop_last": False,
+    }  # fmt: skip
+    plain, visits = (sampler(**options).indices_at(0) for sampler in (StepSampler, ViewSampler))
+    assert isinstance(plain, DummyIndices)
+    assert isinstance(visits, DummyIndices)
+    assert list(visits.of_samples) == list(plain.of_samples)
+    assert len(plain.of_samples) == 1
 
 
 # ---------------------------------------------------------------------- the data module
