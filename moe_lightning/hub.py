@@ -45,6 +45,9 @@ COMPANIONS = (
 )
 """Files beside configuration and weights that belong to a model."""
 
+TOKENIZERS = (TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+"""Files of which a folder with a tokenizer has one."""
+
 _SMALL = (CONFIG, INDEX, *COMPANIONS)
 _NAME = re.compile(
     r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*?)(@(?P<revision>[\w-][\w./-]*?))?(/tokenizer\.json)?", re.ASCII
@@ -74,6 +77,12 @@ def hub_name(given: str) -> HubName | None:
     if match is None or Path(given).exists():
         return None
     return HubName(repository=match["repository"], revision=match["revision"])
+
+
+def origin(given: str) -> str:
+    """Return a model's path or name as every folder understands it: a path absolute, a name of the Hub as it is."""
+    name = hub_name(given)
+    return str(Path(given).expanduser().absolute()) if name is None else str(name)
 
 
 def local_folder(given: str) -> Path:

@@ -6,6 +6,7 @@ The checkpoint is a file or a directory. One process writes one layer's experts 
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,11 +19,11 @@ from moe_lightning.checkpoint.inspect import chat_template, end_of_text, trained
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.plot import metrics_files, read_metrics
 from moe_lightning.cli.resume import config_of
-from moe_lightning.cli.saved_model import SavedModel, open_saved
+from moe_lightning.cli.saved_model import SavedModel, open_saved, trained_config
 from moe_lightning.config import build_config
 from moe_lightning.data.text import shown_sources, sources_of
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.hub import local_folder
+from moe_lightning.hub import CONFIG, TOKENIZERS, hub_name, local_folder
 from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
         adapter_alone: write the adapters only, as peft loads them.
 
     Raises:
-        ConfigurationError: it is of another module or without adapters that are asked for, transformers has no class
-            for the model, or the folder exists.
+        ConfigurationError: it is of another module, without adapters that are asked for or without their model,
+            transformers has no class for the model, or the folder exists.
         CheckpointError: it is missing or damaged.
     """
     from moe_lightning.models.huggingface.card import write_card
@@ -57,14 +58,33 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
     config, export, facts = trained.config, trained.export, _facts(trained.source)
     if adapter_alone:
         require_adapters(config.adapter)
+        _require_original(config.pretrained)
         adapted = trained.adapted(alone=True)
         dense, stacks = adapted.adapters(), adapted.expert_adapters()
         written = write_adapter(target, export, adapted.config, config.pretrained, dense, stacks)
     else:
         written = export.write(target, *trained.weights())
     trained.copy_companions(target)
+    if hasattr(export.config, "vocab_size") and not any((target / name).is_file() for name in TOKENIZERS):
+        print(
+            f"moe-ckpt: {target} has no tokenizer, since {config.pretrained} has none here: copy its files into the "
+            "export",
+            file=sys.stderr,
+        )
     write_card(target, config, trained.optimizer, facts, is_adapter=adapter_alone)
     return written
+
+
+def _require_original(pretrained: str) -> None:
+    """Refuse adapters alone of a model that is neither on the Hub nor here, to which nothing could add them.
+
+    Raises:
+        ConfigurationError: it is not here.
+    """
+    if hub_name(pretrained) is None and not (local_folder(pretrained) / CONFIG).is_file():
+        raise ConfigurationError(
+            f"{pretrained} is not here, and --adapter writes adapters that name it as their model: put that folder back"
+        )
 
 
 def export_gguf(path: Place, target: Path, *, dtype: str | None = None) -> int:
@@ -117,7 +137,7 @@ class _Trained:
             raise ConfigurationError(
                 f"{path} is not a checkpoint of a HuggingFaceModule: transformers has no class for it"
             )
-        self.config = build_config(HuggingFaceConfig, values["config"])
+        self.config = build_config(HuggingFaceConfig, trained_config(values))
         self.optimizer = build_config(OptimizerConfig, values["optimizer"])
         self.architecture = self.config.architecture(values["huggingface"])
         self.export = plan_export(self.architecture, build_skeleton(self.architecture), dtype)

@@ -21,7 +21,7 @@ from moe_lightning.checkpoint.inspect import end_of_text, trained_tokenizer
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.resume import config_of
-from moe_lightning.cli.saved_model import network_of, open_saved
+from moe_lightning.cli.saved_model import network_of, open_saved, trained_config
 from moe_lightning.config import TARGET
 from moe_lightning.data.corpus import DataSource, tokenizer_of
 from moe_lightning.data.documents import STDLIB
@@ -38,7 +38,7 @@ from moe_lightning.data.tokenizer import (
 )
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text
-from moe_lightning.hub import GENERATION, local_folder, tokenizer_file
+from moe_lightning.hub import GENERATION, TOKENIZERS, local_folder, tokenizer_file
 from moe_lightning.models.generation import Sampling, check_logits, generate
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.huggingface.loading import transformers
@@ -241,7 +241,12 @@ def _of_checkpoint(
         raise
     network = network_of(saved)
     data = (config_of(str(saved.path)) or {}).get("data") or {}
-    config = saved.values["hyper_parameters"]["config"]
+    hyper_parameters = saved.values["hyper_parameters"]
+    config = hyper_parameters["config"]
+    if "huggingface" in hyper_parameters:
+        named, config = config["pretrained"], trained_config(hyper_parameters)
+        if data.get("tokenizer") == f"{named}/{TOKENIZER_FILE}":  # as recipes name it
+            data = {**data, "tokenizer": f"{config['pretrained']}/{TOKENIZER_FILE}"}
     spec, trained = given, trained_tokenizer(saved.values)
     if spec is None and trained is None:
         spec = _spec_of(data, config, str(saved.path))
@@ -324,7 +329,6 @@ def _end_of_document(data: Mapping[str, Any]) -> int | None:
 # ---------------------------------------------------------------- Hugging Face folders
 
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
-_TOKENIZERS = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
 def _of_folder(folder: Path, given: str | None) -> LanguageModel:
@@ -336,9 +340,9 @@ def _of_folder(folder: Path, given: str | None) -> LanguageModel:
     if home != folder:
         network = _with_adapter(network, folder)
     if given is None:
-        if any((folder / name).is_file() for name in _TOKENIZERS):
+        if any((folder / name).is_file() for name in TOKENIZERS):
             home = folder  # an adapter may have been trained with another template than its base
-        elif not any((home / name).is_file() for name in _TOKENIZERS):  # transformers would make an empty one
+        elif not any((home / name).is_file() for name in TOKENIZERS):  # transformers would make an empty one
             raise ConfigurationError(
                 f"{home} holds no tokenizer: give --tokenizer bytes, or --tokenizer with the path of a tokenizer.json"
             )

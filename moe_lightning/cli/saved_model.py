@@ -83,6 +83,17 @@ def _of_step(place: Place, step: int) -> Place:
     raise ConfigurationError(f"{place} holds no checkpoint of step {step}: it has {steps}")
 
 
+def trained_config(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a HuggingFaceModule, with `pretrained` as every folder understands it. Where that is
+    gone and the path as given is here, as in a project that was moved as a whole, it stays as given.
+    """
+    config = dict(hyper_parameters["config"])
+    origin = hyper_parameters.get("origin")
+    if origin is not None and (Path(origin).exists() or not Path(config["pretrained"]).expanduser().exists()):
+        config["pretrained"] = origin
+    return config
+
+
 def network_of(saved: SavedModel) -> Any:
     """Build the model of a checkpoint: a GPT, or a model of transformers with our MoE layers.
 
@@ -95,7 +106,7 @@ def network_of(saved: SavedModel) -> Any:
     if "huggingface" in hyper_parameters:
         from moe_lightning.models.huggingface.module import HuggingFaceConfig
 
-        trained = build_config(HuggingFaceConfig, config)
+        trained = build_config(HuggingFaceConfig, trained_config(hyper_parameters))
         network = _transformers_model(trained, hyper_parameters["huggingface"])
         _fill(network, saved, base=None if trained.adapter is None else local_folder(trained.pretrained))
         return network

@@ -20,7 +20,15 @@ import torch
 from moe_lightning.data.instructions import chat_format
 from moe_lightning.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_content
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.hub import hub_name, local_folder, missing_weights, model_folder, tokenizer_file, weights_folder
+from moe_lightning.hub import (
+    hub_name,
+    local_folder,
+    missing_weights,
+    model_folder,
+    origin,
+    tokenizer_file,
+    weights_folder,
+)
 from tests.commands import moe_train
 from tests.huggingface_models import inputs_for, logits_of, make_checkpoint
 from tests.unit.test_generate import write_tokenizer
@@ -142,6 +150,15 @@ def test_names() -> None:
         assert hub_name(path) is None, path
 
 
+def test_a_path_is_understood_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert origin("org/tiny@v1") == "org/tiny@v1"
+    assert origin("~/tiny") == str(tmp_path / "tiny")
+    (tmp_path / "org" / "tiny").mkdir(parents=True)
+    assert origin("org/tiny") == str(tmp_path / "org" / "tiny")
+
+
 def test_a_model_is_downloaded_once_and_without_pickles(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     from moe_lightning.models.huggingface.module import HuggingFaceModule
 
@@ -254,8 +271,10 @@ def test_without_a_network(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_a_run_and_its_exports_name_the_model(served: Served, tmp_path: Path) -> None:
-    """Two ranks train adapters; the exported adapter names model and revision as peft does."""
+def test_a_run_and_its_exports_name_the_model(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks train adapters; the exported adapter names model and revision as peft does, also without the cache."""
     from moe_lightning.cli.huggingface import export_checkpoint
 
     publish(served, "org/tiny", max_position_embeddings=128)
@@ -267,8 +286,16 @@ def test_a_run_and_its_exports_name_the_model(served: Served, tmp_path: Path) ->
     )
     done = moe_train(tmp_path, *shlex.split(command), before=partial(ask, served.address, tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
-    export_checkpoint(tmp_path / "out" / "checkpoints", tmp_path / "alone", adapter_alone=True)
-    described = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
-    assert (described["base_model_name_or_path"], described["revision"]) == ("org/tiny", "v1")
-    assert "\nbase_model: org/tiny\n" in (tmp_path / "alone" / "README.md").read_text()
+    for cache, said in (
+        ("cache", ""),
+        ("empty", f"moe-ckpt: {tmp_path}/empty_alone has no tokenizer, since org/tiny@v1"),
+    ):
+        monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / cache))
+        alone = tmp_path / f"{cache}_alone"
+        capsys.readouterr()
+        export_checkpoint(tmp_path / "out" / "checkpoints", alone, adapter_alone=True)
+        assert capsys.readouterr().err.startswith(said)
+        described = json.loads((alone / "adapter_config.json").read_text())
+        assert (described["base_model_name_or_path"], described["revision"]) == ("org/tiny", "v1")
+    assert "\nbase_model: org/tiny\n" in (tmp_path / "cache_alone" / "README.md").read_text()
     assert len(served.files) == len(set(served.files)), "the launcher downloads once for both ranks"

@@ -490,6 +490,63 @@ def test_adapters_keep_the_format_and_the_end_of_conversations(
         assert "moe-generate . --chat" in (tmp_path / folder / "README.md").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [None, {"kind": "lora", "rank": 2}])
+def test_a_relative_original_is_found_from_any_folder(
+    adapter: dict[str, Any] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also in a project that was moved as a whole; where the original is gone, a line or a refusal says so."""
+    from moe_lightning.cli import generate
+
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    make_checkpoint("olmoe", project / "models" / "olmoe", vocab_size=300)
+    write_tokenizer(project / "models" / "olmoe")
+    monkeypatch.chdir(project)
+    trainer = fit(load(Path("models/olmoe"), adapter=adapter), 1)
+    trainer.save_checkpoint("run/checkpoints/step-0000001.ckpt")
+    data = {
+        "_target_": "moe_lightning.data.instructions.InstructionData",
+        "tokenizer": "models/olmoe/tokenizer.json",
+        "end_token": "<e>",
+    }
+    Path("run/config.yaml").write_text(json.dumps({"run_dir": "run", "data": data}))
+
+    def export(target: str, *options: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["export-hf", str(project / "run" / "checkpoints"), str(elsewhere / target), *options])
+        return code, capsys.readouterr().err
+
+    monkeypatch.chdir(elsewhere)
+    for where in (project, tmp_path / "moved"):
+        if where != project:
+            project.rename(where)
+            project = where
+            monkeypatch.chdir(where)
+        assert export(f"merged_{where.name}") == (0, "")
+        assert (elsewhere / f"merged_{where.name}" / "tokenizer.json").is_file()
+        assert generate.main([str(where / "run"), "1", "--max-new-tokens", "2"]) == 0, capsys.readouterr().err
+        if adapter is not None:
+            alone = elsewhere / f"alone_{where.name}"
+            assert export(alone.name, "--adapter") == (0, "")
+            named = json.loads((alone / "adapter_config.json").read_text())["base_model_name_or_path"]
+            assert named == str(where / "models" / "olmoe")
+    (project / "models").rename(tmp_path / "away")
+    if adapter is None:
+        code, said = export("gone")
+        assert code == 0
+        assert re.fullmatch(
+            r"moe-ckpt: .*gone has no tokenizer, since /.*project/models/olmoe has none here: .*\n", said
+        )
+    else:
+        code, said = export("gone", "--adapter")
+        assert code == 2
+        assert f"{tmp_path / 'project' / 'models' / 'olmoe'} is not here" in said
+
+
 # ---------------------------------------------------------------- model cards
 
 

@@ -18,6 +18,7 @@ from moe_lightning.hub import (
     TOKENIZER,
     local_folder,
     model_folder,
+    origin,
     other_word,
     tokenizer_identity,
     weights_folder,
@@ -224,6 +225,7 @@ class HuggingFaceModule(SupervisedModule):
                 "config": asdict(self.config),
                 "optimizer": asdict(self.optimizer_config),
                 "huggingface": json.loads(self.architecture.config.to_json_string(use_diff=False)),
+                "origin": origin(self.config.pretrained),
             }
         )
 
