@@ -81,16 +81,17 @@ class _Join:
 
 @dataclass(kw_only=True)
 class _Finishes:
-    """Members that have finished the run, as counted by the host.
+    """Worlds in which members have finished the run, by their numbers; 0: none.
 
     Attributes:
-        before: when this process first registered; None before.
-        together: with this process, and those before.
+        newest: as the host knows it.
+        before: the newest when this process first registered; None before.
+        own: the last one in which this process has finished.
     """
 
-    count: int = 0
+    newest: int = 0
     before: int | None = None
-    together: int = 0
+    own: int = 0
 
 
 _LONGEST_REASON = 2000  # characters that the host keeps
@@ -144,7 +145,7 @@ class ClientState:
 
     def is_unneeded(self, *, is_ready: bool) -> bool:
         """Return True if a process that joins can end, since the others have finished without it."""
-        if not self.is_finished() or self._finishes.count <= self._finishes.together:
+        if not self.is_finished() or self._finishes.newest <= self._finishes.own:
             return False
         return self._join.is_spare or (is_ready and not self._is_inside())
 
@@ -193,13 +194,17 @@ class ClientState:
 
     def finish(self) -> None:
         """Announce that the training is done."""
-        self._send(t="finish")
-        if self.world is not None:  # another run of this process is not over because its peers end this one
-            self._finishes.together = self._finishes.count + self.world.members.size
+        self._finishes.own = self._number  # its peers end this run with it, and no later one
+        self._send(t="finish", number=self._number)
+
+    @property
+    def is_finish_known(self) -> bool:
+        """True if the host knows of what this process has finished, or does not count it."""
+        return self.is_evicted or self._finishes.newest >= self._finishes.own
 
     def is_finished(self) -> bool:
         """Return True if others have finished the run since this process registered."""
-        return self._finishes.before is not None and self._finishes.count > self._finishes.before
+        return self._finishes.before is not None and self._finishes.newest > self._finishes.before
 
     def has_newcomers(self, now: float) -> bool:
         """Return True if a process has been waiting for at least `join_window_s` to join."""
@@ -251,6 +256,7 @@ class ClientState:
             "t": "member", "id": self.member_id, "expected": self._task.expected, "patience": timeouts,
             "probe": None if probe is None else list(probe), "joining": self._join.is_waiting,
             "ready": self._join.is_ready, "number": self._number, "world": reported, "multiple": self._join.multiple,
+            "finished": self._finishes.own,
         }  # fmt: skip
 
     def receive(self, message: Message, now: float) -> None:
@@ -261,7 +267,7 @@ class ClientState:
         """
         match message:
             case {"t": "state" | "finished", "finished": int(finished)}:
-                self._finishes.count = finished
+                self._finishes.newest = max(self._finishes.newest, finished)
                 if self._finishes.before is None:
                     self._finishes.before = finished
             case {"t": "synced", "n": int(number), "exists": bool(exists)} if number == self._sync[0]:

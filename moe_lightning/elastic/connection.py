@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -586,6 +586,21 @@ _MOST_DEATHS = 1000
 _LONGEST_HOW = 200  # characters that the host keeps
 
 
+@dataclass
+class _Facts:
+    """Facts that a launcher reports again to a host that is restarted or elected.
+
+    Attributes:
+        deaths: of its workers.
+        health: of its machine.
+        finished: number of the newest world in which members have finished the run; 0: none have.
+    """
+
+    deaths: list[Message] = field(default_factory=list)
+    health: NodeHealth | None = None
+    finished: int = 0
+
+
 class LauncherClient:
     """Connection of a launcher, open until `close`; deaths reported while it is down are sent on the next one.
 
@@ -622,8 +637,7 @@ class LauncherClient:
         self.token = token or new_token()
         self._clock = ProcessClock()
         self._lock = threading.Lock()
-        self._deaths: list[Message] = []
-        self._health: NodeHealth | None = None
+        self._facts = _Facts()
         self._received: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._known = threading.Event()
         self._closed = threading.Event()
@@ -668,7 +682,7 @@ class LauncherClient:
         """
         message = {"t": "died", "token": token, "how": how[:_LONGEST_HOW]}
         with self._lock:
-            self._deaths = [*self._deaths[-_MOST_DEATHS:], message]
+            self._facts.deaths = [*self._facts.deaths[-_MOST_DEATHS:], message]
             self._connection.send(message)
 
     def judge(self, health: NodeHealth) -> NodeHealth:
@@ -678,7 +692,7 @@ class LauncherClient:
             ConfigurationError: the host does not answer within `rendezvous_timeout_s`.
         """
         with self._lock:
-            self._health = health
+            self._facts.health = health
             self._send_health()
         others: list[Message] = []
         limit = self._settings.rendezvous_timeout_s
@@ -732,17 +746,19 @@ class LauncherClient:
 
     def _introduce(self, send: Callable[[Message], None]) -> None:
         with self._lock:
-            send({"t": "launcher", "token": self.token, "expected": self._expected})
+            send({"t": "launcher", "token": self.token, "expected": self._expected, "finished": self._facts.finished})
             self._send_health()
-            for message in self._deaths:
+            for message in self._facts.deaths:
                 self._connection.send(message)
         self._known.set()
 
     def _send_health(self) -> None:
-        if self._health is not None:
-            self._connection.send({"t": "health", "time_s": time.time(), **asdict(self._health)})
+        if self._facts.health is not None:
+            self._connection.send({"t": "health", "time_s": time.time(), **asdict(self._facts.health)})
 
     def _handle(self, message: Message) -> None:
+        if message["t"] == "finished":
+            self._facts.finished = max(self._facts.finished, message["finished"])
         if self.relay is None or not self.relay.takes(message):
             self._received.put(message)
 

@@ -6,7 +6,7 @@ and payload, so frames cannot be injected, replayed, reordered or moved from ano
 authenticated, not encrypted.
 
     client                                      server
-    {"moe-lightning": 2, "nonce": c}    ->
+    {"moe-lightning": 3, "nonce": c}    ->
                                         <-      {"nonce": s, "proof": HMAC(secret, "server" c s)}
     {"proof": HMAC(secret, "client" c s)} ->
     frames                              <->     frames
@@ -275,7 +275,7 @@ def read_secret(path: Path) -> bytes:
     return secret
 
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 Message = dict[str, Any]
 

@@ -442,7 +442,6 @@ class RendezvousClient:
     def finish(self) -> None:
         """Announce to processes that wait to join that the training is done."""
         with self._changed:
-            self._changed.wait_for(lambda: self._connection.is_connected, _GOODBYE_S)
             self._state.finish()
             self._carry_out()
 
@@ -464,6 +463,8 @@ class RendezvousClient:
         """Leave for good, and free thread, descriptors and connection."""
         self._preemption.close()
         with self._changed:
+            # A host that is restarted now, or its successor, learns it from the next introduction.
+            self._changed.wait_for(lambda: self._state.is_finish_known, self.settings.silence_timeout_s)
             self._state.leave()
             self._carry_out()
         self._closed.set()

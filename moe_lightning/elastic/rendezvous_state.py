@@ -621,7 +621,7 @@ class RendezvousState:
         self._unknown = UnknownWorlds()
         self._evicted: dict[str, str] = {}  # member -> why, in order of time
         self._last_number = ended
-        self._finished = int(ended > 0)
+        self._finished = ended  # number of the newest world in which members have finished the run
         self._last_received = 0.0
         self._links = DeadLinks()
         self._nodes: dict[int, NodeHealth] = {}  # connection of a launcher -> its node, as it came
@@ -652,6 +652,7 @@ class RendezvousState:
             case {"t": "member"}:
                 self._register(connection, message, now, is_local=is_local)
             case {"t": "launcher", "token": str(token), "expected": int(expected)}:
+                self._record_end(message.get("finished", 0))
                 self._expected = max(self._expected, expected)
                 self.clients.launchers.add(connection, token)
                 self._send_workers_of(connection, token)
@@ -699,8 +700,8 @@ class RendezvousState:
                     self._links.report(member, nodes, now)
             case {"t": "reachable", "nodes": list(nodes)} if all(map(is_text, nodes)):
                 self._links.clear(member.node, nodes)
-            case {"t": "finish"}:
-                self._finished += 1
+            case {"t": "finish", "number": number}:
+                self._record_end(number)
             case _:
                 raise WireError(f"a malformed message of the kind {kind[:LONGEST_WORD]}")
 
@@ -811,6 +812,7 @@ class RendezvousState:
             case _:
                 raise WireError("a malformed introduction")
         self._last_number = max(self._last_number, number)
+        self._record_end(message.get("finished", 0))
         self._unknown.forget(connection)
         match world:
             case {"number": int(reported)} if "members" not in world and not self._is_known(reported):
@@ -950,6 +952,14 @@ class RendezvousState:
         member.progress = progress
 
     # ------------------------------------------------------------------ worlds
+
+    def _record_end(self, number: object) -> None:
+        """Record that members have finished the run in a world; 0: in none. Clients repeat it to a host that was
+        restarted or elected since.
+        """
+        if type(number) is not int or not 0 <= number < 2**62:
+            raise WireError("a malformed number of a finished world")
+        self._finished, self._last_number = max(self._finished, number), max(self._last_number, number)
 
     def _form(self, ids: tuple[str, ...], now: float) -> None:
         self._last_number = next_number(self._last_number, self._wall_clock_s())

@@ -60,11 +60,12 @@ def test_a_worker_sees_the_host_as_without_a_relay(host: RendezvousServer) -> No
 def test_the_last_words_of_workers_arrive_though_their_launcher_ends(host: RendezvousServer) -> None:
     with relayed(host, QUICK, expected=2) as task:
         workers = joined(task)
+        (number,) = {worker._state._number for worker in workers}
         for worker in workers:
             worker.finish()
             worker.close()
     late = RendezvousClient(replace(task, relay=None, token="z"))
-    wait_for(lambda: late._state._finishes.count == 2, 10)
+    wait_for(lambda: late._state._finishes.newest == number, 10)
     assert not late.world_exists(), "they have left"
     late.close()
 

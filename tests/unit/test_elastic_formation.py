@@ -613,3 +613,30 @@ class Clients:
                 client.carry_out(crowd)
             crowd.tick(0.1)
             self.hear(crowd)
+
+
+@pytest.mark.parametrize("teller", ["member", "launcher"])
+def test_the_end_of_a_run_outlives_its_host(teller: str) -> None:
+    """Who finished, or its launcher, repeats it to the next host; who starts there begins another run."""
+    first = Crowd()
+    first.join(1, "a")
+    (number, _) = first.worlds[1]
+    first.say(1, {"t": "finish", "number": number})
+    assert first.last(1, "finished") == {"t": "finished", "finished": number}
+    second = Crowd()
+    second.join(2, "b", ready=True, joining=False)
+    if teller == "member":
+        second.join(3, "a", joining=False, number=number, finished=number)
+    else:
+        second.say(3, {"t": "launcher", "token": "token", "expected": 2, "finished": number})
+    assert second.last(2, "finished") == {"t": "finished", "finished": number}
+    second.join(4, "c")
+    assert second.last(4, "state") == {"t": "state", "finished": number}
+    assert second.worlds[4][0] > number
+
+
+def test_an_end_of_no_world_is_malformed() -> None:
+    crowd = Crowd()
+    for number in (True, -1, 2**62, "1"):
+        with pytest.raises(WireError, match="malformed number of a finished world"):
+            crowd.say(1, {"t": "launcher", "token": "token", "expected": 2, "finished": number})

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +36,7 @@ from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.run import main as run_main
 from moe_lightning.elastic.server import ServerThread
+from moe_lightning.elastic.worker import RunFinished
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.leftovers import listening
@@ -379,3 +381,20 @@ def test_every_address_of_a_name_is_tried(tmp_path: Path, monkeypatch: pytest.Mo
         client = LauncherClient(Address(host="host", port=1), host.secret_file, settings)
         assert client.is_connected
         client.close()
+
+
+def test_the_end_of_a_run_is_not_lost_with_the_host(tmp_path: Path) -> None:
+    """It is restarted after the last step; another process that waits to join ends, too."""
+    with RendezvousServer(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
+        task = ElasticTask(address=str(host.address), secret_file=str(host.secret_file), node="a")
+        one, two = RendezvousClient(task), RendezvousClient(replace(task, node="b"))
+        one.join(is_ready=True)
+        assert two.world_exists()
+    one.finish()
+    closing = threading.Thread(target=one.close)
+    closing.start()
+    with RendezvousServer(bind=str(host.address), secret_file=tmp_path / "secret"):
+        with pytest.raises(RunFinished):
+            two.join(is_ready=True)
+        closing.join()
+        two.close()
