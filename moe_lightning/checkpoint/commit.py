@@ -370,7 +370,12 @@ def _assemble(root: Place, held: Place, parts: list[RankPart]) -> Manifest:
     used = {piece.at.file for piece in stored}
     files = {name: record for name, record in files.items() if name in used}
     metadata = dump_metadata(stored, {name: record.path for name, record in files.items()})
-    metadata = storage_of(held).put_once(held / METADATA, metadata)
+    storage, own = storage_of(held), metadata
+    metadata = storage.put_once(held / METADATA, own)
+    names = (next(iter(part.files)) for part in parts if part.files)
+    if metadata != own and not all(name.encode() in metadata for name in names):  # of a part that was withdrawn since
+        storage.put(held / METADATA, own)
+        metadata = own
     files[METADATA] = FileRecord(path=METADATA, nbytes=len(metadata), xxh3=xxhash.xxh3_64_hexdigest(metadata))
     return Manifest(
         run=first.run,

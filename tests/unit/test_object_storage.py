@@ -16,7 +16,7 @@ from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import arena_path
 from moe_lightning.checkpoint.directory import Superseded, check_world, checkpoints, enter_world, make_staging
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
+from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, PRUNED
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage import objects, place_of, shared_place, storage_of
 from moe_lightning.checkpoint.storage.interface import URL
@@ -216,6 +216,19 @@ def test_an_older_world_commits_nothing_once_a_newer_one_has_begun(root: URL, tm
         old.persist()
         assert "world 4 may not write" in (old.agent.status.error or "")
     assert [m.step for _, m in checkpoints(root)] == [1]
+
+
+def test_metadata_of_a_part_that_was_withdrawn_is_replaced(root: URL, faults: Faults, tmp_path: Path) -> None:
+    with node(tmp_path, root=root) as made:
+        made.snapshot(1)
+        faults.choose = lambda method, path, _: "error" if method == "PUT" and MANIFEST in path else None
+        made.agent.serve_once()
+        assert made.agent.status.error is not None
+        faults.choose = lambda *_: None
+        made.persist()
+    ((path, manifest),) = checkpoints(root)
+    metadata = storage_of(root).read(path / METADATA)
+    assert all(name.encode() in metadata for name in manifest.files if name != METADATA)
 
 
 def test_who_commits_second_finds_the_first(root: URL, tmp_path: Path) -> None:
