@@ -483,8 +483,10 @@ class Snapshotter:
         """Wait for what is being copied, and drop a snapshot that lacks later steps."""
         self.finish()
         if self._begun is not None:
-            self._begun = None
+            session, self._begun = self._begun.session, None
             self.arena.transition(lambda s: s.abort_snapshot())
+            # The window may have been begun in the buffer of the newest one.
+            self._newest = next((table for table in self.arena.tables() if table.session == session), None)
 
     def wait_before_update(self) -> float:
         """Wait until the live tensors may change; returns the seconds waited (the stall of this step).

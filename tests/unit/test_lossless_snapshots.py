@@ -101,6 +101,22 @@ def test_a_window_is_published_with_its_last_step(tmp_path: Path, snapshotter: S
     snapshotter.close()
 
 
+def test_a_window_that_is_given_up_in_the_buffer_of_the_newest_snapshot(snapshotter: Snapshotter) -> None:
+    arena = snapshotter.arena
+    for step in (1, 2):
+        snapshotter.start(step, pieces_of(step))
+        snapshotter.finish()
+        arena.transition(lambda s, step=step: s.start_persist(step))  # type: ignore[misc]
+        if step == 1:
+            arena.transition(lambda s: s.finish_persist())
+    snapshotter.start(3, pieces_of(3))
+    snapshotter.finish()
+    assert snapshotter.newest_step == 3
+    take(snapshotter, 4, until=5)
+    snapshotter.give_up()
+    assert snapshotter.newest_step == max(table.step for table in arena.tables()) == 2
+
+
 def test_every_step_of_a_window_can_be_read(root: Path) -> None:
     checkpoint = find_usable(root).checkpoint
     assert checkpoint is not None
