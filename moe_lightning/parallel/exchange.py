@@ -1,4 +1,4 @@
-"""Uneven all-to-all of rows with autograd, and of byte buffers between ranks.
+"""Uneven all-to-all of rows with autograd, and in the background.
 
 Every rank derives its send and receive splits from the same plan, so no sizes travel. Dispatch, combine, the sums of
 replica gradients, shadow experts and migrations are exchanges.
@@ -7,7 +7,6 @@ replica gradients, shadow experts and migrations are exchanges.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -139,66 +138,3 @@ def _all_to_all(rows: Tensor, send: Sequence[int], recv: Sequence[int], world: W
             overlap_fn()
             work.wait()
     return received
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerBuffer:
-    """Bytes that one rank has for another."""
-
-    source: int
-    target: int
-    nbytes: int
-
-
-class PendingBuffers:
-    """Byte buffers in flight on the background group; `wait` returns those for this rank.
-
-    Args:
-        buffers: of all ranks, or at least those from and to this rank, in one order at both ends. If any rank lists
-            one that crosses ranks, every rank must list one, because the exchange is collective.
-        payload: index of a buffer -> its uint8 bytes; called for buffers from this rank only.
-    """
-
-    def __init__(self, buffers: Sequence[PeerBuffer], payload: Callable[[int], torch.Tensor], world: World) -> None:
-        self._world = world
-        self._delivered: dict[int, torch.Tensor] = {}
-        send, recv = [0] * world.size, [0] * world.size
-        outgoing: list[list[torch.Tensor]] = [[] for _ in range(world.size)]
-        incoming: list[list[int]] = [[] for _ in range(world.size)]
-        for index, buffer in enumerate(buffers):
-            if buffer.source == buffer.target:
-                if buffer.source == world.rank:
-                    self._delivered[index] = payload(index)
-            elif buffer.source == world.rank:
-                outgoing[buffer.target].append(payload(index))
-                send[buffer.target] += buffer.nbytes
-            elif buffer.target == world.rank:
-                incoming[buffer.source].append(index)
-                recv[buffer.source] += buffer.nbytes
-        self._order = [index for indices in incoming for index in indices]
-        self._sizes = [buffers[index].nbytes for index in self._order]
-        self.sent_bytes = sum(send)
-        self._exchange: PendingExchange | None = None
-        if any(buffer.source != buffer.target for buffer in buffers):
-            flat = _joined([buffer for target in outgoing for buffer in target])
-            self._exchange = PendingExchange(flat.to(world.device), send, recv, world)
-
-    def wait(self) -> dict[int, torch.Tensor]:
-        """Return index -> uint8 bytes on the host of every buffer for this rank; raises as `World.read`."""
-        if self._exchange is not None:
-            parts = torch.split(self._exchange.read(self._world), self._sizes)
-            self._delivered |= dict(zip(self._order, parts, strict=True))
-            self._exchange = None
-        return self._delivered
-
-
-def _joined(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of all buffers one behind the other; buffers that lie so in memory are not copied."""
-    if not buffers:
-        return torch.empty(0, dtype=torch.uint8)
-    ends = [buffer.data_ptr() + buffer.numel() for buffer in buffers]
-    first = buffers[0]
-    one_memory = all(b.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for b in buffers)
-    if one_memory and all(b.data_ptr() == end for b, end in zip(buffers[1:], ends, strict=False)):
-        return first.as_strided((ends[-1] - first.data_ptr(),), (1,))
-    return torch.cat(list(buffers))

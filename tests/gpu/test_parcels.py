@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import torch
 
+from moe_lightning.checkpoint.snapshot_protection import PeerBuffer, PendingBuffers
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.exchange import PeerBuffer, PendingBuffers
 from tests.distributed.harness import run_ranks
 
 
