@@ -50,6 +50,7 @@ from moe_lightning.checkpoint.directory import (
     make_staging,
     part_name,
     previous_of,
+    unread_manifests,
     world_lock,
 )
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, PRUNED, FileRecord, Manifest, RankPart, check_coverage
@@ -454,7 +455,7 @@ def prune(root: Place, keep_last: int, *, world: int | None = None) -> list[str]
         staying = [(path, heading) for path, heading in named if path.name not in removed]
         needed = {_key(path / reference) for path, heading in staying for reference in heading.references}
         newest = own[0][1]
-        for path in directories(root):
+        for path in directories(root) if not unread_manifests(root) else ():  # whose needs are not known
             with _collecting(failures):
                 if storage.is_own(path) and not has_manifest(path):
                     _delete_unneeded(storage, path, newest.run, needed)

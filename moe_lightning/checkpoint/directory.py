@@ -100,6 +100,12 @@ def has_manifest(path: Place) -> bool:
     return exists(storage_of(path), path / MANIFEST)
 
 
+def unread_manifests(root: Place) -> list[Place]:
+    """Return the checkpoints whose manifest `headings` could not read when it was asked last."""
+    known = _headings.get(root, {})
+    return [path for path in directories(root) if path not in known and has_manifest(path)]
+
+
 _headings: dict[Place, dict[Place, tuple[Stat, Heading | None]]] = {}
 """By root and checkpoint, of those that were there last."""
 
@@ -115,10 +121,16 @@ def _read_once(path: Place, version: Stat) -> Manifest:
 
 
 def _heading_of(path: Place, version: Stat) -> Heading | None:
-    """None where the manifest is damaged."""
+    """None where the manifest is damaged.
+
+    Raises:
+        OSError: it could not be read this time.
+    """
     try:
         manifest = _read_once(path, version)
-    except CheckpointError:
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
         return None
     return Heading(
         run=manifest.run,

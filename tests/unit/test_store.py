@@ -368,6 +368,32 @@ def test_a_part_whose_put_fails_after_it_has_arrived_lists_no_deleted_files(
         newest(made.root).verify()
 
 
+def test_a_manifest_that_could_not_be_read_once_counts_again_and_loses_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, link = PosixStorage.read, PosixStorage.link
+
+    def fail_once(self: PosixStorage, path: Path) -> bytes:
+        if path == root / "step-00000003" / MANIFEST:
+            monkeypatch.setattr(PosixStorage, "read", read)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(self, path)
+
+    monkeypatch.setattr(PosixStorage, "link", lambda *_: False)
+    with node(tmp_path, keep_last=9) as made:
+        root = made.root
+        for step, fresh in ((1, None), (2, [0]), (3, [1]), (4, None)):
+            made.snapshot(step, fresh=fresh)
+            made.persist()
+    monkeypatch.setattr(PosixStorage, "link", link)
+    os.utime(root / "step-00000003" / MANIFEST)  # read anew
+    monkeypatch.setattr(PosixStorage, "read", fail_once)
+    prune(root, 1)
+    Checkpoint(root / "step-00000003").verify()
+    assert [manifest.step for _, manifest in checkpoints(root)] == [4, 3]
+    assert prune(root, 1) == ["step-00000003"]
+
+
 def test_a_smaller_world_goes_on_without_the_ranks_that_left(tmp_path: Path) -> None:
     with node(tmp_path, world_size=3) as made:
         made.snapshot(1)
