@@ -126,7 +126,7 @@ class SlowTokens(RandomTokens):
 
 
 def fit(
-    rank: int, world_size: int, case: type[pl.Callback] | None, workers: int, meets: bool
+    rank: int, world_size: int, case: type[pl.Callback] | None, workers: int, meets: bool, options: dict[str, Any]
 ) -> tuple[int, list[str], str]:
     lines: list[str] = []
 
@@ -140,7 +140,7 @@ def fit(
     hangs.write_to_terminal = heard  # type: ignore[assignment]
     if world_size > 1:
         private_torch.set_group_timeout(dist.group.WORLD, timedelta(seconds=PATIENCE_S))
-    strategy = {"hang_report_s": LIMIT_S, "timeout_s": PATIENCE_S}
+    strategy = {"hang_report_s": LIMIT_S, "timeout_s": PATIENCE_S, **options}
     trainer = make_trainer(rank, world_size, strategy, callbacks=[case()] if case else [], max_steps=6)
     data = RandomTokens() if case else SlowTokens(rank, is_locked=workers > 0)
     error = ""
@@ -157,9 +157,11 @@ def fit(
     return trainer.global_step, lines, error
 
 
-def report_of(ranks: int, case: type[pl.Callback] | None, *, workers: int = 0, meets: bool = True) -> tuple[str, ...]:
-    """Return the three lines and the file of the only report."""
-    results = run_ranks(ranks, fit, case, workers, meets)
+def report_of(
+    ranks: int, case: type[pl.Callback] | None, *, workers: int = 0, meets: bool = True, **options: Any
+) -> tuple[str, ...]:
+    """Return the three lines and the file of the only report of a training with these options of the strategy."""
+    results = run_ranks(ranks, fit, case, workers, meets, options)
     if meets:
         assert [steps for steps, *_ in results] == [6] * ranks
         assert all(not error for *_, error in results)
@@ -181,6 +183,13 @@ def test_a_loop_in_a_step_is_named_by_one_rank() -> None:
     assert "  waits in all" in text
     assert all(f"rank {rank} in step {AT}" in text for rank in range(3))
     assert " in on_train_batch_start\n" in text, "the stack of the slow rank"
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_the_one_that_hangs_in_a_group_of_two_is_not_named() -> None:
+    who, where, *_ = report_of(4, Case, dense="hsdp", shard_size=2)
+    assert "ranks 0, 2 and 3 wait for rank 1 in " in who
+    assert where.startswith("rank 1: ")
 
 
 @pytest.mark.slow
@@ -293,7 +302,7 @@ class Fetches(pl.Callback):
 
 @pytest.mark.slow
 def test_ranks_that_are_slow_together_are_not_reported() -> None:
-    assert run_ranks(2, fit, Fetches, 0, True) == [(6, [], "")] * 2
+    assert run_ranks(2, fit, Fetches, 0, True, {}) == [(6, [], "")] * 2
 
 
 def at(place: str = "train.py:3, in fetch", *, in_collective: bool = False, **counts: int) -> Standstill:
