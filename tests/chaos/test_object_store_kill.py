@@ -73,8 +73,7 @@ def run_schedule(base: Path, seed: int, faults: Faults) -> None:
             faults.choose = lambda *_: None
             assert assert_all_whole(root) >= newest, "the last committed checkpoint never goes back"
             newest = assert_all_whole(root)
-        made.snapshot(step + 1, fresh=[0])
-        made.persist()
+        made.save(step + 1, fresh=[0])
         assert made.agent.status.error is None
         assert assert_all_whole(root) == step + 1
         assert len(checkpoints(root)) <= 2

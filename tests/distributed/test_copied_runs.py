@@ -48,8 +48,7 @@ def test_an_agent_writes_to_no_directory_that_took_the_place_of_its_own(tmp_path
     run, moved, copy = (tmp_path / name for name in ("run", "moved", "copy"))
     run.mkdir()
     with node(tmp_path, root=run / "checkpoints") as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         shutil.copytree(run, copy)
         run.rename(moved)
         made.snapshot(2)
@@ -95,8 +94,7 @@ def test_nobody_writes_into_anothers_root(tmp_path: Path, seed: int) -> None:
     """An agent works on a run while its directory is copied, moved, replaced by a copy and moved back."""
     rng = random.Random(seed)
     with node(tmp_path, keep_last=3) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         spare, copies, step = tmp_path / "spare", [], 1
         for turn in range(6):
             action = rng.choice(["copy", "replace", "symlink", "work"])
@@ -116,7 +114,6 @@ def test_nobody_writes_into_anothers_root(tmp_path: Path, seed: int) -> None:
                 spare.rename(made.root)
                 copies.append((copied, before))
             step += 1
-            made.snapshot(step, fresh=[rng.randrange(EXPERTS)])
-            made.persist()
+            made.save(step, fresh=[rng.randrange(EXPERTS)])
             assert checkpoints(made.root)[0][1].step == step
         assert all(listing(copied) == before for copied, before in copies)

@@ -111,6 +111,11 @@ class Node:
                 return
         raise AssertionError("the agent does not come to rest")
 
+    def save(self, step: int, fresh: Collection[int] | None = None, persist: Collection[int] | None = None) -> None:
+        """Snapshot and persist."""
+        self.snapshot(step, fresh, persist)
+        self.persist()
+
     def persist_attempts(self, rounds: int) -> None:
         """Let the agent try so many times what it may fail at."""
         for _ in range(rounds):
@@ -134,10 +139,8 @@ def node(base: Path, **options: object) -> Iterator[Node]:
 def two_checkpoints(base: Path) -> Iterator[Path]:
     """A directory with a full checkpoint of step 1 and a partial one of step 2."""
     with node(base) as made:
-        made.snapshot(1)
-        made.persist()
-        made.snapshot(2, fresh=[0])
-        made.persist()
+        made.save(1)
+        made.save(2, fresh=[0])
         yield made.root
 
 

@@ -194,8 +194,7 @@ def test_a_damaged_superblock_is_passed_over_with_a_sentence(
     assert capsys.readouterr().out.count("its snapshots are passed over") == 1
     with node(tmp_path, world_size=2, session="2") as made:
         assert "a new one takes its place" in caplog.text
-        made.snapshot(2)
-        made.persist()
+        made.save(2)
         assert [path.name for path, _ in checkpoints(made.root)] == ["step-00000002"]
 
 
@@ -232,8 +231,7 @@ def test_only_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_arena_is_taken_over_with_its_snapshots(tmp_path: Path) -> None:
     with node(tmp_path, world_size=1) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         inode = made.ranks[0].arena.path.stat().st_ino
     with node(tmp_path, world_size=1, session="2") as made:
         arena = made.ranks[0].arena

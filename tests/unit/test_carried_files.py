@@ -35,8 +35,7 @@ def flip(path: Path, position: int | None = None) -> None:
 def commits(made: Node, steps: range) -> None:
     """A partial checkpoint after every step, each of another expert; then the agent reads what it is to read."""
     for step in steps:
-        made.snapshot(step, fresh=[step % EXPERTS], persist=[step % EXPERTS])
-        made.persist()
+        made.save(step, fresh=[step % EXPERTS], persist=[step % EXPERTS])
         while made.agent.verify_carried():
             pass
 
@@ -65,8 +64,7 @@ def test_every_carried_file_is_read_within_so_many_commits(
 ) -> None:
     monkeypatch.setattr(agent, "VERIFY_WITHIN", within)
     with node(tmp_path, keep_last=3) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         for step in range(2, 20):
             made.snapshot(step, fresh=[0], persist=[0])  # all other experts are carried from the first on
             made.persist()
@@ -82,11 +80,9 @@ def test_what_storage_is_too_busy_for_is_read_before_its_time_is_up(
 ) -> None:
     monkeypatch.setattr(agent, "VERIFY_WITHIN", 2)
     with node(tmp_path, keep_last=3) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         for step in range(2, 12):  # the agent never comes to rest in between
-            made.snapshot(step, fresh=[0], persist=[0])
-            made.persist()
+            made.save(step, fresh=[0], persist=[0])
         reads = made.agent._verifier._read_at
         assert len(reads) == len(carried(made.root)) > 0
         assert all(made.agent._verifier._commits - read <= 2 for read in reads.values())
@@ -98,8 +94,7 @@ def test_a_storage_that_fails_while_it_is_read_is_reported(tmp_path: Path, monke
 
     with node(tmp_path) as made:
         commits(made, range(1, 3))
-        made.snapshot(3, fresh=[0], persist=[0])
-        made.persist()
+        made.save(3, fresh=[0], persist=[0])
         for path in carried(made.root):
             path.unlink()
         with monkeypatch.context() as patch:
@@ -117,14 +112,12 @@ def test_a_damaged_file_is_written_anew_within_so_many_commits(
     within = rng.choice([1, 3, 8])
     monkeypatch.setattr(agent, "VERIFY_WITHIN", within)
     with node(tmp_path, keep_last=3) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         commits(made, range(2, 4))
         victim = file_of(made.root, rng.choice([1, 2]))
         flip(victim, rng.randrange(victim.stat().st_size))
         for step in range(4, 5 + within):  # the last one writes what was found by then
-            made.snapshot(step, fresh=[0], persist=[0])
-            made.persist()
+            made.save(step, fresh=[0], persist=[0])
             while made.agent.verify_carried():
                 pass
         checkpoint = newest(made.root)
@@ -146,13 +139,11 @@ def test_a_damaged_file_is_written_anew_within_so_many_commits(
 def test_a_lost_file_does_not_stop_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
     monkeypatch.setattr(agent, "VERIFY_WITHIN", 1000)
     with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         victim = file_of(made.root, 1)
         victim.unlink() if harm == "gone" else victim.write_bytes(b"")
         for step in (2, 3):
-            made.snapshot(step, fresh=[0], persist=[0])
-            made.persist()
+            made.save(step, fresh=[0], persist=[0])
             assert made.agent.status.error is None
             assert newest(made.root).step == step
             newest(made.root).verify()
@@ -163,8 +154,7 @@ def test_a_file_that_is_lost_between_its_look_and_its_link_is_written_with_the_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         victim = file_of(made.root, 1)
         link = commit.os.link
 
@@ -173,8 +163,7 @@ def test_a_file_that_is_lost_between_its_look_and_its_link_is_written_with_the_n
             link(source, target)
 
         monkeypatch.setattr(commit.os, "link", lose)
-        made.snapshot(2, fresh=[0], persist=[0])
-        made.persist()
+        made.save(2, fresh=[0], persist=[0])
         assert made.agent.status.errors == 1
         assert newest(made.root).step == 2
         newest(made.root).verify()
@@ -183,8 +172,7 @@ def test_a_file_that_is_lost_between_its_look_and_its_link_is_written_with_the_n
 @pytest.mark.parametrize("harm", ["loop", "folder", "flip", "mark"])
 def test_an_unreadable_old_manifest_does_not_stop_commits(tmp_path: Path, harm: str) -> None:
     with node(tmp_path, keep_last=2) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         commits(made, range(2, 4))
         path = made.root / "step-00000002" / MANIFEST
         if harm == "flip":
@@ -206,8 +194,7 @@ def test_an_unreadable_old_manifest_does_not_stop_commits(tmp_path: Path, harm: 
 
 def test_pruning_keeps_no_more_than_it_is_told(tmp_path: Path) -> None:
     with node(tmp_path, keep_last=2) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         commits(made, range(2, 12))
         assert len(checkpoints(made.root)) == 2
 
@@ -217,8 +204,7 @@ def test_many_checkpoints_cost_no_more_time_each(tmp_path: Path, monkeypatch: py
     read = directory.read_manifest
     monkeypatch.setattr(directory, "read_manifest", lambda path: reads.append(path) or read(path))
     with node(tmp_path, keep_last=200, world_size=1) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         first = newest(made.root).manifest
         for step in range(100, 190):
             path = made.root / f"step-{step:08d}"
@@ -227,15 +213,13 @@ def test_many_checkpoints_cost_no_more_time_each(tmp_path: Path, monkeypatch: py
         assert len(headings(made.root)) == 91
         reads.clear()
         for step in range(200, 204):
-            made.snapshot(step)
-            made.persist()
+            made.save(step)
         assert len(reads) <= 4 * 2, "each manifest is read when it is new, and not again"
 
 
 def test_what_is_read_is_not_pruned_and_goes_with_a_later_prune(tmp_path: Path) -> None:
     with node(tmp_path, keep_last=1) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         restored = newest(made.root)
         with PosixStorage().lease(restored.path):
             with PosixStorage().lease(restored.path):
@@ -254,8 +238,7 @@ def test_what_is_read_is_not_pruned_and_goes_with_a_later_prune(tmp_path: Path) 
 def test_an_older_world_prunes_nothing(tmp_path: Path) -> None:
     with node(tmp_path, keep_last=10, world=1) as made:
         for step in (1, 2):
-            made.snapshot(step)
-            made.persist()
+            made.save(step)
     enter_world(made.root, 2)
     with pytest.raises(Superseded):
         prune(made.root, 1, world=1)

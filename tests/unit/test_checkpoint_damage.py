@@ -113,8 +113,7 @@ def test_a_manifest_from_elsewhere(two_checkpoints: Path, tmp_path: Path) -> Non
     other = tmp_path / "other"
     other.mkdir()
     with node(other, run="another") as made:
-        made.snapshot(2)
-        made.persist()
+        made.save(2)
         shutil.copy(made.root / "step-00000002" / MANIFEST, ours)
     found = find_newest(two_checkpoints)
     assert "belongs to run another, but" in found.problems[0]
@@ -332,8 +331,7 @@ def test_failing_storage_is_reported_and_survived(
 ) -> None:
     """Each operation on the storage is refused in turn; memory (the arenas' directory) stays writable."""
     with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         storage = str(made.root)
 
         def refuse(path: object) -> None:
@@ -382,11 +380,9 @@ def test_failing_storage_is_reported_and_survived(
 
 def test_a_vanished_directory_gets_a_full_checkpoint(tmp_path: Path) -> None:
     with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         shutil.rmtree(made.root)
-        made.snapshot(2, fresh=[0])
-        made.persist()
+        made.save(2, fresh=[0])
         found = find_newest(made.root)
         assert found.checkpoint is not None
         assert_holds(found.checkpoint, {0: 2, 1: 1, 2: 1, 3: 1})
@@ -396,8 +392,7 @@ def test_a_vanished_directory_gets_a_full_checkpoint(tmp_path: Path) -> None:
 def test_a_file_size_limit_stops_a_real_agent_but_not_the_checkpoint(tmp_path: Path) -> None:
     """The operating system itself refuses to write, by its limit on file sizes."""
     with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         made.snapshot(2, fresh=[0])
         limited = (
             "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
@@ -542,8 +537,7 @@ def test_a_step_that_a_former_session_had_persisted_is_not_waited_for(tmp_path: 
     """Training came back to before step 2; a rank's second snapshot of it gives way to newer ones while an agent has
     begun to write the other rank's."""
     with node(tmp_path, session="1") as made:
-        made.snapshot(2)
-        made.persist()
+        made.save(2)
     with node(tmp_path, session="2") as made:
         made.snapshot(2)
         made.agent._find_arenas()

@@ -32,8 +32,7 @@ VERSIONS = {0: 2, 1: 2, 2: 3, 3: 1}
 def root(tmp_path: Path) -> Iterator[Path]:
     with node(tmp_path, keep_last=9) as made:
         for step, fresh in STEPS.items():
-            made.snapshot(step, fresh=fresh)
-            made.persist()
+            made.save(step, fresh=fresh)
         yield made.root
 
 

@@ -119,8 +119,7 @@ def test_flips_anywhere_in_an_arena_end_nobody(room: Path, tmp_path: Path, seed:
     (orphan,) = orphans()
     orphan.path.rename(made.arenas)
     with node(tmp_path, session="2") as made:
-        made.snapshot(3)
-        made.persist()
+        made.save(3)
         found = find_newest(made.root)
         assert found.problems == ()
         assert_holds(found.checkpoint, dict.fromkeys(range(EXPERTS), 3))  # type: ignore[arg-type]

@@ -23,11 +23,9 @@ from tests.unit.checkpoint_state import node, whole_state
 def root(tmp_path: Path) -> Iterator[Path]:
     """Three checkpoints, of steps 1 (full), 2 and 3."""
     with node(tmp_path, keep_last=9) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         for step in (2, 3):
-            made.snapshot(step, fresh=[step])
-            made.persist()
+            made.save(step, fresh=[step])
         yield made.root
 
 
@@ -79,13 +77,11 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_not_damaged(
 @pytest.mark.slow
 def test_a_fast_live_run_gives_no_false_alarm(tmp_path: Path) -> None:
     with node(tmp_path, keep_last=2) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
 
         def save() -> None:
             for step in range(2, 200):
-                made.snapshot(step, fresh=[step % 4])
-                made.persist()
+                made.save(step, fresh=[step % 4])
 
         run, looks, pruned = threading.Thread(target=save), 0, 0
         run.start()

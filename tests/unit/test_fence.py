@@ -202,8 +202,7 @@ def test_a_session_sorts_behind_older_ones_whose_clock_was_ahead(tmp_path: Path)
     ahead = f"{4 * 10**15:020d}"
     (tmp_path / "later").mkdir()
     with node(tmp_path, session=ahead) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         assert later_session(made.root, 5) > ahead
         propose(made.root, None, Agreement(session=f"{5 * 10**15:020d}"))
         assert later_session(made.root, 5) > f"{5 * 10**15:020d}"

@@ -54,10 +54,8 @@ def test_a_lost_arena_is_made_up_for_by_storage(tmp_path: Path) -> None:
     """Writer 1 and its experts 1 and 3 are lost; storage has step 2, with expert 1 of step 2 and the others of step 1;
     the arena of writer 0 has expert 2 of step 2, which was copied but not written."""
     with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
-        made.snapshot(2, fresh=[1, 2], persist=[1])
-        made.persist()
+        made.save(1)
+        made.save(2, fresh=[1, 2], persist=[1])
         made.snapshot(3, fresh=[0, 1])
         made.ranks[1].arena.path.unlink()
     storage = find_newest(made.root).checkpoint
@@ -72,8 +70,7 @@ def test_a_lost_arena_is_made_up_for_by_storage(tmp_path: Path) -> None:
 
 def test_a_whole_version_in_memory_is_preferred_to_a_newer_stale_one(tmp_path: Path) -> None:
     with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         made.snapshot(2)
         made.snapshot(3, fresh=[0])
     plan, found = recover(made.arenas, find_newest(made.root).checkpoint)
@@ -83,10 +80,8 @@ def test_a_whole_version_in_memory_is_preferred_to_a_newer_stale_one(tmp_path: P
 
 def test_experts_carried_over_keep_their_versions(tmp_path: Path) -> None:
     with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
-        made.snapshot(2, fresh=[0, 1], persist=[0])
-        made.persist()
+        made.save(1)
+        made.save(2, fresh=[0, 1], persist=[0])
         made.snapshot(3, fresh=[2], persist=[2])
         held = [
             (s.step, e.expert, e.version)

@@ -38,8 +38,7 @@ def root(faults: Faults) -> URL:
 def commits(made: Node, steps: range, versions: dict[int, int]) -> None:
     """Partial checkpoints, each of which holds what it should."""
     for step in steps:
-        made.snapshot(step, fresh=[step % EXPERTS])
-        made.persist()
+        made.save(step, fresh=[step % EXPERTS])
         versions[step % EXPERTS] = step
         found = find_newest(made.root)
         assert found.problems == ()
@@ -61,8 +60,7 @@ def test_names_are_put_together_like_paths() -> None:
 def test_partial_checkpoints_refer_to_what_they_carry_over(root: URL, tmp_path: Path) -> None:
     versions = dict(FULL)
     with node(tmp_path, root=root, keep_last=2) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         commits(made, range(2, 7), versions)
         assert [m.step for _, m in checkpoints(root)] == [6, 5]
         storage = storage_of(root)
@@ -75,12 +73,10 @@ def test_partial_checkpoints_refer_to_what_they_carry_over(root: URL, tmp_path: 
 
 def test_fewer_bytes_travel_for_fewer_experts(root: URL, faults: Faults, tmp_path: Path) -> None:
     with node(tmp_path, root=root) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         full = sum(size for path, size in faults.put_bytes.items() if "/experts" in path)
         faults.put_bytes.clear()
-        made.snapshot(2, fresh=[0])
-        made.persist()
+        made.save(2, fresh=[0])
         assert sum(size for path, size in faults.put_bytes.items() if "/experts" in path) <= full / EXPERTS + 2048
 
 
@@ -153,8 +149,7 @@ def test_closing_what_is_committed_does_not_read_its_manifest(monkeypatch: pytes
 @pytest.mark.slow
 def test_a_store_that_is_away_is_waited_for(root: URL, faults: Faults, tmp_path: Path) -> None:
     with node(tmp_path, root=root) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         faults.choose = lambda *_: "error"
         made.snapshot(2, fresh=[0])
         made.agent.serve_once()
@@ -170,8 +165,7 @@ def test_a_store_that_is_away_is_waited_for(root: URL, faults: Faults, tmp_path:
 def test_what_is_cut_short_in_the_store_is_found(root: URL, tmp_path: Path) -> None:
     with node(tmp_path, root=root) as made:
         for step in (1, 2):
-            made.snapshot(step)
-            made.persist()
+            made.save(step)
     storage = storage_of(root)
     path, manifest = checkpoints(root)[0]
     name = next(name for name in manifest.files if name.startswith("dense"))

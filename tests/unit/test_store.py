@@ -46,8 +46,7 @@ def stock_load(path: Path, *, like: dict[str, torch.Tensor]) -> dict[str, torch.
 
 def test_what_is_asked_for_later_outlives_its_checkpoint(tmp_path: Path) -> None:
     with node(tmp_path) as made:
-        made.snapshot(3)
-        made.persist()
+        made.save(3)
         checkpoint = newest(made.root)
     checkpoint.release()
     shutil.rmtree(checkpoint.path)
@@ -57,8 +56,7 @@ def test_what_is_asked_for_later_outlives_its_checkpoint(tmp_path: Path) -> None
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_full_checkpoint_reads_back(tmp_path: Path, world_size: int) -> None:
     with node(tmp_path, world_size=world_size) as made:
-        made.snapshot(3)
-        made.persist()
+        made.save(3)
         checkpoint = newest(made.root)
         assert_holds(checkpoint, dict.fromkeys(range(EXPERTS), 3))
         for key, tensor in stock_load(checkpoint.path, like=whole_state(3)).items():
@@ -81,12 +79,10 @@ def test_partial_checkpoints_carry_experts_over(tmp_path: Path, links: bool, mon
         monkeypatch.setattr(commit.os, "link", refuse)
     versions = dict.fromkeys(range(EXPERTS), 1)
     with node(tmp_path, keep_last=2) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         for step in range(2, 9):
             saved = step % EXPERTS
-            made.snapshot(step, fresh=[saved])
-            made.persist()
+            made.save(step, fresh=[saved])
             versions[saved] = step
             checkpoint = newest(made.root)
             assert_holds(checkpoint, versions)
@@ -108,10 +104,8 @@ def test_partial_checkpoints_carry_experts_over(tmp_path: Path, links: bool, mon
 
 def test_persist_less_than_the_snapshot_holds(tmp_path: Path) -> None:
     with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
-        made.snapshot(2, fresh=[0, 1], persist=[1])
-        made.persist()
+        made.save(1)
+        made.save(2, fresh=[0, 1], persist=[1])
         assert_holds(newest(made.root), {0: 1, 1: 2, 2: 1, 3: 1})
         in_memory = {p.key: p.version for p in made.ranks[0].arena.tables()[0].placed}
         assert in_memory["expert/0/0/weight/w1"] == 2, "memory holds the fresher copy"
@@ -120,27 +114,22 @@ def test_persist_less_than_the_snapshot_holds(tmp_path: Path) -> None:
 
 def test_a_new_session_writes_everything_again(tmp_path: Path) -> None:
     with node(tmp_path, session="1") as made:
-        made.snapshot(1)
-        made.persist()
-        made.snapshot(4, fresh=[0])
-        made.persist()
+        made.save(1)
+        made.save(4, fresh=[0])
     with node(tmp_path, session="2") as made:
-        made.snapshot(2, fresh=[0], persist=[0])
-        made.persist()
+        made.save(2, fresh=[0], persist=[0])
         checkpoint = newest(made.root)
         assert checkpoint.manifest.step == 2, "newest is what was committed last, not the highest step"
         assert checkpoint.manifest.previous is None
         assert_holds(checkpoint, dict.fromkeys(range(EXPERTS), 2))
-        made.snapshot(4, fresh=[1])
-        made.persist()
+        made.save(4, fresh=[1])
         assert newest(made.root).path.name == "step-00000004-2"
         assert_holds(newest(made.root), {0: 2, 1: 4, 2: 2, 3: 2})
 
 
 def test_another_number_of_ranks_reads_rows(tmp_path: Path) -> None:
     with node(tmp_path, world_size=4) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         checkpoint = newest(made.root)
         expected = whole_state(1)["dense/embedding/weight"]
         for world_size in (1, 2, 3, 5):
@@ -160,8 +149,7 @@ def test_a_missing_part_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monkey
         elsewhere = made.ranks.pop()  # as if rank 1 lived on another node
         elsewhere.close()
         elsewhere.arena.path.unlink()
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         assert checkpoints(made.root) == []
         assert (staging_path(made.root, "1", 1) / "part-00000.json").exists()
         made.agent.commit_timeout_s = 0.0
@@ -174,8 +162,7 @@ def test_an_agent_outlives_a_storage_that_fails_in_the_middle(tmp_path: Path, mo
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         made.snapshot(2, fresh=[0])
         made.agent._choose_job()
         with monkeypatch.context() as patch:
@@ -189,8 +176,7 @@ def test_an_agent_outlives_a_storage_that_fails_in_the_middle(tmp_path: Path, mo
 
 def test_a_key_that_vanishes_is_refused(tmp_path: Path) -> None:
     with node(tmp_path, world_size=1) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         state = whole_state(2)
         del state["dense/norm/weight"]
         made.ranks[0].start(2, state, objects={"rng/0": 1})
@@ -198,8 +184,7 @@ def test_a_key_that_vanishes_is_refused(tmp_path: Path) -> None:
         made.agent.serve_once()
         assert "dense/norm/weight is missing" in str(made.agent.status.error)
         assert_holds(newest(made.root), dict.fromkeys(range(EXPERTS), 1))
-        made.snapshot(3)
-        made.persist()
+        made.save(3)
         assert made.agent.status.error is None
         assert newest(made.root).manifest.step == 3
 
@@ -215,8 +200,7 @@ def test_an_incomplete_first_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_slow_storage_drops_snapshots_but_keeps_the_newest(tmp_path: Path) -> None:
     with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         for step in range(2, 7):
             made.snapshot(step, fresh=[step % EXPERTS])
         made.persist()
@@ -228,8 +212,7 @@ def test_slow_storage_drops_snapshots_but_keeps_the_newest(tmp_path: Path) -> No
 
 def test_prune_keeps_the_only_checkpoint_and_foreign_files(tmp_path: Path) -> None:
     with node(tmp_path, keep_last=1) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         foreign = made.root / "step-00000099"
         foreign.mkdir()
         (foreign / "notes.txt").write_text("mine")
@@ -241,8 +224,7 @@ def test_prune_keeps_the_only_checkpoint_and_foreign_files(tmp_path: Path) -> No
 def test_prune_deletes_only_what_a_manifest_or_a_save_names(tmp_path: Path) -> None:
     with node(tmp_path, keep_last=10, session="7") as made:
         for step in (1, 2, 3):
-            made.snapshot(step)
-            made.persist()
+            made.save(step)
     root, elsewhere = made.root, tmp_path / "elsewhere"
     shutil.copytree(root / "step-00000001", elsewhere)
     foreign = [root / "step-mine" / name for name in ("model.distcp", ".metadata", "weights.bin")]
@@ -273,8 +255,7 @@ def test_prune_deletes_only_what_a_manifest_or_a_save_names(tmp_path: Path) -> N
 def test_a_prune_that_was_interrupted_is_finished_by_the_next(tmp_path: Path) -> None:
     with node(tmp_path, keep_last=10) as made:
         for step in (1, 2):
-            made.snapshot(step)
-            made.persist()
+            made.save(step)
     os.rename(made.root / "step-00000001" / MANIFEST, made.root / "step-00000001" / PRUNED)
     assert prune(made.root, 5) == []
     assert [path.name for path in made.root.glob("step-*")] == ["step-00000002"]
@@ -282,8 +263,7 @@ def test_a_prune_that_was_interrupted_is_finished_by_the_next(tmp_path: Path) ->
 
 def test_files_are_private_and_nothing_temporary_stays(tmp_path: Path) -> None:
     with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
         checkpoint = newest(made.root)
         names = {path.name for path in checkpoint.path.iterdir()}
         assert names == {MANIFEST, *checkpoint.manifest.files}
@@ -294,8 +274,7 @@ def test_files_are_private_and_nothing_temporary_stays(tmp_path: Path) -> None:
 
 def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
     with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
     other = Node(tmp_path, session="2", run="other")
     try:
         other.snapshot(1)
@@ -396,12 +375,10 @@ def test_a_manifest_that_could_not_be_read_once_counts_again_and_loses_no_files(
 
 def test_a_smaller_world_goes_on_without_the_ranks_that_left(tmp_path: Path) -> None:
     with node(tmp_path, world_size=3) as made:
-        made.snapshot(1)
-        made.persist()
+        made.save(1)
     with node(tmp_path, world_size=2, session="2") as made:
         assert len(list(made.arenas.glob("*.arena"))) == 3, "rank 2 can still be recovered from memory"
-        made.snapshot(2)
-        made.persist()
+        made.save(2)
         assert made.agent.status.error is None
         assert_holds(newest(made.root), dict.fromkeys(range(EXPERTS), 2))
         assert len(list(made.arenas.glob("*.arena"))) == 2, "its memory is given back after the first commit without it"
@@ -423,6 +400,5 @@ def test_snapshots_that_make_no_whole_checkpoint_are_given_up(tmp_path: Path) ->
         attempts = sum(made.agent.serve_once() for _ in range(30))
         assert 1 < attempts < 10, "tried again, but not for ever"
         assert made.agent.status.errors == attempts
-        made.snapshot(2)
-        made.persist()
+        made.save(2)
         assert newest(made.root).manifest.step == 2
