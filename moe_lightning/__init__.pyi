@@ -3,8 +3,6 @@ from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint as Parti
 from moe_lightning.callbacks.dense_blocks import CompileDense as CompileDense
 from moe_lightning.callbacks.dense_blocks import RecomputeDense as RecomputeDense
 from moe_lightning.callbacks.fault_recovery import FaultRecovery as FaultRecovery
-from moe_lightning.callbacks.huggingface_export import HuggingFaceExport as HuggingFaceExport
-from moe_lightning.callbacks.huggingface_export import export_to_huggingface as export_to_huggingface
 from moe_lightning.callbacks.load_balancer import LoadBalancer as LoadBalancer
 from moe_lightning.callbacks.lost_tokens import DynamicK as DynamicK
 from moe_lightning.callbacks.routing import RoutingReplay as RoutingReplay

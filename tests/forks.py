@@ -38,7 +38,7 @@ PRELOADED = [
     "transformers.modeling_utils",
     "benchmarks.silent.catalogue",
     "benchmarks.silent.training",
-    "moe_lightning.callbacks.huggingface_export",
+    "moe_lightning.cli.huggingface",
     "moe_lightning.doctor.parity_doctor",
     "transformers.models.auto.modeling_auto",
     "pytest",  # a rank imports the module of its test, a tenth of a second of most of them

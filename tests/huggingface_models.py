@@ -227,6 +227,17 @@ def reloaded(folder: Path) -> Any:
     return model
 
 
+def export(trainer: Any, folder: Path, *, adapter_alone: bool = False) -> None:
+    """Save the trainer's model beside a folder, and export that checkpoint to it; collective."""
+    from moe_lightning.cli.huggingface import export_checkpoint
+
+    file = folder.with_name(f"{folder.name}.ckpt")
+    trainer.save_checkpoint(file)
+    if trainer.is_global_zero:
+        export_checkpoint(file, folder, adapter_alone=adapter_alone)
+    trainer.strategy.barrier()
+
+
 def files_equal(one: Path, two: Path) -> None:
     """Both folders hold the same tensors, bit by bit and in the same dtypes."""
     left, right = _tensors(one), _tensors(two)

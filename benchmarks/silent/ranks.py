@@ -22,7 +22,7 @@ _FORKS.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "benchmarks.silent.catalogue",
         "benchmarks.silent.training",
-        "moe_lightning.callbacks.huggingface_export",
+        "moe_lightning.cli.huggingface",
         "transformers.models.auto.modeling_auto",
         "moe_lightning.doctor.parity_doctor",
         "moe_lightning.strategies",

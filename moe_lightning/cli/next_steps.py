@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from moe_lightning.cli.run_directory import RunDirectory
@@ -38,12 +37,7 @@ def _steps(directory: RunDirectory, config: Mapping[str, Any]) -> Iterator[tuple
     if directory.config.is_file():
         install = "" if importlib.util.find_spec("matplotlib") else 'pip install "moe-lightning[plots]" && '
         yield f"{install}moe-bench report {place}", "charts and facts of the run as one HTML page"
-    export = config["callbacks"].get("huggingface_export") or {}
-    folder = Path(export.get("dirpath", ""))
-    if export and folder.is_dir():
-        library = "peft" if export.get("form") == "adapter" else "transformers"
-        yield str(RunDirectory(folder)), f"the model, for from_pretrained of {library}"
-    elif newest is not None:
+    if newest is not None:
         model = config["module"].get("config") or {}
         if str(model.get(TARGET)).endswith(".HuggingFaceConfig") and not model.get("upcycling"):
             yield f"moe-ckpt export-hf {place} huggingface", "the model, for from_pretrained of transformers"

@@ -21,7 +21,7 @@ from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import Moving
 from tests.distributed.harness import run_pooled
 from tests.distributed.training import RandomTokens, Recorder, make_trainer, replicas_of
-from tests.huggingface_models import files_equal, inputs_for, logits_of, make_checkpoint, reloaded
+from tests.huggingface_models import export, files_equal, inputs_for, logits_of, make_checkpoint, reloaded
 from tests.parameters import slow
 
 TOLERANCE = 1e-5
@@ -51,14 +51,12 @@ class Probe(pl.Callback):
         self._take(trainer, pl_module, "end")
 
     def _take(self, trainer: pl.Trainer, module: Any, when: str) -> None:
-        from moe_lightning.callbacks.huggingface_export import export_to_huggingface
-
         module.eval()
         with torch.no_grad():
             self.logits.append(module(self._inputs).numpy())
         module.train()
         if self._folder is not None:
-            export_to_huggingface(trainer, self._folder / when)
+            export(trainer, self._folder / when)
 
 
 def train(

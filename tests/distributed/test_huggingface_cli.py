@@ -12,7 +12,7 @@ import torch
 
 from moe_lightning.cli.ckpt import main as moe_ckpt
 from tests.commands import WORDS, moe_train, write_words
-from tests.huggingface_models import files_equal, inputs_for, logits_of, make_checkpoint, reloaded
+from tests.huggingface_models import inputs_for, logits_of, make_checkpoint, reloaded
 from tests.parameters import slow
 
 COMMON = [
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="moe-train's lau
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [slow("olmoe_finetune"), "olmoe_fsdp"])
 def test_fine_tuning(name: str, tmp_path: Path) -> None:
-    """Two ranks with partial checkpoints; the exported model is the last checkpoint's."""
+    """Two ranks with partial checkpoints; the command that is shown exports the trained model."""
     make_checkpoint("olmoe", tmp_path / "olmoe", vocab_size=256)
     lines = [{"prompt": f"{i} + 1", "response": str(i + 1)} for i in range(60)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -44,20 +44,19 @@ def test_fine_tuning(name: str, tmp_path: Path) -> None:
     trained = moe_train(tmp_path, *recipe, *partial, "trainer.max_steps=4", "optimizer.lr=0.01", *COMMON)
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == ""
-    steps = r"next   moe-generate outputs/small --chat .*\n.*\n.*\n +outputs/small/huggingface +# .* of transformers\n"
+    steps = r"next   moe-generate outputs/small --chat .*\n.*\n.*\n +moe-ckpt export-hf outputs/small huggingface +#"
     assert re.search(steps, trained.stdout)
 
     run = tmp_path / "outputs" / "small"
-    exported = reloaded(run / "huggingface")
+    assert moe_ckpt(["export-hf", str(run), str(tmp_path / "huggingface")]) == 0
     inputs = inputs_for("olmoe")
-    assert not torch.equal(logits_of(exported, inputs), logits_of(reloaded(tmp_path / "olmoe"), inputs))
-    assert moe_ckpt(["export-hf", str(run / "checkpoints"), str(tmp_path / "offline")]) == 0
-    files_equal(run / "huggingface", tmp_path / "offline")
+    exported, original = (logits_of(reloaded(tmp_path / f), inputs) for f in ("huggingface", "olmoe"))
+    assert not torch.equal(exported, original)
 
 
 @pytest.mark.slow
 def test_adapters_of_four_bits(tmp_path: Path) -> None:
-    """Two ranks with partial checkpoints: what the end writes for peft is what the last checkpoint has."""
+    """Two ranks with partial checkpoints, of which the adapters are written alone and merged."""
     make_checkpoint("olmoe", tmp_path / "olmoe", vocab_size=256)
     lines = [{"prompt": f"{i} + 1", "response": str(i + 1)} for i in range(60)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -70,8 +69,7 @@ def test_adapters_of_four_bits(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "small"
     assert moe_ckpt(["export-hf", str(run / "checkpoints"), str(tmp_path / "alone"), "--adapter"]) == 0
     assert moe_ckpt(["export-hf", str(run / "checkpoints"), str(tmp_path / "merged")]) == 0
-    ended, later = ((f / "adapter_model.safetensors").read_bytes() for f in (run / "adapter", tmp_path / "alone"))
-    assert ended == later
+    assert (tmp_path / "alone" / "adapter_model.safetensors").is_file()
     merged, original = (logits_of(reloaded(tmp_path / f), inputs_for("olmoe")) for f in ("merged", "olmoe"))
     assert not torch.equal(merged, original)
 

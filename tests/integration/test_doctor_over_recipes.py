@@ -49,7 +49,7 @@ def test_no_false_alarm_over_recipes(recipe: str, tmp_path: Path) -> None:
     [
         *((recipe, []) for recipe in PRETRAINED),
         ("olmoe_finetune", ["strategy.mesh.tp=2"]),
-        ("olmoe_finetune", ["strategy.mesh.pp=2", "callbacks.huggingface_export=null"]),
+        ("olmoe_finetune", ["strategy.mesh.pp=2"]),
     ],
 )
 def test_no_false_alarm_over_recipes_of_pretrained_models(recipe: str, mesh: list[str], tmp_path: Path) -> None:

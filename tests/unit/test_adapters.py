@@ -91,24 +91,22 @@ def trainer_with(module: Any, path: Path, **options: Any) -> Any:
     """A Trainer that has exported the module's adapters and its sum with them, and saved it; nothing was trained."""
     from torch.utils.data import DataLoader
 
-    from moe_lightning.callbacks.huggingface_export import export_to_huggingface
     from tests.distributed.training import RandomTokens, quiet, quiet_trainer
+    from tests.huggingface_models import export
 
     quiet()
     trainer = quiet_trainer(max_steps=1, **options)
     trainer.fit(module, DataLoader(RandomTokens(2), batch_size=2))
     disturb(module)
-    export_to_huggingface(trainer, path / "merged")
-    export_to_huggingface(trainer, path / "adapter", form="adapter")
-    trainer.save_checkpoint(path / "run.ckpt")
+    export(trainer, path / "merged")
+    export(trainer, path / "adapter", adapter_alone=True)
     return trainer
 
 
 def check_exports(name: str, path: Path, adapter: dict[str, Any], *, in_peft: bool) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
-    from moe_lightning.cli.huggingface import export_checkpoint
     from moe_lightning.models.huggingface.module import HuggingFaceModule
-    from tests.huggingface_models import files_equal, inputs_for, logits_of, make_checkpoint, reloaded
+    from tests.huggingface_models import inputs_for, logits_of, make_checkpoint, reloaded
 
     plain = logits_of(make_checkpoint(name, path / "theirs", initializer_range=0.2), inputs_for(name))
     config = {"pretrained": str(path / "theirs"), "context_length": 16, "adapter": {"rank": 3, "alpha": 5.0, **adapter}}
@@ -127,15 +125,10 @@ def check_exports(name: str, path: Path, adapter: dict[str, Any], *, in_peft: bo
     module.loss((tokens, tokens.roll(-1, dims=1))).backward()
     idle = [key for key, p in module.named_parameters() if "lora_" in key and (p.grad is None or not p.grad.any())]
     assert not idle, "adapters that nothing reads"
-    export_checkpoint(path / "run.ckpt", path / "merged_later")
-    files_equal(path / "merged", path / "merged_later")
-    export_checkpoint(path / "run.ckpt", path / "adapter_later", adapter_alone=True)
-    names = [(path / folder / "adapter_model.safetensors").read_bytes() for folder in ("adapter", "adapter_later")]
-    assert names[0] == names[1]
-    cards = {folder: (path / folder / "README.md").read_text() for folder in ("merged", "adapter", "adapter_later")}
+    cards = {folder: (path / folder / "README.md").read_text() for folder in ("merged", "adapter")}
     assert "library_name: peft" in cards["adapter"]
     assert "were trained; this folder has nothing else." in cards["adapter"]
-    assert "| steps | 1 |" in cards["adapter_later"]
+    assert "| steps | 1 |" in cards["adapter"]
     assert "were trained; they are merged into the weights." in cards["merged"]
     assert str(path) not in "".join(cards.values())
 
@@ -194,27 +187,6 @@ def test_adapters_of_experts_have_the_names_that_vllm_reads(
         assert adapters[f"base_model.model.{key}.lora_A.weight"].shape == (3, inputs)
         assert adapters[f"base_model.model.{key}.lora_B.weight"].shape == (outputs, 3)
     assert all(".experts." in key for key in adapters)
-
-
-def test_a_run_that_goes_on_replaces_its_own_adapters_only(tmp_path: Path) -> None:
-    import lightning.pytorch as pl
-
-    from moe_lightning.callbacks.huggingface_export import export_to_huggingface
-    from moe_lightning.models.huggingface.module import HuggingFaceModule
-    from tests.huggingface_models import make_checkpoint
-
-    make_checkpoint("olmoe", tmp_path / "theirs")
-    config = {"pretrained": str(tmp_path / "theirs"), "context_length": 16, "adapter": {"rank": 3}}
-    trainer = trainer_with(HuggingFaceModule(config), tmp_path, default_root_dir=tmp_path / "run")
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    before = file.read_bytes()
-    disturb(trainer.lightning_module)
-    export_to_huggingface(trainer, tmp_path / "adapter", form="adapter")
-    assert file.read_bytes() != before
-    other = trainer_with(HuggingFaceModule(config), tmp_path / "other", default_root_dir=tmp_path / "other")
-    assert isinstance(other, pl.Trainer)
-    with pytest.raises(ConfigurationError, match="adapter exists already"):
-        export_to_huggingface(other, tmp_path / "adapter", form="adapter")
 
 
 def test_four_bit_weights_merge_as_the_numbers_they_stand_for(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file, save_file
 
 from moe_lightning import CheckpointError, ConfigurationError, auxiliary_loss
-from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
 from moe_lightning.cli import train
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.language_model import open_language_model
@@ -40,6 +39,7 @@ from tests.huggingface_models import (
     SIZES,
     SPARSE,
     WITH_IMAGES,
+    export,
     files_equal,
     inputs_for,
     logits_of,
@@ -276,7 +276,7 @@ def test_training_moves_every_weight_and_export_takes_them(name: str, tmp_path: 
     options = {"gradient_checkpointing": name == "gpt_oss", "router": router}
     module = load(tmp_path / "theirs", **options)
     before = {key: value.clone() for key, value in module.state_dict().items()}
-    fit(module, callbacks=[HuggingFaceExport(tmp_path / "ours")])
+    export(fit(module), tmp_path / "ours")
     after = module.state_dict()
     # Stock Lightning calls no update_bias: the strategy does.
     unmoved = [key for key in before if torch.equal(before[key], after[key]) and "expert_bias" not in key]
@@ -396,7 +396,7 @@ def test_export_of_a_lightning_checkpoint(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.slow
 def test_a_trained_tokenizer_is_exported(tmp_path: Path) -> None:
-    """By the callback and from the checkpoint; transformers reads the tokens of the training with it."""
+    """transformers reads the tokens of the training with it."""
     from tokenizers import Tokenizer
 
     make_checkpoint("mixtral", tmp_path / "theirs", vocab_size=300, eos_token_id=2)
@@ -407,20 +407,16 @@ def test_a_trained_tokenizer_is_exported(tmp_path: Path) -> None:
         source=str(tmp_path / "book.txt"), tokenizer="bpe:300", context_length=8, global_batch_size=2,
         cache_dir=tmp_path / "cache",
     )  # fmt: skip
-    trainer = fit(load(tmp_path / "theirs"), 1, data, callbacks=[HuggingFaceExport(tmp_path / "ours")])
+    trainer = fit(load(tmp_path / "theirs"), 1, data)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "later")]) == 0
+    assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "ours")]) == 0
     expected = Tokenizer.from_str(data.trained_tokenizer).encode(text).ids
-    for folder in ("ours", "later"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / folder, local_files_only=True)
-        ids = tokenizer(text)["input_ids"]
-        assert ids == expected
-        assert tokenizer.decode(ids) == text
-        assert not (tmp_path / folder / "special_tokens_map.json").exists()
-        assert reloaded(tmp_path / folder).generation_config.eos_token_id is None
-    assert {path.name for path in (tmp_path / "ours").iterdir()} == {
-        path.name for path in (tmp_path / "later").iterdir()
-    }
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours", local_files_only=True)
+    ids = tokenizer(text)["input_ids"]
+    assert ids == expected
+    assert tokenizer.decode(ids) == text
+    assert not (tmp_path / "ours" / "special_tokens_map.json").exists()
+    assert reloaded(tmp_path / "ours").generation_config.eos_token_id is None
     model = open_language_model(str(tmp_path / "run.ckpt"))
     assert not model.ends
     assert model.network.generation_config.eos_token_id is None
@@ -440,16 +436,15 @@ def test_the_format_of_conversations_is_exported_as_a_chat_template(tmp_path: Pa
         path=tmp_path / "talk.jsonl", tokenizer=str(tmp_path / "theirs" / "tokenizer.json"), context_length=64,
         global_batch_size=2, end_token="<e>'\"\\\N{EURO SIGN}\N{GRINNING FACE}",
     )  # fmt: skip
-    trainer = fit(load(tmp_path / "theirs"), 1, data, callbacks=[HuggingFaceExport(tmp_path / "ours")])
+    trainer = fit(load(tmp_path / "theirs"), 1, data)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "later")]) == 0
+    assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "ours")]) == 0
     turns = [Turn("system", " Be brief. "), Turn("user", "one\n"), Turn("assistant", "two"), Turn("user", "\nthree")]
-    for folder in ("ours", "later"):
-        written = templated_turns(tmp_path / folder)
-        assert written is not None
-        assert written.prompt(turns) == data.written.prompt(turns)
-        assert written.end == data.written.end
-        assert "moe-generate . --chat" in (tmp_path / folder / "README.md").read_text()
+    written = templated_turns(tmp_path / "ours")
+    assert written is not None
+    assert written.prompt(turns) == data.written.prompt(turns)
+    assert written.end == data.written.end
+    assert "moe-generate . --chat" in (tmp_path / "ours" / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -458,7 +453,6 @@ def test_adapters_keep_the_format_and_the_end_of_conversations(
 ) -> None:
     """Their base has no template, and its generation ends elsewhere."""
     pytest.importorskip("peft")
-    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
     from moe_lightning.cli import generate
     from moe_lightning.cli.ckpt import main
     from moe_lightning.data.instructions import InstructionData
@@ -472,11 +466,11 @@ def test_adapters_keep_the_format_and_the_end_of_conversations(
     data = InstructionData(path=tmp_path / "talk.jsonl", tokenizer=tokenizer, context_length=64, global_batch_size=2)
     monkeypatch.chdir(tmp_path)
     module = load(Path("theirs"), adapter={"kind": "lora", "rank": 2})
-    trainer = fit(module, 1, data, callbacks=[HuggingFaceExport(tmp_path / "ours", form="adapter")])
+    trainer = fit(module, 1, data)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "later"), "--adapter"]) == 0
+    assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "ours"), "--adapter"]) == 0
     assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "merged")]) == 0
-    for folder in ("ours", "later", "merged"):
+    for folder in ("ours", "merged"):
         answers = Answers(monkeypatch, "fine<e>lost")
         says(monkeypatch, "how?")
         capsys.readouterr()
@@ -561,18 +555,17 @@ def card(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_the_card_of_an_export_says_how_the_model_was_trained(tmp_path: Path) -> None:
-    """That of the callback and that of the run's checkpoint are the same."""
-
     make_checkpoint("qwen3", tmp_path / "theirs", vocab_size=256)
     book = tmp_path / "a | b.txt"
     book.write_text("The quick brown fox. " * 300)
     data = TextData(source=str(book), context_length=8, global_batch_size=2, cache_dir=tmp_path / "cache")
     run = tmp_path / "outputs" / "run"
-    options = {"callbacks": [HuggingFaceExport(tmp_path / "ours")], "val_check_interval": 3, "limit_val_batches": 1}
+    options = {"val_check_interval": 3, "limit_val_batches": 1}
     trainer = fit(load(tmp_path / "theirs"), 3, data, log_every_n_steps=1, **options, logger=CSVLogger(run, name="csv"))
     trainer.save_checkpoint(run / "checkpoints" / "step-0000003.ckpt")
     (run / "config.yaml").write_text(f"run_dir: here\ndata: {{source: '{book}', global_batch_size: 2}}")
     losses = {name: float(trainer.callback_metrics[f"{name}/loss"]) for name in ("val", "train")}
+    assert main(["export-hf", str(run), str(tmp_path / "ours")]) == 0
     said = card(tmp_path / "ours")
     assert said.splitlines()[1:] == [
         "library_name: transformers",
@@ -601,8 +594,6 @@ def test_the_card_of_an_export_says_how_the_model_was_trained(tmp_path: Path) ->
         'moe-generate . "PROMPT"',
         "```",
     ]
-    assert main(["export-hf", str(run), str(tmp_path / "later")]) == 0
-    assert card(tmp_path / "later") == said
     (run / "config.yaml").write_text(
         f"run_dir: here\ndata: {{source: [{{path: '{book}'}}, web/b], global_batch_size: 2}}"
     )
@@ -764,37 +755,20 @@ def test_tensors_without_use_are_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
+def test_an_export_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint("olmoe", tmp_path / "theirs")
-    with pytest.raises(ConfigurationError, match="theirs exists already: name another folder"):
-        fit(load(tmp_path / "theirs"), callbacks=[HuggingFaceExport(tmp_path / "theirs")])
-    with pytest.raises(ConfigurationError, match="OwnModule has no counterpart in transformers"):
-        fit(OwnModule(), callbacks=[HuggingFaceExport(tmp_path / "ours")])
-    with pytest.raises(ConfigurationError, match="dtype='float8' is not known"):
-        fit(load(tmp_path / "theirs"), callbacks=[HuggingFaceExport(tmp_path / "ours", dtype="float8")])
-
-
-def test_a_run_that_goes_on_replaces_its_own_export_only(tmp_path: Path) -> None:
-    make_checkpoint("olmoe", tmp_path / "theirs")
-    module, target = load(tmp_path / "theirs"), tmp_path / "deep" / "ours"
-    for steps in (1, 2):
-        fit(module, steps=steps, callbacks=[HuggingFaceExport(target)], default_root_dir=tmp_path)
-        assert torch.equal(reloaded(target).state_dict()["lm_head.weight"], module.state_dict()["model.lm_head.weight"])
-    assert [path.name for path in target.parent.iterdir()] == ["ours"]
-    told = [path for path in target.iterdir() if path.suffix != ".safetensors" and str(tmp_path) in path.read_text()]
-    assert told == [], "no path of this machine"
-    with pytest.raises(ConfigurationError, match="ours exists already"):
-        fit(load(tmp_path / "theirs"), callbacks=[HuggingFaceExport(target)], default_root_dir=tmp_path / "other")
-
-
-def test_a_place_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
-    make_checkpoint("olmoe", tmp_path / "theirs")
-    (tmp_path / "file").write_text("")
-    module = load(tmp_path / "theirs")
-    before = module.state_dict()["model.lm_head.weight"].clone()
-    with pytest.raises(ConfigurationError, match=r"file/ours cannot be written \(.*\): name a folder"):
-        fit(module, callbacks=[HuggingFaceExport(tmp_path / "file" / "ours")])
-    assert torch.equal(before, module.state_dict()["model.lm_head.weight"])
+    trainer = fit(load(tmp_path / "theirs"), 1)
+    export(trainer, tmp_path / "ours")
+    told = [path for path in (tmp_path / "ours").iterdir() if path.suffix != ".safetensors"]
+    assert not [path for path in told if str(tmp_path) in path.read_text()], "no path of this machine"
+    file = str(tmp_path / "ours.ckpt")
+    for target, options, sentence in (
+        ("theirs", [], "theirs exists already: name another folder"),
+        ("later", ["--dtype=float8"], "dtype='float8' is not known"),
+    ):
+        assert main(["export-hf", file, str(tmp_path / target), *options]) == 2
+        assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "later").exists()
 
 
 def test_other_modules_cannot_be_exported(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -84,18 +83,3 @@ def test_recomputed_layers_see_the_padding_and_the_noise_of_their_own_batch(tmp_
         gradients.append({name: p.grad for name, p in module.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
-
-
-def test_a_pipeline_is_told_before_it_trains_that_it_cannot_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from moe_lightning.callbacks import huggingface_export
-    from moe_lightning.models.huggingface.module import HuggingFaceModule
-
-    make_checkpoint("olmoe", tmp_path)
-    module = HuggingFaceModule({"pretrained": str(tmp_path), "context_length": 16})
-    monkeypatch.setattr(huggingface_export, "stages_of", lambda trainer: SimpleNamespace(num_stages=2))
-    callback = huggingface_export.HuggingFaceExport(tmp_path / "exported")
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    with pytest.raises(ConfigurationError, match=r"mesh\.pp leaves every rank some blocks"):
-        callback.on_fit_start(trainer, module)

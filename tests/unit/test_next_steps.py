@@ -79,18 +79,6 @@ def test_a_run_without_an_end_in_steps_is_not_trained_on(directory: RunDirectory
     assert steps(directory, trainer={"max_steps": 100})[0].startswith("moe-bench report")
 
 
-@pytest.mark.parametrize(("form", "library"), [("merged", "transformers"), ("adapter", "peft")])
-def test_an_export_that_is_there_is_named(form: str, library: str, directory: RunDirectory) -> None:
-    export = {"dirpath": str(directory.path.absolute() / "huggingface"), "form": form}
-    callbacks = {"huggingface_export": export}
-    assert "moe-ckpt export-hf 'outputs/my run' huggingface" in steps(directory, callbacks=callbacks, module=PRETRAINED)
-    (directory.path / "huggingface").mkdir()
-    text = next_steps(directory, CONFIG | {"callbacks": callbacks, "module": PRETRAINED})
-    assert "outputs/my run/huggingface" in text
-    assert f"from_pretrained of {library}" in text
-    assert "moe-ckpt" not in text
-
-
 def test_a_report_needs_what_draws_it(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install \"moe-lightning[plots]\" && moe-bench report 'outputs/my run'" in steps(directory)

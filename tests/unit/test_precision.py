@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from moe_lightning import ExpertParallelStrategy, MoELayer
-from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
 from moe_lightning.models.gpt import GPTConfig, Rotary
 from moe_lightning.moe.router import Router, RouterConfig
 from moe_lightning.strategies.precision import convert_by_rule
 from moe_lightning.strategies.stages import StageCut
 from tests.distributed.training import quiet_trainer
-from tests.huggingface_models import make_checkpoint, reloaded
+from tests.huggingface_models import export, make_checkpoint, reloaded
 
 HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -168,7 +167,7 @@ def test_pretrained_biases_and_rotary_frequencies_stay_exact(tmp_path: Path) -> 
     exact.configure_model()
     ids = torch.arange(17).repeat(2, 1)
     loader = DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=2)
-    fit(module, tmp_path, "bf16-true", 1, loader=loader, callbacks=[HuggingFaceExport(tmp_path / "ours")])
+    export(fit(module, tmp_path, "bf16-true", 1, loader=loader), tmp_path / "ours")
     expected, found = dict(exact.named_buffers()), dict(module.named_buffers())
     kept = [name for name in expected if name.endswith(("expert_bias_E", "inv_freq"))]
     assert len(kept) > 2

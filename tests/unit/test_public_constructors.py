@@ -24,7 +24,6 @@ from tests.test_layers import PACKAGE
 NEEDED: dict[str, dict[str, Any]] = {
     "GPTModule": {"config": {"d_model": 8, "num_heads": 2, "num_layers": 2}},
     "HuggingFaceConfig": {"pretrained": "folder"},
-    "HuggingFaceExport": {"dirpath": "folder"},
     "MoELayer": {"d_model": 4, "d_expert": 8, "num_experts": 4},
     "PartialExpertsCheckpoint": {"dirpath": "folder"},
     "RoutingReplay": {"path": "folder"},
@@ -35,7 +34,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 CLASSES = (
     "CompileDense", "DynamicK", "ExpertModelSummary", "ExpertParallelStrategy", "FaultRecovery", "ForcedRouting",
-    "GPTConfig", "GPTModule", "HuggingFaceConfig", "HuggingFaceExport", "LoadBalancer", "MoELayer", "OptimizerConfig",
+    "GPTConfig", "GPTModule", "HuggingFaceConfig", "LoadBalancer", "MoELayer", "OptimizerConfig",
     "PartialExpertsCheckpoint", "RouterConfig", "RoutingReplay", "StepSampler",
     "SwinConfig", "UpcyclingConfig",
 )  # fmt: skip

@@ -40,6 +40,18 @@ _QWEN3 = ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_in
 _MIXTRAL = ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2})
 
 
+class Exported(pl.Callback):
+    """Saves the model at the end of training, and exports the checkpoint to the folder ours."""
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        from moe_lightning.cli.huggingface import export_checkpoint
+
+        trainer.save_checkpoint("ours.ckpt")
+        if trainer.is_global_zero:
+            export_checkpoint(Path("ours.ckpt"), Path("ours"))
+        trainer.strategy.barrier()
+
+
 def _round_trip(kind: tuple[str, Mapping[str, Any]], **options: Any) -> Callable[[int], Any]:
     """Logits of what two ranks export, and those of the model that they loaded."""
 
@@ -47,7 +59,6 @@ def _round_trip(kind: tuple[str, Mapping[str, Any]], **options: Any) -> Callable
         os.environ["HF_HUB_OFFLINE"] = "1"
         transformers: Any = importlib.import_module("transformers")
         from moe_lightning import HuggingFaceModule
-        from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -63,7 +74,7 @@ def _round_trip(kind: tuple[str, Mapping[str, Any]], **options: Any) -> Callable
             trainer={"limit_train_batches": 1, "max_epochs": 1},
             data=Tokens,
         )
-        train(rank, 2, training, [HuggingFaceExport("ours")])
+        train(rank, 2, training, [Exported()])
         if rank:
             return {}, {}
         ids = torch.stack([Tokens()[index][0] for index in range(4)])
@@ -80,7 +91,6 @@ def _merged(rank: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     os.environ["HF_HUB_OFFLINE"] = "1"
     transformers: Any = importlib.import_module("transformers")
     from moe_lightning import HuggingFaceModule
-    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -103,19 +113,19 @@ def _merged(rank: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         ),
         trainer={"limit_train_batches": 2, "max_epochs": 1},
     )
-    train(rank, 1, training, [Logits(), HuggingFaceExport("ours")])
+    train(rank, 1, training, [Logits(), Exported()])
     with torch.no_grad():
         ours = transformers.AutoModelForCausalLM.from_pretrained(Path("ours")).eval()(ids).logits
     return {"logits": ours}, logits
 
 
 def _base_alone() -> None:
-    from moe_lightning.callbacks import huggingface_export
+    from moe_lightning.models.huggingface import export
 
     def around(own: Any, stacks: Mapping[str, Tensor], *args: Any) -> Any:
         return own({name: stack for name, stack in stacks.items() if not name.startswith("lora_")}, *args)
 
-    replace(huggingface_export, "merged_experts", around)
+    replace(export, "merged_experts", around)
 
 
 def _written(change: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> Fault:

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
@@ -31,9 +29,6 @@ from moe_lightning.models.huggingface.loading import dense_tensors, transformers
 from moe_lightning.models.huggingface.weights import dtype_named, write_weights
 from moe_lightning.moe.adapters import AdapterConfig, is_adapter
 from moe_lightning.moe.experts import dequantise
-
-_MARK = "moe_lightning_export.json"
-"""Lies in a folder that an export wrote and names the run, which may write it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,26 +51,18 @@ class Export:
     in_float32: frozenset[str]
     dtype: torch.dtype
 
-    def write(
-        self,
-        path: Path,
-        dense: Mapping[str, Tensor],
-        experts: Iterable[Mapping[str, Tensor]],
-        *,
-        run: str | None = None,
-    ) -> int:
+    def write(self, path: Path, dense: Mapping[str, Tensor], experts: Iterable[Mapping[str, Tensor]]) -> int:
         """Write the checkpoint into a new folder, which gets its name when it is whole; returns the bytes of tensors.
 
         Args:
             path: of the folder.
             dense: the tensors by the names in our model.
             experts: for each block the full stacks [E, ...] by parameter; only one block's are held at a time.
-            run: names the run that exports; it may replace what it exported before. None: nothing is replaced.
 
         Raises:
             ConfigurationError: the folder exists already.
         """
-        with _new_folder(path, run) as staged:
+        with _new_folder(path) as staged:
             self.config.save_pretrained(staged)
             return write_weights(staged, self._files(dense, experts))
 
@@ -126,62 +113,26 @@ def plan_export(architecture: Architecture, model: nn.Module, dtype: str | None 
 
 
 @contextmanager
-def _new_folder(path: Path, run: str | None) -> Iterator[Path]:
-    """Yield a folder that gets its name when it is whole, in place of an earlier export of the same run.
+def _new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder that gets its name when it is whole.
 
     Raises:
-        ConfigurationError: something else has that name.
+        ConfigurationError: something has that name already.
     """
-    if path.exists() and not is_export_of(run, path):
+    if path.exists():
         raise existing(path)
-    staged, former = (path.with_name(f".{path.name}.{os.getpid()}.{what}") for what in ("new", "old"))
+    staged = path.with_name(f".{path.name}.{os.getpid()}.new")
     staged.mkdir(parents=True)
     try:
         yield staged
-        (staged / _MARK).write_text(json.dumps({"run": _digest(run)}) + "\n")
-        if path.exists():
-            os.rename(path, former)
         os.rename(staged, path)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    shutil.rmtree(former, ignore_errors=True)
-
-
-def is_export_of(run: str | None, path: Path) -> bool:
-    """True if a run wrote a folder by an export; False without a run."""
-    try:
-        said = json.loads((path / _MARK).read_text())
-    except (OSError, ValueError):
-        return False
-    return run is not None and isinstance(said, dict) and said.get("run") == _digest(run)
-
-
-def _digest(run: str | None) -> str | None:
-    """The name of a run is a path, which an exported folder does not tell others."""
-    return None if run is None else xxhash.xxh3_128_hexdigest(os.fsencode(run))
 
 
 def existing(path: Path) -> ConfigurationError:
     """Return the error of an export that would overwrite something."""
     return ConfigurationError(f"{path} exists already: name another folder")
-
-
-def check_target(path: Path, run: str | None) -> None:
-    """Refuse a place for an export before anything is trained for it.
-
-    Raises:
-        ConfigurationError: it holds something else than an earlier export of the run, or cannot be written.
-    """
-    if path.exists() and not is_export_of(run, path):
-        raise existing(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent):
-            return
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path} cannot be written ({error.strerror}): name a folder where you may write"
-        ) from None
 
 
 def copy_companions(
@@ -288,8 +239,6 @@ def write_adapter(
     base: str,
     dense: Mapping[str, Tensor],
     experts: Iterable[Mapping[str, Tensor]],
-    *,
-    run: str | None = None,
 ) -> int:
     """Write a folder that `peft.PeftModel.from_pretrained` and vLLM load onto the plain checkpoint; returns its bytes.
 
@@ -299,7 +248,6 @@ def write_adapter(
         base: the plain checkpoint by folder or name, for peft's own notes.
         dense: tensors by the names in our model, the adapters of layers among them.
         experts: for each block the full stacks [E, ...], of which only the adapters are taken.
-        run: names the run that exports; it may replace what it exported before. None: nothing is replaced.
 
     Raises:
         ConfigurationError: the folder exists already.
@@ -330,7 +278,7 @@ def write_adapter(
         "inference_mode": True,
     }
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with _new_folder(path, run) as staged:
+    with _new_folder(path) as staged:
         (staged / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
         save_safetensors(plain, staged / "adapter_model.safetensors", {"format": "pt"})
     return sum(tensor.nbytes for tensor in plain.values())
