@@ -419,7 +419,7 @@ def listen(bind: str) -> socket.socket:
     """Return a TCP socket that listens at one address.
 
     Raises:
-        ConfigurationError: it is in use or not of this machine.
+        ConfigurationError: it is in use or not of this machine, or a name that only this machine reaches.
     """
     address = Address.parse(bind)
     try:
@@ -427,6 +427,12 @@ def listen(bind: str) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigurationError(f"cannot listen on {bind} ({error.strerror}): choose another") from None
+    if _is_loopback(target[0]) and address.host != "localhost" and not _is_loopback(address.host):
+        listener.close()
+        raise ConfigurationError(
+            f"{address.host} is {target[0]} on this machine (/etc/hosts), which no other one reaches: bind this "
+            f"machine's address, or 0.0.0.0:{address.port}"
+        )
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(target)
@@ -435,6 +441,10 @@ def listen(bind: str) -> socket.socket:
         listener.close()
         raise ConfigurationError(f"cannot listen on {bind} ({error.strerror}): choose another") from None
     return listener
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host == "::1"
 
 
 _LONGEST_KEY = 1024

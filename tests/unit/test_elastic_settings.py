@@ -35,7 +35,7 @@ from moe_lightning.elastic.protocol import Address, create_secret, read_secret
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.run import main as run_main
-from moe_lightning.elastic.server import ServerThread
+from moe_lightning.elastic.server import ServerThread, listen
 from moe_lightning.elastic.worker import RunFinished
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
@@ -398,3 +398,13 @@ def test_the_end_of_a_run_is_not_lost_with_the_host(tmp_path: Path) -> None:
             two.join(is_ready=True)
         closing.join()
         two.close()
+
+
+def test_a_name_that_only_its_machine_reaches_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian and images of clouds write the machine's own name to /etc/hosts in this way."""
+    kind = socket.AF_INET, socket.SOCK_STREAM, 0, ""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*kind, ("127.0.0.1", 0))])
+    for host in ("localhost", "127.0.0.1"):
+        listen(f"{host}:0").close()
+    with pytest.raises(ConfigurationError, match=r"node1 is 127\.0\.0\.1 on this machine .*bind .*0\.0\.0\.0:29510"):
+        listen("node1:29510")
