@@ -461,8 +461,8 @@ class ElasticLauncher:
         Raises:
             RanksFailed: a user error, an exception in the last worker, or more deaths than `max_restarts`.
             Interrupted: a signal ended the run, or a notice of preemption all workers; a second signal ends it at once.
-            ConfigurationError: the endpoint's address is wrong, it does not answer while nobody trains here, or this
-                machine is refused for its health.
+            ConfigurationError: the endpoint's address is wrong, it does not answer while nobody trains here, no network
+                interface leads there, or this machine is refused for its health.
         """
         append_to_outputs()
         with restored_signal_handlers(), self._open_rendezvous() as (task, link):
@@ -631,6 +631,11 @@ class _Workers:
     ) -> None:
         self._launcher, self._task, self._connection, self._program = launcher, task, link, program
         self._interface = interface_towards(Address.parse(task.address)) if launcher.rdzv_endpoint is not None else None
+        if launcher.num_nodes > 1 and self._interface is None and "GLOO_SOCKET_IFNAME" not in os.environ:
+            raise ConfigurationError(
+                f"the network interface towards {task.address} cannot be determined: set GLOO_SOCKET_IFNAME to the one "
+                "that leads to the other machines"
+            )
         self._clock = ProcessClock()
         self._alone_since = 0.0
         self._running: dict[int, _Worker] = {}

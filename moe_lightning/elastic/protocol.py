@@ -187,17 +187,26 @@ class Address:
 
 
 def interface_towards(address: Address) -> str | None:
-    """Return the interface that packets to a host leave by; None if it cannot be determined (Linux, IPv4 only)."""
+    """Return the interface that packets to a host leave by; None if it cannot be determined (Linux only)."""
     try:
         family, target = address.resolve()
-        if family != socket.AF_INET:
+        if family == socket.AF_UNIX:
             return None
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             mine = probe.getsockname()[0]
+            if family == socket.AF_INET6:
+                return _interface_of_ipv6(mine)
             return next((name for _, name in socket.if_nameindex() if _address_of(probe, name) == mine), None)
     except OSError:
         return None
+
+
+def _interface_of_ipv6(host: str) -> str | None:
+    """Return the interface that has an IPv6 address."""
+    packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0]).hex()
+    rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    return next((row[-1] for row in rows if row[0] == packed), None)
 
 
 def _address_of(any_socket: socket.socket, interface: str) -> str | None:

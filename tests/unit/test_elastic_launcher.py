@@ -19,7 +19,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from moe_lightning.elastic import launcher, worker
 from moe_lightning.elastic.launcher import ElasticLauncher, WorkerLogs, restored_signal_handlers
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticSettings, ElasticTask
+from moe_lightning.elastic.protocol import Address, interface_towards
 from moe_lightning.elastic.worker import Interrupted
+from moe_lightning.errors import ConfigurationError
 
 PATIENCE_S = 20.0
 
@@ -186,3 +188,25 @@ def test_machines_that_share_a_folder_have_logs_of_their_own(machine: Machine) -
     paths = [str(each.path(0, "err").relative_to(logs)) for each in machine.started]
     assert [path for path in paths if "rank1" in path] == ["a/rank1.err", "b/rank1.err", "rank1.err"]
     assert all((logs / node / "rank1.err").exists() for node in ("a", "b", "."))
+
+
+def test_several_machines_never_connect_over_the_loopback_by_silence(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the interface is not found, as for a second address of one, the user names it."""
+    several = {"num_nodes": 2, "rdzv_endpoint": "127.0.0.1:1", "secret_file": "secret", "check_health": False}
+    monkeypatch.setattr(launcher, "interface_towards", lambda address: None)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(ConfigurationError, match=r"interface towards .* set GLOO_SOCKET_IFNAME"):
+        machine.run(**several)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    machine.run(**several)
+    assert len(machine.started) == 2
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="has no IPv6")
+def test_the_interface_of_an_ipv6_address_is_found() -> None:
+    rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    if not any(int(row[0], 16) == 1 for row in rows):
+        pytest.skip("no IPv6 loopback")
+    assert interface_towards(Address(host="::1", port=1)) == "lo"
