@@ -11,6 +11,7 @@ the archive itself, except tensors that repeat their elements, within a limit.
 
 from __future__ import annotations
 
+import glob
 import io
 import itertools
 import operator
@@ -562,7 +563,7 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
         OSError: the storage failed; what was written is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left_over in path.parent.glob(f".{path.name}.*.new"):  # by a process that died while it wrote
+    for left_over in path.parent.glob(f".{glob.escape(path.name)}.*.new"):  # by a process that died while it wrote
         left_over.unlink(missing_ok=True)
     staged = path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
     try:

@@ -244,7 +244,8 @@ class CheckpointSession:
 
     def _has_committed(self, step: int) -> bool:
         status = self.status()
-        return status.committed_session == self._opening.session and (status.committed_step or -1) >= step
+        is_ours = status.committed_session == self._opening.session
+        return is_ours and status.committed_step is not None and status.committed_step >= step
 
     @property
     def last_report(self) -> SnapshotReport | None:

@@ -160,11 +160,20 @@ def test_a_full_disk_leaves_the_file_before_and_nothing_else(
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_what_a_killed_save_left_is_taken_away(file: Path) -> None:
+@pytest.mark.parametrize("name", ["last.ckpt", "epoch=1[best].ckpt"])
+def test_what_a_killed_save_left_is_taken_away(file: Path, name: str) -> None:
+    file = file.rename(file.with_name(name))
     left = file.with_name(f".{file.name}.0123456789ab.new")
     left.write_bytes(b"half")
     write_file(STATE, file)
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_checkpoint_of_step_0_is_committed_like_others() -> None:
+    status = AgentStatus(committed_session="1", committed_step=0)
+    own: Any = SimpleNamespace(status=lambda: status, _opening=SimpleNamespace(session="1"))
+    assert CheckpointSession._has_committed(own, 0)
+    assert not CheckpointSession._has_committed(own, 1)
 
 
 def fit(folder: Path, steps: int, **options: Any) -> pl.Trainer:
