@@ -12,9 +12,11 @@ all in an epoch that is resumed.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -27,6 +29,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
 )
 
 from moe_lightning.compat import private_lightning, private_torch
@@ -441,6 +444,19 @@ def _kind(thing: Any) -> Any:
     if not kind.__module__.startswith("torchdata.stateful_dataloader"):
         return kind
     return getattr(torch.utils.data, kind.__name__.removeprefix("Stateful"), kind)
+
+
+def outline_of(loader: object) -> list[Any]:
+    """Return what loaders of all ranks have in common: class and length of the data set, and for a Subset, or one of
+    another, a checksum of the indices.
+    """
+    data, sums = getattr(loader, "dataset", None), []
+    size = len(data) if isinstance(data, Sized) and not isinstance(data, IterableDataset) else None
+    outline = [type(data).__name__, size]
+    while isinstance(data, Subset):
+        sums.append(zlib.crc32(np.asarray(data.indices, dtype=np.int64).tobytes()))
+        data = data.dataset
+    return [*outline, sums]
 
 
 def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from moe_lightning.checkpoint.files import SUFFIX, weights_alone
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
-from moe_lightning.data.loader import follow_schedule
+from moe_lightning.data.loader import follow_schedule, outline_of
 from moe_lightning.dispatch.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import ShadowPlan
@@ -86,7 +86,13 @@ from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExper
 from moe_lightning.strategies.precision import convert_by_rule
 from moe_lightning.strategies.stages import StageState, StageTransfer
 from moe_lightning.strategies.state_check import CheckInterval
-from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, require_loss
+from moe_lightning.strategies.step_data import (
+    StepData,
+    begin_batch,
+    require_accumulation,
+    require_loss,
+    require_same_data,
+)
 from moe_lightning.strategies.step_update import StepUpdate
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import FIXED_GROUPS, StateTransfer, TrainState
@@ -481,7 +487,8 @@ class ExpertParallelStrategy(DDPStrategy):
             if any(shape != shapes[0] for shape in shapes):
                 raise ConfigurationError(
                     f"all_gather of tensors of the shapes {', '.join(map(str, shapes))}, one of each rank: ranks have "
-                    "shares of a batch of different sizes, so gather with a torchmetrics.CatMetric, or pad to one shape"
+                    "shares of a batch of different sizes, so gather with a torchmetrics.CatMetric, or pad to one "
+                    "shape, and train with drop_last=True on batches that the ranks divide"
                 )
         return super().all_gather(tensor, group, sync_grads)
 
@@ -696,9 +703,12 @@ class ExpertParallelStrategy(DDPStrategy):
         """Cut a loader over the ranks: its batch_size is the global batch.
 
         Raises:
-            ConfigurationError: a loader that cannot be cut exactly: an iterable dataset, batches of the user's own...
+            ConfigurationError: a loader that cannot be cut exactly: an iterable dataset, batches of the user's own...,
+                or ranks have other data.
         """
         assert self.lightning_module is not None
+        if self.world.size > 1 and not self.worlds.is_elastic:  # a rank that joins later would ask alone
+            require_same_data(all_gather_json(outline_of(dataloader), self.world))
         return self.step_data.cut(dataloader, self.lightning_module.trainer)
 
     def share_samples(self, speeds: IntArray | None, most: int | None = None) -> None:

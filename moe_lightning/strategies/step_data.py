@@ -165,6 +165,23 @@ def is_in_step(trainer: pl.Trainer) -> bool:
     return is_waiting or private_lightning.is_step_open(trainer)
 
 
+def require_same_data(outlines: Sequence[list[Any]]) -> None:
+    """
+    Args:
+        outlines: what `outline_of` returns on each rank.
+
+    Raises:
+        ConfigurationError: they differ.
+    """
+    other = next((rank for rank, outline in enumerate(outlines) if outline != outlines[0]), None)
+    if other is not None:
+        (first, size, _), (second, others, _) = outlines[0], outlines[other]
+        raise ConfigurationError(
+            f"rank 0 has {size} samples of {first} and rank {other} {others} of {second}, or other indices: give every "
+            "rank the whole data set in one order, and random_split a seeded generator; the strategy cuts its batches"
+        )
+
+
 def require_loss(output: object, trainer: pl.Trainer) -> None:
     """
     Raises:
