@@ -144,6 +144,19 @@ def require_separate_updates(optimizers: Sequence[Optimizer], stacks: Collection
     _require_updates_by_row(optimizers)
 
 
+def require_no_exchanged_weights(optimizers: Sequence[Optimizer]) -> None:
+    """
+    Raises:
+        ConfigurationError: an optimizer that exchanges weights by its states, which zero1 keeps on one rank each.
+    """
+    for optimizer in optimizers:
+        if callable(getattr(optimizer, "eval", None)):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} exchanges weights by its states in eval() and train(), and dense=zero1 "
+                "keeps each state on one rank: use dense=ddp or fsdp"
+            )
+
+
 def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collection[nn.Parameter]) -> None:
     """Try every optimizer on small parameters with its own options.
 

@@ -13,6 +13,7 @@ import logging
 import time
 from contextlib import suppress
 from functools import cached_property
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -158,6 +159,12 @@ def explained(error: Exception) -> Exception:
         return ConfigurationError(
             "the module has parameters that the loss of a training_step does not depend on: if that is meant, use "
             "ExpertParallelStrategy(find_unused_parameters=True)"
+        )
+    functions = {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
+    if isinstance(error, KeyError) and "on_save_checkpoint" in functions:
+        error.add_note(
+            "checkpoint['state_dict'] and ['optimizer_states'] are filled on rank 0 alone, and empty in checkpoint "
+            "directories: edit them with .get or .pop(key, None)"
         )
     if "mixed torch.Tensor and DTensor" in str(error):
         error.add_note(

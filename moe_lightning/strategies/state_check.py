@@ -12,7 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from moe_lightning.config import NonNegativeInt
-from moe_lightning.errors import StateDamagedError
+from moe_lightning.errors import ConfigurationError, StateDamagedError
+from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.state.averages import AVERAGE
 from moe_lightning.state.sums import (
     GRADIENT,
@@ -305,8 +306,10 @@ class StateCheck:
 
         Raises:
             StateDamagedError: on every rank.
+            ConfigurationError: on every rank, learning rates differ.
         """
         world = self._worlds.present
+        self._require_same_rates()
         of_state = [damage for damage in found if not damage.name.startswith(GRADIENT)]
         by_comparison = any(not damage.changed for damage in found)
         repeats = by_comparison and self._repaired_in == world.generation
@@ -328,6 +331,20 @@ class StateCheck:
             )
         if left := differing(self._sums(), world):
             raise self._error(left, step)
+
+    def _require_same_rates(self) -> None:
+        """Compare the learning rates of the ranks, whose difference is no damage. Collective.
+
+        Raises:
+            ConfigurationError: on every rank, they differ.
+        """
+        own = [float(group["lr"]) for optimizer in self._state.optimizers for group in optimizer.param_groups]
+        rates = all_gather_json(own, self._worlds.present)
+        if other := next((rank for rank, each in enumerate(rates) if each != rates[0]), None):
+            raise ConfigurationError(
+                f"the learning rate is {rates[0]} on rank 0 and {rates[other]} on rank {other}, so their replicas "
+                "differ: a scheduler follows a value that each rank has by itself; log that with sync_dist=True"
+            )
 
     def _error(self, found: Sequence[Damage], step: int) -> StateDamagedError:
         first = next((damage for damage in found if not damage.healthy), found[0])

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.arithmetic_check import ArithmeticCheck
-from moe_lightning.strategies.checks import require_separate_updates
+from moe_lightning.strategies.checks import require_no_exchanged_weights, require_separate_updates
 from moe_lightning.strategies.gradients import Gradients, norm_of, scale_gradients
 from moe_lightning.strategies.options import RunOptions
 from moe_lightning.strategies.precision import AgreedScaler, own_scale, share_scale
@@ -82,11 +82,13 @@ class StepUpdate:
             are_new: others had been checked.
 
         Raises:
-            ConfigurationError: an optimizer under which replicas of an expert would diverge.
+            ConfigurationError: an optimizer under which replicas of an expert, or the models of ranks, would diverge.
         """
         num_groups = sum(len(optimizer.param_groups) for optimizer in optimizers)
         if (are_new or num_groups != self._num_groups) and self._worlds.may_have_peers:
             require_separate_updates(optimizers, self._state.experts.stack_of)
+            if self._state.shards.kind == "zero1":
+                require_no_exchanged_weights(optimizers)
         self._num_groups = num_groups
 
     def begin_training(self) -> None:
