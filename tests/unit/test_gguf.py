@@ -192,6 +192,42 @@ def test_adapters_are_added_and_a_trained_tokenizer_is_used(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("has_own_end", "end", "expected"),
+    [
+        (False, None, {"eos": 383}),
+        (False, 65, {"eos": 65}),
+        (True, 65, {"eos": 2, "eot": 65}),
+        (True, None, {"eos": 2}),
+    ],
+)
+def test_a_text_ends_where_generation_does(
+    has_own_end: bool, end: int | None, expected: dict[str, int], tmp_path: Path
+) -> None:
+    """Else llama.cpp takes token 11 for the end, which is a comma."""
+    import gguf
+
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    checkpoint("mixtral", tmp_path)
+    theirs = tmp_path / "theirs"
+    module = HuggingFaceModule({"pretrained": str(theirs), "context_length": 16})
+    module.configure_model()
+    own = {} if has_own_end else {"trained_tokenizer": (theirs / "tokenizer.json").read_text().replace("</s>", "x")}
+    save(module, tmp_path / "run.ckpt", TextData={**own, "end_of_text": end})
+    assert main(["export-gguf", str(tmp_path / "run.ckpt"), str(tmp_path / "model.gguf")]) == 0
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    names = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")}
+    assert {name: field.contents() for name, field in names.items() if field is not None} == expected
+
+
+def test_a_vocabulary_without_room_for_an_end_is_warned_of(tmp_path: Path) -> None:
+    from moe_lightning.models.huggingface.gguf_file import _further_ends
+
+    with pytest.warns(UserWarning, match="has no end token, .* --ignore-eos, or train with data.end_of_document=ID"):
+        assert _further_ends(tmp_path, {}, {0: "a"}, []) == {}
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text
+from moe_lightning.hub import GENERATION
 from moe_lightning.models.huggingface.export import Export
 
 
@@ -232,7 +234,31 @@ def _add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
     if not is_byte_level:
         writer.add_token_scores([-float(index) for index in range(config.vocab_size)])
         writer.add_add_space_prefix(_begins_with_space(content))
-    gguf.SpecialVocab(folder, load_merges=is_byte_level, n_vocab=config.vocab_size).add_to_gguf(writer)
+    special = gguf.SpecialVocab(folder, load_merges=is_byte_level, n_vocab=config.vocab_size)
+    unused = [index for index in range(config.vocab_size) if index not in texts]
+    special.special_token_ids |= _further_ends(folder, special.special_token_ids, texts, unused)
+    special.add_to_gguf(writer)
+
+
+def _further_ends(
+    folder: Path, known: Mapping[str, int], texts: Mapping[int, str], unused: Sequence[int]
+) -> dict[str, int]:
+    """Ends of a text that only the defaults of generation name, as llama.cpp names them; without any, a token that no
+    text has, since llama.cpp then ends at token 11 of byte-level BPE.
+    """
+    path = folder / GENERATION
+    named: Any = json.loads(read_text(path)).get("eos_token_id") if path.is_file() else None
+    listed: list[int] = named if isinstance(named, list) else [named]
+    ends = [end for end in listed if end in texts and end != known.get("eos")]
+    if "eos" in known:
+        return {"eot": ends[-1]} if ends and "eot" not in known else {}
+    if ends or unused:
+        return {"eos": (ends or unused)[-1]}
+    rank_zero_warn(
+        "the tokenizer has no end token, so llama.cpp ends texts at a token of its own choice: run it with "
+        "--ignore-eos, or train with data.end_of_document=ID"
+    )
+    return {}
 
 
 def _is_sentence_piece(model: Mapping[str, Any]) -> bool:
