@@ -102,6 +102,7 @@ class PlannedRun:
         replicas: of each expert.
         num_ranks, ranks_per_node: of the world.
         has_snapshots: checkpoints are copied into buffers that share the ranks' memory.
+        offloads: moments of dense parameters are in the memory of the host, and updated there.
         counts: the memory of activations is counted on the model, which is built for it; False: by a closed form.
     """
 
@@ -114,6 +115,7 @@ class PlannedRun:
     num_ranks: int
     ranks_per_node: int
     has_snapshots: bool = False
+    offloads: bool = False
     counts: bool = True
 
     @property
@@ -139,6 +141,10 @@ class PlannedRun:
             counted: False for the closed form.
         """
         work = self.workload if counted else self.plain_workload
+        if self.offloads:
+            footprint = footprint_of(work)
+            on_device = replace(footprint, dense=footprint.dense._replace(optimizer=0.0), dense_update=0.0)
+            work = replace(work, footprint=on_device)
         slices = self.num_ranks / self.mesh.unit
         micro_batches = self.mesh.micro_batches_of(self.global_batch / slices)
         samples = -(-self.global_batch // (slices * micro_batches)) * slices * micro_batches
@@ -210,6 +216,7 @@ def planned_run(config: Mapping[str, Any], num_ranks: int, ranks_per_node: int) 
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
         has_snapshots=on_cpu and bool(config["callbacks"].get("partial_experts_checkpoint")),
+        offloads=not on_cpu and bool(strategy.get("offload_optimizer")),
     )
 
 

@@ -154,6 +154,21 @@ def test_a_run_with_averages_needs_their_memory(name: str) -> None:
     assert more == pytest.approx(plain.memory().parameters)
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_moments_in_the_memory_of_the_host_are_not_on_the_gpu(counted: bool) -> None:
+    config = _config("strategy.offload_optimizer=true", "trainer.precision=bf16-mixed", ranks=2)
+    config["trainer"]["accelerator"] = "gpu"
+    offloaded = planned_run(config, 2, 2)
+    config["strategy"]["offload_optimizer"] = False
+    plain = planned_run(config, 2, 2)
+    assert offloaded is not None
+    assert plain is not None
+    assert plain.memory(counted=counted).parameters == offloaded.memory(counted=counted).parameters
+    bytes_each = 8 if counted else 12  # the closed form also keeps a copy of the weights there
+    moved = plain.memory(counted=counted).optimizer - offloaded.memory(counted=counted).optimizer
+    assert moved == pytest.approx(bytes_each * plain.workload.dense_params, rel=0.01)
+
+
 def test_settings_reach_the_planner() -> None:
     run = _run("strategy.mesh.tp=2", "trainer.accumulate_grad_batches=2", "callbacks=[recompute,fault_recovery]")
     assert (run.mesh.tp, run.mesh.micro_batches, run.training.recomputes, run.replicas) == (2, 2, True, 2)
