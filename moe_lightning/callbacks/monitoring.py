@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -274,7 +275,7 @@ class Webhook(MonitoringLogger):
             )
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="webhook")
         self._sent: list[Future[None]] = []
-        self._step: int | None = None  # None: nothing to report an end of
+        self._step: int | None = None  # None: no training to report an end of
         self._is_finite = True
         self._alarms = _Alarms(lambda text: self._send(f": {text}"))
 
@@ -287,7 +288,8 @@ class Webhook(MonitoringLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send what these metrics say; does not wait."""
-        self._step = step if step is not None else self._step or 0
+        if self._step is not None or any(not name.startswith(("val/", "test/", "epoch")) for name in metrics):
+            self._step = step if step is not None else self._step or 0  # not of a validation after training
         if "recovery/total_ms" in metrics:
             self._report(f"recovered from a fault in {float(metrics['recovery/total_ms']):,.0f} ms")
         losses = {name: float(value) for name, value in metrics.items() if name.endswith("loss")}
@@ -307,7 +309,7 @@ class Webhook(MonitoringLogger):
         self._sent.clear()
 
     def _report(self, text: str) -> None:
-        self._send(f", step {self._step:,}: {text}")
+        self._send(f", step {self._step or 0:,}: {text}")
 
     def _send(self, text: str) -> None:
         message = {"text": f"{self._run}{text}"}
@@ -318,5 +320,5 @@ class Webhook(MonitoringLogger):
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S):
                 pass
-        except (OSError, ValueError) as error:
+        except (OSError, HTTPException, ValueError) as error:
             rank_zero_warn(f"a message about the run could not be sent to the webhook: {one_line(error)}")

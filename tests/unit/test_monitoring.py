@@ -163,12 +163,15 @@ def test_json_lines_are_json(tmp_path: Path) -> None:
 def test_a_webhook_gets_what_somebody_wants_to_know(server: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WEBHOOK_VARIABLE, f"http://127.0.0.1:{server.server_port}/secret")
     logger = Webhook(run="a")
+    logger.log_metrics({"val/loss": 1.0, "epoch": 0}, step=0)
     logger.finalize("success")  # of a validation
     logger.log_metrics({"train/loss": 1.0}, step=1)
     logger.log_metrics({"recovery/total_ms": 250.4}, step=1500)
     logger.log_metrics({"train/loss": math.nan}, step=1501)
     logger.log_metrics({"train/loss": math.nan}, step=1502)
     logger.finalize("failed")
+    logger.log_metrics({"val/loss": 1.0, "epoch": 0}, step=1502)  # of the last step, after training
+    logger.finalize("success")
     assert [json.loads(body)["text"] for body in bodies(server)] == [
         "a, step 1,500: recovered from a fault in 250 ms",
         "a, step 1,501: train/loss is nan",
@@ -195,6 +198,23 @@ def test_a_webhook_without_a_safe_address_is_refused(url: str, monkeypatch: pyte
     monkeypatch.setenv(WEBHOOK_VARIABLE, url)
     with pytest.raises(ConfigurationError, match=f"environment variable {WEBHOOK_VARIABLE}"):
         Webhook()
+
+
+def test_a_webhook_whose_answer_is_no_http_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv(WEBHOOK_VARIABLE, f"http://127.0.0.1:{listener.getsockname()[1]}/secret")
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"nonsense\n\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.warns(UserWarning, match="could not be sent to the webhook"):
+            Webhook()._post(b"{}")
+        thread.join()
 
 
 def test_a_webhook_that_is_gone_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
