@@ -192,13 +192,6 @@ def test_an_unreadable_old_manifest_does_not_stop_commits(tmp_path: Path, harm: 
         newest(made.root).verify()
 
 
-def test_pruning_keeps_no_more_than_it_is_told(tmp_path: Path) -> None:
-    with node(tmp_path, keep_last=2) as made:
-        made.save(1)
-        commits(made, range(2, 12))
-        assert len(checkpoints(made.root)) == 2
-
-
 def test_many_checkpoints_cost_no_more_time_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
     read = directory.read_manifest

@@ -57,6 +57,7 @@ def test_plans_do_not_depend_on_memory_layout_or_repetition():
     replicas = (generator.random((24, 12)) < 0.25).astype(np.int64)
     replicas[:, 3] += replicas.sum(axis=1) == 0
     quota = balanced_quota(tokens.sum(axis=1), replicas)
+    assert np.array_equal(balanced_quota(tokens.sum(axis=1), np.asfortranarray(replicas)), quota)
     for rank in range(12):
         first = dispatch_splits(tokens, quota, rank)
         again = dispatch_splits(np.asfortranarray(tokens), np.asfortranarray(quota), rank)

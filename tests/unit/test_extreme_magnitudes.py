@@ -150,6 +150,7 @@ def test_quotas_of_the_most_tokens_are_exact(tokens: list[int], speeds: list[int
         balanced_quota(np.array(tokens), replicas),
         balanced_quota(np.array(tokens), replicas, np.array(speeds)),
     ):
+        assert quota.dtype == np.int64
         assert quota.min() >= 0
         assert quota.sum(axis=1).tolist() == tokens
         assert not quota[replicas == 0].any()
