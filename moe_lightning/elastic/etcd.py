@@ -171,6 +171,9 @@ class TransactionOutcome:
     found: tuple[Entry | None, ...]
 
 
+_AUTHENTICATE = "/v3/auth/authenticate"
+
+
 class EtcdClient:
     """Client of an etcd cluster, for several threads. A member that does not answer is replaced by the next one.
 
@@ -298,12 +301,14 @@ class EtcdClient:
     def _try(self, ask: Callable[[str], Json]) -> Json:
         """Ask one member after another, beginning with the last that answered."""
         for attempt in range(len(self._access.endpoints)):
+            used = self._current
             try:
                 return ask(self._url)
             except EtcdRefused:
                 raise
             except EtcdError:
-                self._current += 1
+                if self._current == used:  # no other thread has gone on
+                    self._current = used + 1
                 self.end_watch()
                 if attempt == len(self._access.endpoints) - 1:
                     raise
@@ -311,8 +316,10 @@ class EtcdClient:
 
     def _authenticate(self, url: str) -> None:
         name, _, password = self._access.user.partition(":")
-        self._token = ""
-        self._token = str(self._ask(url, "/v3/auth/authenticate", {"name": name, "password": password})["token"])
+        token = self._ask(url, _AUTHENTICATE, {"name": name, "password": password}).get("token")
+        if not isinstance(token, str) or not token:
+            raise EtcdRefused(f"etcd at {url} gives user {shown(name)} no token: see its --auth-token")
+        self._token = token
 
     def _ask(self, url: str, path: str, request: Json | None) -> Json:
         with closing(self._connect(url)) as connection:
@@ -374,7 +381,9 @@ class EtcdClient:
         return HTTPConnection(address.host, address.port, timeout=_CALL_S)
 
     def _send(self, connection: HTTPConnection, path: str, request: Json | None) -> Any:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": self._token} if self._token else {})
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": self._token} if self._token and path != _AUTHENTICATE else {}
+        )
         connection.request(
             "GET" if request is None else "POST", path, None if request is None else json.dumps(request), headers
         )

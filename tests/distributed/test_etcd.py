@@ -492,3 +492,29 @@ def test_wrong_options(options: dict[str, str], sentence: str, tmp_path: Path) -
 def test_an_access_takes_the_variables_of_etcdctl() -> None:
     access = EtcdAccess.parse("https://a:1, https://[::1]:2/", {"ETCDCTL_USER": "me:it", "ETCDCTL_CACERT": "ca.pem"})
     assert access == EtcdAccess(endpoints=("https://a:1", "https://[::1]:2"), user="me:it", cacert="ca.pem")
+
+
+def test_two_threads_that_fail_at_one_member_ask_the_next_one() -> None:
+    """And pass over no member that may answer."""
+    access = EtcdAccess.parse("http://a:1,http://b:1,http://c:1", {})
+    client, both = EtcdClient(access), threading.Barrier(2)
+
+    def ask(url: str) -> dict[str, str]:
+        if url == access.endpoints[0]:
+            both.wait(10)
+            raise EtcdError("it does not answer")
+        return {"url": url}
+
+    threads = [threading.Thread(target=client._try, args=(ask,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert client._url == access.endpoints[1]
+
+
+def test_a_user_without_a_token_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = EtcdClient(EtcdAccess.parse("http://a:1", {"ETCDCTL_USER": "name:word"}))
+    monkeypatch.setattr(client, "_ask", lambda *_: {"header": {}})
+    with pytest.raises(EtcdRefused, match="etcd at http://a:1 gives user 'name' no token"):
+        client.renew(1)
