@@ -437,7 +437,7 @@ def layer_metrics(number: int, layer: MoELayer) -> Iterator[Metric]:
     area = f"layer{number:02d}"
     tokens, computed = float(statistics.tokens_NE.sum()), float(statistics.computed_NE.sum())
     yield Metric(name=f"moe/{area}/expert_imbalance_ratio", value=imbalance(statistics.tokens_NE.sum(dim=0).cpu()))
-    yield Metric(name=f"moe/{area}/dropped_fraction", value=1.0 - computed / max(tokens, 1.0))
+    yield Metric(name=f"moe/{area}/dropped_fraction", value=1.0 - computed / tokens if tokens else 0.0)
     if layer.auxiliary_loss is not None:
         yield Metric(name=f"moe/{area}/auxiliary_loss", value=float(layer.auxiliary_loss.detach()), over_ranks="mean")
     if dispatcher.last_rank_loads is not None:

@@ -103,6 +103,8 @@ def test_numbers_of_a_layer() -> None:
     metrics = {m.name: m.value for m in layer_metrics(0, _layer([[6, 2], [4, 0]], [[3, 2], [3, 0]]))}
     assert metrics["moe/layer00/expert_imbalance_ratio"] == pytest.approx(10 / 6)
     assert metrics["moe/layer00/dropped_fraction"] == pytest.approx(4 / 12)
+    idle = {m.name: m.value for m in layer_metrics(0, _layer([[0, 0], [0, 0]]))}
+    assert idle["moe/layer00/dropped_fraction"] == 0.0
 
 
 def test_numbers_of_ranks_come_from_the_dispatcher() -> None:
