@@ -77,7 +77,9 @@ class Console(ProgressBar):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._trainer = trainer  # ProgressBar also disables other ranks for good, but a recovery may make one rank 0
+        is_enabled = self._enabled
+        super().setup(trainer, pl_module, stage)
+        self._enabled = is_enabled  # which is off by now on other ranks, but a recovery may make one of them rank 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -11,9 +11,8 @@ that have it; experts come by migration. Nothing is unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Part, TensorCut
 from moe_lightning.state.averages import AVERAGE
 from moe_lightning.state.pieces import StatePiece
-from moe_lightning.state.table import State, numbers_among
+from moe_lightning.state.table import State, numbers_among, require_same_order
 from moe_lightning.state.tensors import cut_of, loading, local, part_of_whole, pieces_of, rows_like, rows_of
 from moe_lightning.state.transfer import gather
 
@@ -182,24 +181,6 @@ def load_local_optimizer_state(state: State, index: int, full: Mapping[str, Any]
         groups.append({**saved_group, "params": numbers})
     with loading(optimizer, state.stack_of) if state.on_host else nullcontext():
         optimizer.load_state_dict({"state": entries, "param_groups": groups})
-
-
-def require_same_order(saved: Sequence[Sequence[str]] | None, own: Sequence[Sequence[str]]) -> None:
-    """Refuse groups in which moments would be those of other parameters, as they are stored by number.
-
-    Args:
-        saved: None in a checkpoint of another program.
-
-    Raises:
-        CheckpointError: a parameter has another number than in the checkpoint.
-    """
-    for number, pair in enumerate(zip(*map(chain.from_iterable, (saved or (), own)), strict=False)):
-        if all(pair) and pair[0] != pair[1]:
-            raise CheckpointError(
-                f"parameter {number} of the checkpoint's optimizer is {pair[0]}, and of this one {pair[1]}, which "
-                "would get the moments of another: give the optimizer its parameters in the order of the run that "
-                "wrote it"
-            )
 
 
 def _numbered_groups(state: State, index: int) -> list[dict[str, Any]]:

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.full_state import require_same_order
 from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.memory import MemoryCheckpoint
 from moe_lightning.checkpoint.policy import CheckpointLedger, Order
@@ -34,7 +33,7 @@ from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.state.averages import AVERAGE, OBJECT_KEY
 from moe_lightning.state.pieces import Block, StatePiece, is_moment
-from moe_lightning.state.table import State
+from moe_lightning.state.table import State, require_same_order
 from moe_lightning.state.tensors import is_digest, require_same_base
 
 

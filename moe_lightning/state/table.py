@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.dispatch.replicas import ExpertStack
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.mesh import RowCut, TensorCut
 from moe_lightning.state.averages import AVERAGE, OBJECT_KEY, Averages
 from moe_lightning.state.pieces import (
@@ -314,3 +315,21 @@ def _made(known: object, dtype: str, shape: tuple[int, ...], home: torch.device)
     if isinstance(known, Tensor) and (known.shape, known.dtype, known.device) == (shape, DTYPES[dtype], home):
         return known
     return torch.zeros(shape, dtype=DTYPES[dtype], device=home)
+
+
+def require_same_order(saved: Sequence[Sequence[str]] | None, own: Sequence[Sequence[str]]) -> None:
+    """Refuse groups in which moments would be those of other parameters, as they are stored by number.
+
+    Args:
+        saved: None in a checkpoint of another program.
+
+    Raises:
+        CheckpointError: a parameter has another number than in the checkpoint.
+    """
+    for number, pair in enumerate(zip(*map(chain.from_iterable, (saved or (), own)), strict=False)):
+        if all(pair) and pair[0] != pair[1]:
+            raise CheckpointError(
+                f"parameter {number} of the checkpoint's optimizer is {pair[0]}, and of this one {pair[1]}, which "
+                "would get the moments of another: give the optimizer its parameters in the order of the run that "
+                "wrote it"
+            )

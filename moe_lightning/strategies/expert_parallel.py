@@ -578,8 +578,6 @@ class ExpertParallelStrategy(DDPStrategy):
         """Go on with the optimizers that a callback or the module has given the Trainer since the last step."""
         if self.state.has_replaced(self.optimizers):
             self._take_optimizers()
-        else:
-            self.update.check_optimizers(self.optimizers)
 
     @override
     def configure_ddp(self) -> None:
@@ -860,6 +858,7 @@ class ExpertParallelStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         require_accumulation(self.state.trainer)
         self._follow_optimizers()
+        self.update.check_optimizers(self.optimizers)
         if self._dense_sum.lacks_unfrozen:
             self.model = self.lightning_module
             self.configure_ddp()

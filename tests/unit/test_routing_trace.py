@@ -175,7 +175,7 @@ def test_the_benchmark_prints_a_row_per_strategy(trace: RoutingTrace, capsys: py
     one_node, two_nodes = ([float(number) for number in line.split()] for line in protection.splitlines()[2:])
     assert (one_node[:2], two_nodes[:2]) == ([4, 1], [4, 2])
     assert one_node[2] <= two_nodes[2]  # protection takes slots from balance
-    assert two_nodes[4] < 1.02  # shadows give it back
+    assert two_nodes[4] < 1.1 < two_nodes[2]  # shadows give most of it back
 
 
 def test_traces_that_cannot_be_judged_say_why(tmp_path: Path) -> None:
