@@ -40,7 +40,7 @@ from moe_lightning.elastic.etcd_rendezvous import EtcdRendezvous
 from moe_lightning.elastic.health import NodeHealth, check_node, write_health
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, worker_token
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED, EXIT_STOPPED
-from moe_lightning.elastic.protocol import Address, ProcessClock, interface_towards, read_secret
+from moe_lightning.elastic.protocol import Address, ProcessClock, interface_towards, loopback_of_name, read_secret
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import (
     FAILURE_FILE_VARIABLE,
@@ -461,8 +461,8 @@ class ElasticLauncher:
         Raises:
             RanksFailed: a user error, an exception in the last worker, or more deaths than `max_restarts`.
             Interrupted: a signal ended the run, or a notice of preemption all workers; a second signal ends it at once.
-            ConfigurationError: the endpoint's address is wrong, it does not answer while nobody trains here, no network
-                interface leads there, or this machine is refused for its health.
+            ConfigurationError: the endpoint's address is wrong or a loopback address by name, it does not answer while
+                nobody trains here, no network interface leads there, or this machine is refused for its health.
         """
         append_to_outputs()
         with restored_signal_handlers(), self._open_rendezvous() as (task, link):
@@ -630,7 +630,13 @@ class _Workers:
         self, launcher: ElasticLauncher, task: ElasticTask, link: LauncherClient, program: Sequence[str]
     ) -> None:
         self._launcher, self._task, self._connection, self._program = launcher, task, link, program
-        self._interface = interface_towards(Address.parse(task.address)) if launcher.rdzv_endpoint is not None else None
+        address = Address.parse(task.address)
+        self._interface = interface_towards(address) if launcher.rdzv_endpoint is not None else None
+        if launcher.num_nodes > 1 and (loopback := loopback_of_name(address)) is not None:
+            raise ConfigurationError(
+                f"{address.host} is {loopback} on this machine (/etc/hosts), where other machines do not reach its "
+                "ranks: give the host's address in rdzv_endpoint"
+            )
         if launcher.num_nodes > 1 and self._interface is None and "GLOO_SOCKET_IFNAME" not in os.environ:
             raise ConfigurationError(
                 f"the network interface towards {task.address} cannot be determined: set GLOO_SOCKET_IFNAME to the one "

@@ -202,6 +202,22 @@ def interface_towards(address: Address) -> str | None:
         return None
 
 
+def loopback_of_name(address: Address) -> str | None:
+    """Return the loopback address of a host's name, as /etc/hosts gives it to a machine's own; None for any other
+    address, and for localhost and loopback addresses that were given as such.
+    """
+    if address.path is not None or address.host == "localhost" or _is_loopback(address.host):
+        return None
+    with suppress(OSError):
+        host = address.resolve()[1][0]
+        return host if _is_loopback(host) else None
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host == "::1"
+
+
 def _interface_of_ipv6(host: str) -> str | None:
     """Return the interface that has an IPv6 address."""
     packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0]).hex()

@@ -40,6 +40,7 @@ from moe_lightning.elastic.protocol import (
     WakingSelector,
     WireError,
     encode,
+    loopback_of_name,
 )
 from moe_lightning.elastic.rendezvous_state import CurrentWorld, RendezvousState
 from moe_lightning.errors import ConfigurationError
@@ -422,17 +423,16 @@ def listen(bind: str) -> socket.socket:
         ConfigurationError: it is in use or not of this machine, or a name that only this machine reaches.
     """
     address = Address.parse(bind)
+    if (loopback := loopback_of_name(address)) is not None:
+        raise ConfigurationError(
+            f"{address.host} is {loopback} on this machine (/etc/hosts), which no other one reaches: bind this "
+            "machine's address, and give it in rdzv_endpoint"
+        )
     try:
         family, target = address.resolve()
         listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigurationError(f"cannot listen on {bind} ({error.strerror}): choose another") from None
-    if _is_loopback(target[0]) and address.host != "localhost" and not _is_loopback(address.host):
-        listener.close()
-        raise ConfigurationError(
-            f"{address.host} is {target[0]} on this machine (/etc/hosts), which no other one reaches: bind this "
-            f"machine's address, or 0.0.0.0:{address.port}"
-        )
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(target)
@@ -441,10 +441,6 @@ def listen(bind: str) -> socket.socket:
         listener.close()
         raise ConfigurationError(f"cannot listen on {bind} ({error.strerror}): choose another") from None
     return listener
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host == "::1"
 
 
 _LONGEST_KEY = 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -47,17 +48,19 @@ class Machine:
     Attributes:
         script: of the next worker; a function of its slot and its number of starts.
         started: logs of the workers, in order.
+        address: of the host.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.link = folder, Link()
         self.script: Callable[[int, int], str] = lambda slot, starts: "exit 0"
         self.started: list[WorkerLogs] = []
+        self.address = "127.0.0.1:1"
         monkeypatch.setattr(launcher, "start", self._start)
 
         @contextmanager
         def rendezvous(of: ElasticLauncher) -> Iterator[tuple[ElasticTask, Any]]:
-            yield ElasticTask(address="127.0.0.1:1", secret_file="secret", node=of.node or "a"), self.link
+            yield ElasticTask(address=self.address, secret_file="secret", node=of.node or "a"), self.link
 
         monkeypatch.setattr(ElasticLauncher, "_open_rendezvous", rendezvous)
 
@@ -202,6 +205,22 @@ def test_several_machines_never_connect_over_the_loopback_by_silence(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     machine.run(**several)
     assert len(machine.started) == 2
+
+
+def test_a_host_whose_name_is_a_loopback_address_here_is_not_joined_by_several_machines(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the host itself, which listens on all addresses: its ranks would connect over the loopback."""
+    several = {"num_nodes": 2, "secret_file": "secret", "check_health": False}
+    kind = socket.AF_INET, socket.SOCK_STREAM, 0, ""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*kind, ("127.0.1.1", 1))])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    machine.address = "localhost:1"
+    machine.run(rdzv_endpoint=machine.address, **several)
+    machine.address = "node1:1"
+    with pytest.raises(ConfigurationError, match=r"node1 is 127\.0\.1\.1 on this machine .* address in rdzv_endpoint"):
+        machine.run(rdzv_endpoint=machine.address, **several)
+    machine.run(rdzv_endpoint=machine.address, **{**several, "num_nodes": 1})
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="has no IPv6")
