@@ -668,7 +668,7 @@ class _Workers:
                 self._end_late_workers()
             self._start_due()
             time.sleep(_ELASTIC_POLL_S)
-        if 0 not in self._ends:
+        if 0 not in self._ends or EXIT_STOPPED in self._ends:  # one that joins late ends with 0 after a stop, too
             raise Interrupted(signal.SIGTERM)  # all left on notice, or stopped on a signal to another machine
 
     @property

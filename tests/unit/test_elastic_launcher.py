@@ -169,6 +169,15 @@ def test_workers_that_stopped_with_all_others_are_not_started_again(machine: Mac
     assert [how for _, how in machine.link.deaths] == ["exited with code 1"]
 
 
+def test_a_late_worker_that_ends_well_does_not_hide_that_the_others_stopped(machine: Machine) -> None:
+    """It was started again, and finds the others gone."""
+    machine.script = lambda slot, starts: f"exit {0 if slot else 77}"
+    with pytest.raises(Interrupted):
+        machine.run()
+    machine.script = lambda slot, starts: f"exit {0 if slot else 76}"
+    machine.run()  # the other left on a notice
+
+
 @pytest.mark.parametrize(("variable", "code"), [("{}", 77), (None, 130)])
 def test_who_stopped_by_agreement_says_so_to_an_elastic_launcher(
     variable: str | None, code: int, monkeypatch: pytest.MonkeyPatch
