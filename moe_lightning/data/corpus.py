@@ -439,7 +439,7 @@ def _verified(folder: TokenFolder, cache: Path) -> str:
 def _tokenized(source: DataSource, cache: Path, tokenizer: str | None, end_of_document: int | None) -> TokenFolder:
     """The tokens of a text, from the cache."""
     files, content = _read_content(source, cache)
-    text_field = source.text_field if has_records(files) else ""
+    text_field = _field_of(source, files)
     key = fingerprint((_LAYOUT, content, tokenizer_identity(tokenizer), text_field, end_of_document))
     recipe = Recipe(tokenizer=tokenizer, text_field=text_field, end_of_document=end_of_document)
 
@@ -448,6 +448,11 @@ def _tokenized(source: DataSource, cache: Path, tokenizer: str | None, end_of_do
         return {}
 
     return open_token_folder(_cached(cache / key, build)[0])
+
+
+def _field_of(source: DataSource, files: Sequence[SourceFile]) -> str:
+    """The field of the records that hold a source's text; "" for files of text."""
+    return source.text_field if has_records(files) else ""
 
 
 def _read_content(source: DataSource, cache: Path) -> tuple[Sequence[SourceFile], str]:
@@ -483,7 +488,7 @@ def trained_tokenizer(
     """
     cache = _cache_folder(cache_dir)
     found = [_read_content(source, cache) for source in sources]
-    fields = [source.text_field for source in sources]
+    fields = [_field_of(source, files) for source, (files, _) in zip(sources, found, strict=True)]
     key = fingerprint((_LAYOUT, spec, val_fraction, [content for _, content in found], fields))
 
     def build(folder: Path) -> dict[str, Any]:

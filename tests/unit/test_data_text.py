@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning.data import corpus as corpus_module
 from moe_lightning.data import documents, token_folder
-from moe_lightning.data.corpus import Corpus, default_cache_dir, prepare_corpus
+from moe_lightning.data.corpus import Corpus, DataSource, default_cache_dir, prepare_corpus
 from moe_lightning.data.documents import source_files
 from moe_lightning.data.text import TextData, TokenWindows
 from moe_lightning.data.tokenizer import BpeTokenizer
@@ -730,6 +730,24 @@ def test_a_checkpoint_brings_its_tokenizer(trained: TextData, book: Path, tmp_pa
     tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_str(state["trained_tokenizer"])
     x, _ = other.train_dataloader().dataset[0]  # type: ignore[index]
     assert tokenizer.decode(x.tolist()) in book.read_text()
+
+
+def test_a_tokenizer_of_plain_text_is_not_that_of_the_same_files_as_records(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tokens are cached, so that all machines have the same vocabulary."""
+    pytest.importorskip("tokenizers", reason="the extra `bpe` is not installed")
+    with gzip.open(tmp_path / "a.json.gz", "wt") as file:
+        file.writelines(json.dumps({"text": f"word {n}", "url": f"https://site/{n}"}) + "\n" for n in range(200))
+    sources = [DataSource(path=str(tmp_path / "a.json.gz"))]
+
+    def trained() -> str:
+        return corpus_module.trained_tokenizer(sources, "bpe:280", val_fraction=0.1, cache_dir=cache)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(documents, "_kind", lambda path: None)
+        of_text = trained()
+    assert trained() != of_text
 
 
 def test_the_tokenizer_of_the_same_cache_makes_no_second_entry(trained: TextData, book: Path, cache: Path) -> None:
