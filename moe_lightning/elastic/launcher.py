@@ -177,16 +177,18 @@ def start(program: Sequence[str], environments: Mapping[int, dict[str, str]], lo
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported by us
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
-    workers = start_processes(
-        name="workers",
-        entrypoint=sys.executable,
-        args=dict.fromkeys(environments, tuple(program)),
-        envs=dict(environments),
-        logs_specs=logs,
-    )
+    try:
+        workers = start_processes(
+            name="workers",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(environments, tuple(program)),
+            envs=dict(environments),
+            logs_specs=logs,
+        )
+    finally:
+        if ignores_hangup and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # torch has set its own handler
     assert isinstance(workers, SubprocessContext)
-    if ignores_hangup and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # torch has set its own handler
     return {rank: handler.proc for rank, handler in workers.subprocess_handlers.items()}
 
 

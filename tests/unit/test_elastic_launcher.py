@@ -159,6 +159,23 @@ def test_a_worker_that_cannot_be_started_again_is_tried_later(
     assert len(calls) == 4
 
 
+def test_nohup_still_protects_after_a_worker_that_could_not_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch sets its signal handlers before it starts the process."""
+
+    def start_processes(**_: Any) -> NoReturn:
+        signal.signal(signal.SIGHUP, _stop)
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(launcher, "start_processes", start_processes)
+    with restored_signal_handlers():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with pytest.raises(BlockingIOError):
+            launcher.start((), {0: {}}, WorkerLogs(tmp_path, ["rank0"], terminal=None))
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
 def test_workers_that_stopped_with_all_others_are_not_started_again(machine: Machine) -> None:
     """After a signal to another machine; a worker that had died before does not train on alone."""
     machine.script = lambda slot, starts: f"exit {1 if slot else 77}"
