@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -44,6 +45,9 @@ use, which leave replicas different after the first.
 """
 
 _MOST_SHOWN = 3
+
+_OTHER = "the buffer "
+"""Beginning of the names of buffers that may differ between ranks; a rank of a pipeline lacks those of other stages."""
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +267,12 @@ class StateCheck:
         others = self._other_buffers()
         compared = {*identical_buffers(self._state.module), *others} - self._varying
         units = state_units(self._state.training_state(), compared)
-        return [unit for unit in units if len(unit.holders) > 1 or unit.name not in others]
+        rank = self._worlds.present.rank
+        return [
+            replace(unit, name=f"{_OTHER}{unit.name}") if unit.name in others else unit
+            for unit in units
+            if unit.name not in others or (len(unit.holders) > 1 and rank in unit.holders)
+        ]
 
     def _other_buffers(self) -> set[str]:
         """Names of the buffers that ranks need not hold alike, and of their averages as units."""
@@ -293,9 +302,8 @@ class StateCheck:
 
     def _without_varying(self, found: list[Damage]) -> list[Damage]:
         """Leave out other buffers that differ, unless memory has changed: on one rank, without being written."""
-        others = self._other_buffers() if found else set()
-        varying = {damage.name for damage in found if damage.name in others and len(damage.changed) != 1}
-        self._varying |= {name.removesuffix(f" ({AVERAGE})") for name in varying}
+        varying = {damage.name for damage in found if damage.name.startswith(_OTHER) and len(damage.changed) != 1}
+        self._varying |= {name.removeprefix(_OTHER).removesuffix(f" ({AVERAGE})") for name in varying}
         return [damage for damage in found if damage.name not in varying]
 
     # ------------------------------------------------------------------ damage

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -522,6 +523,33 @@ def test_a_module_is_whole_after_training_and_trains_again() -> None:
         np.testing.assert_array_equal(logits, ranks[0][0])
         np.testing.assert_allclose(logits, expected, atol=0.05)  # auxiliary losses are of micro-batches
         assert found == pytest.approx(loss, abs=0.01)
+
+
+class Counting(nn.Linear):
+    """A block with a buffer that each rank writes for itself."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += dist.get_rank()
+        return super().forward(x)
+
+
+def counted(rank: int, world_size: int) -> int:
+    module = Own()
+    module.body[0] = Counting()
+    strategy = {"mesh": {"pp": 2}, "micro_batches": 2, "check_state_every": 1, "timeout_s": 10}
+    trainer = make_trainer(rank, world_size, strategy, max_steps=3)
+    trainer.fit(module, DataLoader(RandomTokens(), batch_size=12))
+    return trainer.global_step
+
+
+def test_buffers_of_blocks_that_ranks_write_for_themselves_are_no_damage() -> None:
+    assert run_ranks(4, counted) == [3] * 4
 
 
 # ---------------------------------------------------------------------- refusals

@@ -503,7 +503,7 @@ def test_buffers_of_users_are_compared_as_long_as_they_are_alike() -> None:
     results = run_ranks(2, fit_with_flips, 4, "between steps", ["angles"], None, Buffered)
     assert [told for told, *_ in results] == ["", ""]
     (line,) = results[0][2]
-    assert line.startswith("after step 4 angles on ranks [1] had changed in memory")
+    assert line.startswith("after step 4 the buffer angles on ranks [1] had changed in memory")
 
 
 class Saves(pl.Callback):
