@@ -9,7 +9,7 @@ holds and how it is saved is decided by `CheckpointSession`, and what a restore 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning.callbacks.load_balancer import LoadBalancer
@@ -118,7 +119,7 @@ class StepTimes:
 
 class StateGrowth:
     """Detector of optimizer states that the session has no room for, such as those of a backbone that is trained from
-    some epoch on.
+    some epoch on, and of other optimizers than the session saves.
 
     Optimizers of torch and of this library make the states of a parameter in its first update. So ranks ask each other
     only while a trained parameter lacks states, and once after a change that all ranks see alike: of parameter groups,
@@ -128,19 +129,29 @@ class StateGrowth:
 
     def __init__(self) -> None:
         self._known: Collection[str] = ()
+        self._optimizers: Sequence[Optimizer] = ()
         self._seen: object = None
         self._may_grow = True
 
     def begin(self, state: TrainState) -> None:
         """Take the present states as those of a new session."""
         self._known, self._seen = state.training_state().moment_shapes().keys(), None
+        self._optimizers = state.optimizers
+
+    def has_replaced(self, state: TrainState) -> bool:
+        """Return True if the optimizers are others than those of the session; alike on all ranks."""
+        return state.optimizers != self._optimizers
 
     def look_again(self) -> None:
         """Ask at the next checkpoint: experts have moved."""
         self._seen = None
 
     def found(self, state: TrainState, world: World) -> bool:
-        """Return True on every rank if one of them has further states; collective where something can have grown."""
+        """Return True on every rank if one of them has further states, or all have other optimizers; collective where
+        something can have grown.
+        """
+        if self.has_replaced(state):
+            return True
         seen = state.trained()
         if seen == self._seen and not self._may_grow:
             return False
@@ -369,7 +380,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._times.end_step()
         if self.session is not None:
             self.session.protect()
-        if self.session is not None and self.session.in_window and not self._experts_moved:
+        has_changed = self._experts_moved or self._growth.has_replaced(_strategy(trainer).state)
+        if self.session is not None and self.session.in_window and not has_changed:
             self.session.save_more(trainer.global_step)
             log_checkpoint(trainer, self.session, self.plt, self._times.take_stall())
         elif self.session is None or self.session.in_window or trainer.global_step - saved_at >= self._interval():

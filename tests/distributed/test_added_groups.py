@@ -257,3 +257,28 @@ def test_a_replaced_optimizer_trains() -> None:
 def test_an_optimizer_that_cannot_replace_another_is_refused(dense: str, kind: Any, sentence: str) -> None:
     for said in run_pooled(2, switched, dense, kind):
         assert sentence in said
+
+
+class Moments(pl.Callback):
+    """Notes the moments of one parameter after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.seen.append(trainer.optimizers[0].state[pl_module.out.weight]["exp_avg"].numpy().copy())
+
+
+def switched_in_directories(rank: int, world_size: int, folder: str, lossless: bool) -> Any:
+    saver = PartialExpertsCheckpoint(folder, every_n_steps=2, k_snapshot=3, keep_last=9, lossless=lossless)
+    callbacks = [Switch(torch.optim.AdamW), moments := Moments(), saver]
+    fitted(make_trainer(rank, world_size, {}, max_steps=6, enable_checkpointing=True, callbacks=callbacks), Tuned())
+    return moments.seen
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_a_directory_holds_the_states_of_a_replaced_optimizer(lossless: bool, tmp_path: Path) -> None:
+    (moments,) = run_pooled(1, switched_in_directories, str(tmp_path), lossless)
+    saved = Checkpoint(tmp_path / "step-00000006").read("dense/out.weight/exp_avg").numpy()
+    steps = moments[4:] if lossless else moments[5:]  # a window of two steps begins with the state of the first
+    assert any(np.array_equal(saved, each) for each in steps)
