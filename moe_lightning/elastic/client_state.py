@@ -81,12 +81,13 @@ class _Join:
 
 @dataclass(kw_only=True)
 class _Finishes:
-    """Worlds in which members have finished the run, by their numbers; 0: none.
+    """Numbers of ends of the run: of the world that members finished it in, or one more than that of the end before, if
+    a script trains several times in one world; 0: none.
 
     Attributes:
         newest: as the host knows it.
         before: the newest when this process first registered; None before.
-        own: the last one in which this process has finished.
+        own: of the last end that this process took part in.
     """
 
     newest: int = 0
@@ -194,8 +195,8 @@ class ClientState:
 
     def finish(self) -> None:
         """Announce that the training is done."""
-        self._finishes.own = self._number  # its peers end this run with it, and no later one
-        self._send(t="finish", number=self._number)
+        self._finishes.own = max(self._number, self._finishes.own + 1)  # a further run may end in the same world
+        self._send(t="finish", number=self._finishes.own)
 
     @property
     def is_finish_known(self) -> bool:

@@ -593,12 +593,12 @@ class _Facts:
     Attributes:
         deaths: of its workers.
         health: of its machine.
-        finished: number of the newest world in which members have finished the run; 0: none have.
+        end: number of the newest end of the run, and of the newest world then, as the host sent them.
     """
 
     deaths: list[Message] = field(default_factory=list)
     health: NodeHealth | None = None
-    finished: int = 0
+    end: Message = field(default_factory=dict)
 
 
 class LauncherClient:
@@ -746,7 +746,7 @@ class LauncherClient:
 
     def _introduce(self, send: Callable[[Message], None]) -> None:
         with self._lock:
-            send({"t": "launcher", "token": self.token, "expected": self._expected, "finished": self._facts.finished})
+            send({"t": "launcher", "token": self.token, "expected": self._expected, **self._facts.end})
             self._send_health()
             for message in self._facts.deaths:
                 self._connection.send(message)
@@ -757,8 +757,8 @@ class LauncherClient:
             self._connection.send({"t": "health", "time_s": time.time(), **asdict(self._facts.health)})
 
     def _handle(self, message: Message) -> None:
-        if message["t"] == "finished":
-            self._facts.finished = max(self._facts.finished, message["finished"])
+        if message["t"] == "finished" and message["finished"] > self._facts.end.get("finished", 0):
+            self._facts.end = {"finished": message["finished"], "world": message["world"]}
         if self.relay is None or not self.relay.takes(message):
             self._received.put(message)
 

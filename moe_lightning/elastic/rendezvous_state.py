@@ -621,7 +621,7 @@ class RendezvousState:
         self._unknown = UnknownWorlds()
         self._evicted: dict[str, str] = {}  # member -> why, in order of time
         self._last_number = ended
-        self._finished = ended  # number of the newest world in which members have finished the run
+        self._finished = ended  # number of the newest end of the run, see `ClientState.finish`
         self._last_received = 0.0
         self._links = DeadLinks()
         self._nodes: dict[int, NodeHealth] = {}  # connection of a launcher -> its node, as it came
@@ -652,7 +652,7 @@ class RendezvousState:
             case {"t": "member"}:
                 self._register(connection, message, now, is_local=is_local)
             case {"t": "launcher", "token": str(token), "expected": int(expected)}:
-                self._record_end(message.get("finished", 0))
+                self._record_end(message.get("finished", 0), message.get("world", 0))
                 self._expected = max(self._expected, expected)
                 self.clients.launchers.add(connection, token)
                 self._send_workers_of(connection, token)
@@ -759,7 +759,7 @@ class RendezvousState:
                 self._form(ids, now)
         self._announce_newcomers()
         if self._announced.is_new(finished=self._finished):
-            self.clients.send_to_all({"t": "finished", "finished": self._finished})
+            self.clients.send_to_all({"t": "finished", "finished": self._finished, "world": self._last_number})
 
     def _judge_node(self, connection: int, message: Message, clock_offset_s: float) -> None:
         """Compare a launcher's node with the others, and answer whether it may join."""
@@ -953,16 +953,19 @@ class RendezvousState:
 
     # ------------------------------------------------------------------ worlds
 
-    def _record_end(self, number: object) -> None:
-        """Record that members have finished the run in a world; 0: in none. Clients repeat it to a host that was
-        restarted or elected since.
+    def _record_end(self, number: object, world: object = 0) -> None:
+        """Record an end of the run; 0: none. Clients repeat it to a host that was restarted or elected since.
+
+        Args:
+            number: of the end.
+            world: number of the newest world then.
         """
-        if type(number) is not int or not 0 <= number < 2**62:
+        if type(number) is not int or type(world) is not int or not (0 <= number < 2**62 and 0 <= world < 2**62):
             raise WireError("a malformed number of a finished world")
-        self._finished, self._last_number = max(self._finished, number), max(self._last_number, number)
+        self._finished, self._last_number = max(self._finished, number), max(self._last_number, world)
 
     def _form(self, ids: tuple[str, ...], now: float) -> None:
-        self._last_number = next_number(self._last_number, self._wall_clock_s())
+        self._last_number = next_number(max(self._last_number, self._finished), self._wall_clock_s())
         has_set_up = any(self._members[member_id].has_set_up for member_id in ids)
         members = [self._members[member_id] for member_id in ids]
         self._announced.begin(self.world)

@@ -192,6 +192,17 @@ def test_a_process_ends_where_the_others_have_finished_without_it() -> None:
     assert state.is_unneeded(is_ready=True), "they finished another run without it"
 
 
+def test_each_run_that_a_process_finishes_in_one_world_has_a_number_of_its_own() -> None:
+    """Who registered between two of them learns of the second one's end."""
+    state = client()
+    state.receive({"t": "state", "finished": 0}, 0.0)
+    state.receive(formed(state, 5, PEERS), 0.0)
+    for number in (5, 6):
+        state.finish()
+        assert state.introduction(None)["finished"] == number
+        assert state.outbox[-1] == {"t": "finish", "number": number}
+
+
 def test_waiting_has_limits() -> None:
     state = client()
     state.start_join(is_ready=True, is_spare=False)

@@ -622,17 +622,33 @@ def test_the_end_of_a_run_outlives_its_host(teller: str) -> None:
     first.join(1, "a")
     (number, _) = first.worlds[1]
     first.say(1, {"t": "finish", "number": number})
-    assert first.last(1, "finished") == {"t": "finished", "finished": number}
+    assert first.last(1, "finished") == {"t": "finished", "finished": number, "world": number}
     second = Crowd()
     second.join(2, "b", ready=True, joining=False)
     if teller == "member":
         second.join(3, "a", joining=False, number=number, finished=number)
     else:
-        second.say(3, {"t": "launcher", "token": "token", "expected": 2, "finished": number})
-    assert second.last(2, "finished") == {"t": "finished", "finished": number}
+        second.say(3, {"t": "launcher", "token": "token", "expected": 2, "finished": number, "world": number})
+    assert second.last(2, "finished") == {"t": "finished", "finished": number, "world": number}
     second.join(4, "c")
     assert second.last(4, "state") == {"t": "state", "finished": number}
     assert second.worlds[4][0] > number
+
+
+def test_a_world_that_has_ended_twice_is_still_the_present_one() -> None:
+    """For the next host, which learns of the ends from a launcher: its members go on, and those left behind do not."""
+    first = Crowd()
+    first.join(1, "a")
+    (number, _) = first.worlds[1]
+    for end in (number, number + 1):
+        first.say(1, {"t": "finish", "number": end})
+        assert first.last(1, "finished") == {"t": "finished", "finished": end, "world": number}
+    second = Crowd()
+    second.say(3, {"t": "launcher", "token": "token", "expected": 2, "finished": number + 1, "world": number})
+    second.join(4, "left", joining=False, number=number - 1, world={"number": number - 1, "patience": TIMES})
+    second.join(2, "a", joining=False, number=number, world={"number": number, "patience": TIMES})
+    assert second.last(4, "evicted") is not None
+    assert second.last(2, "introduce") == {"t": "introduce", "full": True}
 
 
 def test_an_end_of_no_world_is_malformed() -> None:
