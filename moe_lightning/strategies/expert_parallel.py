@@ -568,6 +568,7 @@ class ExpertParallelStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         with self.state.stages.whole_module():
             super().setup_optimizers(trainer)
+        self.state.forget_restored()
         self._take_optimizers()
 
     def _take_optimizers(self) -> None:

@@ -133,7 +133,6 @@ class TrainState:
         if self.updates.on_host:
             require_host_updates(optimizers)
         self.optimizers = list(optimizers)
-        self.restored = self.window_replay = None  # of a former fit
         for state in chain.from_iterable(o.state.values() for o in optimizers):  # Adagrad's constructor creates it
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._recorded = _groups_of(optimizers)
@@ -144,14 +143,15 @@ class TrainState:
         """True if these are others than those of the fit: a user has replaced some.
 
         Raises:
-            ConfigurationError: parameter groups are fixed.
+            ConfigurationError: parameter groups are fixed, averages are among the states, or steps are repeated.
         """
         if [id(optimizer) for optimizer in optimizers] == [id(optimizer) for optimizer in self.optimizers]:
             return False
-        if self.fixes_groups:
+        if self.fixes_groups or self.averaging.averages is not None or self.window_replay is not None:
             raise ConfigurationError(
-                "trainer.optimizers were replaced, which only dense=ddp without mesh.tp, mesh.pp and FaultRecovery "
-                "follows: change the options of their parameter groups instead"
+                "trainer.optimizers were replaced, which only dense=ddp without mesh.tp, mesh.pp, FaultRecovery and "
+                "WeightAveraging follows, and not while lossless=True repeats steps: change the options of their "
+                "parameter groups instead"
             )
         return True
 
@@ -316,6 +316,10 @@ class TrainState:
                 self.window_replay = None
                 assert self.restored is not None
                 self.restored.release()
+
+    def forget_restored(self) -> None:
+        """Forget what a former fit was resumed from."""
+        self.restored = self.window_replay = None
 
     def abort_window_replay(self) -> None:
         """Forget the steps that are repeated: the state comes from elsewhere."""

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
 from torch import Tensor, nn
 
 from moe_lightning import ConfigurationError, PartialExpertsCheckpoint
@@ -230,10 +230,11 @@ class Switch(pl.Callback):
             trainer.optimizers = [self.kind(pl_module.parameters(), lr=0.05)]  # type: ignore[call-arg]
 
 
-def switched(rank: int, world_size: int, dense: str, kind: type[torch.optim.Optimizer]) -> Any:
+def switched(rank: int, world_size: int, dense: str, kind: type[torch.optim.Optimizer], averages: bool = False) -> Any:
     seen = Seen()
+    callbacks = [Switch(kind), seen, *([EMAWeightAveraging(decay=0.9)] if averages else [])]
     try:
-        trainer = trainer_of(rank, world_size, {"dense": dense}, max_epochs=2, callbacks=[Switch(kind), seen])
+        trainer = trainer_of(rank, world_size, {"dense": dense}, max_epochs=2, callbacks=callbacks)
         fitted(trainer, Tuned())
     except ConfigurationError as error:
         return str(error)
@@ -257,6 +258,11 @@ def test_a_replaced_optimizer_trains() -> None:
 def test_an_optimizer_that_cannot_replace_another_is_refused(dense: str, kind: Any, sentence: str) -> None:
     for said in run_pooled(2, switched, dense, kind):
         assert sentence in said
+
+
+def test_an_optimizer_with_averages_cannot_be_replaced() -> None:
+    (said,) = run_pooled(1, switched, "ddp", torch.optim.SGD, True)
+    assert "trainer.optimizers were replaced, which only dense=ddp without" in said
 
 
 class Moments(pl.Callback):
