@@ -346,7 +346,8 @@ class StateCheck:
         Raises:
             ConfigurationError: on every rank, they differ.
         """
-        own = [float(group["lr"]) for optimizer in self._state.optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in self._state.optimizers for group in optimizer.param_groups]
+        own = [None if (rate := group.get("lr")) is None else float(rate) for group in groups]
         rates = all_gather_json(own, self._worlds.present)
         if other := next((rank for rank, each in enumerate(rates) if each != rates[0]), None):
             raise ConfigurationError(

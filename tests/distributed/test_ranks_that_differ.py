@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, Subset, random_split
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.failures import explained
+from moe_lightning.strategies.state_check import StateCheck
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 
@@ -87,6 +89,12 @@ def test_learning_rates_that_differ_are_named() -> None:
     for message in run_ranks(2, failed, OwnRates, {"check_state_every": 1}):
         assert message.startswith("ConfigurationError: the learning rate is [")
         assert "log that with sync_dist=True" in message
+
+
+@pytest.mark.parametrize("group", [{"lr": None}, {}])
+def test_optimizers_without_a_rate_have_none_to_compare(group: dict[str, Any]) -> None:
+    state = MagicMock(optimizers=[MagicMock(param_groups=[group])])
+    StateCheck(MagicMock(present=MagicMock(size=1)), state, every=1)._require_same_rates()
 
 
 def test_optimizers_that_exchange_weights_need_all_states() -> None:
