@@ -52,13 +52,14 @@ def check_module(
     finetuning = private_lightning.callback_of(trainer, BaseFinetuning)
     if finetuning is not None and fixed_groups is not None and trainer.state.fn == TrainerFn.FITTING:
         raise ConfigurationError(f"{type(finetuning).__name__} adds parameter groups, but {fixed_groups}")
-    compiled = [("the whole module", module)] if private_lightning.was_compiled(module) else []
+    compiled = [("", module)] if private_lightning.was_compiled(module) else []
     compiled += [(name, part) for name, part in module.named_modules() if private_torch.is_compiled(part)]
     for name, part in compiled:
         if moe_layers(part):
             raise ConfigurationError(
-                f"torch.compile of {name}, which has experts, cannot follow tokens, whose numbers are known at run "
-                "time only: give the Trainer the module itself, and CompileDense() among the callbacks"
+                f"torch.compile of {name or 'the whole module'}, which has experts, cannot follow tokens, whose "
+                "numbers are known at run time only: give the Trainer the module itself, and CompileDense() among the "
+                "callbacks"
             )
     steps = (module.training_step, module.validation_step, module.test_step, module.predict_step)
     if trainer.world_size > 1 and any(is_param_in_hook_signature(s, "dataloader_iter", explicit=True) for s in steps):

@@ -407,6 +407,12 @@ class PartCompiled(Base):
         self.moe = torch.compile(self.moe, backend="eager")
 
 
+class CompiledInPlace(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.compile(backend="eager")
+
+
 class FromIterator(Base):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
@@ -419,6 +425,7 @@ def fit_said(rank: int, world_size: int, kind: str) -> list[str]:
         "normed": Normed,
         "compiled": lambda: torch.compile(Base()),
         "part": PartCompiled,
+        "in place": CompiledInPlace,
         "iterator": FromIterator,
     }
     module = kinds[kind]()
@@ -445,9 +452,10 @@ def test_a_compiled_module_is_refused(world_size: int) -> None:
         assert "CompileDense()" in messages[0]
 
 
-def test_a_compiled_part_with_experts_is_refused() -> None:
-    ((message,),) = run_ranks(1, fit_said, "part")
-    assert message.startswith("torch.compile of moe, which has experts, cannot follow tokens")
+@pytest.mark.parametrize(("kind", "name"), [("part", "moe"), ("in place", "the whole module")])
+def test_a_compiled_part_with_experts_is_refused(kind: str, name: str) -> None:
+    ((message,),) = run_ranks(1, fit_said, kind)
+    assert message.startswith(f"torch.compile of {name}, which has experts, cannot follow tokens")
 
 
 def test_a_step_that_fetches_its_batches_needs_one_rank() -> None:
