@@ -211,6 +211,8 @@ class SpikeGuard(ExpertParallelCallback):
         self._spike = None  # rank 0 has ended the last batch
         self._began = began = None if here is None or sampler is None else sampler.begin_of(here)
         self._position = None if here is None or began is None else began + here.step_total
+        if any(optimizer not in trainer.optimizers for kept in self._copies for optimizer, _ in kept.states):
+            self._copies.clear()  # they are of optimizers that were replaced
         if not self._copies:
             self._copy(own_strategy(trainer, "SpikeGuard"), trainer.global_step, began)
 

@@ -7,6 +7,7 @@ import logging
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from moe_lightning.callbacks.spike_guard import SpikeGuard
+from moe_lightning.callbacks import spike_guard
+from moe_lightning.callbacks.spike_guard import SpikeGuard, StateCopy
 from moe_lightning.errors import ConfigurationError, LossSpikeError, StateDamagedError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.watch import limit_of
@@ -257,3 +259,14 @@ def test_manual_optimization_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"^SpikeGuard returns to the end of a step, which manual"):
         trainer.fit(Manual(), DataLoader(RandomTokens(), batch_size=4))
     assert torch.is_grad_enabled()
+
+
+def test_copies_of_replaced_optimizers_are_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, (old, new) = SpikeGuard(), (torch.optim.SGD([torch.ones(1)]) for _ in range(2))
+    monkeypatch.setattr(spike_guard, "own_strategy", MagicMock())
+    monkeypatch.setattr(guard, "_copy", lambda *_: None)
+    guard._copies.append(StateCopy(step=0, position=None, tensors={}, states=[(old, {})]))
+    for optimizer, kept in ((old, 1), (new, 0)):
+        trainer = MagicMock(optimizers=[optimizer], train_dataloader=None)
+        guard.on_train_batch_start(trainer, MagicMock(), None, 0)
+        assert len(guard._copies) == kept
