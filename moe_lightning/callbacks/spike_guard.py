@@ -128,13 +128,13 @@ def _sentence(step: int, loss: float, limit: float) -> str:
 class SpikeGuard(ExpertParallelCallback):
     """Returns to an earlier state when the loss spikes or is not finite, and goes on without the samples since.
 
-    Every `every_n_steps` steps each rank copies its weights, buffers and optimizer states to host memory, and keeps two
-    copies. A loss of a step, over all ranks, is a spike above the median of the last `window` ones plus `threshold`
-    times their spread: 1.4826 times the median absolute deviation, at least 1 % of the median. Instead of the update of
-    that step all ranks then restore the older copy, which at least `every_n_steps` calm steps have followed, and the
-    state is checked in the next step. Positions in the data, the count of steps and schedules go on, so the result is
-    that of a run that has left these updates out. Numbers that optimizers keep in their parameter groups go on, too, as
-    learning rates do. The line of a rollback, and a CSV, name the samples.
+    Every `every_n_steps` steps each rank copies its weights, frozen ones too, buffers and optimizer states to host
+    memory, and keeps two copies. A loss of a step, over all ranks, is a spike above the median of the last `window`
+    ones plus `threshold` times their spread: 1.4826 times the median absolute deviation, at least 1 % of the median.
+    Instead of the update of that step all ranks then restore the older copy, which at least `every_n_steps` calm steps
+    have followed, and the state is checked in the next step. Positions in the data, the count of steps and schedules go
+    on, so the result is that of a run that has left these updates out. Numbers that optimizers keep in their parameter
+    groups go on, too, as learning rates do. The line of a rollback, and a CSV, name the samples.
 
     In an elastic run a rollback is committed as an update is: if a rank is lost meanwhile, the others make it all, or
     repeat the step and find the spike again.

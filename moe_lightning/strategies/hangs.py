@@ -67,6 +67,7 @@ _PAIRS = {"send", "recv", "recvAnySource"}
 """Operations of two ranks, whose order differs between the ranks of a group."""
 
 _THREAD_END_S = 1.0
+
 logger = logging.getLogger(__name__)
 
 

@@ -169,7 +169,7 @@ class StateCheck:
         self._schedule = CheckSchedule(worlds, every, most_steps=_MOST_STEPS, unchecked=_UNCHECKED)
         self._own: Sums | None = None  # after the last update or check
         self._counts_writes = True
-        self._varying: set[str] = set()  # buffers that are left out in this world, the same on all ranks
+        self._varying: set[str] = set()  # buffers that are left out in this world, on all ranks that hold them
         self._repaired_in: int | None = None  # world whose last check has repaired by majority: newcomers do not know
         self.times_damaged = 0
         self.verified = -1

@@ -46,7 +46,7 @@ NORM_STEPS = 8
 
 _trainings = itertools.count()
 """Numbers of the trainings of this process. They tell the keys of one training from those of the next in a store that
-outlives both; ranks have made as many.
+outlives both. A newcomer has made fewer, so a second rank may warn, too.
 """
 
 _WARNED = "warned of a number"
