@@ -125,7 +125,7 @@ class Flips(pl.Callback):
         if draw.integers(strategy.world.size) != strategy.world.rank:
             return
         state = strategy.state.training_state()
-        units = strategy.update.state_check._units()
+        units = strategy.update.state_check.units()
         units += gradient_units(state, set(module.parameters())) if in_step else []
         pairs = [(unit, t) for unit in units for t in unit.tensors() if t.is_floating_point() and t.numel()]
         unit, tensor = pairs[self._draw.integers(len(pairs))]

@@ -455,7 +455,8 @@ def prune(root: Place, keep_last: int, *, world: int | None = None) -> list[str]
         staying = [(path, heading) for path, heading in named if path.name not in removed]
         needed = {_key(path / reference) for path, heading in staying for reference in heading.references}
         newest = own[0][1]
-        for path in directories(root) if not unread_manifests(root) else ():  # whose needs are not known
+        places = directories(root)
+        for path in () if unread_manifests(root, places) else places:  # what these need is not known
             with _collecting(failures):
                 if storage.is_own(path) and not has_manifest(path):
                     _delete_unneeded(storage, path, newest.run, needed)

@@ -27,7 +27,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -100,10 +100,10 @@ def has_manifest(path: Place) -> bool:
     return exists(storage_of(path), path / MANIFEST)
 
 
-def unread_manifests(root: Place) -> list[Place]:
-    """Return the checkpoints whose manifest `headings` could not read when it was asked last."""
+def unread_manifests(root: Place, places: Sequence[Place]) -> list[Place]:
+    """Return those of the `directories` here whose manifest `headings` could not read when it was asked last."""
     known = _headings.get(root, {})
-    return [path for path in directories(root) if path not in known and has_manifest(path)]
+    return [path for path in places if path not in known and has_manifest(path)]
 
 
 _headings: dict[Place, dict[Place, tuple[Stat, Heading | None]]] = {}

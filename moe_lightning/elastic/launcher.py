@@ -742,8 +742,9 @@ class _Workers:
         self._starts[slot] += 1
         starts = self._starts[slot]
         name = f"rank{slot}" if starts == 1 else f"rank{slot}.{starts}"
-        folder = launcher.log_dir  # which several machines may share
-        folder = folder / self._task.node.replace(os.sep, "_") if launcher.rdzv_endpoint is not None else folder
+        folder = launcher.log_dir
+        if launcher.rdzv_endpoint is not None:  # several machines may share it
+            folder = folder / self._task.node.replace(os.sep, "_")
         logs = WorkerLogs(folder, [name], terminal=0 if slot == 0 and starts == 1 else None)
         task = replace(
             self._task,

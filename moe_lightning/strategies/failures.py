@@ -160,7 +160,7 @@ def explained(error: Exception) -> Exception:
             "the module has parameters that the loss of a training_step does not depend on: if that is meant, use "
             "ExpertParallelStrategy(find_unused_parameters=True)"
         )
-    functions = {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
+    functions = (frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
     if isinstance(error, KeyError) and "on_save_checkpoint" in functions:
         error.add_note(
             "checkpoint['state_dict'] and ['optimizer_states'] are filled on rank 0 alone, and empty in checkpoint "

@@ -263,26 +263,22 @@ class StateCheck:
 
     # ------------------------------------------------------------------ sums
 
-    def _units(self) -> list[StateUnit]:
-        others = self._other_buffers()
-        compared = {*identical_buffers(self._state.module), *others} - self._varying
-        units = state_units(self._state.training_state(), compared)
-        rank = self._worlds.present.rank
+    def units(self) -> list[StateUnit]:
+        """Return what is compared or summed here; names tell the buffers that ranks need not hold alike."""
+        module, rank = self._state.module, self._worlds.present.rank
+        alike = set(identical_buffers(module))
+        names = {name for name, buffer in module.named_buffers() if buffer.layout is torch.strided} - alike
+        others = {unit for name in names for unit in (name, f"{name} ({AVERAGE})")}
+        units = state_units(self._state.training_state(), (alike | others) - self._varying)
         return [
             replace(unit, name=f"{_OTHER}{unit.name}") if unit.name in others else unit
             for unit in units
             if unit.name not in others or (len(unit.holders) > 1 and rank in unit.holders)
         ]
 
-    def _other_buffers(self) -> set[str]:
-        """Names of the buffers that ranks need not hold alike, and of their averages as units."""
-        module = self._state.module
-        found = {name for name, buffer in module.named_buffers() if buffer.layout is torch.strided}
-        return {unit for name in found.difference(identical_buffers(module)) for unit in (name, f"{name} ({AVERAGE})")}
-
     def _sums(self, others: Sequence[StateUnit] = ()) -> Sums:
         with self._schedule:
-            return Sums([*self._units(), *others], self._worlds.present)
+            return Sums([*self.units(), *others], self._worlds.present)
 
     def _damage(self, sums: Sums, measured: torch.Tensor | None = None) -> list[Damage]:
         """Return what differs between ranks or has changed; collective."""
@@ -328,7 +324,7 @@ class StateCheck:
         self._repaired_in = world.generation if by_comparison else None
         if not of_state:
             return
-        overwrite(of_state, self._units(), world)
+        overwrite(of_state, self.units(), world)
         for damage in of_state[:_MOST_SHOWN] if world.rank == 0 else ():
             logger.warning(
                 "after step %d %s on ranks %s %s, and was overwritten with that of rank %d: look at the memory of "

@@ -84,7 +84,7 @@ class TrainState:
         self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=dense != "zero1")
         self.shards = DenseShards(self, self.parts, worlds, dense)
         self.transfer = StateTransfer(self)
-        self.optimizers: Sequence[Optimizer] = ()
+        self.optimizers: Sequence[Optimizer] = []
         self.updates = Updates(on_host=on_host)
         self.averaging = Averaging(self)
         self.restored: CheckpointSource | None = None
@@ -145,7 +145,7 @@ class TrainState:
         Raises:
             ConfigurationError: parameter groups are fixed, averages are among the states, or steps are repeated.
         """
-        if [id(optimizer) for optimizer in optimizers] == [id(optimizer) for optimizer in self.optimizers]:
+        if list(optimizers) == self.optimizers:
             return False
         if self.fixes_groups or self.averaging.averages is not None or self.window_replay is not None:
             raise ConfigurationError(

@@ -363,7 +363,7 @@ class FlipBits(pl.Callback):
         for number in range(self.flips):
             name = None
             if number % world.size == world.rank:
-                found = [unit for unit in check._units() if len(unit.holders) > 1]
+                found = [unit for unit in check.units() if len(unit.holders) > 1]
                 replica = found[draw.integers(len(found))]
                 tensors = replica.tensors()
                 name, tensor = replica.name, tensors[draw.integers(len(tensors))]
