@@ -39,7 +39,7 @@ _ROUNDING = 1 - 1e-9
 """Keeps a bound a bound where sums are rounded."""
 
 TransferMethod = Literal["scatter", "direct", "average"]
-"""How an expert's weights reach m ranks. "direct": the home sends m copies, as training does. "scatter": a broadcast,
+"""Way of an expert's weights to m ranks. "direct": the home sends m copies, as training does. "scatter": a broadcast,
 in which the home sends m different pieces that the targets then gather among themselves: about two copies' time however
 large m is. "average": eq. 4 of Pro-Prophet, which divides all bytes, the owner's included, by the bandwidth of all
 ranks."""

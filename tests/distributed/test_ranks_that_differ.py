@@ -1,4 +1,4 @@
-"""What users do that is the same on one rank, and of which several ranks must know."""
+"""Habits of users that make no difference on one rank, and of which several ranks must know."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_a_process_ends_where_the_others_have_finished_without_it() -> None:
 
 
 def test_each_run_that_a_process_finishes_in_one_world_has_a_number_of_its_own() -> None:
-    """Who registered between two of them learns of the second one's end."""
+    """A process that registered between two of them learns of the second one's end."""
     state = client()
     state.receive({"t": "state", "finished": 0}, 0.0)
     state.receive(formed(state, 5, PEERS), 0.0)

@@ -617,7 +617,7 @@ class Clients:
 
 @pytest.mark.parametrize("teller", ["member", "launcher"])
 def test_the_end_of_a_run_outlives_its_host(teller: str) -> None:
-    """Who finished, or its launcher, repeats it to the next host; who starts there begins another run."""
+    """A member that finished, or its launcher, repeats it to the next host; one that starts there begins a new run."""
     first = Crowd()
     first.join(1, "a")
     (number, _) = first.worlds[1]

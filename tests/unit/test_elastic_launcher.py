@@ -222,7 +222,7 @@ def test_machines_that_share_a_folder_have_logs_of_their_own(machine: Machine) -
 def test_several_machines_never_connect_over_the_loopback_by_silence(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the interface is not found, as for a second address of one, the user names it."""
+    """An interface that is not found, as for a second address of one, is named by the user."""
     several = {"num_nodes": 2, "rdzv_endpoint": "127.0.0.1:1", "secret_file": "secret", "check_health": False}
     monkeypatch.setattr(launcher, "interface_towards", lambda address: None)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
