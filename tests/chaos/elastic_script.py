@@ -5,7 +5,8 @@
 Each world that has done a step is a line in FOLDER/worlds. Files in FOLDER decide what a worker does in its first life:
 `freeze-SLOT`: it stands still with Python's lock in its hands, as a hanging library call may; `hang-SLOT`: it does not
 come back from a broken world; `fate-SLOT`: it gets a signal while it builds groups, "SIGKILL" when the others have its
-address, "SIGKILL 0.008" that long after the join.
+address, "SIGKILL 0.008" that long after the join. Between two sums it rests, as training computes: gloo may never wake
+a rank whose bytes were on their way to one that dies (`parallel.abort`), so a loop of sums alone meets that often.
 """
 
 import ctypes
@@ -27,6 +28,8 @@ from moe_lightning.elastic.membership import membership_from_environment
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.elastic.worker import take_over_terminal
 from moe_lightning.parallel.abort import GroupAborter, begin_build
+
+_STEP_S = 0.01
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)
@@ -70,6 +73,8 @@ while not stop:
             wishes = [(folder / "stop").exists(), engine.has_newcomers(), engine.notice is not None]
             state = torch.tensor([float(wish) for wish in wishes])
             dist.all_reduce(state)
+            engine.record_progress()
+            time.sleep(_STEP_S)
             if worlds:
                 facts = {
                     "number": members.number, "rank": members.rank, "size": members.size, "slot": engine.task.slot,

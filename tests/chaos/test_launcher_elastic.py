@@ -287,14 +287,14 @@ def test_a_frozen_worker_is_killed_by_its_launcher(commands: Callable[..., Comma
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_ends_itself(commands: Callable[..., Command]) -> None:
-    command = commands("--ranks", "3", *QUICK, "--set", "start_timeout_s=10", is_forked=True)
+    command = commands("--ranks", "3", *QUICK, is_forked=True)
     first = command.wait_for_world(3)
     (command.folder / f"hang-{first[1]['slot']}").touch()
     os.kill(first[2]["pid"], signal.SIGKILL)
     again = command.wait_for_world(3, after=3)
     assert again[0]["pid"] == first[0]["pid"]
     _, err = command.end_well()
-    assert "the main thread did not come back within 10 s after its world broke" in err
+    assert "the main thread did not come back within 4 s after its world broke" in err
 
 
 @pytest.mark.parametrize("moment", ["", slow(" 0.0"), slow(" 0.002"), slow(" 0.008")])
@@ -302,13 +302,11 @@ def test_a_worker_that_hangs_ends_itself(commands: Callable[..., Command]) -> No
 def test_a_worker_is_lost_while_groups_are_built(
     fate: str, moment: str, commands: Callable[..., Command], tmp_path: Path
 ) -> None:
-    """The others meet without it; a stopped one is not replaced."""
+    """The others meet without a stopped one, and with the process that replaces a killed one, perhaps before."""
     (tmp_path / "fate-1").write_text(fate + moment)
     command = commands("--ranks", "3", *QUICK, is_forked=True)
-    others = command.wait_for_world(2)
-    assert [(w["slot"], w["starts"]) for w in others] == [(0, 1), (2, 1)]
-    if fate == "SIGKILL":
-        command.wait_for_world(3)
+    lives = {(w["slot"], w["starts"]) for w in command.wait_for_world(3 if fate == "SIGKILL" else 2)}
+    assert lives == {(0, 1), (2, 1)} | ({(1, 2)} if fate == "SIGKILL" else set())
     command.end_well()
 
 
