@@ -42,7 +42,7 @@ class Faults:
     listings: dict[str, tuple[int, Any, bytes]] = field(default_factory=dict)
 
     def at_random(self, seed: int, probability: float, *kinds: str, never_cut: str | None = None) -> None:
-        """Let requests fail at random.
+        """Let requests fail at random, each in the way that fits it and was rarest so far.
 
         Args:
             never_cut: name of an object whose uploads arrive whole or not at all.
@@ -51,9 +51,12 @@ class Faults:
 
         def choose(method: str, path: str, nbytes: int) -> str | None:
             with lock:
-                kind = rng.choice(kinds) if rng.random() < probability else None
+                if rng.random() >= probability:
+                    return None
             is_cut_well = method == "PUT" and nbytes > 100 and path.rpartition("/")[2].partition("?")[0] != never_cut
-            return kind if kind != "cut" or is_cut_well else None
+            misfits = {"cut": not is_cut_well, "stale": path not in self.listings}
+            fitting = [kind for kind in kinds if not misfits.get(kind, False)]
+            return min(fitting, key=lambda kind: self.done.get(kind, 0), default=None)
 
         self.choose = choose
 
@@ -67,8 +70,6 @@ def _proxy(port: int, faults: Faults) -> ThreadingHTTPServer:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             fault = faults.choose(self.command, self.path, len(body))
             headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOPS}
-            if fault == "stale" and self.path not in faults.listings:
-                fault = None
             if fault is not None:
                 faults.done[fault] = faults.done.get(fault, 0) + 1
             if fault == "drop":
