@@ -52,24 +52,6 @@ OWN = """
     def test_without_trainer():
         assert torch.ones(1).item() == 1
 """
-ENDS = """
-    import os, time
-    from lightning.pytorch import Trainer
-
-    def is_ours():
-        return type(Trainer(logger=False).strategy).__name__ == "ExpertParallelStrategy"
-
-    def test_crash():
-        if is_ours():
-            os._exit(5)
-
-    def test_hang():
-        while is_ours():
-            time.sleep(0.1)
-
-    def test_after_them():
-        assert True
-"""
 KNOWN = """
     [[difference]]
     tests = "*::test_of_stock"
@@ -126,25 +108,6 @@ def test_outcomes_are_compared_with_those_of_stock(tmp_path: Path, capsys: pytes
     }  # fmt: skip
     assert "expected: tests_pytorch/trainer/test_own.py::test_of_stock: it looks at the name" in shown
     assert "stale: *::test_fit" in shown
-
-
-@pytest.mark.slow
-def test_a_test_that_crashes_or_hangs_does_not_end_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*tree(tmp_path, ends=ENDS), "--timeout_s", "40"]) == 1
-    shown = capsys.readouterr().out
-    assert counts(shown)["passed"] == 1
-    assert "UNKNOWN: tests_pytorch/trainer/test_ends.py::test_crash: crashed" in shown
-    assert "UNKNOWN: tests_pytorch/trainer/test_ends.py::test_hang: hung" in shown
-
-
-@pytest.mark.slow
-def test_two_ranks_run_in_lockstep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*tree(tmp_path, own=OWN), "--ranks", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert counts(shown)["passed"] == 3
-    assert "expected: tests_pytorch/trainer/test_own.py::test_of_stock" in shown
 
 
 def test_a_missing_checkout_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

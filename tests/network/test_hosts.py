@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.network.hosts import Hosts, Process, wait_for
-from tests.network.trainings import environment
+from tests.network.hosts import Hosts, wait_for
 
 _LISTEN = "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.bind(('', 5000))\n"
 _ECHO = _LISTEN + "while True: s.sendto(*s.recvfrom(100))"
@@ -65,21 +61,6 @@ def heard(hosts: Hosts, one: str, other: str, output: Path, times: int = 1) -> t
     return int(count), float(median) if median != "None" else 0.0
 
 
-def test_hosts_share_nothing_but_files(hosts: Hosts, tmp_path: Path) -> None:
-    command = "hostname; ls /dev/shm; touch /dev/shm/mine; ps -e -o pid= | sort -n | head -1"
-    assert run(hosts, "a", command, tmp_path).text().split() == ["a", "1"]
-    assert run(hosts, "b", command, tmp_path).text().split() == ["b", "1"]
-    assert not Path("/dev/shm/mine").exists()
-
-
-def test_a_cut_host_is_alone_until_healed(hosts: Hosts, tmp_path: Path) -> None:
-    hosts.cut("b")
-    assert heard(hosts, "a", "b", tmp_path / "out")[0] == 0
-    assert heard(hosts, "a", "c", tmp_path / "out")[0] == 1
-    hosts.heal()
-    assert heard(hosts, "a", "b", tmp_path / "out")[0] == 1
-
-
 def test_a_link_dies_in_one_direction(hosts: Hosts, tmp_path: Path) -> None:
     listening = hosts["b"].start([sys.executable, "-S", "-c", _COUNT.replace("5000", "5001")], output=tmp_path / "b")
     wait_for(lambda: "ready" in listening.text(), 10)
@@ -130,53 +111,3 @@ def test_connections_are_reset_at_both_ends(hosts: Hosts, tmp_path: Path) -> Non
     assert server.wait(10) == client.wait(10) == 1
     assert "ConnectionResetError" in server.text() + client.text()
     assert heard(hosts, "a", "b", tmp_path / "out")[0] == 1
-
-
-def test_a_frozen_host_stands_still(hosts: Hosts, tmp_path: Path) -> None:
-    hosts.freeze("b")
-    assert heard(hosts, "a", "b", tmp_path / "out")[0] == 0
-    hosts.thaw("b")
-    assert heard(hosts, "a", "b", tmp_path / "out")[0] == 1
-
-
-def test_power_off_ends_everything_and_power_on_starts_anew(tmp_path: Path) -> None:
-    with Hosts("a", "b") as hosts:
-        sleeping = hosts["b"].start(["sleep", "61.7"], output=tmp_path / "sleep")
-        hosts.power_off("b")
-        assert sleeping.code == -signal.SIGKILL
-        wait_for(lambda: not running("61.7"), 10)
-        hosts.power_on("b")
-        hosts.heal()
-        assert run(hosts, "b", "ps -e -o comm=", tmp_path).text().count("sleep") == 0
-
-
-def test_nothing_outlives_the_process_that_made_the_hosts(tmp_path: Path) -> None:
-    code = f"""
-import os, pathlib, signal
-from tests.network.hosts import Hosts
-with Hosts("a", "b") as hosts:
-    hosts["a"].start(["sleep", "62.9"], output=pathlib.Path({str(tmp_path)!r}) / "sleep")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    killed = subprocess.run([sys.executable, "-c", code], env=environment())
-    assert killed.returncode == -signal.SIGKILL
-    wait_for(lambda: not running("62.9"), 10)
-
-
-def running(argument: str) -> list[str]:
-    """Processes, on hosts too, that have an argument."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue  # it has ended
-        if argument.encode() in words:
-            found.append(path.parent.name)
-    return found
-
-
-def run(hosts: Hosts, name: str, command: str, folder: Path) -> Process:
-    process = hosts[name].start(["bash", "-c", command], output=folder / f"run-{time.monotonic_ns()}")
-    process.wait(20)
-    return process
