@@ -409,8 +409,7 @@ def test_callbacks_with_large_states_are_saved(root: Path) -> None:
 def test_a_state_that_outgrows_its_room_is_one_sentence(root: Path) -> None:
     with pytest.raises(RankFailure, match=r"trainer takes .* bytes now, the arena has room for .*: keep less"):
         run(1, [saver(root, every_n_steps=1), Hoarder(1 << 20, growth=3 << 20)], steps=6)
-    checkpoint = find_newest(root).checkpoint
-    assert checkpoint is None or checkpoint.manifest.step >= 1
+    assert find_newest(root).problems == ()
 
 
 class SlowCopies(pl.Callback):
