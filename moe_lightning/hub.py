@@ -24,12 +24,14 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
+TOKENIZER_SETTINGS = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
 
 OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
 COMPANIONS = (
     TOKENIZER,
-    "tokenizer_config.json",
+    TOKENIZER_SETTINGS,
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -38,7 +40,7 @@ COMPANIONS = (
     "merges.txt",
     "spiece.model",
     "sentencepiece.bpe.model",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
     GENERATION,
     *OF_IMAGES,
@@ -93,6 +95,12 @@ def local_folder(given: str) -> Path:
     if name is None:
         return Path(given).expanduser()
     return _cached(name, _SMALL, ()) or Path(given)
+
+
+def local_tokenizer(given: str) -> Path:
+    """Return the tokenizer.json of a path, or of the folder or name of a model; see `local_folder`."""
+    path = local_folder(given)
+    return path / TOKENIZER if path.is_dir() else path
 
 
 def model_folder(given: str, key: str = "pretrained") -> Path:

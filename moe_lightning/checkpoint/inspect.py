@@ -378,6 +378,11 @@ def end_of_text(values: Any) -> int | None:
     return _recorded_by_data(values, "end_of_text", int)
 
 
+def tokenizer_origin(values: Any) -> str | None:
+    """The tokenizer that a run's data named, from `checkpoint_values`; None where they named no file."""
+    return _recorded_by_data(values, "tokenizer_origin", str)
+
+
 def _recorded_by_data(values: Any, name: str, kind: type[T]) -> T | None:
     states = (value for value in values.values() if isinstance(value, Mapping)) if isinstance(values, Mapping) else ()
     found = next((state[name] for state in states if name in state), None)

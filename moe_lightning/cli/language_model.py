@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.inspect import end_of_text, trained_tokenizer
+from moe_lightning.checkpoint.inspect import end_of_text, tokenizer_origin, trained_tokenizer
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.resume import config_of
@@ -38,7 +38,7 @@ from moe_lightning.data.tokenizer import (
 )
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text
-from moe_lightning.hub import GENERATION, TOKENIZERS, local_folder, tokenizer_file
+from moe_lightning.hub import GENERATION, TOKENIZERS, local_folder, local_tokenizer, tokenizer_file
 from moe_lightning.models.generation import Sampling, check_logits, generate
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.huggingface.loading import transformers
@@ -249,7 +249,9 @@ def _of_checkpoint(
             data = {**data, "tokenizer": f"{config['pretrained']}/{TOKENIZER_FILE}"}
     spec, trained = given, trained_tokenizer(saved.values)
     if spec is None and trained is None:
-        spec = _spec_of(data, config, str(saved.path))
+        named = tokenizer_origin(saved.values)
+        is_here = named is not None and local_tokenizer(named).is_file()
+        spec = _spec_of(data or ({"tokenizer": named} if is_here else {}), config, str(saved.path))
     tokenizer = tokenizer_from(trained) if spec is None else _named(spec)
     end = end_of_text(saved.values)
     if end is None:  # none, or not recorded

@@ -35,7 +35,7 @@ from torch.utils.data import Dataset
 from moe_lightning.config import NonNegativeInt, PositiveInt, shown, validated
 from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.packing import Packed
-from moe_lightning.data.tokenizer import Tokenizer, check_tokenizer, is_trained, load_tokenizer
+from moe_lightning.data.tokenizer import Tokenizer, check_tokenizer, is_trained, load_tokenizer, tokenizer_origin
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local, check_written, decoded, open_regular, read_bytes, read_text
 from moe_lightning.hub import tokenizer_file
@@ -682,8 +682,14 @@ class InstructionData(StepDataModule):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what every checkpoint keeps for an export: the chat template that no file has, and the end token."""
-        state = {"chat_template": self.chat_template, "end_of_text": self.end_of_text}
+        """Return what every checkpoint keeps for an export: the chat template that no file has, the end token, and the
+        tokenizer that was named.
+        """
+        state = {
+            "chat_template": self.chat_template,
+            "end_of_text": self.end_of_text,
+            "tokenizer_origin": tokenizer_origin(self.tokenizer),
+        }
         return {name: value for name, value in state.items() if value is not None}
 
     @cached_property

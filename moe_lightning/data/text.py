@@ -32,7 +32,7 @@ from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.mixture import Mixture
 from moe_lightning.data.packing import IntArray, Packed
 from moe_lightning.data.token_folder import fingerprint, is_token_folder, open_token_folder
-from moe_lightning.data.tokenizer import check_tokenizer, is_trained
+from moe_lightning.data.tokenizer import check_tokenizer, is_trained, tokenizer_origin
 from moe_lightning.errors import ConfigurationError
 
 
@@ -287,9 +287,13 @@ class TextData(StepDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what every checkpoint keeps: the tokenizer that was trained, without which no token can be read, and
-        the token that ends documents, for an export.
+        for an export the token that ends documents and the tokenizer that was named.
         """
-        state = {"trained_tokenizer": self.trained_tokenizer, "end_of_text": self.end_of_text}
+        state = {
+            "trained_tokenizer": self.trained_tokenizer,
+            "end_of_text": self.end_of_text,
+            "tokenizer_origin": tokenizer_origin(self._tokenizer),
+        }
         return {name: value for name, value in state.items() if value is not None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

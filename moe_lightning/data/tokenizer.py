@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text
-from moe_lightning.hub import tokenizer_file, tokenizer_identity
+from moe_lightning.hub import origin, tokenizer_file, tokenizer_identity
 
 _BYTES = 256
 TOKENIZER_FILE = "tokenizer.json"
@@ -196,6 +196,11 @@ def check_tokenizer(spec: str) -> Path | None:
             "on the Hub; give one of these."
         )
     return path
+
+
+def tokenizer_origin(spec: str | None) -> str | None:
+    """Return the tokenizer of a spec as every folder understands it; None where it names no file."""
+    return None if spec is None or spec == BYTES or is_trained(spec) else origin(spec)
 
 
 def tokenizer_content(spec: str) -> str | None:

@@ -263,7 +263,7 @@ def test_a_template_may_refuse_the_conversation_that_shows_its_end(tmp_path: Pat
     """A checkpoint asks for the end of answers in the middle of a training."""
     template = "{% if messages|length < 4 %}{{ raise_exception('too short') }}{% endif %}{{ messages[-1].content }}"
     path = tokenizer_folder(tmp_path, template)
-    assert InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path).state_dict() == {}
+    assert InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path).state_dict() == {"tokenizer_origin": path}
 
 
 def test_a_template_ends_answers_itself(tmp_path: Path) -> None:

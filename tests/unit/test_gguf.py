@@ -220,6 +220,22 @@ def test_a_text_ends_where_generation_does(
     assert {name: field.contents() for name, field in names.items() if field is not None} == expected
 
 
+def test_the_template_of_the_run_comes_before_that_of_the_settings(tmp_path: Path) -> None:
+    """As in transformers."""
+    import gguf
+
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    checkpoint("mixtral", tmp_path)
+    settings = tmp_path / "theirs" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": "THEIRS"}))
+    module = HuggingFaceModule({"pretrained": str(tmp_path / "theirs"), "context_length": 16})
+    module.configure_model()
+    save(module, tmp_path / "run.ckpt", InstructionData={"chat_template": "OURS"})
+    assert main(["export-gguf", str(tmp_path / "run.ckpt"), str(tmp_path / "model.gguf")]) == 0
+    assert gguf.GGUFReader(tmp_path / "model.gguf").fields["tokenizer.chat_template"].contents() == "OURS"
+
+
 def test_a_vocabulary_without_room_for_an_end_is_warned_of(tmp_path: Path) -> None:
     from moe_lightning.models.huggingface.gguf_file import _further_ends
 

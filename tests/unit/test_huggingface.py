@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from tests.huggingface_models import (
     transformers,
 )
 from tests.parameters import slow
-from tests.unit.test_generate import write_tokenizer
+from tests.unit.test_generate import TEMPLATE, write_tokenizer
 
 PAGE = (ROOT / "docs" / "huggingface.md").read_text()
 TOLERANCE = 1e-5
@@ -302,12 +303,14 @@ def test_the_balance_loss_has_the_weight_of_the_checkpoint(name: str, layers: in
         assert layer.router.config.aux_loss_coef == 0.3
 
 
-def data_of(kind: type[TextData | InstructionData], folder: Path, tokenizer: str) -> TextData | InstructionData:
+def data_of(
+    kind: type[TextData | InstructionData], folder: Path, tokenizer: str, end_token: str | None = "<end>"
+) -> TextData | InstructionData:
     sizes: Any = {"context_length": 32, "global_batch_size": 2, "tokenizer": tokenizer}
     if kind is InstructionData:
         lines = [json.dumps({"prompt": f"{i}?", "response": "The quick brown fox."}) for i in range(9)]
         (folder / "talk.jsonl").write_text("\n".join(lines))
-        return InstructionData(path=folder / "talk.jsonl", end_token="<end>", **sizes)
+        return InstructionData(path=folder / "talk.jsonl", end_token=end_token, **sizes)
     (folder / "book.txt").write_text("The quick brown fox. " * 300)
     return TextData(source=str(folder / "book.txt"), cache_dir=folder / "cache", **sizes)
 
@@ -445,6 +448,41 @@ def test_the_format_of_conversations_is_exported_as_a_chat_template(tmp_path: Pa
     assert written.prompt(turns) == data.written.prompt(turns)
     assert written.end == data.written.end
     assert "moe-generate . --chat" in (tmp_path / "ours" / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TextData, InstructionData])
+def test_the_tokenizer_that_the_data_name_is_exported(
+    tmp_path: Path, kind: type[TextData | InstructionData], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its added tokens and its template; settings that its folder lacks are those of the model."""
+    theirs, mine, alone = tmp_path / "theirs", tmp_path / "mine", tmp_path / "alone" / "own.json"
+    make_checkpoint("mixtral", theirs, vocab_size=300)
+    write_tokenizer(theirs, chat_template=f"THEIRS{TEMPLATE}")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(theirs, local_files_only=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|x|>"]})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(mine)
+    alone.parent.mkdir()
+    shutil.copyfile(mine / "tokenizer.json", alone)
+
+    def exported(named: Path, target: Path) -> Any:
+        fit(load(theirs), 1, data_of(kind, tmp_path, str(named), None)).save_checkpoint(tmp_path / "run.ckpt")
+        assert main(["export-hf", str(tmp_path / "run.ckpt"), str(target)]) == 0
+        return transformers.AutoTokenizer.from_pretrained(target, local_files_only=True)
+
+    ours = exported(mine / "tokenizer.json", tmp_path / "ours")
+    assert ours.chat_template == TEMPLATE
+    assert len(ours("<|x|>")["input_ids"]) == 1
+    assert open_language_model(str(tmp_path / "run.ckpt")).tokenizer().encode("<|x|>")[0].tolist() == [257]
+    if kind is TextData:
+        ours = exported(alone, tmp_path / "with_settings")
+        assert ours.chat_template == f"THEIRS{TEMPLATE}"
+        assert len(ours("<|x|>")["input_ids"]) == 1
+        assert capsys.readouterr().err == ""
+        alone.unlink()
+        assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "gone")]) == 0
+        assert f"{alone}, the tokenizer of the run, is not here, so" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -22,7 +22,16 @@ from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text, save_safetensors
-from moe_lightning.hub import COMPANIONS, CONFIG, GENERATION, OF_IMAGES, hub_name
+from moe_lightning.hub import (
+    CHAT_TEMPLATE,
+    COMPANIONS,
+    CONFIG,
+    GENERATION,
+    OF_IMAGES,
+    TOKENIZER,
+    TOKENIZER_SETTINGS,
+    hub_name,
+)
 from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.families import OUR_ROUTER, SELECTION_BIAS, Family
 from moe_lightning.models.huggingface.loading import dense_tensors, transformers
@@ -140,6 +149,7 @@ def copy_companions(
     target: Path,
     config: Any,
     *,
+    named: Path | None = None,
     tokenizer: str | None = None,
     chat_template: str | None = None,
     end_of_text: int | None = None,
@@ -150,30 +160,42 @@ def copy_companions(
     Args:
         source: folder of the original.
         target: the exported folder.
+        named: tokenizer.json of the run in the place of the original's, in a folder that may have what belongs to it;
+            None: the original's.
         config: of the exported model; the original's special tokens are taken out where the run has trained others.
         tokenizer: content of the tokenizer.json that the run has trained in the place of the original's; None: none.
         chat_template: by which the run wrote its conversations in the place of the original's; None: none.
         end_of_text: token at which generation has to end, beside those of the original's tokenizer; None: none.
     """
     if chat_template is not None:
-        (target / "chat_template.jinja").write_text(chat_template)
+        (target / CHAT_TEMPLATE).write_text(chat_template)
     if tokenizer is not None:
-        (target / "tokenizer.json").write_text(tokenizer)
+        (target / TOKENIZER).write_text(tokenizer)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}  # else transformers takes the class of the model
-        (target / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
+        (target / TOKENIZER_SETTINGS).write_text(json.dumps(settings) + "\n")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, None)
         if (target / CONFIG).is_file():
             config.save_pretrained(target)
+    others = (GENERATION, *OF_IMAGES)
+    if tokenizer is None and named is not None:
+        shutil.copyfile(named, target / TOKENIZER)
+        _copy(named.parent, target, [name for name in COMPANIONS if name not in others])
+    is_whole = named is not None and (named.parent / TOKENIZER_SETTINGS).is_file()
+    _copy(source, target, OF_IMAGES if tokenizer is not None else others if is_whole else COMPANIONS)
+    if end_of_text is not None:
+        _end_generation(target / GENERATION, config, end_of_text)
+
+
+def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy those files that a folder has to one that lacks them; see `copy_companions`."""
     inside = source.resolve()
     allowed = (inside, inside.parent.parent / "blobs") if inside.parent.name == "snapshots" else (inside,)
     # Whatever else the folder of a checkpoint holds, such as credentials, is not handed on.
-    for name in COMPANIONS if tokenizer is None else OF_IMAGES:
+    for name in names:
         file = (source / name).resolve()
         if file.is_file() and file.parent in allowed and not (target / name).exists():
             shutil.copyfile(file, target / name)
-    if end_of_text is not None:
-        _end_generation(target / GENERATION, config, end_of_text)
 
 
 def _end_generation(path: Path, config: Any, token: int) -> None:

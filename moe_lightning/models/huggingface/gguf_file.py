@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text
-from moe_lightning.hub import GENERATION
+from moe_lightning.hub import CHAT_TEMPLATE, GENERATION
 from moe_lightning.models.huggingface.export import Export
 
 
@@ -235,6 +235,8 @@ def _add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
         writer.add_token_scores([-float(index) for index in range(config.vocab_size)])
         writer.add_add_space_prefix(_begins_with_space(content))
     special = gguf.SpecialVocab(folder, load_merges=is_byte_level, n_vocab=config.vocab_size)
+    if (folder / CHAT_TEMPLATE).is_file():  # gguf prefers that of the settings, transformers this one
+        special.chat_template = read_text(folder / CHAT_TEMPLATE)
     unused = [index for index in range(config.vocab_size) if index not in texts]
     special.special_token_ids |= _further_ends(folder, special.special_token_ids, texts, unused)
     special.add_to_gguf(writer)

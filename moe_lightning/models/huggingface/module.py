@@ -17,6 +17,7 @@ from moe_lightning.files import read_text
 from moe_lightning.hub import (
     TOKENIZER,
     local_folder,
+    local_tokenizer,
     model_folder,
     origin,
     other_word,
@@ -270,8 +271,7 @@ class HuggingFaceModule(SupervisedModule):
                 f"the tokens were made with another tokenizer than the model was trained with: run moe-data tokenize "
                 f"with --tokenizer {own}"
             )
-        file = local_folder(given) if isinstance(given, str) else own
-        file = file / TOKENIZER if file.is_dir() else file
+        file = local_tokenizer(given) if isinstance(given, str) else own
         is_read = file.suffix == ".json" and file.is_file() and file != own
         if is_read and (word := other_word(read_text(file), read_text(own))) is not None:
             raise ConfigurationError(
