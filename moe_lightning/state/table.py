@@ -268,20 +268,27 @@ class State:
         }
 
     def _by_parameter(self, shapes: Shapes) -> Mapping[nn.Parameter, dict[str, tuple[str, tuple[int, ...]]]]:
-        """Scope -> (dtype, shape) of the states that belong to parameters of this rank, whose stacks may be longer."""
+        """Scope -> (dtype, shape) of the states that belong to parameters of this rank, whose stacks may be longer.
+
+        As in torch, states in the dtype of saved weights get that of the parameter, which may be another now.
+        """
         found: dict[nn.Parameter, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
         for key, (dtype, shape) in shapes.items():
             if is_expert_key(key):
-                layer, _, scope, name = parse_expert_key(key)
+                layer, expert, scope, name = parse_expert_key(key)
+                weights = [f"expert/{layer}/{expert}/{weight}/{name}" for weight in WEIGHTS]
                 parameter = self.stacks[layer].parameters.get(name) if layer < len(self.stacks) else None
                 shape = shape if parameter is None else (parameter.shape[0], *shape)
             else:
                 name, scope = parse_dense_key(key)
+                weights = [f"dense/{name}/{weight}" for weight in WEIGHTS]
                 parameter = self.dense.get(name)
                 shape = shape if parameter is None or not is_cut(parameter) else local(parameter).shape
             if scope == AVERAGE and self.averages is None:
                 continue
             if parameter is not None and scope not in WEIGHTS:
+                if any(shapes[weight][0] == dtype for weight in weights if weight in shapes):
+                    dtype = dtype_name(parameter)
                 found[parameter][scope] = dtype, tuple(shape)
         return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from moe_lightning import ExpertParallelStrategy, MoELayer
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.models.gpt import GPTConfig, Rotary
 from moe_lightning.moe.router import Router, RouterConfig
 from moe_lightning.strategies.precision import convert_by_rule
@@ -102,8 +105,9 @@ class Module(pl.LightningModule):
 def fit(module: pl.LightningModule, folder: Path, precision: str, steps: int, **options: Any) -> pl.Trainer:
     callbacks, strategy = options.pop("callbacks", []), ExpertParallelStrategy()
     trainer = quiet_trainer(
-        strategy=strategy, precision=precision, max_steps=steps, default_root_dir=folder, callbacks=callbacks
-    )
+        strategy=strategy, precision=precision, max_steps=steps, default_root_dir=folder, callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
+    )  # fmt: skip
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     trainer.fit(module, options.pop("loader", DataLoader(TensorDataset(x), batch_size=8)), **options)
     return trainer
@@ -132,6 +136,29 @@ def test_buffers_of_a_run_and_of_its_resume(precision: str, tmp_path: Path) -> N
     buffers(2, "two.ckpt")
     resumed = buffers(4, "resumed.ckpt", ckpt_path=tmp_path / "two.ckpt")
     assert all(torch.equal(found[name], resumed[name]) for name in found)
+
+
+class Momenta(Module):
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make(self.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Precision bf16-true")
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+def test_moments_follow_the_weights_into_another_precision(
+    make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    checkpoints = PartialExpertsCheckpoint(str(tmp_path / "checkpoints"), every_n_steps=1)
+    fit(Momenta(make), tmp_path, "bf16-true", 2, callbacks=[checkpoints])
+    trainer = fit(Momenta(make), tmp_path, "32-true", 4, ckpt_path=tmp_path / "checkpoints")
+    moments = [value for state in trainer.optimizers[0].state.values() for value in state.values() if value.ndim]
+    assert len(moments) >= len(list(trainer.model.parameters()))
+    assert {moment.dtype for moment in moments} == {torch.float32}
+    assert all(moment.abs().max() > 0 for moment in moments)
 
 
 class LateBuffers(Module):
