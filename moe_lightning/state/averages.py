@@ -94,13 +94,17 @@ class Averages:
 
     @torch.no_grad()
     def update(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Average the present weights in."""
+        """Average the present weights in; before their first change they are their averages."""
+        self.make_buffers(module)
         pairs, buffers = list(_of_weights(optimizers)), list(self._of_buffers(module))
         if self._use_buffers:
             pairs += buffers
         else:
             for average, buffer in buffers:
                 average.copy_(buffer)
+        if not pairs:
+            self._rule.n_averaged += 1
+            return
         self._rule.module = _Tensors([average for average, _ in pairs])
         self._rule.update_parameters(_Tensors([value for _, value in pairs]))
         self._rule.module = _Tensors()

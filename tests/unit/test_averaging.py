@@ -9,8 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from moe_lightning.state.averages import Averages
+from moe_lightning.state.averages import Averages, averaged
 from moe_lightning.strategies.averaging import Averaging
 
 
@@ -44,3 +45,20 @@ def test_weights_come_back_after_a_fault_between_averages_and_their_broadcast() 
         averaging.swap()
     averaging.withdraw()
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_updates_that_are_left_out_before_the_first_are_counted(use_buffers: bool) -> None:
+    module = nn.BatchNorm1d(2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    ours, stock = Averages({}, use_buffers=use_buffers), AveragedModel(module, use_buffers=use_buffers)
+    for step in range(4):
+        module.running_mean.fill_(step)
+        if step == 2:
+            ours.begin(module, optimizer, lambda parameter: parameter.device)
+            nn.init.constant_(module.weight, 3.0)
+        ours.update(module, [optimizer])
+        stock.update_parameters(module)
+    assert ours.count == int(stock.n_averaged) == 4
+    assert torch.equal(averaged([optimizer])[module.weight], stock.module.weight)
+    assert torch.equal(ours.buffers["running_mean"], stock.module.running_mean)
