@@ -43,6 +43,9 @@ T = TypeVar("T")
 
 _MOST_LOOKS = 10
 
+_STEP = re.compile(r"step-(\d+)")
+"""Names of the files of LatestCheckpoint, without suffix."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -197,7 +200,6 @@ def _check_free(target: Place) -> None:
 def _write(tensors: dict[str, torch.Tensor], target: Place, metadata: dict[str, str], tokenizer: str | None) -> int:
     if tokenizer is not None:
         _check_free(tokenizer_beside(target))
-        storage_of(target).put(tokenizer_beside(target), tokenizer.encode())
     if isinstance(target, Path):
         staged = target.with_name(f".{target.name}.{os.getpid()}.new")
         try:
@@ -207,6 +209,8 @@ def _write(tensors: dict[str, torch.Tensor], target: Place, metadata: dict[str, 
             staged.unlink(missing_ok=True)
     else:
         storage_of(target).write(target, [save(tensors, metadata=metadata)])
+    if tokenizer is not None:
+        storage_of(target).put(tokenizer_beside(target), tokenizer.encode())
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
@@ -390,12 +394,21 @@ def _recorded_by_data(values: Any, name: str, kind: type[T]) -> T | None:
 
 
 def checkpoint_files(path: Place) -> list[Path]:
-    """The checkpoint file that a path is, or those in a directory, newest first; a URL holds none."""
+    """The checkpoint file that a path is, or those in a directory, newest first; a URL holds none.
+
+    If all have names of LatestCheckpoint, their steps order them, since a copy of a directory has other times.
+    """
     if not isinstance(path, Path):
         return []
     if path.is_dir():
-        return sorted((f for f in path.glob(f"*{SUFFIX}") if f.is_file()), key=lambda f: -f.stat().st_mtime_ns)
+        files = [file for file in path.glob(f"*{SUFFIX}") if file.is_file()]
+        steps = {file: int(match[1]) for file in files if (match := _STEP.fullmatch(file.stem))}
+        return sorted(files, key=steps.__getitem__ if len(steps) == len(files) else _written_at, reverse=True)
     return [path] if path.is_file() else []
+
+
+def _written_at(file: Path) -> int:
+    return file.stat().st_mtime_ns
 
 
 def newest_file(path: Place) -> Path | None:

@@ -220,7 +220,7 @@ def test_every_damage_to_a_files_tensors_is_found(tmp_path: Path, capsys: pytest
 
 
 def test_the_tokenizer_of_the_run_is_exported_beside_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = {"state_dict": {"w": torch.ones(2)}, "pytorch-lightning_version": "2.6", "global_step": 1}
     torch.save({**values, "TextData": {"trained_tokenizer": "{}"}}, tmp_path / "step-0000001.ckpt")
@@ -232,3 +232,13 @@ def test_the_tokenizer_of_the_run_is_exported_beside_the_model(
     assert main(["export", str(tmp_path / "step-0000001.ckpt"), str(target)]) == 2
     assert "model.tokenizer.json exists already" in capsys.readouterr().err
     assert not target.exists()
+    (tmp_path / "model.tokenizer.json").unlink()
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("moe_lightning.checkpoint.inspect.save_safetensors", killed)
+        with pytest.raises(KeyboardInterrupt):
+            main(["export", str(tmp_path / "step-0000001.ckpt"), str(target)])
+    assert main(["export", str(tmp_path / "step-0000001.ckpt"), str(target)]) == 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
+import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +20,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from moe_lightning.checkpoint.files import write_file
+from moe_lightning.checkpoint.inspect import checkpoint_files
 from moe_lightning.cli.generate import TextStream, main
+from moe_lightning.cli.run_directory import checkpoints
+from moe_lightning.cli.saved_model import open_saved
 from moe_lightning.data.documents import source_files
 from moe_lightning.data.token_folder import Recipe, write_token_folder
 from moe_lightning.data.tokenizer import ByteTokenizer
@@ -414,6 +419,19 @@ def test_the_newest_complete_checkpoint_of_a_run_is_used(tmp_path: Path, capsys:
     (folder / "checkpoints" / "step-0000003.ckpt").unlink()
     assert main([str(folder), PROMPT]) == 2
     assert "holds no complete checkpoint" in capsys.readouterr().err
+
+
+def test_steps_order_the_files_of_a_copied_run(tmp_path: Path) -> None:
+    """As `resume` does; files of other names are ordered by the times at which they were written."""
+    folder = trained_run(tmp_path / "run", {"tokenizer": "bytes"}) / "checkpoints"
+    earlier, later = folder / "step-0000003.ckpt", folder / "step-0000010.ckpt"
+    shutil.copy(earlier, later)
+    os.utime(later, (1, 1))
+    assert open_saved(folder.parent).path == later
+    assert checkpoint_files(folder) == [saved.path for saved in checkpoints(folder)] == [later, earlier]
+    shutil.copy(earlier, folder / "last.ckpt")
+    os.utime(folder / "last.ckpt", (2, 2))
+    assert checkpoint_files(folder) == [earlier, folder / "last.ckpt", later]
 
 
 # ---------------------------------------------------------------- mistakes
