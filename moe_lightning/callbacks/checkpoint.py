@@ -378,6 +378,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         if saved_at in (None, trainer.global_step) or not is_update or self._keeps_nothing(trainer):
             return
         self._times.end_step()
+        if _strategy(trainer).update.is_replaced:
+            self._close(wait=False)  # no later checkpoint holds anything of the updates that were taken back
         if self.session is not None:
             self.session.protect()
         has_changed = self._experts_moved or self._growth.has_replaced(_strategy(trainer).state)

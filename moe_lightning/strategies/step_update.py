@@ -44,6 +44,7 @@ class StepUpdate:
         finite: check of losses and gradients.
         own: recent losses and gradients of this rank.
         is_skipped: the last update was left out or replaced.
+        is_replaced: it was replaced.
         losses: of the micro-batches of the running step that have samples of this rank, divided by their number.
     """
 
@@ -54,7 +55,7 @@ class StepUpdate:
         self.arithmetic_check = ArithmeticCheck(worlds, state, every=options.check_arithmetic_every)
         self.finite = FiniteWatch(options.stop_on_nan)
         self.own = OwnNumbers()
-        self.is_skipped = False
+        self.is_skipped = self.is_replaced = False
         self.losses: list[Tensor] = []
         self._replacement: Callable[[], None] | None = None
         self._scaler: AgreedScaler | None = None
@@ -171,8 +172,9 @@ class StepUpdate:
             if damage := self._damage(optimizer):
                 elastic.repeat_step(damage)
                 is_bad = True
-        self.is_skipped = is_bad or overflows or replacement is not None
-        if is_bad or replacement is not None or (overflows and self._worlds.is_elastic):
+        self.is_replaced = replacement is not None
+        self.is_skipped = is_bad or overflows or self.is_replaced
+        if is_bad or self.is_replaced or (overflows and self._worlds.is_elastic):
             state.forget_update()  # a recovery would apply it
         elif overflows:
             state.forget_counts()

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from moe_lightning.callbacks import spike_guard
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.spike_guard import SpikeGuard, StateCopy
+from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.errors import ConfigurationError, LossSpikeError, StateDamagedError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.watch import limit_of
@@ -225,6 +227,18 @@ def test_where_experts_have_just_moved_the_update_alone_is_left_out(tmp_path: Pa
     (row,) = csv.DictReader((tmp_path / "spikes.csv").read_text().splitlines())
     assert (int(row["restored_step"]), len(row["samples"].split())) == (SPIKE - 1, BATCH)
     assert all(bool(p.isfinite().all()) for p in module.parameters())
+
+
+@pytest.mark.parametrize("lossless", [False, slow(True)])
+def test_a_checkpoint_after_a_rollback_holds_nothing_of_the_updates_before(lossless: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"every_n_steps": 1, "k_snapshot": 1, "save_on_train_end": False, "timeout_s": 120.0}
+    saver = PartialExpertsCheckpoint(str(tmp_path), lossless=lossless, **options)
+    guard = SpikeGuard(every_n_steps=EVERY)
+    trainer = make_trainer(0, 1, {}, callbacks=[saver, guard], max_steps=SPIKE, enable_checkpointing=True)
+    trainer.fit(Spiky({SPIKE - 1: math.nan}), DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    saved = Checkpoint(Path(saver.last_model_path))
+    assert saved.step == SPIKE
+    assert set(saved.expert_versions().flat) == {SPIKE}
 
 
 @pytest.mark.slow
