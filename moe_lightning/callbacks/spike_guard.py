@@ -59,6 +59,7 @@ class StateCopy:
     @torch.no_grad()
     def of(cls, strategy: ExpertParallelStrategy, step: int, position: int | None) -> StateCopy:
         """Return a copy of the present state."""
+        strategy.state.parts.reshard()  # a callback may have called the module
         return cls(
             step=step,
             position=position,
@@ -71,10 +72,21 @@ class StateCopy:
 
     @torch.no_grad()
     def restore(self, module: nn.Module) -> None:
-        """Write the values back."""
-        live = {name: local(tensor.detach()) for name, tensor in _live(module).items()}
-        same = (n for n, values in self.tensors.items() if n in live and live[n].shape == values.shape)
-        install((live[name], self.tensors[name]) for name in same)
+        """Write the values back, but for buffers that have another shape now.
+
+        Raises:
+            ConfigurationError: a weight has another shape.
+        """
+        present, buffers = _live(module), dict(module.named_buffers())
+        for name, kept in self.tensors.items():
+            tensor = local(present[name].detach()) if name in present else kept
+            if tensor.shape == kept.shape:
+                install([(tensor, kept)])
+            elif name not in buffers:
+                raise ConfigurationError(
+                    f"{name} had the shape {tuple(kept.shape)} in step {self.step}, which SpikeGuard would restore, "
+                    f"and has {tuple(tensor.shape)} now: keep the shapes of weights, or drop the callback"
+                )
         for optimizer, states in self.states:
             for parameter in optimizer.state.keys() - states.keys():  # updated for the first time since
                 del optimizer.state[parameter]

@@ -277,6 +277,7 @@ class StateCheck:
         ]
 
     def _sums(self, others: Sequence[StateUnit] = ()) -> Sums:
+        self._state.parts.reshard()  # a callback may have called the module
         with self._schedule:
             return Sums([*self.units(), *others], self._worlds.present)
 

@@ -100,6 +100,50 @@ def test_a_run_trains_on_as_if_it_had_never_seen_the_samples(strategy: dict[str,
     assert not any("is restored" in line for line in guarded[1]["lines"])
 
 
+class Sampling(pl.Callback):
+    """Calls the module with no gradients, in these hooks."""
+
+    def __init__(self, *hooks: str) -> None:
+        for name in hooks:
+            setattr(self, name, self._sample)
+
+    @torch.no_grad()
+    def _sample(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        was_training = module.training
+        module.eval()
+        module(torch.arange(8).view(1, 8))
+        module.train(was_training)
+
+
+class Called(Spiky):
+    def forward(self, ids: Tensor) -> Any:
+        h = self.embed(ids)
+        return self.out(h + self.moe(h))
+
+
+def fit_sampling(rank: int, world_size: int, hooks: tuple[str, ...], factors: dict[int, float]) -> Any:
+    callbacks = [Sampling(*hooks), SpikeGuard(every_n_steps=EVERY)]
+    trainer = make_trainer(rank, world_size, {"dense": "fsdp"}, callbacks=callbacks, max_steps=SPIKE + 2)
+    trainer.fit(Called(factors), DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    chosen = trainer.strategy
+    assert isinstance(chosen, ExpertParallelStrategy)
+    return state_digests(chosen)
+
+
+@pytest.mark.parametrize(
+    ("hook", "factors"),
+    [slow("on_train_batch_end", {SPIKE - 1: math.nan}), slow("on_before_optimizer_step", {})],
+)
+def test_calls_of_the_module_by_callbacks_change_nothing_under_fsdp(hook: str, factors: dict[int, float]) -> None:
+    assert run_ranks(2, fit_sampling, (hook,), factors) == run_ranks(2, fit_sampling, (), factors)
+
+
+def test_a_weight_that_has_another_shape_is_not_left_out_of_a_rollback() -> None:
+    kept = StateCopy(step=3, position=None, tensors={"weight": torch.zeros(4, 2)}, states=[])
+    with pytest.raises(ConfigurationError, match=r"^weight had the shape \(4, 2\) in step 3, .* has \(2, 2\) now"):
+        kept.restore(torch.nn.Linear(2, 2))
+
+
 class Unfreezing(Spiky):
     """Trains its embedding from a later step on than that of the copy, and has a slow copy of a weight and a count of
     losses, which it replaces.
