@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -45,13 +45,6 @@ from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 State = dict[str, Any]
-
-
-class OwnLayers(NamedTuple):
-    """Numbers of the MoE layers that a rank plans for, among all of the model."""
-
-    numbers: tuple[int, ...] = ()
-    total: int = 0
 
 
 def merged(states: Iterable[State | None]) -> State | None:
@@ -320,7 +313,8 @@ class LoadBalancer(ExpertParallelCallback):
         self.planner: BalancePlanner | None = None
         self.follower: SpeedFollower | None = None
         self.last_shadow_transfers: StepShadowTransfers | None = None
-        self._layers = OwnLayers()
+        self._numbers: Sequence[int] = ()  # of the MoE layers that this rank plans for
+        self._num_layers = 0  # of the model
         self._restored: State | None = None
         self._rates, self._counts = OwnRates(), StepCounts()
         self._since_log = SinceLog()
@@ -342,8 +336,8 @@ class LoadBalancer(ExpertParallelCallback):
             return  # nothing to balance
         cluster = balanced_ranks(strategy)
         policy = replace(self._policy, min_replicas=min_replicas(strategy, self._min_replicas))
-        self._layers = OwnLayers(tuple(stages.numbers), len(stages.layers))
-        numbered = dict(zip(self._layers.numbers, layers, strict=True))
+        self._numbers, self._num_layers = stages.numbers, len(stages.layers)
+        numbered = dict(zip(self._numbers, layers, strict=True))
         world, dtype, is_pipeline = strategy.world.stage, strategy.shadow_dtype, stages.num_stages > 1
         costs = self._costs.begin(numbered, world, dtype, times_dense=not is_pipeline)
         timeout_s = strategy.options.timeout.total_seconds()
@@ -378,7 +372,7 @@ class LoadBalancer(ExpertParallelCallback):
         a fault has left to run find no planner, since it is of the ranks and layers of the world before.
         """
         strategy, planner = _strategy(trainer), self.planner
-        costs = self._costs.known if planner is None else dict(zip(self._layers.numbers, planner.costs, strict=True))
+        costs = self._costs.known if planner is None else dict(zip(self._numbers, planner.costs, strict=True))
         listed = [[number, block.to_json()] for number, block in costs.items()]
         gathered = all_gather_json([listed, self._own_state(), self._restored], strategy.world)
         self._stop()
@@ -410,8 +404,8 @@ class LoadBalancer(ExpertParallelCallback):
         if self.planner is None:
             return None
         own = self.planner.state_dict()
-        layers = dict(zip(map(str, self._layers.numbers), own["layers"], strict=True))
-        return own | {"num_layers": self._layers.total, "layers": layers}
+        layers = dict(zip(map(str, self._numbers), own["layers"], strict=True))
+        return own | {"num_layers": self._num_layers, "layers": layers}
 
     def _own_part(self, state: State) -> State:
         """Return the part of a state that the planner of this rank loads.
@@ -419,12 +413,12 @@ class LoadBalancer(ExpertParallelCallback):
         Raises:
             ConfigurationError: the state of a model with other layers.
         """
-        if state["num_layers"] != self._layers.total:
+        if state["num_layers"] != self._num_layers:
             raise ConfigurationError(
-                f"the balancer's state is of {state['num_layers']} MoE layers, but the model has {self._layers.total}: "
+                f"the balancer's state is of {state['num_layers']} MoE layers, but the model has {self._num_layers}: "
                 "resume with the model that wrote the checkpoint"
             )
-        return state | {"layers": [state["layers"].get(str(number)) for number in self._layers.numbers]}
+        return state | {"layers": [state["layers"].get(str(number)) for number in self._numbers]}
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -452,11 +446,11 @@ class LoadBalancer(ExpertParallelCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.planner is None:
+        if self.planner is None or self.follower is None:
             return
         if self._counts.begin_batch(batch_idx, is_last=not private_lightning.is_accumulating(trainer)):
             self._begin_step(_strategy(trainer), self.planner)
-            self._following.begin_step()
+            self.follower.begin_step()
 
     def _begin_step(self, strategy: ExpertParallelStrategy, planner: BalancePlanner) -> None:
         replay = strategy.state.window_replay
@@ -464,7 +458,9 @@ class LoadBalancer(ExpertParallelCallback):
         with self._since_log.planning():
             placements = planner.due_placements() if may_move else None
         if placements is not None and _any_moves(strategy, placements):
-            self._move(strategy, planner, placements)
+            wanted = strategy.state.stages.placements_of_all(placements)
+            self._since_log.reports.append(strategy.replace_experts(wanted))
+            planner.moved(placements)
         with self._since_log.planning():
             plans = planner.step_plans()
             shares = None if plans is None else planner.early_shares()
@@ -472,15 +468,6 @@ class LoadBalancer(ExpertParallelCallback):
         if plans is not None:
             strategy.start_shadow_experts(plans, shares)
             self.last_shadow_transfers = strategy.experts.shadow_transfers
-
-    @property
-    def _following(self) -> SpeedFollower:
-        assert self.follower is not None, "a planner comes with a follower"
-        return self.follower
-
-    def _move(self, strategy: ExpertParallelStrategy, planner: BalancePlanner, placements: list[Placement]) -> None:
-        self._since_log.reports.append(strategy.replace_experts(strategy.state.stages.placements_of_all(placements)))
-        planner.moved(placements)
 
     def _observe(self, pipeline: Steps | None, index: int, layer: MoELayer) -> None:
         """While the last micro-batch's tokens travel: take the step's counts in and plan the next step's shadows.
@@ -498,17 +485,17 @@ class LoadBalancer(ExpertParallelCallback):
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         self._costs.turn()
-        if self.planner is not None:
-            self._following.turn()
+        if self.follower is not None:
+            self.follower.turn()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.planner is None:
+        if self.planner is None or self.follower is None:
             return
         self._costs.end_micro_batch()
-        self._following.end_micro_batch()
+        self.follower.end_micro_batch()
         if private_lightning.is_accumulating(trainer):
             return
         self._counts.has_ended = True
@@ -517,18 +504,18 @@ class LoadBalancer(ExpertParallelCallback):
         if times is not None:
             local = torch.tensor(times, device=trainer.strategy.root_device, dtype=torch.float64)
             self.planner.set_dense_times(*trainer.strategy.reduce(local, reduce_op="max").tolist())
-        if self._following.end_step():
-            self.planner.set_speeds(self._following.experts.speeds)
+        if self.follower.end_step():
+            self.planner.set_speeds(self.follower.experts.speeds)
         if private_lightning.logs_now(trainer):
-            pl_module.log_dict(reduced(list(self._metrics(trainer, self.planner)), trainer))
+            pl_module.log_dict(reduced(list(self._metrics(trainer, self.planner, self.follower)), trainer))
 
     # ------------------------------------------------------------------ metrics
 
-    def _metrics(self, trainer: pl.Trainer, planner: BalancePlanner) -> Iterator[Metric]:
-        layers = zip(self._layers.numbers, _strategy(trainer).experts.layers, strict=True)
+    def _metrics(self, trainer: pl.Trainer, planner: BalancePlanner, follower: SpeedFollower) -> Iterator[Metric]:
+        layers = zip(self._numbers, _strategy(trainer).experts.layers, strict=True)
         yield from layer_metrics(dict(layers), planner)
         yield from movement_metrics(self._since_log.reports, self.last_shadow_transfers)
-        yield from self._following.metrics()
+        yield from follower.metrics()
         plan_ms = 1e3 * self._since_log.plan_s / self._since_log.steps
         yield Metric(name="balance/plan_ms", value=plan_ms, over_ranks="max")
         for operation, error in self._costs.errors.items():

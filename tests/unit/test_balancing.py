@@ -23,7 +23,7 @@ from moe_lightning.balancing.rules import (
     plan_shadows,
     replan_placement,
 )
-from moe_lightning.callbacks.load_balancer import LoadBalancer, OwnLayers, merged
+from moe_lightning.callbacks.load_balancer import LoadBalancer, merged
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
 
@@ -224,6 +224,6 @@ def test_of_each_layer_those_who_plan_for_it_are_believed() -> None:
 
 def test_the_state_of_another_model_is_refused() -> None:
     balancer = LoadBalancer()
-    balancer._layers = OwnLayers((0,), 2)
+    balancer._numbers, balancer._num_layers = (0,), 2
     with pytest.raises(ConfigurationError, match="of 4 MoE layers, but the model has 2: resume with"):
         balancer._own_part(of(n0=1))
