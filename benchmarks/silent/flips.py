@@ -185,7 +185,7 @@ class Costs(pl.Callback):
         if (step - 1) % TURN > 1:  # the first of a turn may be checked in part
             self.seconds[(step - 1) // TURN % 2 == 0].append(now - self._began)
         check: Any = getattr(trainer.strategy.update, self._check)  # type: ignore[attr-defined]
-        check._schedule._every = int(step // TURN % 2 == 0)
+        check.schedule._every = int(step // TURN % 2 == 0)
         self._began = time.process_time()
 
     @property

@@ -270,7 +270,7 @@ class SpikeGuard(ExpertParallelCallback):
         if source is not None:
             source.restore(strategy.state.module)
             strategy.state.find_twins()
-            strategy.update.state_check.check_next()  # memory may have been damaged before it was copied
+            strategy.update.state_check.schedule.check_next()  # memory may have been damaged before it was copied
             self._copies.append(replace(source, position=self._position))
 
     @override

@@ -246,7 +246,7 @@ class ParityDoctor(Callback):
         self._is_own = isinstance(strategy, ExpertParallelStrategy)
         self._world = strategy.world if self._is_own else World.before_setup(strategy.root_device)  # type: ignore[attr-defined]
         if isinstance(strategy, ExpertParallelStrategy):
-            strategy.update.state_check.stop()  # it would end the run before replicas that differ are explained
+            strategy.update.state_check.schedule.stop()  # it would end the run before they are explained
         loader = one_process_loader(trainer) if self._is_own else None
         self._loader = loader if trainer.is_global_zero else None
         is_low = "16" in str(trainer.precision)
@@ -321,7 +321,7 @@ class ParityDoctor(Callback):
             turn_on()
         self._dropout = {}
         if isinstance(trainer.strategy, ExpertParallelStrategy):
-            trainer.strategy.update.state_check.resume()
+            trainer.strategy.update.state_check.schedule.resume()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

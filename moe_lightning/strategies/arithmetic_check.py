@@ -95,25 +95,22 @@ class ArithmeticCheck:
         every: steps between checks; 0: none is made; "auto": as few as cost 0.5 % of the steps' time, at most 1000.
 
     Attributes:
+        schedule: of the checks.
         products: of the running step, if it is checked: a context for its forward and backward passes.
         times_wrong: checks that have found this rank to compute wrong.
     """
 
     def __init__(self, worlds: Worlds, state: TrainState, *, every: CheckInterval) -> None:
         self._worlds, self._state = worlds, state
-        self._schedule = CheckSchedule(worlds, every, most_steps=_MOST_STEPS, unchecked=_UNCHECKED)
+        self.schedule = CheckSchedule(worlds, every, most_steps=_MOST_STEPS, unchecked=_UNCHECKED)
         self._repeats = -1, 0  # last step with an error, and how often it was left
         self.products: Products | None = None
         self.times_wrong = 0
 
-    def begin_training(self) -> None:
-        """See `CheckSchedule.begin_training`."""
-        self._schedule.begin_training()
-
     def before_step(self, step: int) -> None:
         """Begin to screen products, if that is due. Not collective."""
-        if self._schedule.begins(step):
-            self.products = Products(self._state.module, seed=step) if self._schedule.is_due(step) else None
+        if self.schedule.begins(step):
+            self.products = Products(self._state.module, seed=step) if self.schedule.is_due(step) else None
 
     def before_update(self) -> str:
         """Compare products of the running step, which is checked; collective.
@@ -124,18 +121,18 @@ class ArithmeticCheck:
         """
         products, self.products = self.products, None
         assert products is not None, "the step is checked"
-        world, step = self._worlds.present, self._schedule.at[1]
-        with self._schedule:
+        world, step = self._worlds.present, self.schedule.at[1]
+        with self.schedule:
             judged = self._exchanged(products.worst)
             result = judged.computed
         is_disputed = judged.differ(judged.value, result) or judged.differ(judged.again, result)
-        measured = self._schedule.measured(self._schedule.spent_s + products.seconds)
+        measured = self.schedule.measured(self.schedule.spent_s + products.seconds)
         repeats = self._repeats[1] if self._repeats[0] == step else 0
         flags = torch.tensor([is_disputed, repeats >= _MOST_REPEATS])
         found = torch.cat([flags, measured]).to(world.device)
         all_reduce_(found, world)
         found = world.read(found)
-        self._schedule.plan(found[2:])
+        self.schedule.plan(found[2:])
         if not found[0]:
             return ""
         dispute = Dispute((world.rank - 1) % world.size, world.rank, judged, result)

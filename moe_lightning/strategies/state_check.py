@@ -160,13 +160,14 @@ class StateCheck:
         every: steps between checks; 0: none is made; "auto": as few as cost 0.5 % of the steps' time, at most 100.
 
     Attributes:
+        schedule: of the checks.
         times_damaged: checks that have found damage on this rank.
         verified: last step whose snapshots no check has found damage after.
     """
 
     def __init__(self, worlds: Worlds, state: TrainState, *, every: CheckInterval) -> None:
         self._worlds, self._state = worlds, state
-        self._schedule = CheckSchedule(worlds, every, most_steps=_MOST_STEPS, unchecked=_UNCHECKED)
+        self.schedule = CheckSchedule(worlds, every, most_steps=_MOST_STEPS, unchecked=_UNCHECKED)
         self._own: Sums | None = None  # after the last update or check
         self._counts_writes = True
         self._varying: set[str] = set()  # buffers that are left out in this world, on all ranks that hold them
@@ -174,25 +175,9 @@ class StateCheck:
         self.times_damaged = 0
         self.verified = -1
 
-    def begin_training(self) -> None:
-        """Forget what the last update of another training has left."""
-        self._schedule.begin_training()
-
-    def stop(self) -> None:
-        """Check no more until `resume`: the ranks are compared otherwise, by what also names a cause."""
-        self._schedule.stop()
-
-    def resume(self) -> None:
-        """Check again."""
-        self._schedule.resume()
-
-    def check_next(self) -> None:
-        """Check the next step, whatever the interval; on all ranks."""
-        self._schedule.check_next()
-
     def after_update(self) -> None:
         """Sum the state that the next step will check. Not collective."""
-        is_due = self._schedule.is_due(self._state.trainer.global_step + 1)
+        is_due = self.schedule.is_due(self._state.trainer.global_step + 1)
         self._own = self._sums() if is_due else None
 
     def before_step(self, step: int) -> None:
@@ -201,17 +186,17 @@ class StateCheck:
         Raises:
             StateDamagedError: on every rank, damage that no rank can repair.
         """
-        if not self._schedule.begins(step):
+        if not self.schedule.begins(step):
             return
-        if self._schedule.is_new_world:
+        if self.schedule.is_new_world:
             self._own, self.verified, self._counts_writes = None, step - 1, True  # newcomers have seen no writes
             self._varying.clear()
-        if not self._schedule.is_due(step):
+        if not self.schedule.is_due(step):
             return
         sums = self._sums()
-        measured = self._schedule.measured(_SUMS * self._schedule.spent_s)
+        measured = self.schedule.measured(_SUMS * self.schedule.spent_s)
         found = self._damage(sums, measured)
-        self._schedule.plan(measured)
+        self.schedule.plan(measured)
         if found:
             self._repair(found, step)
             sums = self._sums()
@@ -226,12 +211,12 @@ class StateCheck:
         Raises:
             StateDamagedError: as `before_step`.
         """
-        if self._schedule.is_stopped or self._worlds.present.size == 1:
+        if self.schedule.is_stopped or self._worlds.present.size == 1:
             return
-        if not self._schedule.has_begun:  # training has ended: what is known is of other worlds, on some ranks only
+        if not self.schedule.has_begun:  # training has ended: what is known is of other worlds, on some ranks only
             self._own = None
             self._varying.clear()
-        elif step < self._schedule.first:
+        elif step < self.schedule.first:
             return
         if found := self._damage(self._sums()):
             self._repair(found, step)
@@ -250,7 +235,7 @@ class StateCheck:
         """
         if self._own is None:
             return ""
-        step, parameters = self._schedule.at[1], set(self._state.parameters_of(optimizer))
+        step, parameters = self.schedule.at[1], set(self._state.parameters_of(optimizer))
         gradients = gradient_units(self._state.training_state(), parameters)
         found, self._own = self._damage(self._sums(gradients)), None
         if found:
@@ -278,7 +263,7 @@ class StateCheck:
 
     def _sums(self, others: Sequence[StateUnit] = ()) -> Sums:
         self._state.parts.reshard()  # a callback may have called the module
-        with self._schedule:
+        with self.schedule:
             return Sums([*self.units(), *others], self._worlds.present)
 
     def _damage(self, sums: Sums, measured: torch.Tensor | None = None) -> list[Damage]:

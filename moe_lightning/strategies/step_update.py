@@ -94,8 +94,8 @@ class StepUpdate:
 
     def begin_training(self) -> None:
         """Begin a training, or go on after a recovery."""
-        self.state_check.begin_training()
-        self.arithmetic_check.begin_training()
+        self.state_check.schedule.begin_training()
+        self.arithmetic_check.schedule.begin_training()
 
     def before_step(self) -> None:
         """Begin the checks that are due in the step of this micro-batch; collective then."""

@@ -139,7 +139,7 @@ def test_what_is_turned_off_is_on_again_after_the_training() -> None:
     trainer.fit(module, DataLoader(RandomTokens(48), batch_size=5, shuffle=False))
     dropout: Any = module.out[0]  # type: ignore[index]
     assert dropout.p == 0.3
-    assert not trainer.strategy.update.state_check._schedule.is_stopped  # type: ignore[attr-defined]
+    assert not trainer.strategy.update.state_check.schedule.is_stopped  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
