@@ -354,7 +354,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def on_train_batch_start(self, *_: Any) -> None:
         self._times.begin_batch()
         if self._windows is not None:
-            self._windows.begin_batch()
+            self._windows.step.begin_batch()
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
@@ -373,7 +373,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         if is_update:
             self.lost.counts.end_step(is_skipped=_strategy(trainer).update.is_skipped)
         if self._windows is not None:
-            (self._windows.updated if is_update else self._windows.end_batch)()
+            (self._windows.step.begin if is_update else self._windows.step.end_batch)()
         saved_at = self._saved_at
         if saved_at in (None, trainer.global_step) or not is_update or self._keeps_nothing(trainer):
             return

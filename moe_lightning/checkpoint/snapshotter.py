@@ -185,7 +185,7 @@ class RunningStep:
 class CopyWindows:
     """Lets copies go on in some windows of a step only.
 
-    The training thread reports where the step is (`begin_batch`, `end_batch`, `before_update`, `updated`), the copying
+    The training thread reports where the step is (`step`, `before_update`), the copying
     thread asks before every chunk (`admit`). Until one whole step was measured, every window is open. What fits into
     the bubbles that are still to come waits for them.
 
@@ -195,12 +195,13 @@ class CopyWindows:
             exchanges. On CPUs a rank that waits in an exchange has an idle core, and that window counts as idle time.
 
     Attributes:
+        step: the one that runs.
         open: the windows that the present copy may use, for what does not fit into bubbles.
         copied_bytes: of the present copy, by window.
     """
 
     def __init__(self, world: World, *, separate_link: bool) -> None:
-        self._step, self._separate_link = RunningStep(world), separate_link
+        self.step, self._separate_link = RunningStep(world), separate_link
         self._waits_are_idle = world.device.type == "cpu"
         self._changed = threading.Condition()
         self._is_hurried = False
@@ -214,21 +215,9 @@ class CopyWindows:
 
     # ------------------------------------------------------------------ the training thread
 
-    def updated(self) -> None:
-        """The optimizer has stepped: idle until the next batch."""
-        self._step.begin()
-
-    def begin_batch(self) -> None:
-        """Forward and backward of a micro-batch begin."""
-        self._step.begin_batch()
-
-    def end_batch(self) -> None:
-        """They ended, and no update followed."""
-        self._step.end_batch()
-
     def before_update(self) -> None:
         """Forward and backward of the step's last micro-batch ended: the step's windows are measured."""
-        self._measured.append(self._step.windows())
+        self._measured.append(self.step.windows())
 
     def hurry(self) -> None:
         """Let the copy go on in any window, because training waits for it."""
@@ -285,13 +274,13 @@ class CopyWindows:
 
     def admit(self, num_bytes: int) -> None:
         """Return when so many bytes may be copied."""
-        window = self._step.window
+        window = self.step.window
         if not self._admits(window):
             began = time.perf_counter()
             with self._changed:
                 while not self._admits(window):
                     self._changed.wait(_LONGEST_LOOK_S)
-                    window = self._step.window
+                    window = self.step.window
             self._held_s += time.perf_counter() - began
         self.copied_bytes[window] += num_bytes
         self._left_bytes -= num_bytes
@@ -304,7 +293,7 @@ class CopyWindows:
     def _admits(self, window: Window) -> bool:
         if self._is_hurried or window is Window.BUBBLE:
             return True
-        due_s = self._bubbles_due_s - self._step.bubble_s
+        due_s = self._bubbles_due_s - self.step.bubble_s
         fits_bubbles = due_s > 0 and self._left_bytes * self._reserve <= due_s * self._bytes_per_s
         return window in self.open and not fits_bubbles
 

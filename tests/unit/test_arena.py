@@ -272,7 +272,7 @@ def test_a_state_that_outgrows_its_arena_is_refused(tmp_path: Path) -> None:
 def test_a_closed_window_holds_the_copy_and_the_update_releases_it(tmp_path: Path) -> None:
     state = whole_state(1)
     windows = CopyWindows(World.single(), separate_link=False)
-    windows.begin_batch()
+    windows.step.begin_batch()
     windows._plan = lambda num_bytes: (frozenset({Window.IDLE}), 0.0)  # type: ignore[method-assign]
     with node(tmp_path, world_size=1) as made:
         snapshotter = made.ranks[0]

@@ -50,9 +50,9 @@ def world_on(device: str) -> World:
 def one_step(
     windows: CopyWindows, world: World, passes: HandClock, *, idle_s: float, compute_s: float, exchange_s: float
 ) -> None:
-    windows.updated()
+    windows.step.begin()
     passes(idle_s)
-    windows.begin_batch()
+    windows.step.begin_batch()
     passes(compute_s)
     with world.exchanges.exchange(CPU):
         passes(exchange_s)
@@ -117,10 +117,10 @@ def test_what_to_expect_is_the_median_of_the_last_steps(passes: HandClock) -> No
 
 def pipeline_step(windows: CopyWindows, world: World, passes: HandClock, bubbles_s: Sequence[float]) -> None:
     """A second of computation, a bubble, and again."""
-    windows.updated()
+    windows.step.begin()
     with world.bubbles.exchange(CPU):
         passes(50.0)  # of a validation: idle time in any case
-    windows.begin_batch()
+    windows.step.begin_batch()
     for bubble_s in bubbles_s:
         passes(1.0)
         with world.bubbles.exchange(CPU):
@@ -140,12 +140,12 @@ def test_what_fits_into_the_bubbles_to_come_waits_for_them(passes: HandClock) ->
         Window.COMPUTE: 2.0,
         Window.COMMUNICATION: 0.0,
     }
-    windows.updated()
+    windows.step.begin()
     windows.copy_begins(4_000)
     assert windows._admits(Window.IDLE)
     windows.admit(1_000)
     assert not windows._admits(Window.IDLE), "the rest fits"
-    windows.begin_batch()
+    windows.step.begin_batch()
     passes(1.0)
     with world.bubbles.exchange(CPU):
         windows.admit(500)
@@ -160,7 +160,7 @@ def test_what_fits_into_the_bubbles_to_come_waits_for_them(passes: HandClock) ->
         Window.COMPUTE: 0,
         Window.COMMUNICATION: 0,
     }
-    windows.updated()
+    windows.step.begin()
     windows.copy_begins(3_000)
     assert windows.open == ALL, "nothing is planned elsewhere, and what falls behind goes anywhere"
     assert not windows._admits(Window.IDLE)
@@ -171,14 +171,14 @@ def test_what_fits_into_the_bubbles_to_come_waits_for_them(passes: HandClock) ->
 def test_idle_time_between_micro_batches_counts_once(passes: HandClock) -> None:
     world = world_on("cuda")
     windows = CopyWindows(world, separate_link=False)
-    windows.updated()
+    windows.step.begin()
     for _ in range(3):
         passes(1.0)
-        windows.begin_batch()
+        windows.step.begin_batch()
         passes(10.0)
-        windows.end_batch()
+        windows.step.end_batch()
     passes(1.0)
-    windows.begin_batch()
+    windows.step.begin_batch()
     passes(2.0)
     windows.before_update()
     assert windows._measured[-1] == {
@@ -193,7 +193,7 @@ def test_a_copy_waits_for_its_window_and_hurries_before_the_update() -> None:
     world = world_on("cuda")
     windows = CopyWindows(world, separate_link=False)
     windows.open = frozenset({Window.IDLE})
-    windows.updated()
+    windows.step.begin()
     admitted: list[int] = []
 
     def copier() -> None:
@@ -207,10 +207,10 @@ def test_a_copy_waits_for_its_window_and_hurries_before_the_update() -> None:
     thread = threading.Thread(target=copier)
     thread.start()
     assert told.acquire(timeout=10)
-    windows.begin_batch()
+    windows.step.begin_batch()
     go_on.release()
     assert not told.acquire(timeout=0.05), "computation is no window of this copy"
-    windows.end_batch()
+    windows.step.end_batch()
     assert told.acquire(timeout=10)
     with world.exchanges.exchange(CPU):
         go_on.release()
