@@ -100,7 +100,7 @@ def global_gradient_norm(
             gradient = None
         stack = stack_of.get(parameter)
         if stack is not None:
-            spread.append(_squared_norms(gradient, stack, parameter.device))
+            spread.append(_norms_of_experts(gradient, stack, stack.owned(), 0.0, parameter.device).square())
         elif (cut := cut_of(parameter)) is not None:
             spread.append(_squared_part(gradient, cut, world))
         elif gradient is not None:
@@ -148,15 +148,6 @@ def _squared_part(gradient: Tensor | None, cut: TensorCut, world: World) -> Tens
     if among.holders_of(cut)[0] == world.rank and gradient is not None:
         squares[among.index] = norm_of(local(gradient)).square()
     return squares
-
-
-def _squared_norms(gradient: Tensor | None, stack: ExpertStack, device: torch.device) -> Tensor:
-    squares_E = torch.zeros(stack.num_experts, dtype=torch.float32, device=device)
-    if gradient is not None:
-        per_slot = norm_of(gradient.flatten(1), dim=1).square()
-        for slot, expert in stack.owned():
-            squares_E[expert] = per_slot[slot]
-    return squares_E
 
 
 class Gradients:
@@ -287,20 +278,22 @@ def _norms_of_replicas(
         gradient, stack = parameter.grad, stack_of.get(parameter)
         if stack is not None:
             if stack.placement.is_replicated and parameter.requires_grad:
-                of_experts.append(_norms_of_experts(gradient, stack, world.device))
+                of_experts.append(_norms_of_experts(gradient, stack, stack.held(), -torch.inf, world.device))
         elif gradient is not None and gradient.layout is torch.strided and not is_cut(parameter):
             dense.append(gradient)
     norm = torch.zeros((), device=world.device) if not dense else torch.stack(private_torch.norms_of(dense)).norm()
     return torch.cat([norm[None], *of_experts]).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
-def _norms_of_experts(gradient: Tensor | None, stack: ExpertStack, device: torch.device) -> Tensor:
-    norms_E = torch.full((stack.num_experts,), -torch.inf, device=device)
-    held = list(stack.held())
-    norms_S = torch.zeros(len(stack.slot_experts), device=device)
+def _norms_of_experts(
+    gradient: Tensor | None, stack: ExpertStack, slots: Iterable[tuple[int, int]], absent: float, device: torch.device
+) -> Tensor:
+    norms_E = torch.full((stack.num_experts,), absent, dtype=torch.float32, device=device)
+    norms_S: Sequence[float] | Tensor = [0.0] * len(stack.slot_experts)
     if gradient is not None:
         norms_S = norm_of(gradient.flatten(1), dim=1)
-    norms_E[[expert for _, expert in held]] = norms_S[[slot for slot, _ in held]]
+    for slot, expert in slots:
+        norms_E[expert] = norms_S[slot]
     return norms_E
 
 
