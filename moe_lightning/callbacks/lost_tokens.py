@@ -42,6 +42,9 @@ class DynamicK(Callback):
     Args:
         threshold: proportion of lost tokens (PLT) that the whole training may cost.
 
+    Attributes:
+        rule: chooses K; None before the first `start`.
+
     Raises:
         ConfigurationError: the threshold is not between 0 and 1.
     """
@@ -50,39 +53,29 @@ class DynamicK(Callback):
         if not 0 < threshold < 1:
             raise ConfigurationError(f"threshold={threshold} is a share of all tokens: use a value between 0 and 1")
         self.threshold = threshold
-        self._rule: DynamicKRule | None = None
+        self.rule: DynamicKRule | None = None
         self._saved: dict[str, Any] = {}
 
-    def start(self, *, k0: int, num_experts: int, predicted_plt: Callable[[int], float]) -> int:
+    def start(self, *, k0: int, num_experts: int, predicted_plt: Callable[[int], float]) -> DynamicKRule:
         """Begin with K experts a layer, or go on from where this run is: what was spent stays spent however often its
-        world or its interval changes. Returns the K to use.
+        world or its interval changes. Returns `rule`.
 
         Args:
             predicted_plt: K -> PLT that one more fault may cost at most.
         """
-        known = self._rule.state_dict() if self._rule is not None else self._saved
-        self._rule = DynamicKRule(k0=k0, num_experts=num_experts, predicted_plt=predicted_plt, threshold=self.threshold)
+        known = self.rule.state_dict() if self.rule is not None else self._saved
+        self.rule = DynamicKRule(k0=k0, num_experts=num_experts, predicted_plt=predicted_plt, threshold=self.threshold)
         if known:
-            self._rule.load_state_dict(known)
-        return self._rule.k
-
-    def after_fault(self, plt: float) -> int:
-        """Account for what a restore lost; returns the K to use from now on."""
-        assert self._rule is not None
-        return self._rule.after_fault(plt)
-
-    def before_checkpoint(self, cost: Callable[[int], float]) -> int:
-        """The K to use for the next checkpoint, from what a restore of it would cost at each K."""
-        assert self._rule is not None
-        return self._rule.before_checkpoint(cost)
+            self.rule.load_state_dict(known)
+        return self.rule
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self._rule.state_dict() if self._rule is not None else dict(self._saved)
+        return self.rule.state_dict() if self.rule is not None else dict(self._saved)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved, self._rule = dict(state_dict), None
+        self._saved, self.rule = dict(state_dict), None
 
 
 class TokenCounts:
@@ -268,24 +261,23 @@ class LostTokens:
                 num_experts=contents.num_experts, k=k, k_snapshot=copied, interval=interval, total_steps=total_steps
             )
 
-        k = dynamic.start(k0=contents.k_persist, num_experts=contents.num_experts, predicted_plt=predicted_plt)
+        rule = dynamic.start(k0=contents.k_persist, num_experts=contents.num_experts, predicted_plt=predicted_plt)
         lost, self._lost_plt = self._lost_plt, 0.0
         if lost:
-            k = dynamic.after_fault(lost)
-        if k > contents.k_persist:
+            rule.after_fault(lost)
+        if rule.k > contents.k_persist:
             rank_zero_warn(
-                f"DynamicK writes {k} experts of each layer instead of {contents.k_persist}: with fewer, the next "
+                f"DynamicK writes {rule.k} experts of each layer instead of {contents.k_persist}: with fewer, the next "
                 f"fault could bring the lost tokens above {100 * dynamic.threshold:.2f} percent"
             )
-        contents.raise_k(k)
+        contents.raise_k(rule.k)
 
     def bound_cost(self, trainer: pl.Trainer, contents: SnapshotContents) -> None:
         """Under the load-aware orders: let DynamicK raise K until a restore of the next checkpoint keeps the budget."""
         dynamic, ledger = private_lightning.callback_of(trainer, DynamicK), self.checkpoint_ledger
-        if ledger is not None and dynamic is not None and self._settings.order != "sequential":
-            contents.raise_k(
-                dynamic.before_checkpoint(lambda k: ledger.cost(ledger.plan(max(k, contents.k_snapshot), k)))
-            )
+        rule = None if dynamic is None else dynamic.rule
+        if ledger is not None and rule is not None and self._settings.order != "sequential":
+            contents.raise_k(rule.before_checkpoint(lambda k: ledger.cost(ledger.plan(max(k, contents.k_snapshot), k))))
 
 
 def planned_steps(trainer: pl.Trainer) -> int:

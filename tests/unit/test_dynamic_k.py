@@ -134,28 +134,28 @@ def test_the_callback_keeps_what_was_spent_however_often_a_session_opens() -> No
     cost = predictor(16, 5, 10_000, expected_plt)
     start = partial(DynamicKCallback.start, k0=1, num_experts=16, predicted_plt=cost)
     survivor, newcomer = DynamicKCallback(0.0375), DynamicKCallback(0.0375)
-    start(survivor)
+    rule = start(survivor)
     for _ in range(40):
-        survivor.after_fault(cost(1))
+        rule.after_fault(cost(1))
     state = survivor.state_dict()
     assert state["total"] > 0
-    k = start(survivor)
+    k = start(survivor).k
     assert survivor.state_dict() == state
     newcomer.load_state_dict(state)
-    assert start(newcomer) == k > 1
-    survivor.after_fault(0.001)
+    assert start(newcomer).k == k > 1
+    start(survivor).after_fault(0.001)
     survivor.load_state_dict(state)  # a rollback
-    assert start(survivor) == k
+    assert start(survivor).k == k
     assert survivor.state_dict() == state
 
 
 def test_a_longer_interval_after_a_resume_raises_k() -> None:
     before, after = DynamicKCallback(0.0375), DynamicKCallback(0.0375)
-    k = before.start(k0=2, num_experts=16, predicted_plt=predictor(16, 5, 10_000))
+    k = before.start(k0=2, num_experts=16, predicted_plt=predictor(16, 5, 10_000)).k
     assert k == 2
     after.load_state_dict(before.state_dict())
     longer = predictor(16, 200, 10_000)
-    k = after.start(k0=2, num_experts=16, predicted_plt=longer)
+    k = after.start(k0=2, num_experts=16, predicted_plt=longer).k
     assert longer(2) > 0.0375 >= longer(k)
 
 
