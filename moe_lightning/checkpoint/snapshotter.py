@@ -303,13 +303,11 @@ class SnapshotReport:
     """Measured times of one snapshot.
 
     Attributes:
-        step: the step after which the state was taken.
         copied_bytes: payload copied this time (carried-over experts are not).
         copy_s: from `start` to the end of the copy.
         copied_by_window: the bytes of it by window of the step; empty where windows are not scheduled.
     """
 
-    step: int
     copied_bytes: int
     copy_s: float
     copied_by_window: Mapping[Window, int] = field(default_factory=dict)
@@ -332,6 +330,7 @@ class Snapshotter:
         world: number of the world (`directory.py`).
 
     Attributes:
+        report: times of the last copy; None before the first.
         on_published: called in the background thread with the table of every snapshot that is whole, before `finish`
             returns.
 
@@ -370,7 +369,7 @@ class Snapshotter:
         self._copied.set()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._report: SnapshotReport | None = None
+        self.report: SnapshotReport | None = None
         self._newest: SnapshotIndex | None = None
         self._begun: SnapshotIndex | None = None  # what is copied of a snapshot that takes several steps
         self.on_published: Callable[[SnapshotIndex], None] | None = None
@@ -493,19 +492,13 @@ class Snapshotter:
         return stall_s
 
     def finish(self) -> SnapshotReport | None:
-        """Wait until what is being copied is published, or copied where more is added to it; the report of the last
-        copy (None: there was none)."""
+        """Wait until what is being copied is published, or copied where more is added to it; returns `report`."""
         if self._thread is not None:
             self._hurry()
             self._thread.join()
             self._thread = None
         self._raise_failure()
-        return self._report
-
-    @property
-    def report(self) -> SnapshotReport | None:
-        """Times of the last copy; None before the first."""
-        return self._report
+        return self.report
 
     @property
     def newest_step(self) -> int | None:
@@ -585,8 +578,7 @@ class Snapshotter:
             copied_bytes = sum(piece.nbytes for piece in placed)
             if self._windows is not None:
                 self._windows.copy_ended(copied_bytes, copied - began)
-            self._report = SnapshotReport(
-                step=max(piece.version for piece in placed) if placed else table.step,
+            self.report = SnapshotReport(
                 copied_bytes=copied_bytes,
                 copy_s=copied - began,
                 copied_by_window=dict(self._windows.copied_bytes) if self._windows is not None else {},

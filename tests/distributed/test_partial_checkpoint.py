@@ -443,7 +443,7 @@ class WindowLog(pl.Callback):
             report = session.last_report
             sizes = {window.value: size for window, size in report.copied_by_window.items()}
             with self.path.open("a") as file:
-                file.write(json.dumps([report.step, report.copied_bytes, sizes]) + "\n")
+                file.write(json.dumps([report.copied_bytes, sizes]) + "\n")
 
 
 @pytest.mark.slow
@@ -455,4 +455,4 @@ def test_scheduled_copies_are_whole_and_told_by_window(root: Path, tmp_path: Pat
     np.testing.assert_allclose(resumed["losses"], whole["losses"][6:], rtol=0, atol=1e-5)
     reports = [json.loads(line) for line in path.read_text().splitlines()]
     assert reports
-    assert all(sum(sizes.values()) == copied for _, copied, sizes in reports)
+    assert all(sum(sizes.values()) == copied for copied, sizes in reports)
