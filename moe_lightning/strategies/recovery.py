@@ -16,13 +16,12 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.balancing.repair import Repair, repair_stages
-from moe_lightning.checkpoint.directory import mark_damaged
+from moe_lightning.checkpoint.directory import is_sound, mark_damaged
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.memory import MemoryCheckpoint, RecoverySources, fetch, storage_inventory
 from moe_lightning.checkpoint.recovery_plan import (
     RankInventory,
     RecoveryPlan,
-    SnapshotInventory,
     StorageInventory,
     plan_recovery,
     without_snapshots,
@@ -71,7 +70,7 @@ class RecoveryPlanner:
     def __init__(self, sources: RecoverySources | None, publish: Callable[[], None] = lambda: None) -> None:
         self.sources, self._publish = sources, publish
         self.storage: Checkpoint | None = None
-        self._distrusted: tuple[int, str] | None = None  # after this step of sessions up to this one
+        self._damaged: dict[str, int] = {}  # last good step, by session
 
     def distrust_after(self, step: int, *, marks: bool) -> None:
         """Use nothing that was saved after a step so far: it may be damaged.
@@ -80,16 +79,9 @@ class RecoveryPlanner:
             marks: True on one rank, which records it for later runs.
         """
         assert self.sources is not None
-        session = max((snapshot.session for snapshot in self.sources.snapshots()), default="")
-        self._distrusted = step, session
-        if marks and session:
-            mark_damaged(self.sources.root, session, step)
-
-    def _is_trusted(self, saved: SnapshotInventory) -> bool:
-        if self._distrusted is None:
-            return True
-        step, session = self._distrusted
-        return saved.step <= step or saved.session > session
+        self._damaged = dict.fromkeys((snapshot.session for snapshot in self.sources.snapshots()), step)
+        if marks and self._damaged:
+            mark_damaged(self.sources.root, max(self._damaged), step)
 
     def plan(
         self,
@@ -149,7 +141,8 @@ class RecoveryPlanner:
         mine = inventories[world.rank]
         first = next(inventory.rank for inventory in inventories if inventory.node == mine.node)
         with failing_together(world):
-            found = [*filter(self._is_trusted, sources.snapshots())] if world.rank == first else []
+            saved = sources.snapshots() if world.rank == first else []
+            found = [each for each in saved if is_sound(each.session, each.step, self._damaged)]
         return [RankInventory.from_json(e) for e in all_gather_json(mine.with_snapshots(found).to_json(), world)]
 
     def _newest_on_storage(self, sources: RecoverySources, world: World) -> StorageInventory | None:
