@@ -150,12 +150,19 @@ class ClientState:
             return False
         return self._join.is_spare or (is_ready and not self._is_inside())
 
+    @property
+    def _waits_for_a_step(self) -> bool:
+        """True if this process is outside of a world that trains, and so waits as long as that needs to its next step,
+        perhaps through a validation.
+        """
+        return self._join.is_spare or (self._join.is_ready and not self._is_inside())
+
     def check_wait(self, started: float, now: float) -> None:
         """Raise if a join that started then has been waiting for too long."""
         settings, rejection = self._task.settings, self.rejection
         if rejection is not None and now - rejection.at > settings.rendezvous_timeout_s:
             raise ConfigurationError(f"{rejection.reason}: repair it, then give the same command again, which resumes")
-        if now - started > settings.join_timeout_s and not self._join.is_spare:
+        if now - started > settings.join_timeout_s and not self._waits_for_a_step:
             raise WorldTooSmall(f"no world within {settings.join_timeout_s:g} s: look at the other workers")
 
     def withdraw_if_early(self, now: float) -> bool:

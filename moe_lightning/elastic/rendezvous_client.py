@@ -329,7 +329,7 @@ class RendezvousClient:
 
         Raises:
             RunFinished: the others finished while this process was spare, stopped or unreachable.
-            WorldTooSmall: no world formed within `join_timeout_s`.
+            WorldTooSmall: no world formed within `join_timeout_s`, and none that trains may be joined later.
             ConfigurationError: the rendezvous host did not answer for `rendezvous_timeout_s`, or links to members
                 are dead.
         """

@@ -205,7 +205,7 @@ def test_each_run_that_a_process_finishes_in_one_world_has_a_number_of_its_own()
 
 def test_waiting_has_limits() -> None:
     state = client()
-    state.start_join(is_ready=True, is_spare=False)
+    state.start_join(is_ready=False, is_spare=False)
     state.check_wait(0.0, 60.0)
     with pytest.raises(WorldTooSmall, match="no world within 60 s"):
         state.check_wait(0.0, 60.1)
@@ -216,6 +216,16 @@ def test_waiting_has_limits() -> None:
     state.check_wait(9.0, 19.1)
     state.receive({"t": "spare"}, 0.0)
     state.check_wait(0.0, 1e6)
+
+
+def test_a_process_that_has_set_up_waits_through_a_long_validation_of_the_others() -> None:
+    state = client()
+    state.start_join(is_ready=True, is_spare=False)
+    state.check_wait(0.0, 1e6)
+    state.receive(formed(state, 5, PEERS), 0.0)
+    state.start_join(is_ready=True, is_spare=False)
+    with pytest.raises(WorldTooSmall, match="no world within 60 s"):
+        state.check_wait(0.0, 60.1)
 
 
 def test_newcomers_of_one_moment_join_together() -> None:
