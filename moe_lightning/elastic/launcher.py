@@ -461,7 +461,8 @@ class ElasticLauncher:
         """Start the workers and return when all that live have ended well.
 
         Raises:
-            RanksFailed: a user error, an exception in the last worker, or more deaths than `max_restarts`.
+            RanksFailed: a user error (in a worker started again once it has joined), an exception in the last worker,
+                or more deaths than `max_restarts`.
             Interrupted: a signal ended the run, or a notice of preemption all workers; a second signal ends it at once.
             ConfigurationError: the endpoint's address is wrong or a loopback address by name, it does not answer while
                 nobody trains here, no network interface leads there, or this machine is refused for its health.
@@ -772,6 +773,9 @@ class _Workers:
         is_reported = failure.kind == "death" and failure.time_s > 0  # by the worker itself
         why = f" ({failure.message})" if failure.kind in ("mistake", "crash") or is_reported else ""
         self._connection.report_death(worker.token, how_it_ended(code) + why)
+        is_beside = self._world is not None and worker.token not in self._world
+        if failure.kind == "mistake" and is_beside and self._starts[slot] > 1 and self._running:
+            failure = replace(failure, kind="death")  # it was none when this run began, and the others train
         failure = self._failures.add(failure, is_last=not self._running)
         if self._is_over:
             return

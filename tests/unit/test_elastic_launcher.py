@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from moe_lightning.elastic import launcher, worker
-from moe_lightning.elastic.launcher import ElasticLauncher, WorkerLogs, restored_signal_handlers
+from moe_lightning.elastic.launcher import ElasticLauncher, RanksFailed, WorkerLogs, restored_signal_handlers
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticSettings, ElasticTask
 from moe_lightning.elastic.protocol import Address, interface_towards
 from moe_lightning.elastic.worker import Interrupted
@@ -28,18 +29,20 @@ PATIENCE_S = 20.0
 
 
 class Link:
-    """Connection to a host that says nothing."""
+    """Connection to a host that says nothing but these messages."""
 
     token, is_connected, error, address = "launcher", True, "", "host:1"
 
     def __init__(self) -> None:
         self.deaths: list[tuple[str, str]] = []
+        self.messages: list[Any] = []
 
     def report_death(self, token: str, how: str) -> None:
         self.deaths.append((token, how))
 
     def read(self) -> list[Any]:
-        return []
+        messages, self.messages = self.messages, []
+        return messages
 
 
 class Machine:
@@ -157,6 +160,33 @@ def test_a_worker_that_cannot_be_started_again_is_tried_later(
     machine.run(program="elastic")
     assert "elastic: worker 1 cannot be started (Resource temporarily unavailable): " in capsys.readouterr().err
     assert len(calls) == 4
+
+
+def formed(*workers: str) -> dict[str, Any]:
+    return {"t": "formed", "tokens": [f"launcher-{worker}" for worker in workers]}
+
+
+def failing(kind: str, name: str, message: str = "no file") -> str:
+    """Return a script that reports a failure under its name of logs and ends."""
+    report = {"rank": 0, "kind": kind, "message": message, "details": "Traceback", "time_s": 1.0}
+    return f"echo '{json.dumps(report)}' > logs/{name}.failure.json; exit {2 if kind == 'mistake' else 1}"
+
+
+def test_a_mistake_of_a_worker_that_starts_again_does_not_end_those_that_train(machine: Machine) -> None:
+    """A folder is away for a moment, or the world did not admit it in time."""
+    machine.link.messages = [formed("0", "1")]
+    again = {1: "sleep 0.2; exit 1", 2: failing("mistake", "rank1.2"), 3: "touch done"}
+    machine.script = lambda slot, starts: again[starts] if slot else "while ! test -e done; do sleep 0.05; done"
+    machine.run()
+    assert len(machine.started) == 4
+    assert machine.link.deaths[1] == ("launcher-1-2", "exited with code 2 (no file)")
+
+
+def test_a_mistake_in_training_ends_the_run(machine: Machine) -> None:
+    machine.link.messages = [formed("0", "1")]
+    machine.script = lambda slot, starts: f"sleep 0.2; {failing('mistake', 'rank1')}" if slot else "sleep 20"
+    with pytest.raises(RanksFailed, match="no file"):
+        machine.run()
 
 
 def test_nohup_still_protects_after_a_worker_that_could_not_be_started(
