@@ -51,7 +51,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Preempted(Exception):
-    """End of a process on a notice of preemption, after the state that only it held was transferred."""
+    """End of a process on a notice of preemption, after the state that only it held was transferred or saved."""
 
 
 class PeerFailed(Exception):
@@ -269,7 +269,7 @@ def work(program: str, run: Callable[[], object]) -> int:
         is_agreed = isinstance(stop, Interrupted) and ELASTIC_VARIABLE in os.environ
         return EXIT_STOPPED if is_agreed else EXIT_INTERRUPTED
     except Preempted as notice:
-        print(f"{program}: this rank leaves: {notice}; what only it held is handed over", file=sys.stderr)
+        print(f"{program}: this rank leaves: {notice}; what only it held is handed over or saved", file=sys.stderr)
         leave_process_groups()
         return EXIT_PREEMPTED
     except RunFinished as end:  # before this process could join

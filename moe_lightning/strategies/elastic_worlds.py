@@ -450,6 +450,7 @@ class ElasticWorlds:
         """Transfer the state that only leaving ranks hold to the others, before they leave on notice or because the
         mesh has no place for them. No rank returns, and so aborts the world, while another one still needs it for the
         transfer. Where values of some rank are not those of its step nobody leaves yet: who has them is planned first.
+        If all leave, they save.
 
         Args:
             reason: why the world changes; who has met all others breaks it up with this.
@@ -471,6 +472,8 @@ class ElasticWorlds:
         if 0 < len(staying) < world.size and world.is_connected:
             nodes = self._require_members().nodes
             self._state.transfer.hand_over(staying, world, nodes, min_replicas=self._policy.min_replicas)
+        elif not staying and not worlds.spares:
+            self._save()
         try:
             store_barrier(engine.store, "hand over", world.size, timeout.total_seconds())
         except (dist.DistError, TimeoutError):
@@ -484,6 +487,14 @@ class ElasticWorlds:
         if left:
             engine.store.wait(left, timeout)
         return world.rank >= num_placed
+
+    def _save(self) -> None:
+        """Let callbacks save what they save at the end of a training, if all ranks have made steps; collective."""
+        has_new = self.step.version > 0 and self.step.progress is not None and self._state.window_replay is None
+        (lacks,) = any_says([not (has_new and self.step.is_restorable)], self._strategy.worlds.present)
+        if not lacks:
+            self.step.restore(is_saved=False)  # the loop may have fetched the next batch
+            self._state.trainer.fit_loop.on_run_end()
 
     def _recover(self, fault: BaseException | None) -> None:
         began_at, began = time.time(), time.perf_counter()

@@ -12,9 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
+from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from tests.chaos.elastic_runs import SETTINGS, assert_same_losses, elastic_run, reference
+from tests.chaos.elastic_runs import SETTINGS, assert_same_losses, elastic_run, finish, reference
+from tests.chaos.elastic_worker import checkpoints_of
 from tests.forks import PATIENCE_S
 from tests.parameters import slow
 
@@ -70,4 +72,29 @@ def test_sigterm_as_a_notice_hands_over_and_leaves(tmp_path: Path, dense: str) -
         report = run.result(0)["reports"][0]
         assert (report["ranks_before"], report["ranks_after"], report["steps_lost"]) == (3, 2, 0)
         assert report["restored"] == "12 experts from replicas, 0 stale"
+        assert_same_losses(run, reference(STEPS))
+
+
+def test_ranks_save_before_all_of_them_leave(tmp_path: Path) -> None:
+    """The end of an allocation: no snapshot was due yet, and the next start goes on from the last step."""
+    with elastic_run(
+        tmp_path,
+        workers=2,
+        steps=STEPS,
+        settings=replace(SETTINGS, notice_on_sigterm=True),
+        saving={"every_n_steps": 1000},
+    ) as run:
+        run.wait_for_step(3)
+        for worker in range(2):
+            run.signal(worker, signal.SIGTERM)
+        for worker in range(2):
+            run.processes[worker].join(PATIENCE_S)
+            assert "SIGTERM asks this process to leave" in (tmp_path / f"error-{worker}.txt").read_text()
+        last = max(run.losses())
+        assert 3 <= last < STEPS
+        assert checkpoints(checkpoints_of(tmp_path))[0][1].step == last
+        for worker in range(2):
+            run.start(worker)
+        finish(run, range(2))
+        assert run.reports()[0]["step"] == last
         assert_same_losses(run, reference(STEPS))
