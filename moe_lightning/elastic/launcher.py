@@ -462,7 +462,7 @@ class ElasticLauncher:
 
         Raises:
             RanksFailed: a user error (in a worker started again once it has joined), an exception in the last worker,
-                or more deaths than `max_restarts`.
+                or in any after the training, or more deaths than `max_restarts`.
             Interrupted: a signal ended the run, or a notice of preemption all workers; a second signal ends it at once.
             ConfigurationError: the endpoint's address is wrong or a loopback address by name, it does not answer while
                 nobody trains here, no network interface leads there, or this machine is refused for its health.
@@ -566,23 +566,26 @@ class _Failures:
     Attributes:
         restarts: workers that were started again.
         crash: the first since the last world; None without one.
+        is_unrecovered: a member of the last world crashed, and the others have not formed another one since.
     """
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self.restarts = 0
         self.crash: RankFailure | None = None
+        self.is_unrecovered = False
         self._last_signature, self._repeats = "", 0  # of crashes
 
     def begin_world(self) -> None:
         """Forget the crash before a world: the others have recovered from it."""
-        self.crash = None
+        self.crash, self.is_unrecovered = None, False
 
-    def add(self, failure: RankFailure, *, is_last: bool) -> RankFailure:
+    def add(self, failure: RankFailure, *, is_last: bool, is_member: bool) -> RankFailure:
         """Return a failure, a crash with its traceback only if that is new.
 
         Args:
             is_last: no other worker runs.
+            is_member: its worker was in the last world.
 
         Raises:
             RanksFailed: it would come again.
@@ -592,6 +595,7 @@ class _Failures:
         if failure.kind == "crash":
             failure = self._count_crash(failure)
             self.crash = self.crash or failure
+            self.is_unrecovered |= is_member
         if failure.kind == "peer" or (failure.kind == "crash" and is_last):
             raise RanksFailed(self.crash or failure)
         return failure
@@ -671,6 +675,8 @@ class _Workers:
                 self._end_late_workers()
             self._start_due()
             time.sleep(_ELASTIC_POLL_S)
+        if self._failures.crash is not None and self._failures.is_unrecovered:  # after the training
+            raise RanksFailed(self._failures.crash)
         if 0 not in self._ends or EXIT_STOPPED in self._ends:  # one that joins late ends with 0 after a stop, too
             raise Interrupted(signal.SIGTERM)  # all left on notice, or stopped on a signal to another machine
 
@@ -773,10 +779,11 @@ class _Workers:
         is_reported = failure.kind == "death" and failure.time_s > 0  # by the worker itself
         why = f" ({failure.message})" if failure.kind in ("mistake", "crash") or is_reported else ""
         self._connection.report_death(worker.token, how_it_ended(code) + why)
-        is_beside = self._world is not None and worker.token not in self._world
+        is_member = self._world is not None and worker.token in self._world
+        is_beside = self._world is not None and not is_member
         if failure.kind == "mistake" and is_beside and self._starts[slot] > 1 and self._running:
             failure = replace(failure, kind="death")  # it was none when this run began, and the others train
-        failure = self._failures.add(failure, is_last=not self._running)
+        failure = self._failures.add(failure, is_last=not self._running, is_member=is_member)
         if self._is_over:
             return
         self._failures.restart(failure)

@@ -189,6 +189,31 @@ def test_a_mistake_in_training_ends_the_run(machine: Machine) -> None:
         machine.run()
 
 
+@pytest.mark.parametrize("ends_first", [0, 1])
+def test_a_crash_after_training_fails_the_command_whoever_ends_first(machine: Machine, ends_first: int) -> None:
+    """An export on rank 0 alone; the others return at once, or have to wait for a third worker."""
+    machine.link.messages = [formed("0", "1", "2")]
+    crash = f"sleep {0.2 + 0.6 * ends_first}; {failing('crash', 'rank0', 'ValueError: no')}"
+    machine.script = lambda slot, starts: "sleep 1.2" if slot == 2 else "sleep 0.5" if slot else crash
+    with pytest.raises(RanksFailed, match="ValueError: no"):
+        machine.run(num_ranks=3, cool_down_s=5)
+
+
+def test_a_crash_that_the_others_recover_from_does_not_fail_the_command(machine: Machine) -> None:
+    machine.link.messages = [formed("0", "1")]
+
+    def script(slot: int, starts: int) -> str:
+        if slot == 0:
+            return "sleep 1"
+        if starts == 2:
+            machine.link.messages = [formed("0", "1-2")]
+        return failing("crash", "rank1") if starts == 1 else "exit 0"
+
+    machine.script = script
+    machine.run()
+    assert len(machine.started) == 3
+
+
 def test_nohup_still_protects_after_a_worker_that_could_not_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
