@@ -656,7 +656,7 @@ class _Workers:
         self._began_ns = time.time_ns() // 1_000_000 * 1_000_000  # the names of all members are sent to all
         self._starts = dict.fromkeys(range(launcher.num_ranks), 0)
         self._failures = _Failures(launcher.max_restarts)
-        self._ends: set[int] = set()  # exit codes of workers that ended in order
+        self._ends: dict[int, bool] = {}  # code of workers that ended in order -> it was a member's of the last world
         self._world: frozenset[str] | None = None  # tokens of this machine's workers in the last world
 
     def run(self) -> None:
@@ -682,8 +682,10 @@ class _Workers:
 
     @property
     def _is_over(self) -> bool:
-        """True if a worker ended well or stopped with all others, so the training is over."""
-        return bool(self._ends & {0, EXIT_STOPPED})
+        """True if a member ended well or stopped with all others, so the training is over. One that comes too late for
+        one training of a script ends well, too, while the others begin the next.
+        """
+        return any(self._ends.get(code) for code in (0, EXIT_STOPPED))
 
     def _start_due(self) -> None:
         """Start the workers that are due again, if there is a rendezvous host that would admit them.
@@ -773,7 +775,8 @@ class _Workers:
         """Report a death to the others, and start a new process in its place if the limits allow."""
         kill_orphans(worker.process)
         if code in (0, EXIT_PREEMPTED, EXIT_STOPPED):
-            self._ends.add(code)
+            is_member = not self._world or worker.token in self._world
+            self._ends[code] = self._ends.get(code, False) or is_member
             return
         failure = worker.logs.failure(0, code, slot=slot)
         is_reported = failure.kind == "death" and failure.time_s > 0  # by the worker itself

@@ -250,6 +250,13 @@ def test_a_late_worker_that_ends_well_does_not_hide_that_the_others_stopped(mach
     machine.run()  # the other left on a notice
 
 
+def test_a_worker_that_comes_too_late_for_one_training_does_not_end_restarts_in_the_next(machine: Machine) -> None:
+    machine.link.messages = [formed("0")]
+    machine.script = lambda slot, starts: "sleep 0.2; exit 0" if slot else f"sleep 0.5; exit {2 - starts}"
+    machine.run()
+    assert len(machine.started) == 3
+
+
 @pytest.mark.parametrize(("variable", "code"), [("{}", 77), (None, 130)])
 def test_who_stopped_by_agreement_says_so_to_an_elastic_launcher(
     variable: str | None, code: int, monkeypatch: pytest.MonkeyPatch
