@@ -47,7 +47,7 @@ from moe_lightning.elastic.etcd import (
     put,
     unchanged,
 )
-from moe_lightning.elastic.membership import LOOPBACK, ElasticSettings, new_token, pack_ids
+from moe_lightning.elastic.membership import ElasticSettings, new_token, pack_ids
 from moe_lightning.elastic.protocol import Address, WireError, read_secret
 from moe_lightning.elastic.rendezvous_state import CurrentWorld, RendezvousState
 from moe_lightning.elastic.server import RendezvousService, ServerThread, listen
@@ -535,10 +535,16 @@ class EtcdRendezvous:
         return _Term(self._election, listener, secret, state, revision, self._settings.patience)
 
     def _host(self) -> str:
-        """Return the address of this machine on the way to etcd."""
-        with suppress(OSError):
-            family, target = self._etcd.endpoint.resolve()
+        """Return the address of this machine on the way to etcd.
+
+        Raises:
+            EtcdError: it is not known now.
+        """
+        endpoint = self._etcd.endpoint
+        try:
+            family, target = endpoint.resolve()
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(target)
                 return str(probe.getsockname()[0])
-        return LOOPBACK
+        except OSError as error:
+            raise EtcdError(f"there is no way to {endpoint}: {error.strerror or error}") from None

@@ -495,6 +495,9 @@ class ElasticLauncher:
                 host = stack.enter_context(RendezvousServer())
                 address, secret_file, node = host.address, host.secret_file, "local"
             elif self.uses_etcd:
+                endpoints = EtcdAccess.parse(self.rdzv_endpoint, os.environ).endpoints if self.num_nodes > 1 else ()
+                for endpoint in endpoints:  # a leader publishes its address on the way to etcd
+                    _check_name(Address.parse(endpoint.partition("://")[2]))
                 etcd = EtcdRendezvous(self.rdzv_endpoint, self.rdzv_id or "", self.settings, self.secret_file)
                 stack.enter_context(etcd)
                 address, secret_file = etcd.address, etcd.secret_file
@@ -630,6 +633,19 @@ class _Failures:
         raise RanksFailed(replace(failure, message=message))
 
 
+def _check_name(address: Address) -> None:
+    """Raise if a host's name stands for a loopback address, as /etc/hosts gives it to a machine's own.
+
+    Raises:
+        ConfigurationError: one sentence about it.
+    """
+    if (loopback := loopback_of_name(address)) is not None:
+        raise ConfigurationError(
+            f"{address.host} is {loopback} on this machine (/etc/hosts), where other machines do not reach its "
+            "ranks: give the host's address in rdzv_endpoint"
+        )
+
+
 class _Workers:
     """Workers of one run."""
 
@@ -639,11 +655,8 @@ class _Workers:
         self._launcher, self._task, self._connection, self._program = launcher, task, link, program
         address = Address.parse(task.address)
         self._interface = interface_towards(address) if launcher.rdzv_endpoint is not None else None
-        if launcher.num_nodes > 1 and (loopback := loopback_of_name(address)) is not None:
-            raise ConfigurationError(
-                f"{address.host} is {loopback} on this machine (/etc/hosts), where other machines do not reach its "
-                "ranks: give the host's address in rdzv_endpoint"
-            )
+        if launcher.num_nodes > 1:
+            _check_name(address)
         if launcher.num_nodes > 1 and self._interface is None and "GLOO_SOCKET_IFNAME" not in os.environ:
             raise ConfigurationError(
                 f"the network interface towards {task.address} cannot be determined: set GLOO_SOCKET_IFNAME to the one "

@@ -19,6 +19,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from moe_lightning.elastic import launcher, worker
+from moe_lightning.elastic.etcd import EtcdError
+from moe_lightning.elastic.etcd_rendezvous import EtcdRendezvous
 from moe_lightning.elastic.launcher import ElasticLauncher, RanksFailed, WorkerLogs, restored_signal_handlers
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticSettings, ElasticTask
 from moe_lightning.elastic.protocol import Address, interface_towards
@@ -309,6 +311,36 @@ def test_a_host_whose_name_is_a_loopback_address_here_is_not_joined_by_several_m
     with pytest.raises(ConfigurationError, match=r"node1 is 127\.0\.1\.1 on this machine .* address in rdzv_endpoint"):
         machine.run(rdzv_endpoint=machine.address, **several)
     machine.run(rdzv_endpoint=machine.address, **{**several, "num_nodes": 1})
+
+
+def test_etcd_whose_name_is_a_loopback_address_here_is_not_used_by_several_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On etcd's own machine: as the leader it would publish an address that no other one reaches."""
+
+    def reached(*_: object) -> NoReturn:
+        raise TimeoutError
+
+    kind = socket.AF_INET, socket.SOCK_STREAM, 0, ""
+    found = {"10.0.0.1": "10.0.0.1", "node1": "127.0.1.1"}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(*kind, (found[host], 1))])
+    monkeypatch.setattr(launcher, "EtcdRendezvous", reached)
+    options: dict[str, Any] = {"num_ranks": 1, "log_dir": tmp_path, "settings": ElasticSettings(membership="etcd")}
+    options |= {"rdzv_endpoint": "http://10.0.0.1:2379,http://node1:2379", "rdzv_id": "run"}
+    with pytest.raises(ConfigurationError, match=r"node1 is 127\.0\.1\.1 on this machine"):
+        ElasticLauncher(num_nodes=2, **options).run([])
+    with pytest.raises(TimeoutError):
+        ElasticLauncher(num_nodes=1, **options).run([])
+
+
+def test_a_leader_publishes_no_address_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(_: Address) -> NoReturn:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    rendezvous = EtcdRendezvous("https://node1:2379", "run", ElasticSettings(membership="etcd"))
+    monkeypatch.setattr(Address, "resolve", resolve)
+    with pytest.raises(EtcdError, match="no way to node1:2379: Temporary"):
+        rendezvous._host()
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="has no IPv6")
