@@ -17,14 +17,15 @@ from tests.huggingface_models import inputs_for, logits_of, make_checkpoint, rel
 from tests.unit.test_huggingface import assert_same_logits, load, save
 
 
-def rewrite(folder: Path, method: str, quantise: Any) -> None:
-    """Quantise the tensors of a checkpoint as `quantise` says, and note it in config.json."""
+def rewrite(folder: Path, method: str | None, quantise: Any) -> None:
+    """Quantise the tensors of a checkpoint as `quantise` says, and note a method in config.json."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         tensors |= quantise(name, tensor)
     save_file(tensors, folder / "model.safetensors")
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": method}}))
+    noted = {} if method is None else {"quantization_config": {"quant_method": method}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | noted))
 
 
 def test_mxfp4_values() -> None:
@@ -103,6 +104,25 @@ def test_an_fp8_checkpoint(tmp_path: Path) -> None:
     assert not torch.equal(exported["model.layers.0.mlp.up_proj.weight"], weights["model.layers.0.mlp.up_proj.weight"])
     inputs = inputs_for("deepseek")
     assert_same_logits(module, logits_of(reloaded(tmp_path / "ours"), inputs), inputs)
+
+
+@pytest.mark.parametrize("method", ["fp8", None])
+@pytest.mark.parametrize("part", ["self_attn.o_proj", "experts.0.up_proj"])
+def test_scales_of_another_name_are_refused(tmp_path: Path, method: str | None, part: str) -> None:
+    """As AutoFP8 and ModelOpt name them: without them, weights are wrong by factors of hundreds."""
+    make_checkpoint("deepseek", tmp_path)
+
+    def quantise(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if not name.endswith(f"{part}.weight"):
+            return {name: tensor}
+        scale = tensor.abs().max() / 448.0
+        return {name: (tensor / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale.reshape(1)}
+
+    rewrite(tmp_path, method, quantise)
+    with pytest.raises(
+        CheckpointError, match=rf"{part}.weight' .* has float8_e4m3fn values without .*_scale_inv': load"
+    ):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("broken", ["fp8", "mxfp4", "mxfp4_dtype"])

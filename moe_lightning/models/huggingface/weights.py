@@ -145,7 +145,8 @@ class WeightsFolder:
         """A tensor, or one row of a stack, in the dtype on disk or dequantised; only these bytes are read.
 
         Raises:
-            CheckpointError: there is no such tensor or row, or the file is damaged.
+            CheckpointError: there is no such tensor or row, its values are quantised and have no scales that are known,
+                or the file is damaged.
         """
         parts = self.parts(name)
         if not parts:
@@ -154,6 +155,12 @@ class WeightsFolder:
             )
         values = [self._read(part, row) for part in parts]
         if len(parts) == 1:
+            if values[0].element_size() == 1:
+                raise CheckpointError(
+                    f"{parts[0]!r} of {self.path} has {str(values[0].dtype).removeprefix('torch.')} values without "
+                    f"{parts[0] + FP8_SCALE!r}: load the model with transformers in bfloat16 and save it with "
+                    "save_pretrained"
+                )
             return values[0]
         return from_mxfp4(*values) if parts[0].endswith(MXFP4_BLOCKS) else from_fp8(*values)
 
