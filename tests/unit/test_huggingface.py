@@ -709,6 +709,11 @@ def edited(folder: Path, **values: Any) -> None:
         ({}, {"router": {"top_k": 1}}, "router.top_k is fixed by the pretrained model"),
         ({}, {"router": {"aux_loss_coef": -1.0}}, "aux_loss_coef=-1.0 of RouterConfig must be a number of at least 0"),
         ({}, {"router": {"bias_update_rate": 0.1}}, "needs a selection bias, which mixtral has no room for"),
+        (
+            {},
+            {"router": {"bias_update_rate": 0.1}, "adapter": {"rank": 2}},
+            "bias_update_rate=0.1 would change selection biases, which adapters cannot hold",
+        ),
         ({}, {"overrides": {"dropout": 0.0}}, "has no 'dropout'"),
         ({}, {"overrides": {"hidden_size": "wide"}}, "transformers refuses this configuration"),
         (

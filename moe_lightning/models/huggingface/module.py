@@ -128,7 +128,7 @@ class HuggingFaceConfig:
 
     Raises:
         ConfigurationError: a length below one, router options beside upcycling, which has its own, or adapters beside
-            it.
+            it or beside updates of selection biases.
     """
 
     pretrained: str
@@ -142,6 +142,11 @@ class HuggingFaceConfig:
     def __post_init__(self) -> None:
         if self.adapter is not None:
             object.__setattr__(self, "adapter", build_config(AdapterConfig, self.adapter, key="model.adapter"))
+            if self.router.get("bias_update_rate"):
+                raise ConfigurationError(
+                    f"router.bias_update_rate={self.router['bias_update_rate']} would change selection biases, which "
+                    "adapters cannot hold: balance with router.aux_loss_coef, or drop adapter"
+                )
         if self.upcycling is not None:
             if self.adapter is not None:
                 raise ConfigurationError(
