@@ -73,13 +73,15 @@ class ImageFiles:
         """Decode one image.
 
         Raises:
-            ConfigurationError: the file is missing, damaged or no image.
+            ConfigurationError: the file is missing, damaged, no image, or has more than 8 bits a channel.
         """
         path = self.root / os.fsdecode(self.paths[index])
         image_module = pillow("Image")
         try:
             check_regular(path)
             with image_module.open(path) as image:
+                if image.mode[0] in "IF":  # integers of 16 or 32 bits, or floats, which `convert` would clip at 255
+                    raise ValueError(f"its mode {image.mode} has more than 8 bits a channel: scale it to 8")
                 return image.convert("RGB"), int(self.classes[index])
         except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
             raise ConfigurationError(f"{path} is not a readable image ({error}): fix or remove it") from error

@@ -130,6 +130,15 @@ def test_every_kind_of_image_becomes_rgb(tmp_path: Path) -> None:
             assert part.open(index)[0].mode == "RGB"
 
 
+@pytest.mark.parametrize(("ending", "dtype"), [("png", np.uint16), ("tiff", np.uint16), ("tiff", np.float32)])
+def test_more_than_eight_bits_are_refused(ending: str, dtype: Any, tmp_path: Path) -> None:
+    """Pillow would make all above 255 white."""
+    Image.fromarray((np.arange(16).reshape(4, 4) * 4000).astype(dtype)).save(tmp_path / f"0.{ending}")
+    files = ImageFiles(root=tmp_path, paths=np.array([f"0.{ending}".encode()]), classes=np.zeros(1, np.int64))
+    with pytest.raises(ConfigurationError, match="has more than 8 bits a channel: scale it to 8"):
+        files.open(0)
+
+
 @pytest.mark.parametrize("damage", ["cut", "text", "gone"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_image_is_named(damage: str, workers: int, tmp_path: Path) -> None:
