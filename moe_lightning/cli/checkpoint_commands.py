@@ -19,6 +19,7 @@ from moe_lightning.checkpoint.storage.interface import exists
 from moe_lightning.cli.expert_edits import edit_file, least_loaded, parse_edits
 from moe_lightning.cli.saved_model import checkpoints_of
 from moe_lightning.cli.serving import form_of, measured_counts, plan_serving
+from moe_lightning.config import shown
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 
@@ -181,7 +182,8 @@ def _edit(arguments: argparse.Namespace, console: Console) -> int:
     if report.losses is not None:
         before, after = report.losses
         loss = f"{before:.6f} -> {after:.6f}, {report.batches} batches at most"
-    keys = f"model.num_experts={report.experts[1]} model.router.top_k={report.top_k[1]}"
+    options = {"num_experts": report.experts[1]} | {f"router.{name}": value for name, value in report.router.items()}
+    keys = " ".join(f"model.{name}={shown(value)}" for name, value in options.items())
     facts = _facts(
         ("experts of a layer", f"{report.experts[0]} -> {report.experts[1]}"),
         ("experts of a token", f"{report.top_k[0]} -> {report.top_k[1]}"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,12 +146,14 @@ class EditReport:
     Attributes:
         experts: of a layer, before and after.
         top_k: experts of a token, before and after.
+        router: its options that a training of the edited checkpoint needs.
         losses: validation loss of the same batches, before and after; None: the checkpoint's run is not known.
         batches: that it was measured on.
     """
 
     experts: tuple[int, int]
     top_k: tuple[int, int]
+    router: Mapping[str, Any]
     losses: tuple[float, float] | None
     batches: int
 
@@ -197,9 +199,11 @@ def edit_file(
         hyper["router"] = _folded_router(hyper["router"], fold)
     after = _module(edited, source)
     write_file(edited, target)
+    former, router = asdict(module.config.router), asdict(after.config.router)
     return EditReport(
         experts=(num_experts, len(tables[0])),
         top_k=(module.config.router.top_k, after.config.router.top_k),
+        router={name: value for name, value in router.items() if value != former[name] or name == "top_k"},
         losses=_losses(source, target, batches),
         batches=batches,
     )

@@ -114,6 +114,27 @@ def test_folding_keeps_the_outputs_and_merging_undoes_it(router: dict[str, Any],
             assert torch.equal(value, again["optimizer_states"][0]["state"][number][name]), (number, name)
 
 
+@pytest.mark.parametrize(
+    ("router", "options"),
+    [
+        ({}, "model.router.top_k=4"),
+        ({"top_k": 1}, "model.router.top_k=2 model.router.normalize_top_k=false"),
+        (
+            {"score": "sigmoid", "normalize_top_k": False, "scale": 3.0},
+            "model.router.top_k=4 model.router.scale=1.5",
+        ),
+    ],
+    ids=str,
+)
+def test_the_command_that_goes_on_has_all_options_of_the_folded_router(
+    router: dict[str, Any], options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = trained(tmp_path, router=router)
+    assert main(["edit", str(whole), str(tmp_path / "double.ckpt"), "--fold", "2", "--batches", "0"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.endswith(f"model.num_experts={2 * E} {options}")
+
+
 def test_both_models_of_a_run_that_averages_its_weights_are_edited(whole: Path) -> None:
     checkpoint, module = read_file(whole), module_of(whole)
     trains_on = {name: value + 1 for name, value in checkpoint["state_dict"].items()}
