@@ -152,7 +152,7 @@ def test_the_documentation_lists_every_family() -> None:
     for class_name, options in SPARSE.values():
         config = getattr(transformers, class_name)(**{**SIZES, **options})
         try:
-            check_packing(config)
+            check_packing(config, 16)
             packs = "yes"
         except ConfigurationError:
             packs = "no"

@@ -65,6 +65,19 @@ def test_layers_that_carry_a_state_refuse_packed_documents(name: str, tmp_path: 
         module(ids, None, ids)
 
 
+def test_attention_that_counts_places_refuses_long_packs_and_parts(tmp_path: Path) -> None:
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    make_checkpoint("llama4", tmp_path, floor_scale=8, attention_chunk_size=None)
+    module = HuggingFaceModule({"pretrained": str(tmp_path), "context_length": 16})
+    module.configure_model()
+    assert not hasattr(module.model, "context")
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    module(ids[:, :7], None, ids[:, :7])
+    with pytest.raises(ConfigurationError, match=r"with 8 positions: llama4_text scales .* the place in the sample"):
+        module(ids, None, ids)
+
+
 def test_recomputed_layers_see_the_padding_and_the_noise_of_their_own_batch(tmp_path: Path) -> None:
     from moe_lightning.models.huggingface.module import HuggingFaceModule
 

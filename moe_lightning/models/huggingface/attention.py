@@ -24,12 +24,12 @@ _PACKED = _SHARED | {"chunked_attention"}
 
 
 def keep_context(model: Any) -> None:
-    """Let the model's attention know of parts of sequences, where it asks the interface and has no sinks, and no other
-    layer mixes positions.
+    """Let the model's attention know of parts of sequences, where it asks the interface, has no sinks and counts no
+    places itself, and no other layer mixes positions.
     """
     if not (getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_sdpa", False)):
         return
-    if _layers_beside(_SHARED, model.config):
+    if _layers_beside(_SHARED, model.config) or _counts_places(model.config):
         return
     for module in model.modules():
         if type(module).__name__.endswith("Attention"):
@@ -53,12 +53,28 @@ def _layers_beside(known: frozenset[str], config: Any) -> list[str]:
     return sorted(set(getattr(config, "layer_types", None) or ()) - known)
 
 
-def check_packing(config: Any) -> None:
+def _counts_places(config: Any) -> bool:
+    """True if attention depends on the places of tokens in the batch, whatever positions they are given."""
+    return bool(getattr(config, "attn_temperature_tuning", False))
+
+
+def check_packing(config: Any, length: int) -> None:
     """Refuse packed documents for a model that would mix them.
 
+    Args:
+        config: of the model.
+        length: of the longest sample.
+
     Raises:
-        ConfigurationError: it has layers that carry a state from each token to the next.
+        ConfigurationError: it has layers that carry a state from each token to the next, or attention that depends on
+            where a document lies in the sample.
     """
+    if _counts_places(config) and length >= config.floor_scale:
+        raise ConfigurationError(
+            f"data.packing=true with {length} positions: {config.model_type} scales attention from position "
+            f"{config.floor_scale} on by the place in the sample, not in the document: use a context_length below "
+            "that, or data.packing=false"
+        )
     others = _layers_beside(_PACKED, config)
     if others:
         raise ConfigurationError(
@@ -81,7 +97,7 @@ def document_options(model: Any, positions_L: Tensor, begins_BL: Tensor) -> dict
     Raises:
         ConfigurationError: see `check_packing`.
     """
-    check_packing(model.config)
+    check_packing(model.config, positions_L.shape[-1])
     position_ids = positions_L - begins_BL
     found: dict[str, Any] = {"position_ids": position_ids}
     if getattr(model, "context", None) is not None and model.context.is_cut:
