@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -70,6 +71,19 @@ def test_noise_that_nobody_drives_is_drawn_once() -> None:
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], others, strict=True) if a is not None)
     for name in recomputed.recomputed:
         assert copied.get_submodule(name).forward.__self__ is copied.get_submodule(name)  # type: ignore[union-attr]
+
+
+def test_copies_of_a_compiled_module_have_their_own_dropout() -> None:
+    module = GPTModule({**TINY, **DROPOUT}, OptimizerConfig())
+    module.configure_model()
+    ids = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        expected = module.eval()(ids)
+        CompileDense(backend="eager").on_fit_start(make_trainer(0, 1, {}), module)
+        copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module))  # noqa: S301
+        module.train()
+        for copied in copies:
+            assert torch.equal(copied.eval()(ids), expected)
 
 
 def test_not_beside_a_compiler() -> None:
