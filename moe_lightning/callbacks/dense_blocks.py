@@ -29,6 +29,7 @@ from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.randomness import StreamDropout, remembering
+from moe_lightning.parallel.tensor import PartedForward
 from moe_lightning.strategies.expert_parallel import own_strategy
 from moe_lightning.strategies.stages import is_gated
 from moe_lightning.strategies.worlds import ExpertParallelCallback
@@ -169,16 +170,25 @@ class RecomputeDense(ExpertParallelCallback):
 
     def _recompute(self, module: pl.LightningModule) -> None:
         for name, part in dense_parts(module):
+            if self._parts.get(name) is part:
+                continue
+            parted = vars(part).get("forward")
+            if isinstance(parted, PartedForward):
+                parted.undo()
             if "forward" not in vars(part):  # somebody else's, such as a quantiser's, stays
                 part.forward = MethodType(_forward, part)
                 self._parts[name] = part
+            if isinstance(parted, PartedForward):  # computes with what is gathered
+                PartedForward(part, parted.style, parted.ranks)
 
     @override
     def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Other blocks may be on this rank now. Where ranks only wait for others nothing is computed."""
         worlds = own_strategy(trainer, "RecomputeDense").worlds
         if not worlds.cannot_train(worlds.present.size):
-            self.teardown(trainer, pl_module, "fit")
+            here = [part for _, part in dense_parts(pl_module)]
+            for name in [name for name, part in self._parts.items() if part not in here]:
+                del self._parts.pop(name).forward
             self._recompute(pl_module)
 
     @override

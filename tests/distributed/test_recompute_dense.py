@@ -43,10 +43,12 @@ def fit(rank: int, world_size: int, strategy: dict[str, Any], again: bool) -> tu
     return recorder.losses, {"kept": sum(kept.values()), "left": left}
 
 
-@pytest.mark.parametrize(("ranks", "dense"), [(1, "ddp"), slow(2, "ddp"), (2, "fsdp")])
-def test_losses_are_the_same_to_the_bit(ranks: int, dense: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(1, {}), slow(2, {}), (2, {"dense": "fsdp"}), (2, {"mesh": {"tp": 2}})]
+)
+def test_losses_are_the_same_to_the_bit(ranks: int, strategy: dict[str, Any]) -> None:
     for (plain, before), (again, after) in zip(
-        run_pooled(ranks, fit, {"dense": dense}, False), run_pooled(ranks, fit, {"dense": dense}, True), strict=True
+        run_pooled(ranks, fit, strategy, False), run_pooled(ranks, fit, strategy, True), strict=True
     ):
         assert again == plain
         assert after["left"] == 0
