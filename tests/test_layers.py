@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "balancing": {"dispatch"},
     "state": {"compat", "dispatch", "parallel"},
     "moe": {"compat", "dispatch", "kernels", "parallel", "state"},
-    "models": {"compat", "kernels", "moe", "parallel"},
+    "models": {"compat", "kernels", "moe", "parallel", "state"},
     "data": {"dispatch", "moe", "compat"},
     "checkpoint": {"compat", "dispatch", "kernels", "parallel", "state"},
     "simulate": {"balancing", "checkpoint", "dispatch", "models", "moe", "parallel", "text_table"},

@@ -35,7 +35,7 @@ from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.compat.private_lightning import SummaryShown, SummaryTable
 from moe_lightning.config import validated
 from moe_lightning.files import append_rows
-from moe_lightning.models.gpt import model_size, whole_parameters
+from moe_lightning.models.gpt import held_parameters, model_size, whole_parameters
 from moe_lightning.models.gpt_module import SupervisedModule
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json
@@ -180,7 +180,8 @@ class Telemetry(Callback):
     * train/tokens_seen of all ranks since the run began, resumes included: the axis of scaling studies
     * val/perplexity of language models of this project, after each validation
     * train/mfu_ratio (mean): the model's floating-point operations over those that the devices could have done (PaLM,
-      arXiv 2204.02311, appendix B), where the module has `flops_per_batch` and the device's peak is known
+      arXiv 2204.02311, appendix B), where the module has `flops_per_batch` and the device's peak is known; not with
+      `mesh.pp`
     * device/peak_memory_bytes (maximum) that tensors took since the process began, on GPUs
     * moe/layerNN/expert_imbalance_ratio: busiest expert over the mean; moe/layerNN/rank_imbalance_ratio: busiest rank
       over the mean, so after replicas and quotas did their work; moe/expert_imbalance_ratio and
@@ -238,7 +239,8 @@ class Telemetry(Callback):
         if self._peak_flops_per_s is None:
             self._peak_flops_per_s = known_peak(trainer.strategy.root_device, str(trainer.precision))
         self._pace.begin()
-        size = model_size(pl_module)
+        with stages_of(trainer).whole_module():
+            size = model_size(pl_module)
         for logger in trainer.loggers:
             logger.log_hyperparams({"parameters/whole": size.whole, "parameters/active": size.active})
 
@@ -288,9 +290,10 @@ class Telemetry(Callback):
         loads = {number: shares_E for number, (shares_E, _) in everyones.items() if shares_E is not None}
         placements = {number: line for number, (_, line) in everyones.items() if line is not None}
         health = self._health.observe({layer: np.array(shares_E) for layer, shares_E in loads.items()})
-        has_peak = self._peak_flops_per_s is not None or trainer.strategy.root_device.type == "cuda"
+        has_mfu = self._peak_flops_per_s is not None or trainer.strategy.root_device.type == "cuda"
+        has_mfu &= stages.num_stages == 1  # a module knows the operations of its last micro-batch alone
         metrics = [
-            *self._pace_metrics(has_mfu=has_peak and getattr(pl_module, "flops_per_batch", None) is not None),
+            *self._pace_metrics(has_mfu=has_mfu and getattr(pl_module, "flops_per_batch", None) is not None),
             *self._exchanges.metrics(trainer),
             *_device_metrics(trainer),
             *_optimizer_metrics(trainer),
@@ -492,8 +495,7 @@ class WholeModelSummary(SummaryTable):
     @override
     def columns(self, stock: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
         modules = dict(self.module.named_modules())
-        held = (sum(p.numel() for p in modules[name].parameters()) for name in self.layer_names)
-        here = [get_human_readable_count(count) for count in held]
+        here = [get_human_readable_count(held_parameters(modules[name])) for name in self.layer_names]
         here += [_NOT_APPLICABLE] * (len(stock[0][1]) - len(here))  # a row of Lightning's for what no layer owns
         place = [name for name, _ in stock].index("Params") + 1
         return [*stock[:place], ("Params per Device", here), *stock[place:]]
@@ -509,3 +511,8 @@ class ExpertModelSummary(SummaryShown):
     """
 
     table = WholeModelSummary
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with stages_of(trainer).whole_module():
+            super().on_fit_start(trainer, pl_module)

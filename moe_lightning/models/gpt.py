@@ -24,6 +24,7 @@ from moe_lightning.moe.randomness import SampleStream, StreamDropout, attach_str
 from moe_lightning.moe.router import RouterConfig
 from moe_lightning.parallel.sequence import ContextParallel
 from moe_lightning.parallel.tensor import Columns, Embedding, Gathered, Head, Parted, Plan, Rows, Style
+from moe_lightning.state.tensors import local, whole_shape
 
 
 @validated
@@ -317,7 +318,7 @@ class ModelSize:
 
     Attributes:
         whole: of the model, each expert once.
-        here: that this process holds; replicas count, experts of other ranks do not.
+        here: that this process holds; replicas count, experts and shards of other ranks do not.
         active: that one token passes.
         multiplied: those of the active ones that are multiplied with a token: matrices but not lookups in embeddings.
     """
@@ -348,8 +349,12 @@ def model_size(model: nn.Module) -> ModelSize:
         top_k = layer.router.config.top_k
         active -= (layer.num_experts - top_k) * expert_size(layer.experts)
         multiplied += top_k * expert_size(layer.experts, matrices_only=True)
-    here = sum(p.numel() for p in model.parameters())
-    return ModelSize(whole=whole, here=here, active=active, multiplied=multiplied)
+    return ModelSize(whole=whole, here=held_parameters(model), active=active, multiplied=multiplied)
+
+
+def held_parameters(model: nn.Module) -> int:
+    """Parameters that this process holds: its slots of experts, its shards, and none of other pipeline stages."""
+    return sum(local(p).numel() for p in model.parameters() if not p.is_meta)
 
 
 def whole_parameters(model: nn.Module, *, trained: bool = False) -> int:
@@ -358,7 +363,7 @@ def whole_parameters(model: nn.Module, *, trained: bool = False) -> int:
     of_experts = {id(p) for experts in stacks for p in experts.parameters()}
     dense = [p for p in model.parameters() if id(p) not in of_experts and (p.requires_grad or not trained)]
     spread = sum(experts.num_experts * expert_size(experts, trained=trained) for experts in stacks)
-    return spread + sum(p.numel() for p in dense)
+    return spread + sum(whole_shape(p).numel() for p in dense)
 
 
 def expert_size(experts: Experts, *, matrices_only: bool = False, trained: bool = False) -> int:
@@ -374,7 +379,7 @@ def expert_size(experts: Experts, *, matrices_only: bool = False, trained: bool 
 def _multiplied_by_every_token(model: nn.Module) -> int:
     """Elements of the dense matrices that every token meets; a matrix that is also an embedding counts."""
     matrices = {
-        id(parameter): parameter.numel()
+        id(parameter): whole_shape(parameter).numel()
         for module in model.modules()
         if not isinstance(module, Experts | nn.Embedding)
         for parameter in module.parameters(recurse=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -10,15 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, MoELayer
-from moe_lightning.callbacks.telemetry import ExpertModelSummary, WholeModelSummary
+from moe_lightning.callbacks.telemetry import ExpertModelSummary, Telemetry, WholeModelSummary
 from moe_lightning.cli import capacity
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPTConfig, expert_size, least_gpt_parameters, model_size, whole_parameters
+from moe_lightning.strategies.placed_experts import stages_of
 from tests.distributed.harness import connect, run_ranks
-from tests.distributed.training import TINY, OwnModule
+from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer
 from tests.unit.gpt_size import count_parameters
+from tests.unit.test_callbacks_telemetry import Recorded
 
 
 def test_parameters_in_all_and_active() -> None:
@@ -104,6 +109,55 @@ def test_experts_of_other_ranks_count_once() -> None:
         assert found["params"]["moe.experts"] == "18.4 K"
         assert found["here"]["moe.experts"] == "12.3 K"
         assert found["params"]["embed"] == found["here"]["embed"] == "2.0 K"
+
+
+class _Counted(WholeModelSummary):
+    found: ClassVar[dict[str, Any]] = {}
+
+    def columns(self, stock: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+        self.found.update(total=self.total_parameters, rows=self.param_nums)
+        return super().columns(stock)
+
+
+class _CountedSummary(ExpertModelSummary):
+    table = _Counted
+
+
+class _Sized(pl.Callback):
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with stages_of(trainer).whole_module():
+            self.size = model_size(pl_module)
+
+
+def _trained_sizes(rank: int, world_size: int, strategy: dict[str, Any]) -> dict[str, Any]:
+    logger, sized, telemetry = Recorded(), _Sized(), Telemetry(peak_flops_per_s=1e12)
+    callbacks = [telemetry, _CountedSummary(), sized]
+    trainer = make_trainer(rank, world_size, strategy, callbacks=callbacks, logger=logger, max_steps=1)
+    module = GPTModule(TINY | {"tie_embeddings": False})
+    trainer.fit(module, DataLoader(RandomTokens(8), batch_size=8))
+    return {
+        "size": replace(sized.size, here=0),
+        "held": sized.size.here,
+        "logged": logger.parameters,
+        "shown": _Counted.found,
+        "flops": module.flops_per_batch,
+        "has_mfu": "train/mfu_ratio" in trainer.callback_metrics,
+    }
+
+
+@pytest.mark.parametrize("strategy", [{"mesh": {"tp": 2}}, {"mesh": {"pp": 2}}, {"dense": "fsdp"}])
+def test_shards_and_stages_count_as_the_whole_model(strategy: dict[str, Any]) -> None:
+    alone = _trained_sizes(0, 1, {})
+    assert alone["has_mfu"]
+    assert alone["logged"]["parameters/whole"] == alone["size"].whole
+    ranks = run_ranks(2, partial(_trained_sizes, strategy=strategy))
+    assert sum(found["held"] for found in ranks) < 1.1 * alone["held"]
+    for found in ranks:
+        assert [found[name] for name in ("size", "logged")] == [alone[name] for name in ("size", "logged")]
+        assert found["shown"] == (alone["shown"] if found["shown"] else {}), "only rank 0 shows it"
+        assert found["has_mfu"] == ("pp" not in strategy.get("mesh", {}))
+        if strategy == {"mesh": {"tp": 2}}:
+            assert found["flops"] == alone["flops"], "both ranks compute a part of every sample"
 
 
 def test_a_row_for_what_no_layer_owns() -> None:
