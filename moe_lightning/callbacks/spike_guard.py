@@ -29,7 +29,7 @@ from moe_lightning.parallel.context import all_reduce_
 from moe_lightning.state.tensors import frozen_base, local
 from moe_lightning.state.transfer import install
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
-from moe_lightning.strategies.step_data import first_sampler, training_slice
+from moe_lightning.strategies.step_data import first_sampler, joined_slice
 from moe_lightning.strategies.watch import FEWEST_LOSSES, limit_of
 from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport
 
@@ -219,7 +219,7 @@ class SpikeGuard(ExpertParallelCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        here, sampler = training_slice(trainer.train_dataloader), first_sampler(trainer.train_dataloader)
+        here, sampler = joined_slice(trainer.train_dataloader), first_sampler(trainer.train_dataloader)
         self._spike = None  # rank 0 has ended the last batch
         self._began = began = None if here is None or sampler is None else sampler.begin_of(here)
         self._position = None if here is None or began is None else began + here.step_total

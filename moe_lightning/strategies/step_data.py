@@ -217,8 +217,8 @@ def begin_batch(loaders: object) -> None:
         loader.begin_batch()
 
 
-def training_slice(loaders: object) -> StepSlice | None:
-    """Return the slice of samples of a training batch: that of the first loader, where a batch joins several.
+def joined_slice(loaders: object) -> StepSlice | None:
+    """Return the slice of samples of a batch: that of the first loader, where a batch joins several.
 
     Raises:
         ConfigurationError: ranks and micro-batches take unlike shares of the loaders, so that no weight fits them all.
@@ -250,18 +250,24 @@ def _require_common_weight(samplers: Sequence[StepSampler]) -> None:
     lengths = {(sampler.cut.global_batch_size, sampler.epoch_size) for sampler in samplers}
     if len(sizes) > 1 and any(size % parts for size in sizes):
         raise ConfigurationError(
-            f"training loaders of {sizes} samples a step cannot be cut into {parts} parts alike, so their "
+            f"joined loaders of {sizes} samples a batch cannot be cut into {parts} parts alike, so their "
             f"losses have no common weight: use one batch size, or multiples of {parts}"
         )
     if parts > 1 and len(lengths) > 1 and any(epoch % batch for batch, epoch in lengths):
         raise ConfigurationError(
-            f"training loaders of {sorted(epoch for _, epoch in lengths)} samples end in partial batches at different "
+            f"joined loaders of {sorted(epoch for _, epoch in lengths)} samples end in partial batches at different "
             f"steps, so their losses have no common weight in {parts} parts: set drop_last=True"
         )
 
 
-def running_slice(loaders: object, index: int) -> StepSlice | None:
-    """Return the slice of samples of the batch that a loader yielded last; None if the loader has no position."""
+def running_slice(loaders: object, index: int | None) -> StepSlice | None:
+    """Return the slice of samples of the batch that a loader yielded last; None if the loader has no position.
+
+    Args:
+        index: of the loader; None: a batch joins one of each loader, see `joined_slice`.
+    """
+    if index is None:
+        return joined_slice(loaders)
     flat = private_torch.tree_leaves(loaders)
     loader = flat[index] if index < len(flat) else None
     return loader.current if isinstance(loader, StepLoader) else None

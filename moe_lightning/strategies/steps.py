@@ -25,7 +25,7 @@ from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.sequence import SequenceParts
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.dummy_batches import nothing_of, without_traces
-from moe_lightning.strategies.step_data import begin_batch, running_slice, training_slice
+from moe_lightning.strategies.step_data import begin_batch, joined_slice, running_slice
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
 
@@ -224,7 +224,7 @@ class Steps:
         trainer, module = self._state.trainer, self._state.module
         self._state.parts.broadcast_buffers(self._worlds.present.stage)
         self.sequences.require_targets(arguments)
-        self.begin_batch(training_slice(trainer.train_dataloader))
+        self.begin_batch(joined_slice(trainer.train_dataloader))
         self.weights.begin(self.batch)
         traces = without_traces(module) if self.stream.is_dummy_batch else nullcontext()
         with self._screened(), traces, self.sequences.watched(training=True):
@@ -242,7 +242,7 @@ class Steps:
 
     def predict(self, step: Callable[..., Any], loaders: object, *args: Any, **kwargs: Any) -> Any:
         """Run a batch outside of training; the prediction of a dummy batch has no rows."""
-        index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else 0)
+        index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else None)
         self.begin_batch(running_slice(loaders, index))
         try:
             if not self.stream.is_dummy_batch:

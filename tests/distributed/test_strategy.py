@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -288,12 +289,32 @@ def test_joined_loaders_are_weighed_right(sizes: tuple[int, int]) -> None:
 
 def test_joined_loaders_that_no_weight_fits_are_refused() -> None:
     for message in run_ranks(2, fit_two_loaders, (8, 5)):
-        assert "training loaders of [5, 8] samples a step cannot be cut into 2 parts alike" in message
+        assert "joined loaders of [5, 8] samples a batch cannot be cut into 2 parts alike" in message
         assert "use one batch size" in message
     for message in run_ranks(2, fit_two_loaders, (7, 7), False):
-        assert "training loaders of [60, 96] samples end in partial batches at different steps" in message
+        assert "joined loaders of [60, 96] samples end in partial batches at different steps" in message
         assert "set drop_last=True" in message
     assert not isinstance(run_ranks(1, fit_two_loaders, (7, 7), False)[0], str)
+
+
+def validate_two_loaders(rank: int, world_size: int, sizes: tuple[int, int]) -> float | str:
+    class Joined(TwoSources):
+        def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+            self.log("val/joined", self.training_step(batch, batch_idx), sync_dist=True, batch_size=len(batch["a"][0]))
+
+    trainer = make_trainer(rank, world_size, {}, max_steps=1)
+    loaders = {name: DataLoader(RandomTokens(3 * b), batch_size=b) for name, b in zip("ab", sizes, strict=True)}
+    try:
+        scores = trainer.validate(Joined(), CombinedLoader(loaders, "min_size"), verbose=False)
+    except ValueError as error:
+        return str(error)
+    return scores[0]["val/joined"]
+
+
+def test_validation_of_joined_loaders_is_the_same_or_refused() -> None:
+    assert run_ranks(4, validate_two_loaders, (8, 4))[0] == pytest.approx(validate_two_loaders(0, 1, (8, 4)), abs=1e-5)
+    for message in run_ranks(4, validate_two_loaders, (8, 6)):
+        assert "joined loaders of [6, 8] samples a batch cannot be cut into 4 parts alike" in message
 
 
 # ---------------------------------------------------------------------- Lightning's own callbacks
