@@ -184,7 +184,9 @@ def planned_run(config: Mapping[str, Any], num_ranks: int, ranks_per_node: int) 
         return None
     axes = {axis: size for axis, size in (strategy.get("mesh") or {}).items() if axis in ("pp", "cp", "tp")}
     pp = axes.get("pp", 1)
-    micro_batches = trainer.get("accumulate_grad_batches", 1) if pp == 1 else strategy.get("micro_batches") or 2 * pp
+    micro_batches = trainer.get("accumulate_grad_batches", 1)
+    if pp > 1:
+        micro_batches *= strategy.get("micro_batches") or 2 * pp
     recovery = config["callbacks"].get("fault_recovery") or {}
     groups = max(1, num_ranks // (strategy.get("ep_size") or num_ranks))
     on_cpu = trainer.get("accelerator") not in ("gpu", "cuda")

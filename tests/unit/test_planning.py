@@ -174,6 +174,8 @@ def test_settings_reach_the_planner() -> None:
     assert (run.mesh.tp, run.mesh.micro_batches, run.training.recomputes, run.replicas) == (2, 2, True, 2)
     assert run.stage_slots == 8
     assert run.memory().snapshots > 0
+    accumulating = _run("strategy.mesh.pp=2", "strategy.micro_batches=4", "trainer.accumulate_grad_batches=2")
+    assert accumulating.mesh.micro_batches == 8, "a step's batch is cut by both"
     assert _run().stage_slots == 4
     assert _run("strategy.slots=6").stage_slots == 6
     assert _run("data.tokenizer=bpe:4096").training.vocab_size == 4096
