@@ -88,7 +88,7 @@ def advise(options: Mapping[str, str], settings: Sequence[str], config_dir: str 
             fit.
     """
     config = _configuration(settings, config_dir)
-    base = next((one.partition("=")[2] for one in settings if one.startswith("recipes=")), "quickstart")
+    base = _base(settings)
     folder = Path(config_dir, "recipes") if config_dir else Path(_FOLDER)
     target = recipe_file(Path(options.get("--out") or folder / f"{base}_advised.yaml"), "--out ")
     if config_dir and (Path(config_dir) / "recipes" / f"{base}.yaml").is_file() and target.parent != folder:
@@ -98,9 +98,14 @@ def advise(options: Mapping[str, str], settings: Sequence[str], config_dir: str 
     advice, run = _advice(run, machine)
     for line in _lines(advice, run, machine, base, notes):
         print(line)
-    target.write_text(_recipe(advice, run, machine, base, settings, target))
+    target.write_text(_recipe(advice, run, machine, config, settings, target))
     command = f"moe-train --config-dir {target.parent.parent} recipes={target.stem}"
     print(f"\nrecipe       {target}\nstart        {command}")
+
+
+def _base(settings: Sequence[str]) -> str:
+    """The recipe that the advice begins with."""
+    return next((one.partition("=")[2] for one in settings if one.startswith("recipes=")), "quickstart")
 
 
 def _configuration(settings: Sequence[str], config_dir: str | None) -> dict[str, Any]:
@@ -422,12 +427,12 @@ def _recipe(
     advice: Advice,
     run: PlannedRun,
     machine: Machine,
-    base: str,
+    config: Mapping[str, Any],
     settings: Sequence[str],
     path: Path,
 ) -> str:
     """The YAML of a recipe that trains as advised: the given one, the settings of the command line, the advice."""
-    mesh, body = advice.scenario.mesh, OmegaConf.create({})
+    mesh, body, base = advice.scenario.mesh, OmegaConf.create({}), _base(settings)
     groups, defaults = ["partial_experts"], [base]
     for override in OverridesParser.create().parse_overrides(list(settings)):
         key, value = override.key_or_group, override.value()
@@ -452,8 +457,9 @@ def _recipe(
     added: dict[str, Any] = {"ranks": machine.hardware.ranks_per_node, **settings_of_plan}
     if mesh.pp > 1:
         added["strategy"] |= {"micro_batches": mesh.micro_batches_of(run.global_batch * mesh.unit / machine.num_ranks)}
-    elif mesh.micro_batches:
-        added["trainer"] = {"accumulate_grad_batches": mesh.micro_batches}
+    accumulated = 1 if mesh.pp > 1 else mesh.micro_batches
+    if accumulated:
+        added["trainer"] = _accumulating(config["trainer"], accumulated)
     if mesh.recompute and run.model.is_pretrained:
         added["model"] = {"gradient_checkpointing": True}
     added["data"] = {"global_batch_size": run.global_batch}
@@ -467,6 +473,19 @@ def _recipe(
     )
     listed = "".join(f"  - {entry}\n" for entry in (*defaults, "_self_"))
     return f"{head}defaults:\n{listed}\n{OmegaConf.to_yaml(merged)}"
+
+
+def _accumulating(trainer: Mapping[str, Any], micro_batches: int) -> dict[str, int]:
+    """Return the Trainer's settings for so many micro-batches in a step, which validate after as many steps as before.
+
+    Args:
+        trainer: settings of the run as it was.
+    """
+    settings = {"accumulate_grad_batches": micro_batches}
+    every, before = trainer.get("val_check_interval"), trainer.get("accumulate_grad_batches", 1)
+    if isinstance(every, int) and micro_batches != before:
+        settings["val_check_interval"] = max(1, every * micro_batches // before)
+    return settings
 
 
 def _joining(machine: Machine) -> str:

@@ -84,6 +84,19 @@ def test_the_dial_and_callbacks_stay(capsys: pytest.CaptureFixture[str]) -> None
     assert {"recompute_dense", "fault_recovery", "partial_experts_checkpoint"} <= set(config["callbacks"])
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_validations_come_after_as_many_steps_as_before(capsys: pytest.CaptureFixture[str], pp: int) -> None:
+    """val_check_interval counts micro-batches, of which the advice makes others."""
+    accumulating = [f"strategy.mesh.pp={pp}", "trainer.accumulate_grad_batches=8", "trainer.val_check_interval=800"]
+    _advice(capsys, "--cluster", "1x4xH100", "model.tie_embeddings=false", "data.global_batch_size=64", *accumulating)
+    config = _composed(Path("outputs/advice"), "quickstart_advised")
+    micro_batches = config["trainer"]["accumulate_grad_batches"]
+    assert micro_batches < 8
+    assert config["trainer"]["val_check_interval"] == 100 * micro_batches
+    if pp == 2:
+        assert (micro_batches, config["strategy"]["mesh"]["pp"]) == (1, 2)
+
+
 def test_a_batch_below_the_ranks_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
     out = _advice(capsys, "--cluster", "2x8xH100")
     assert "8 samples are fewer than the 16 ranks" in " ".join(out.split())
