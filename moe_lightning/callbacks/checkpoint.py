@@ -266,6 +266,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._times = StepTimes()
         strategy = _strategy(trainer)
         self._is_elastic = strategy.worlds.is_elastic
+        strategy.state.require_one_optimizer_each(beside="PartialExpertsCheckpoint", cure="ModelCheckpoint")
         if self._settings.lossless:
             strategy.state.require_replayable()
         if not self._is_elastic and strategy.state.restored is not None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -345,6 +347,27 @@ def check_for_pipeline(module: pl.LightningModule) -> None:
             "manual optimization calls backward inside of a step, which mesh.pp cuts in stages: use automatic "
             "optimization, or mesh.pp=1"
         )
+
+
+def require_one_optimizer_each(
+    groups: Sequence[Sequence[Sequence[nn.Parameter]]], module: nn.Module, *, beside: str, cure: str
+) -> None:
+    """
+    Args:
+        groups: the parameters in the groups of each optimizer.
+        beside: what has one place for the states of a parameter, in words.
+        cure: what has more, in words.
+
+    Raises:
+        ConfigurationError: a parameter is in several optimizers.
+    """
+    homes = Counter(parameter for own in groups for parameter in set(chain.from_iterable(own)))
+    for name, parameter in module.named_parameters():
+        if homes[parameter] > 1:
+            raise ConfigurationError(
+                f"{name} is in {homes[parameter]} optimizers, and {beside} keeps the states of one: give each "
+                f"parameter to one optimizer, or use {cure}"
+            )
 
 
 def require_own_sharding(dense: str, beside: str) -> None:

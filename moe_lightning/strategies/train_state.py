@@ -40,7 +40,12 @@ from moe_lightning.state.tensors import (
 )
 from moe_lightning.state.transfer import NO_UNITS, Units, reshard, without_memory
 from moe_lightning.strategies.averaging import Averaging
-from moe_lightning.strategies.checks import require_host_updates, require_own_sharding, require_updates_by_expert
+from moe_lightning.strategies.checks import (
+    require_host_updates,
+    require_one_optimizer_each,
+    require_own_sharding,
+    require_updates_by_expert,
+)
 from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
 from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
@@ -129,7 +134,9 @@ class TrainState:
         self._module, self._experts, self.stages, self.transfer = module, experts, stages, transfer
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Set the optimizers of a fit; raises as `require_host_updates` if they update on the host."""
+        """Set the optimizers of a fit; raises as `require_host_updates` if they update on the host, and as
+        `require_one_optimizer_each` if ranks share parameters.
+        """
         if self.updates.on_host:
             require_host_updates(optimizers)
         self.optimizers = list(optimizers)
@@ -137,6 +144,9 @@ class TrainState:
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._recorded = _groups_of(optimizers)
         self.fill_groups()
+        if self.parts.is_enabled and self._worlds.may_have_peers:
+            cure = "dense=ddp or zero1 without mesh.tp"
+            self.require_one_optimizer_each(beside="dense=fsdp, hsdp or mesh.tp", cure=cure)
         self.shards.begin()
 
     def has_replaced(self, optimizers: Sequence[Optimizer]) -> bool:
@@ -253,6 +263,10 @@ class TrainState:
     def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return the parameters that an optimizer updates on some rank, in an order that all ranks share."""
         return [parameter for group in self._groups[self.number_of(optimizer)] for parameter in group]
+
+    def require_one_optimizer_each(self, *, beside: str, cure: str) -> None:
+        """Raises as `checks.require_one_optimizer_each`."""
+        require_one_optimizer_each(self._groups, self.module, beside=beside, cure=cure)
 
     def require_replayable(self) -> None:
         """

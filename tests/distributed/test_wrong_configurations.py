@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from moe_lightning import ConfigurationError, GPTModule, MoELayer
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer
 
@@ -27,6 +28,23 @@ class UnlikeLayers(OwnModule):
     def __init__(self) -> None:
         super().__init__()
         self.other = MoELayer(32, 8, num_experts=4)
+
+
+class SharedTrunk(OwnModule):
+    """Two optimizers take turns with the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()[batch_idx % 2]  # type: ignore[index]
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(self.parameters()), torch.optim.AdamW(self.parameters())]
 
 
 def loader(**options: Any) -> DataLoader[Any]:
@@ -66,6 +84,14 @@ CASES: dict[str, Callable[[], Case]] = {
     },
     "EMAWeightAveraging keeps averages beside the weights on cpu, not on meta": lambda: {
         "trainer": {"callbacks": [EMAWeightAveraging(device="meta")]}
+    },
+    "embed.weight is in 2 optimizers, and PartialExpertsCheckpoint keeps the states of one": lambda: {
+        "trainer": {"callbacks": [PartialExpertsCheckpoint("checkpoints")], "enable_checkpointing": True},
+        "module": SharedTrunk(),
+    },
+    "embed.weight is in 2 optimizers, and dense=fsdp, hsdp or mesh.tp keeps the states of one": lambda: {
+        "strategy": {"dense": "fsdp"},
+        "module": SharedTrunk(),
     },
     "ddp_comm_hook is taken": lambda: {"strategy": {"ddp_comm_hook": default_hooks.allreduce_hook}},
     "num_workers=2 processes would each read a part of the stream Stream": lambda: {
