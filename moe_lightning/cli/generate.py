@@ -174,10 +174,11 @@ def _chat(model: LanguageModel, sampling: Sampling, system: str | None, max_new_
             raise ConfigurationError(f"this dialogue cannot be written: {error}") from error
         model.check(ids, "the message")
         try:
-            turns.append(Turn("assistant", answer(model, ids, sampling, max_new_tokens, written.end)))
+            said = answer(model, ids, sampling, max_new_tokens, written.end)
         except KeyboardInterrupt:
             print()
             return
+        turns.append(Turn("assistant", written.content(said)))
 
 
 def answer(model: LanguageModel, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, end: str = "") -> str:

@@ -211,6 +211,10 @@ class MarkedTurns:
         """The text that asks for the next answer."""
         return "".join(text for text, _ in self.pieces(Conversation(tuple(turns)))) + "<|assistant|>\n"
 
+    def content(self, answer: str) -> str:
+        """The content of the turn that a model's answer makes."""
+        return answer
+
     @property
     def template(self) -> str:
         """The format as a chat template of transformers."""
@@ -290,6 +294,12 @@ class TemplatedTurns:
             ValueError: the turns cannot be written so.
         """
         return self._written(Conversation(tuple(turns)), asks=True)
+
+    def content(self, answer: str) -> str:
+        """The content of the turn that a model's answer makes, without what the template writes before it."""
+        asked, whole = self.prompt([Turn("user", "?")]), self._written(Conversation(_exchange("?", _ANSWER)))
+        begin = whole.removeprefix(asked).partition(_ANSWER)[0]
+        return answer.rpartition(begin)[2] if begin.strip() else answer
 
     def _before(self, said: Conversation, index: int) -> str:
         """The text up to an answer, with what asks for it."""

@@ -306,6 +306,23 @@ def test_a_chat_template_is_used(
     assert model.prompts == ["[user]you?<e>[assistant]"]
 
 
+def test_what_a_template_writes_before_an_answer_is_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As GPT-OSS, whose template refuses its marks of channels in a message."""
+    template = (
+        "{% for m in messages %}{% if '<c>' in m.content %}{{ raise_exception('marks') }}{% endif %}"
+        "[{{ m.role }}]{{ '<c>final<m>' if m.role == 'assistant' }}{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    make_checkpoint("olmoe", tmp_path / "model", vocab_size=300, max_position_embeddings=512)
+    write_tokenizer(tmp_path / "model", chat_template=template)
+    model = Answers(monkeypatch, "<c>analysis<m>hm<c>final<m>fine<e>", "<c>final<m>bye<e>")
+    says(monkeypatch, "how?", "well")
+    assert run(capsys, tmp_path / "model", "--chat").endswith("<c>final<m>bye\n")
+    assert model.prompts[1] == "[user]how?<e>[assistant]<c>final<m>fine<e>[user]well<e>[assistant]"
+
+
 def test_a_folder_has_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = make_checkpoint("qwen3", tmp_path / "model", vocab_size=300)
     tokenizer = transformers.AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "model"))
